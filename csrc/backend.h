@@ -1,0 +1,51 @@
+// What differs between the two builds of csrc/ops: the same boundary is compiled once into eecore._C
+// for the CPU and once into eecore._cuda for CUDA.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "check.h"
+
+#ifdef EECORE_BACKEND_CUDA
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include "cuda/launch.h"
+#define EECORE_DISPATCH_KEY CUDA
+#define EECORE_RUN(op, params, tensor) \
+  ::eecore::cuda::run_##op(params, ::eecore::current_stream(tensor))
+#else
+#include "cpu/run.h"
+#define EECORE_DISPATCH_KEY CPU
+#define EECORE_RUN(op, params, tensor) ::eecore::cpu::run_##op(params, ::eecore::torch_parallel())
+#endif
+
+// Registers `function`, the tensor boundary of `op`, for this build's backend.
+#define EECORE_IMPL(op, function)                                  \
+  STABLE_TORCH_LIBRARY_IMPL(eecore, EECORE_DISPATCH_KEY, module) { \
+    module.impl(#op, TORCH_BOX(&function));                        \
+  }
+
+namespace eecore {
+
+#ifdef EECORE_BACKEND_CUDA
+// The stream that torch uses on the device of `tensor`.
+inline cuda::Stream current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return {stream, tensor.get_device_index()};
+}
+#else
+// torch's own thread pool, as a plain function that csrc/cpu can call.
+inline cpu::Parallel torch_parallel() {
+  return {static_cast<int>(torch::stable::get_num_threads()),
+          [](int64_t begin, int64_t end, int64_t grain, cpu::RangeFn body, void* context) {
+            torch::stable::parallel_for(begin, end, grain, [&](int64_t from, int64_t to) {
+              body(from, to, context);
+            });
+          }};
+}
+#endif
+
+}  // namespace eecore

@@ -1,0 +1,194 @@
+#include "check.h"
+
+#include <cstring>
+#include <stdexcept>
+
+namespace eecore {
+namespace {
+
+const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "an unsupported dtype";
+  }
+}
+
+bool dtype_matches(ScalarType type, Accept accept) {
+  switch (accept) {
+    case Accept::kFloat32:
+      return type == ScalarType::Float;
+    case Accept::kInt32:
+      return type == ScalarType::Int;
+    case Accept::kInt64:
+      return type == ScalarType::Long;
+    case Accept::kBool:
+      return type == ScalarType::Bool;
+    case Accept::kModel:
+      return type == ScalarType::Float || type == ScalarType::BFloat16 ||
+             type == ScalarType::Half;
+  }
+  return false;
+}
+
+const char* accept_name(Accept accept) {
+  switch (accept) {
+    case Accept::kFloat32:
+      return "float32";
+    case Accept::kInt32:
+      return "int32";
+    case Accept::kInt64:
+      return "int64";
+    case Accept::kBool:
+      return "bool";
+    case Accept::kModel:
+      return "float32, bfloat16 or (CUDA) float16";
+  }
+  return "";
+}
+
+std::string sizes_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  }
+  return text + "]";
+}
+
+// The text of a device, "cpu" or "cuda:0".
+std::string device_text(int32_t type, int32_t index) {
+  if (type == static_cast<int32_t>(torch::headeronly::DeviceType::CPU)) return "cpu";
+  if (type == static_cast<int32_t>(torch::headeronly::DeviceType::CUDA)) {
+    return "cuda:" + std::to_string(index);
+  }
+  return "device type " + std::to_string(type);
+}
+
+}  // namespace
+
+void Checker::fail(const std::string& message) const {
+  throw std::runtime_error(std::string(op_) + ": " + message);
+}
+
+const Checker::Binding* Checker::find(const char* name) const {
+  for (int i = 0; i < num_bindings_; ++i) {
+    if (std::strcmp(bindings_[i].name, name) == 0) return &bindings_[i];
+  }
+  return nullptr;
+}
+
+int64_t Checker::operator[](const char* dim_name) const {
+  const Binding* binding = find(dim_name);
+  if (binding == nullptr) fail(std::string(dim_name) + ": size read before a tensor bound it");
+  return binding->size;
+}
+
+DType Checker::dtype() const {
+  if (model_dtype_ == ScalarType::Float) return DType::kFloat32;
+  if (model_dtype_ == ScalarType::BFloat16) return DType::kBFloat16;
+  return DType::kFloat16;
+}
+
+void Checker::mismatch(const Tensor& tensor, const char* name, Accept accept,
+                       const std::initializer_list<Dim>& shape) const {
+  const bool bound = accept == Accept::kModel && has_dtype_;
+  std::string expected = bound ? dtype_name(model_dtype_) : accept_name(accept);
+  expected += " [";
+  bool first = true;
+  for (const Dim& dim : shape) {
+    if (!first) expected += ", ";
+    first = false;
+    if (dim.name == nullptr) {
+      expected += std::to_string(dim.size);
+      continue;
+    }
+    expected += dim.name;
+    if (const Binding* binding = find(dim.name)) expected += "=" + std::to_string(binding->size);
+  }
+  fail(std::string(name) + ": expected " + expected + "], got " +
+       dtype_name(tensor.scalar_type()) + " " + sizes_text(tensor));
+}
+
+void Checker::operator()(const Tensor& tensor, const char* name, Accept accept,
+                         std::initializer_list<Dim> shape, int contiguous_dims) {
+  // Type and shape; sizes are bound only once the whole shape fits.
+  const int64_t rank = static_cast<int64_t>(shape.size());
+  const ScalarType type = tensor.scalar_type();
+  bool ok = tensor.dim() == rank && dtype_matches(type, accept);
+  if (accept == Accept::kModel && has_dtype_ && type != model_dtype_) ok = false;
+  int64_t axis = 0;
+  int64_t numel = 1;
+  for (const Dim& dim : shape) {
+    if (!ok) break;
+    const int64_t size = tensor.size(axis++);
+    numel *= size;
+    if (dim.name == nullptr) {
+      ok = size == dim.size;
+    } else if (const Binding* binding = find(dim.name)) {
+      ok = size == binding->size;
+    }
+  }
+  if (!ok) mismatch(tensor, name, accept, shape);
+
+  // One device for all tensors of the call.
+  const int32_t device_type = static_cast<int32_t>(tensor.device().type());
+  const int32_t device_index = tensor.get_device_index();
+  if (!has_device_) {
+    has_device_ = true;
+    device_type_ = device_type;
+    device_index_ = device_index;
+  } else if (device_type != device_type_ || device_index != device_index_) {
+    fail(std::string(name) + ": expected a tensor on " + device_text(device_type_, device_index_) +
+         ", got one on " + device_text(device_type, device_index));
+  }
+  if (accept == Accept::kModel && !has_dtype_) {
+    if (type == ScalarType::Half &&
+        device_type == static_cast<int32_t>(torch::headeronly::DeviceType::CPU)) {
+      fail(std::string(name) + ": expected float32 or bfloat16 on the CPU, got float16");
+    }
+    has_dtype_ = true;
+    model_dtype_ = type;
+  }
+
+  // Unit-stride contiguity of the trailing dimensions.
+  int64_t expected_stride = 1;
+  for (int64_t i = rank - 1; i >= 0 && i >= rank - contiguous_dims && numel > 0; --i) {
+    if (tensor.size(i) != 1 && tensor.stride(i) != expected_stride) {
+      const int64_t inner = contiguous_dims < rank ? contiguous_dims : rank;
+      fail(std::string(name) + ": expected the last " + std::to_string(inner) +
+           " dimension(s) contiguous, got stride " + std::to_string(tensor.stride(i)) +
+           " instead of " + std::to_string(expected_stride) + " in dimension " +
+           std::to_string(i) + " of " + sizes_text(tensor));
+    }
+    expected_stride *= tensor.size(i);
+  }
+
+  axis = 0;
+  for (const Dim& dim : shape) {
+    const int64_t size = tensor.size(axis++);
+    if (dim.name == nullptr || find(dim.name) != nullptr) continue;
+    if (num_bindings_ == static_cast<int>(bindings_.size())) fail("too many named sizes");
+    bindings_[num_bindings_++] = {dim.name, size};
+  }
+}
+
+}  // namespace eecore

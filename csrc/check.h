@@ -1,0 +1,96 @@
+// Shape, dtype, device and stride checks at the tensor boundary. One Checker per call binds named
+// sizes at their first use and holds every later tensor to them.
+//
+//   Checker check("accept_mask");
+//   check(confidence, "confidence", kFloat32, {"num_seqs"});
+//   check(thresholds, "thresholds", kFloat32, {"num_seqs"});
+//   params.num_seqs = check["num_seqs"];
+//
+// A failed check throws "accept_mask: thresholds: expected float32 [num_seqs=4], got float32 [3]".
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "eecore/params.h"
+
+namespace eecore {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Element types a tensor may have.
+enum class Accept : uint8_t { kFloat32, kInt32, kInt64, kBool, kModel };
+
+// A size of an expected shape: a name to bind or match, or a number.
+struct Dim {
+  Dim(const char* name) : name(name) {}      // NOLINT: implicit, so that shapes read as lists
+  Dim(int64_t size) : size(size) {}          // NOLINT
+  Dim(int size) : size(size) {}              // NOLINT
+  const char* name = nullptr;
+  int64_t size = -1;
+};
+
+class Checker {
+ public:
+  explicit Checker(const char* op) : op_(op) {}
+
+  // Holds `tensor` to a dtype, a shape, the call's device, and unit-stride contiguity of its last
+  // `contiguous_dims` dimensions (all of them by default).
+  void operator()(const Tensor& tensor, const char* name, Accept accept,
+                  std::initializer_list<Dim> shape, int contiguous_dims = 8);
+
+  // The same for an optional tensor; returns whether it is there.
+  bool operator()(const std::optional<Tensor>& tensor, const char* name, Accept accept,
+                  std::initializer_list<Dim> shape, int contiguous_dims = 8) {
+    if (tensor.has_value()) (*this)(*tensor, name, accept, shape, contiguous_dims);
+    return tensor.has_value();
+  }
+
+  int64_t operator[](const char* dim_name) const;
+
+  // The dtype shared by every tensor checked with Accept::kModel.
+  DType dtype() const;
+
+  // Throws "<op>: <message>" unless `ok`.
+  void require(bool ok, const std::string& message) const {
+    if (!ok) fail(message);
+  }
+  [[noreturn]] void fail(const std::string& message) const;
+
+ private:
+  struct Binding {
+    const char* name;
+    int64_t size;
+  };
+  const Binding* find(const char* name) const;
+  [[noreturn]] void mismatch(const Tensor& tensor, const char* name, Accept accept,
+                             const std::initializer_list<Dim>& shape) const;
+
+  const char* op_;
+  std::array<Binding, 16> bindings_{};
+  int num_bindings_ = 0;
+  bool has_device_ = false;
+  int32_t device_type_ = 0, device_index_ = 0;
+  bool has_dtype_ = false;
+  ScalarType model_dtype_{};
+};
+
+// The data of an optional tensor, or null.
+template <typename T = void>
+T* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+}  // namespace eecore

@@ -1,0 +1,36 @@
+// What every CPU kernel file includes. EECORE_CAPABILITY is the namespace that this translation unit
+// is compiled for: portable, avx2, avx512 or avx512_bf16. Everything a kernel file defines or
+// instantiates must live in that namespace or be static: an inline function shared between
+// capabilities would be merged by the linker into whichever copy it meets first, AVX-512 included.
+// For the same reason no standard containers or algorithms here.
+#pragma once
+
+#include "run.h"
+
+#ifndef EECORE_CAPABILITY
+#error "csrc/cpu kernels are compiled once per capability, see CMakeLists.txt"
+#endif
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+// Calls body(begin, end) on ranges that cover [0, n), on the pool's threads when there is more than
+// one grain of work.
+template <typename Body>
+void parallel_for(const Parallel& parallel, int64_t n, int64_t grain, const Body& body) {
+  if (n <= grain || parallel.num_threads <= 1) {
+    if (n > 0) body(int64_t{0}, n);
+    return;
+  }
+  parallel.run(
+      0, n, grain,
+      [](int64_t begin, int64_t end, void* context) {
+        (*static_cast<const Body*>(context))(begin, end);
+      },
+      const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -1,0 +1,52 @@
+// Entry points of the CPU kernels. Each op is compiled once per capability into its own namespace;
+// eecore::cpu::run_<op> picks the best one that the machine, or EECORE_CPU_CAPABILITY, allows.
+#pragma once
+
+#include <cstdint>
+
+#include "eecore/params.h"
+
+// Every op, once: declarations, the run-time choice and the kernels' definitions follow this list.
+#define EECORE_FOR_EACH_OP(X)                             \
+  X(accept_mask, AcceptMaskParams)
+
+namespace eecore::cpu {
+
+using RangeFn = void (*)(int64_t begin, int64_t end, void* context);
+
+// A thread pool: `run` calls body on ranges that cover [begin, end), each of at least `grain` items.
+struct Parallel {
+  int num_threads;
+  void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context);
+};
+
+enum class Capability : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+constexpr int kNumCapabilities = 4;
+
+const char* capability_name(Capability capability);
+// What this CPU and operating system can run.
+Capability best_capability();
+// What the kernels run with: EECORE_CPU_CAPABILITY, read once, or the best. Throws on a name that is
+// unknown or that the machine cannot run.
+Capability active_capability();
+// Changes what the kernels run with, by name; the same errors.
+void set_capability(const char* name);
+
+#define EECORE_DECLARE_RUN(op, Params) void run_##op(const Params& params, const Parallel& parallel);
+EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+
+namespace portable {
+EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+}
+namespace avx2 {
+EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+}
+namespace avx512 {
+EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+}
+namespace avx512_bf16 {
+EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+}
+#undef EECORE_DECLARE_RUN
+
+}  // namespace eecore::cpu

@@ -1,0 +1,265 @@
+// One float vector type per capability, with loads and stores that convert bfloat16.
+//
+// Vec holds kWidth floats: 16 (AVX-512), 8 (AVX2, portable). bfloat16 is a uint16_t in memory; it is
+// widened exactly and narrowed to nearest even, NaN kept. load_partial and store_partial touch only
+// the first n elements, so a tail never reads or writes past its row.
+#pragma once
+
+#include "kernel.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+// Storage element of DType::kBFloat16.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+inline void from_float(float value, float* out) { *out = value; }
+inline void from_float(float value, BFloat16* out) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  out->bits = is_nan ? static_cast<uint16_t>((bits >> 16) | 0x40u) : static_cast<uint16_t>(rounded);
+}
+
+#if defined(__AVX512F__)
+
+constexpr int kWidth = 16;
+struct Vec {
+  __m512 v;
+};
+inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec widen(__m256i bits) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+inline Vec load(const BFloat16* p) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Vec load_partial(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+inline Vec load_partial(const BFloat16* p, int64_t n) {
+  return widen(_mm256_maskz_loadu_epi16(first(n), p));
+}
+inline __m256i narrow(Vec x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, quiet));
+}
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
+inline void store(BFloat16* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x));
+}
+inline void store_partial(float* p, Vec x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
+inline void store_partial(BFloat16* p, Vec x, int64_t n) {
+  _mm256_mask_storeu_epi16(p, first(n), narrow(x));
+}
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline float sum(Vec x) { return _mm512_reduce_add_ps(x.v); }
+inline float max_element(Vec x) { return _mm512_reduce_max_ps(x.v); }
+inline Vec round_to_int(Vec x) {
+  return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// x * 2^n for whole n in [-150, 128].
+inline Vec scale_by_power_of_two(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+#elif defined(__AVX2__)
+
+constexpr int kWidth = 8;
+struct Vec {
+  __m256 v;
+};
+inline __m256i first(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)),
+                            _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline Vec zero() { return {_mm256_setzero_ps()}; }
+inline Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Vec widen(__m128i bits) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+}
+inline Vec load(const BFloat16* p) {
+  return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vec load_partial(const float* p, int64_t n) { return {_mm256_maskload_ps(p, first(n))}; }
+inline Vec load_partial(const BFloat16* p, int64_t n) {
+  uint16_t lanes[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = p[i].bits;
+  return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes)));
+}
+inline __m128i narrow(Vec x) {
+  const __m256i bits = _mm256_castps_si256(x.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+  const __m256i words = _mm256_blendv_epi8(rounded, quiet, nan);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+  return _mm256_castsi256_si128(packed);
+}
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
+inline void store(BFloat16* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+}
+inline void store_partial(float* p, Vec x, int64_t n) { _mm256_maskstore_ps(p, first(n), x.v); }
+inline void store_partial(BFloat16* p, Vec x, int64_t n) {
+  uint16_t lanes[8];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), narrow(x));
+  for (int64_t i = 0; i < n; ++i) p[i].bits = lanes[i];
+}
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline float sum(Vec x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+inline float max_element(Vec x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+inline Vec round_to_int(Vec x) {
+  return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// x * 2^n for whole n in [-150, 128], in two steps so that neither power leaves the normal range.
+inline Vec scale_by_power_of_two(Vec x, Vec n) {
+  const __m256i whole = _mm256_cvtps_epi32(n.v);
+  const __m256i low = _mm256_srai_epi32(whole, 1);
+  const __m256i high = _mm256_sub_epi32(whole, low);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(low, bias), 23));
+  const __m256 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(high, bias), 23));
+  return {_mm256_mul_ps(_mm256_mul_ps(x.v, a), b)};
+}
+
+#else
+
+// Plain loops over eight lanes, which compilers turn into the baseline's vectors.
+constexpr int kWidth = 8;
+struct Vec {
+  float v[8];
+};
+#define EECORE_LANES for (int i = 0; i < 8; ++i)
+inline Vec broadcast(float x) {
+  Vec r;
+  EECORE_LANES r.v[i] = x;
+  return r;
+}
+inline Vec zero() { return broadcast(0.0f); }
+template <typename T>
+inline Vec load(const T* p) {
+  Vec r;
+  EECORE_LANES r.v[i] = to_float(p[i]);
+  return r;
+}
+template <typename T>
+inline Vec load_partial(const T* p, int64_t n) {
+  Vec r;
+  EECORE_LANES r.v[i] = i < n ? to_float(p[i]) : 0.0f;
+  return r;
+}
+template <typename T>
+inline void store_partial(T* p, Vec x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) from_float(x.v[i], p + i);
+}
+template <typename T>
+inline void store(T* p, Vec x) {
+  EECORE_LANES from_float(x.v[i], p + i);
+}
+#define EECORE_BINARY(name, expression) \
+  inline Vec name(Vec a, Vec b) {       \
+    Vec r;                              \
+    EECORE_LANES r.v[i] = expression;   \
+    return r;                           \
+  }
+EECORE_BINARY(operator+, a.v[i] + b.v[i])
+EECORE_BINARY(operator-, a.v[i] - b.v[i])
+EECORE_BINARY(operator*, a.v[i] * b.v[i])
+EECORE_BINARY(max, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+EECORE_BINARY(min, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+#undef EECORE_BINARY
+inline Vec fma(Vec a, Vec b, Vec c) {
+  Vec r;
+  EECORE_LANES r.v[i] = a.v[i] * b.v[i] + c.v[i];
+  return r;
+}
+inline float sum(Vec x) {
+  return ((x.v[0] + x.v[4]) + (x.v[2] + x.v[6])) + ((x.v[1] + x.v[5]) + (x.v[3] + x.v[7]));
+}
+inline float max_element(Vec x) {
+  float r = x.v[0];
+  for (int i = 1; i < 8; ++i) r = x.v[i] > r ? x.v[i] : r;
+  return r;
+}
+inline Vec round_to_int(Vec x) {
+  // Adding and taking away 1.5 * 2^23 rounds to nearest even; exact for |x| < 2^22.
+  Vec r;
+  EECORE_LANES r.v[i] = (x.v[i] + 12582912.0f) - 12582912.0f;
+  return r;
+}
+// x * 2^n for whole n in [-150, 128], in two steps so that neither power leaves the normal range.
+inline Vec scale_by_power_of_two(Vec x, Vec n) {
+  Vec r;
+  EECORE_LANES {
+    const int32_t whole = static_cast<int32_t>(n.v[i]);
+    const int32_t low = whole >> 1;
+    const uint32_t a_bits = static_cast<uint32_t>(low + 127) << 23;
+    const uint32_t b_bits = static_cast<uint32_t>(whole - low + 127) << 23;
+    float a, b;
+    __builtin_memcpy(&a, &a_bits, 4);
+    __builtin_memcpy(&b, &b_bits, 4);
+    r.v[i] = x.v[i] * a * b;
+  }
+  return r;
+}
+#undef EECORE_LANES
+
+#endif
+
+// e^x, within 2 ulp for x in [-87, 88]; smaller x go to 0 (through denormals), larger x to infinity,
+// -inf to 0. NaN is not kept: callers test for it where it matters.
+inline Vec exp(Vec x) {
+  const Vec bounded = max(min(x, broadcast(88.8f)), broadcast(-104.0f));
+  const Vec n = round_to_int(bounded * broadcast(1.44269504f));
+  Vec r = fma(n, broadcast(-0.693145752f), bounded);
+  r = fma(n, broadcast(-1.42860677e-6f), r);
+  Vec p = broadcast(1.98756912e-4f);
+  p = fma(p, r, broadcast(1.39819994e-3f));
+  p = fma(p, r, broadcast(8.33345205e-3f));
+  p = fma(p, r, broadcast(4.16657962e-2f));
+  p = fma(p, r, broadcast(1.66666657e-1f));
+  p = fma(p, r, broadcast(5.00000000e-1f));
+  p = fma(p * r, r, r + broadcast(1.0f));
+  return scale_by_power_of_two(p, n);
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

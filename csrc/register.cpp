@@ -1,0 +1,34 @@
+// The schemas of every op. Implementations register themselves in csrc/ops, once per backend.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(eecore, m) {
+  m.def(
+      "accept_mask(Tensor confidence, Tensor thresholds, int layer, Tensor(a!) status, "
+      "Tensor(b!) exit_layer, Tensor(c!) survivors, Tensor(d!) num_survivors, "
+      "Tensor(e!) all_accepted) -> ()");
+  m.def(
+      "exit_confidence_softmax(Tensor hidden, Tensor? norm_weight, Tensor lm_head, float eps, "
+      "Tensor(a!) confidence, Tensor(b!) token, Tensor(c!)? logsumexp, "
+      "Tensor(d!)? top_logit) -> ()");
+  m.def(
+      "exit_confidence_cosine(Tensor previous, Tensor hidden, Tensor(a!) confidence) -> ()");
+  m.def(
+      "exit_confidence_mlp(Tensor hidden, Tensor weight1, Tensor? bias1, Tensor? weight2, "
+      "Tensor? bias2, Tensor(a!) confidence) -> ()");
+  m.def(
+      "append_kv(Tensor(a!)? q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+      "Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? q_norm_weight, "
+      "Tensor? k_norm_weight, float eps) -> ()");
+  m.def(
+      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
+      "Tensor seq_lens, Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, "
+      "int sliding_window, int fixed_split_size) -> ()");
+  m.def(
+      "kv_fill(Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
+      "Tensor? kv_bias, Tensor? k_norm_weight, Tensor? positions, Tensor? cos_sin, "
+      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, float eps) -> ()");
+  m.def(
+      "speculative_accept(Tensor draft_tokens, Tensor draft_start_loc, Tensor? target_tokens, "
+      "Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, Tensor(a!) num_accepted, "
+      "Tensor(b!) next_token) -> ()");
+}

@@ -1,0 +1,146 @@
+// One plain struct per op: what a kernel needs to know, and nothing of torch or Python.
+//
+// Strides are in elements. A pointer that says "may be null" switches a feature off. Slots number the
+// rows of one layer's cache: slot = page * page_size + offset. Layers count from 0, exit layer E means
+// "the first E layers have run".
+#pragma once
+
+#include <cstdint>
+
+namespace eecore {
+
+enum class DType : int8_t { kFloat32, kBFloat16, kFloat16 };
+
+// Sticky acceptance of rows at one exit point, and the list of rows that go on.
+struct AcceptMaskParams {
+  const float* confidence;  // [num_seqs]
+  const float* thresholds;  // [num_seqs]; >= 1 never accepts
+  uint8_t* status;          // [num_seqs], 0 or 1, sticky
+  int32_t* exit_layer;      // [num_seqs], written where a row is accepted for the first time
+  int32_t* survivors;       // [num_seqs], rows not accepted in ascending order, then -1
+  int32_t* num_survivors;   // [1]
+  uint8_t* all_accepted;    // [1]
+  int64_t num_seqs;
+  int32_t layer;  // the number of layers that have run
+};
+
+// Final norm + LM head + gap of the two largest probabilities + argmax, logits never in memory.
+struct ExitConfidenceSoftmaxParams {
+  const void* hidden;       // [num_seqs, hidden_size], row stride hidden_stride
+  const void* norm_weight;  // [hidden_size]; may be null: hidden is normed already
+  const void* lm_head;      // [vocab_size, hidden_size], row stride lm_head_stride
+  float* confidence;        // [num_seqs]
+  int64_t* token;           // [num_seqs], the lowest index among equal maxima
+  float* logsumexp;         // [num_seqs]; may be null
+  float* top_logit;         // [num_seqs]; may be null
+  int64_t num_seqs, hidden_size, vocab_size;
+  int64_t hidden_stride, lm_head_stride;
+  float eps;
+  DType dtype;
+};
+
+// Cosine of the hidden states of two consecutive layers, per row; a zero vector has confidence 0.
+struct ExitConfidenceCosineParams {
+  const void* previous;  // [num_seqs, hidden_size], row stride previous_stride
+  const void* hidden;    // [num_seqs, hidden_size], row stride hidden_stride
+  float* confidence;     // [num_seqs]
+  int64_t num_seqs, hidden_size;
+  int64_t previous_stride, hidden_stride;
+  DType dtype;
+};
+
+// softmax(.)[1] of a linear classifier, or of one with a ReLU hidden layer, on the un-normed state.
+struct ExitConfidenceMlpParams {
+  const void* hidden;   // [num_seqs, hidden_size], row stride hidden_stride
+  const float* weight1;  // [inner_size, hidden_size]; inner_size is 2 when weight2 is null
+  const float* bias1;    // [inner_size]; may be null
+  const float* weight2;  // [2, inner_size]; may be null: one linear layer
+  const float* bias2;    // [2]; may be null
+  float* confidence;     // [num_seqs]
+  int64_t num_seqs, hidden_size, inner_size;
+  int64_t hidden_stride;
+  DType dtype;
+};
+
+// Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.
+struct AppendKvParams {
+  void* q;                     // [num_tokens, num_q_heads, head_dim]; may be null
+  const void* k;               // [num_tokens, num_kv_heads, head_dim]
+  const void* v;               // [num_tokens, num_kv_heads, head_dim]
+  void* k_cache;               // [num_pages, page_size, num_kv_heads, head_dim]
+  void* v_cache;               // [num_pages, page_size, num_kv_heads, head_dim]
+  const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
+  const int64_t* positions;     // [num_tokens]; may be null: no rotary
+  const float* cos_sin;         // [max_position, rotary_dim]: cosines, then sines; may be null
+  const void* q_norm_weight;    // [head_dim]; may be null
+  const void* k_norm_weight;    // [head_dim]; may be null
+  int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim;
+  int64_t q_token_stride, q_head_stride;
+  int64_t k_token_stride, k_head_stride;
+  int64_t v_token_stride, v_head_stride;
+  int64_t k_cache_slot_stride, v_cache_slot_stride;  // heads of a slot are contiguous
+  float eps;
+  DType dtype;
+};
+
+// Ragged queries against the paged cache; row i of n queries of a sequence of length s sits at s - n + i.
+struct PagedAttentionParams {
+  const void* q;                   // [num_tokens, num_q_heads, head_dim]
+  const void* k_cache;             // [num_pages, page_size, num_kv_heads, head_dim]
+  const void* v_cache;             // [num_pages, page_size, num_kv_heads, head_dim]
+  const int32_t* page_table;       // [num_seqs, max_pages_per_seq], row stride page_table_stride
+  const int32_t* seq_lens;         // [num_seqs], keys in the cache, this call's included
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  void* out;                       // [num_tokens, num_q_heads, head_dim]
+  int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim;
+  int64_t num_pages, page_size, page_table_stride;
+  int64_t q_token_stride, q_head_stride;
+  int64_t out_token_stride, out_head_stride;
+  int64_t k_page_stride, k_slot_stride;  // heads of a slot are contiguous
+  int64_t v_page_stride, v_slot_stride;
+  int64_t sliding_window;    // keys a query sees, itself included; 0: all
+  int64_t fixed_split_size;  // keys per split; 0: chosen from the shape of the call
+  float scale;
+  bool causal;
+  DType dtype;
+};
+
+// One state per row through norm, K/V projection, k-norm, rotary of every layer >= exit_layer[row].
+struct KvFillParams {
+  const void* hidden;           // [num_tokens, hidden_size], row stride hidden_stride
+  const int32_t* exit_layer;    // [num_tokens], 0..num_layers
+  const void* norm_weight;      // [num_layers, hidden_size]
+  const void* kv_weight;        // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
+  const void* kv_bias;          // [num_layers, 2 * num_kv_heads * head_dim]; may be null
+  const void* k_norm_weight;    // [num_layers, head_dim]; may be null
+  const int64_t* positions;     // [num_tokens]; may be null: no rotary
+  const float* cos_sin;         // [max_position, rotary_dim]: cosines, then sines; may be null
+  void* k_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+  void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
+  const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
+  int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim;
+  int64_t hidden_stride;
+  int64_t norm_layer_stride, weight_layer_stride, weight_row_stride, bias_layer_stride;
+  int64_t k_norm_layer_stride;
+  int64_t k_cache_layer_stride, k_cache_slot_stride;  // heads of a slot are contiguous
+  int64_t v_cache_layer_stride, v_cache_slot_stride;
+  float eps;
+  DType dtype;
+};
+
+// Longest accepted prefix of each sequence's drafts, and the token after it.
+// Sequence s holds drafts draft_start_loc[s]..draft_start_loc[s+1]-1 and, with its extra position,
+// target rows draft_start_loc[s]+s..draft_start_loc[s+1]+s.
+struct SpeculativeAcceptParams {
+  const int64_t* draft_tokens;     // [num_drafts]
+  const int32_t* draft_start_loc;  // [num_seqs + 1]
+  const int64_t* target_tokens;    // [num_drafts + num_seqs], greedy; null when sampling
+  const float* draft_probs;        // [num_drafts, vocab_size]; null when greedy
+  const float* target_probs;       // [num_drafts + num_seqs, vocab_size]; null when greedy
+  const float* uniform;            // [num_drafts + num_seqs] in [0, 1); null when greedy
+  int32_t* num_accepted;           // [num_seqs]
+  int64_t* next_token;             // [num_seqs]
+  int64_t num_seqs, num_drafts, vocab_size;
+};
+
+}  // namespace eecore

@@ -1,0 +1,409 @@
+"""The compiled ops: a typed wrapper and a fake kernel per op. The only importer of the modules.
+
+Shapes are given as ``[num_tokens, num_q_heads, head_dim]``. Every op runs on the CPU (float32 and
+bfloat16) and, where the CUDA module has it, on CUDA (also float16). An op writes into tensors that it is
+given and returns nothing that aliases them; the wrappers allocate outputs that were left out. A tensor
+of the wrong shape, dtype, device or stride is a ``RuntimeError`` that names the argument, what was
+expected and what came, raised before anything is written. Zero tokens or sequences are legal.
+
+The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, so they work under
+``torch.compile``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eecore import _C
+
+if torch.cuda.is_available() and _C.build_info()["cuda"]:
+    from eecore import _cuda  # noqa: F401  (importing it registers the CUDA kernels)
+
+__all__ = [
+    "AcceptMask",
+    "SoftmaxConfidence",
+    "SpeculativeAccept",
+    "accept_mask",
+    "append_kv",
+    "build_info",
+    "exit_confidence_cosine",
+    "exit_confidence_mlp",
+    "exit_confidence_softmax",
+    "kv_fill",
+    "paged_attention",
+    "speculative_accept",
+]
+
+
+def build_info() -> dict[str, Any]:
+    """How this build was made and what it runs with.
+
+    Keys: ``version``, ``compiler``, ``built_with_torch``, ``cuda`` (is ``eecore._cuda`` in the
+    build), ``cuda_architectures``, ``cuda_note`` (why it is not), ``cpu_capabilities`` (all that this
+    machine can run) and ``cpu_capability`` (the one in use; ``EECORE_CPU_CAPABILITY`` forces one).
+    """
+    info: dict[str, Any] = dict(_C.build_info())
+    info["cpu_capabilities"] = _C.cpu_capabilities()
+    info["cpu_capability"] = _C.cpu_capability()
+    return info
+
+
+def _no_output(*_args: Any) -> None:
+    """The fake kernel of an op that only writes into its arguments."""
+
+
+for _name in (
+    "accept_mask",
+    "append_kv",
+    "exit_confidence_cosine",
+    "exit_confidence_mlp",
+    "exit_confidence_softmax",
+    "kv_fill",
+    "paged_attention",
+    "speculative_accept",
+):
+    torch.library.register_fake(f"eecore::{_name}", _no_output)
+
+_accept_mask = torch.ops.eecore.accept_mask.default
+_append_kv = torch.ops.eecore.append_kv.default
+_exit_confidence_cosine = torch.ops.eecore.exit_confidence_cosine.default
+_exit_confidence_mlp = torch.ops.eecore.exit_confidence_mlp.default
+_exit_confidence_softmax = torch.ops.eecore.exit_confidence_softmax.default
+_kv_fill = torch.ops.eecore.kv_fill.default
+_paged_attention = torch.ops.eecore.paged_attention.default
+_speculative_accept = torch.ops.eecore.speculative_accept.default
+
+
+class AcceptMask(NamedTuple):
+    """Who goes on after an exit point."""
+
+    survivors: Tensor
+    """int32 [num_seqs]: rows not accepted, ascending, then -1."""
+    num_survivors: Tensor
+    """int32 [1]"""
+    all_accepted: Tensor
+    """bool [1]"""
+
+
+def accept_mask(
+    confidence: Tensor,
+    thresholds: Tensor,
+    layer: int,
+    status: Tensor,
+    exit_layer: Tensor,
+) -> AcceptMask:
+    """Update the sticky status of each row: accepted once ``confidence >= threshold``.
+
+    A threshold of 1 or more never accepts, nor does a NaN. Rows accepted for the first time get
+    ``layer`` in ``exit_layer``. (Early-exit framework §3.1, Algorithm 1; CALM §3.)
+
+    Args:
+        confidence: float32 [num_seqs].
+        thresholds: float32 [num_seqs], decayed already; a base threshold of 1 must stay 1.
+        layer: how many layers have run, 1..num_layers.
+        status: bool [num_seqs], updated in place.
+        exit_layer: int32 [num_seqs], updated in place.
+    """
+    num_seqs = confidence.numel()
+    survivors = torch.empty(num_seqs, dtype=torch.int32, device=confidence.device)
+    num_survivors = torch.empty(1, dtype=torch.int32, device=confidence.device)
+    all_accepted = torch.empty(1, dtype=torch.bool, device=confidence.device)
+    _accept_mask(
+        confidence, thresholds, layer, status, exit_layer, survivors, num_survivors, all_accepted
+    )
+    return AcceptMask(survivors, num_survivors, all_accepted)
+
+
+class SoftmaxConfidence(NamedTuple):
+    """What one pass over the LM head tells of each row."""
+
+    confidence: Tensor
+    """float32 [num_seqs]: the gap of the two largest probabilities."""
+    token: Tensor
+    """int64 [num_seqs]: the most probable token, the lowest id among equals."""
+    logsumexp: Tensor
+    """float32 [num_seqs]"""
+    top_logit: Tensor
+    """float32 [num_seqs]: the largest logit; minus logsumexp it is the token's log-probability."""
+
+
+def exit_confidence_softmax(
+    hidden: Tensor, norm_weight: Tensor | None, lm_head: Tensor, eps: float
+) -> SoftmaxConfidence:
+    """Final RMS norm, LM head, top-2 gap, argmax and log-sum-exp; no logits in memory.
+
+    The gap is ``(1 - exp(x2 - m)) / s`` with m and x2 the two largest logits and s the sum of
+    ``exp(x - m)``. (Early-exit framework §2.1, softmax response; CALM §3.)
+
+    Args:
+        hidden: [num_seqs, hidden_size], the residual stream before the final norm.
+        norm_weight: [hidden_size]; None when ``hidden`` is normed already.
+        lm_head: [vocab_size, hidden_size], vocab_size >= 2.
+        eps: of the RMS norm.
+    """
+    num_seqs, device = hidden.shape[0], hidden.device
+    confidence = torch.empty(num_seqs, dtype=torch.float32, device=device)
+    token = torch.empty(num_seqs, dtype=torch.int64, device=device)
+    logsumexp = torch.empty_like(confidence)
+    top_logit = torch.empty_like(confidence)
+    _exit_confidence_softmax(
+        hidden, norm_weight, lm_head, eps, confidence, token, logsumexp, top_logit
+    )
+    return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
+
+
+def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
+    """Cosine of the states of two consecutive layers, per row; 0 for a zero vector.
+
+    (Early-exit framework §2.1, hidden states similarity.)
+
+    Args:
+        previous: [num_seqs, hidden_size], after one layer less.
+        hidden: [num_seqs, hidden_size].
+
+    Returns:
+        float32 [num_seqs].
+    """
+    confidence = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    _exit_confidence_cosine(previous, hidden, confidence)
+    return confidence
+
+
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> Tensor:
+    """``softmax(M(hidden))[1]`` of an early-exit classifier on the un-normed state.
+
+    With ``weight2`` M has one ReLU hidden layer, without it M is one linear layer. (Early-exit
+    framework §2.1, dedicated classifier; CALM §3.)
+
+    Args:
+        hidden: [num_seqs, hidden_size].
+        weight1: float32 [inner_size, hidden_size]; inner_size is 2 without ``weight2``.
+        bias1: float32 [inner_size].
+        weight2: float32 [2, inner_size].
+        bias2: float32 [2], only with ``weight2``.
+
+    Returns:
+        float32 [num_seqs].
+    """
+    confidence = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    _exit_confidence_mlp(hidden, weight1, bias1, weight2, bias2, confidence)
+    return confidence
+
+
+def append_kv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Write new keys and values to their cache slots, with head norms and rotary embedding fused.
+
+    ``q``, when given, gets its head norm and rotary embedding in place. ``k`` and ``v`` are read
+    only. A slot is ``page * page_size + offset``; slot -1 writes nothing.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; or None.
+        k: [num_tokens, num_kv_heads, head_dim], likewise.
+        v: [num_tokens, num_kv_heads, head_dim], likewise.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer.
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer.
+        slot_mapping: int64 [num_tokens].
+        positions: int64 [num_tokens]; None switches the rotary embedding off.
+        cos_sin: float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines; pairs
+            (i, i + rotary_dim/2) are rotated.
+        q_norm_weight: [head_dim], RMS norm of each query head.
+        k_norm_weight: [head_dim], RMS norm of each key head.
+        eps: of the head norms.
+    """
+    _append_kv(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        positions,
+        cos_sin,
+        q_norm_weight,
+        k_norm_weight,
+        eps,
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = 0,
+    fixed_split_size: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of ragged queries to a paged KV cache.
+
+    Sequence s has queries ``query_start_loc[s]..query_start_loc[s+1]``; they are its last positions:
+    query i of n sits at position ``seq_lens[s] - n + i`` and, with ``causal``, sees keys up to its
+    own. One query a sequence is decoding, a few are verification, many are a prefill chunk. A query
+    that sees no key gives zeros. Cache slots and page-table entries that no key uses are never read.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim].
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim].
+        page_table: int32 [num_seqs, max_pages_per_seq].
+        seq_lens: int32 [num_seqs], keys in the cache, this call's included.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        scale: of the scores, usually head_dim ** -0.5.
+        causal: False for cross attention.
+        sliding_window: how many keys a query sees, itself included; 0 for all.
+        fixed_split_size: keys per split of a long context; 0 lets the call's shape decide. With a
+            fixed size a row's result does not depend on the rest of the batch.
+        out: [num_tokens, num_q_heads, head_dim]; allocated when None.
+
+    Returns:
+        out.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        scale,
+        causal,
+        sliding_window,
+        fixed_split_size,
+    )
+    return out
+
+
+def kv_fill(
+    hidden: Tensor,
+    exit_layer: Tensor,
+    norm_weight: Tensor,
+    kv_weight: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_bias: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Fill the KV cache of the layers that each row skipped, all layers in one call.
+
+    For row t and every layer l >= exit_layer[t], layer l's own norm, K/V projection, k-norm and
+    rotary are applied to hidden[t] and written to the row's slot of layer l. (Early-exit framework
+    §3.2; CALM §3.1.)
+
+    Args:
+        hidden: [num_tokens, hidden_size], each row's exit state before any norm.
+        exit_layer: int32 [num_tokens], 0..num_layers; num_layers fills nothing.
+        norm_weight: [num_layers, hidden_size], the norms before attention.
+        kv_weight: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any
+            layer and row stride, so a view of a stacked QKV weight does.
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        slot_mapping: int64 [num_tokens]; -1 writes nothing.
+        kv_bias: [num_layers, 2 * num_kv_heads * head_dim].
+        k_norm_weight: [num_layers, head_dim].
+        positions: int64 [num_tokens]; None switches the rotary embedding off.
+        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
+        eps: of the norms.
+    """
+    _kv_fill(
+        hidden,
+        exit_layer,
+        norm_weight,
+        kv_weight,
+        kv_bias,
+        k_norm_weight,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        eps,
+    )
+
+
+class SpeculativeAccept(NamedTuple):
+    """The outcome of a verification: emit ``drafts[:num_accepted] + [next_token]``."""
+
+    num_accepted: Tensor
+    """int32 [num_seqs]"""
+    next_token: Tensor
+    """int64 [num_seqs]"""
+
+
+def speculative_accept(
+    draft_tokens: Tensor,
+    draft_start_loc: Tensor,
+    *,
+    target_tokens: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    uniform: Tensor | None = None,
+) -> SpeculativeAccept:
+    """Accept the longest valid prefix of each sequence's drafts and give the token after it.
+
+    Greedy (``target_tokens``): drafts are accepted while they equal the target's argmax; the next
+    token is the target's at the first difference. Sampling (``draft_probs``, ``target_probs`` and
+    ``uniform``): draft x is accepted with probability ``min(1, p(x) / q(x))``; at the first
+    rejection the next token is drawn from the normalised positive part of p - q, after the last
+    acceptance from p. (LayerSkip §4.3.2; Leviathan et al. 2023.)
+
+    Sequence s has drafts ``draft_start_loc[s]..draft_start_loc[s+1]`` and target rows
+    ``draft_start_loc[s]+s..draft_start_loc[s+1]+s`` inclusive: one more, for the token after.
+
+    Args:
+        draft_tokens: int64 [num_drafts].
+        draft_start_loc: int32 [num_seqs + 1].
+        target_tokens: int64 [num_drafts + num_seqs].
+        draft_probs: float32 [num_drafts, vocab_size].
+        target_probs: float32 [num_drafts + num_seqs, vocab_size].
+        uniform: float32 [num_drafts + num_seqs] in [0, 1): one per draft, then the sequence's last
+            for its next token, laid out like the target rows.
+    """
+    num_seqs = draft_start_loc.numel() - 1
+    num_accepted = torch.empty(max(num_seqs, 0), dtype=torch.int32, device=draft_tokens.device)
+    next_token = torch.empty(max(num_seqs, 0), dtype=torch.int64, device=draft_tokens.device)
+    _speculative_accept(
+        draft_tokens,
+        draft_start_loc,
+        target_tokens,
+        draft_probs,
+        target_probs,
+        uniform,
+        num_accepted,
+        next_token,
+    )
+    return SpeculativeAccept(num_accepted, next_token)

@@ -1,0 +1,92 @@
+"""accept_mask: sticky status, thresholds of one, NaN, survivors in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BATCH_SIZES
+
+import reference
+from eecore import ops
+
+
+def random_rows(num_seqs: int, device: torch.device) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_seqs)
+    return {
+        "confidence": torch.rand(num_seqs, generator=generator).to(device),
+        "thresholds": torch.rand(num_seqs, generator=generator).to(device),
+        "status": (torch.rand(num_seqs, generator=generator) < 0.3).to(device),
+        "exit_layer": torch.full((num_seqs,), 12, dtype=torch.int32, device=device),
+    }
+
+
+@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
+def test_matches_the_reference(num_seqs: int, device: torch.device) -> None:
+    rows = random_rows(num_seqs, device)
+    status, exit_layer, survivors = reference.accept_mask(
+        rows["confidence"], rows["thresholds"], 5, rows["status"], rows["exit_layer"]
+    )
+    got = ops.accept_mask(layer=5, **rows)
+    assert torch.equal(rows["status"], status)
+    assert torch.equal(rows["exit_layer"], exit_layer)
+    count = int(got.num_survivors)
+    assert count == survivors.numel()
+    assert torch.equal(got.survivors[:count], survivors)
+    assert (got.survivors[count:] == -1).all()
+    assert bool(got.all_accepted) == (count == 0)
+
+
+def test_a_row_once_accepted_stays_accepted_and_keeps_its_layer(device: torch.device) -> None:
+    status = torch.zeros(1, dtype=torch.bool, device=device)
+    exit_layer = torch.zeros(1, dtype=torch.int32, device=device)
+    threshold = torch.tensor([0.5], device=device)
+    for layer, confidence in ((1, 0.4), (2, 0.5), (3, 0.1), (4, 0.9)):
+        ops.accept_mask(
+            torch.tensor([confidence], device=device), threshold, layer, status, exit_layer
+        )
+    assert status.tolist() == [True]
+    assert exit_layer.tolist() == [2]
+
+
+def test_a_threshold_of_one_and_a_nan_never_accept(device: torch.device) -> None:
+    nan, inf = float("nan"), float("inf")
+    confidence = torch.tensor([1.0, inf, nan, 0.9, 1.0], device=device)
+    thresholds = torch.tensor([1.0, 1.5, 0.0, nan, 0.0], device=device)
+    status = torch.zeros(5, dtype=torch.bool, device=device)
+    exit_layer = torch.zeros(5, dtype=torch.int32, device=device)
+    ops.accept_mask(confidence, thresholds, 3, status, exit_layer)
+    assert status.tolist() == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"confidence": torch.zeros(4, dtype=torch.float64)}, r"confidence: expected float32 \["),
+        ({"thresholds": torch.zeros(3)}, r"thresholds: expected float32 \[num_seqs=4\], got.*\[3\]"),
+        ({"status": torch.zeros(4, dtype=torch.uint8)}, r"status: expected bool .* got uint8"),
+        ({"exit_layer": torch.zeros(4, 1, dtype=torch.int32)}, r"exit_layer: .* got int32 \[4, 1\]"),
+        ({"confidence": torch.zeros(8)[::2]}, r"confidence: expected the last 1 .* contiguous"),
+        ({"layer": 0}, r"layer: expected a positive number .* got 0"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"layer": 1, **random_rows(4, torch.device("cpu")), **change}
+    status = arguments["status"]
+    assert isinstance(status, torch.Tensor)
+    before = status.clone()
+    with pytest.raises(RuntimeError, match=f"accept_mask: {message}"):
+        ops.accept_mask(**arguments)  # type: ignore[arg-type]
+    assert torch.equal(status, before)
+
+
+def test_opcheck(device: torch.device) -> None:
+    rows = random_rows(6, device)
+    outputs = (
+        torch.empty(6, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.bool, device=device),
+    )
+    torch.library.opcheck(
+        torch.ops.eecore.accept_mask.default,
+        (rows["confidence"], rows["thresholds"], 3, rows["status"], rows["exit_layer"], *outputs),
+    )
