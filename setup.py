@@ -1,7 +1,7 @@
 """Builds the compiled modules with CMake and Ninja; everything else is in pyproject.toml.
 
-EECORE_CUDA=AUTO|ON|OFF and EECORE_CUDA_ARCHS are handed to CMake, see CMakeLists.txt. MAX_JOBS limits
-the parallel compilations.
+EECORE_CUDA=AUTO|ON|OFF and EECORE_CUDA_ARCHS are handed to CMake, see CMakeLists.txt. MAX_JOBS
+limits the parallel compilations.
 """
 
 import os
@@ -19,7 +19,9 @@ class CMakeBuild(build_ext):
     """One CMake run makes every module; setuptools only learns where they went."""
 
     def run(self) -> None:
-        package_dir = ROOT / "python" / "eecore" if self.inplace else Path(self.build_lib) / "eecore"
+        package_dir = (
+            ROOT / "python" / "eecore" if self.inplace else Path(self.build_lib) / "eecore"
+        )
         package_dir.mkdir(parents=True, exist_ok=True)
         build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
         build_dir.mkdir(parents=True, exist_ok=True)

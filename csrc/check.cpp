@@ -96,6 +96,11 @@ const Checker::Binding* Checker::find(const char* name) const {
   return nullptr;
 }
 
+void Checker::bind(const char* dim_name, int64_t size) {
+  if (num_bindings_ == static_cast<int>(bindings_.size())) fail("too many named sizes");
+  bindings_[num_bindings_++] = {dim_name, size};
+}
+
 int64_t Checker::operator[](const char* dim_name) const {
   const Binding* binding = find(dim_name);
   if (binding == nullptr) fail(std::string(dim_name) + ": size read before a tensor bound it");
@@ -186,8 +191,7 @@ void Checker::operator()(const Tensor& tensor, const char* name, Accept accept,
   for (const Dim& dim : shape) {
     const int64_t size = tensor.size(axis++);
     if (dim.name == nullptr || find(dim.name) != nullptr) continue;
-    if (num_bindings_ == static_cast<int>(bindings_.size())) fail("too many named sizes");
-    bindings_[num_bindings_++] = {dim.name, size};
+    bind(dim.name, size);
   }
 }
 

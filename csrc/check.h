@@ -53,6 +53,9 @@ class Checker {
     return tensor.has_value();
   }
 
+  // Binds a size that no tensor has as a dimension of its own, "num_drafts + num_seqs" for one.
+  void bind(const char* dim_name, int64_t size);
+
   int64_t operator[](const char* dim_name) const;
 
   // The dtype shared by every tensor checked with Accept::kModel.

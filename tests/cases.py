@@ -26,3 +26,21 @@ TOLERANCES = {
 
 BATCH_SIZES = (0, 1, 2, 7, 64, 257)
 
+# Hidden sizes of the per-row confidence measures: below, at and beside every vector width.
+HIDDEN_SIZES = (1, 7, 16, 33, 64, 576, 4096)
+
+# Hidden layers of the early-exit classifier; None is the linear one.
+CLASSIFIER_INNER_SIZES = (None, 1, 5, 64, 1000)
+
+# Drafts of each sequence in a verification: none at all, ragged, one sequence, a full batch.
+DRAFT_LENGTHS: tuple[tuple[int, ...], ...] = (
+    (),
+    (0,),
+    (5,),
+    (0, 0, 0),
+    (3, 0, 1, 7, 0),
+    (4,) * 33,
+)
+
+# Vocabularies of verification: one token, odd, and past one block of the cumulative sum.
+ACCEPT_VOCAB_SIZES = (1, 17, 257, 49153)

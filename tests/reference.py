@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,72 @@ def accept_mask(
     new_status = status | accepted
     survivors = (~new_status).nonzero().flatten().to(torch.int32)
     return new_status, new_exit_layer, survivors
+
+
+def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
+    """Cosine per row in float64, 0 for a zero vector; see eecore.ops.exit_confidence_cosine."""
+    previous, hidden = previous.double(), hidden.double()
+    norms = previous.norm(dim=-1) * hidden.norm(dim=-1)
+    cosine = (previous * hidden).sum(dim=-1) / norms
+    return torch.where(norms == 0, 0.0, cosine).float()
+
+
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> Tensor:
+    """Probability of class 1 in float64; see eecore.ops.exit_confidence_mlp."""
+    out = hidden.double() @ weight1.double().T
+    if bias1 is not None:
+        out = out + bias1.double()
+    if weight2 is not None:
+        out = out.relu() @ weight2.double().T
+        if bias2 is not None:
+            out = out + bias2.double()
+    return out.softmax(dim=-1)[:, 1].float()
+
+
+def draw(weights: Tensor, u: float) -> int:
+    """The first token whose cumulative weight exceeds u times the total; never one of weight 0."""
+    cumulative = weights.cumsum(dim=0)
+    above = (cumulative > u * cumulative[-1]) & (weights > 0)
+    return int(above.nonzero()[0] if above.any() else weights.nonzero()[-1])
+
+
+def speculative_accept(
+    draft_tokens: Tensor,
+    draft_start_loc: Tensor,
+    *,
+    target_tokens: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    uniform: Tensor | None = None,
+) -> tuple[list[int], list[int]]:
+    """(num_accepted, next_token) of each sequence; see eecore.ops.speculative_accept."""
+    num_accepted, next_token = [], []
+    bounds = draft_start_loc.tolist()
+    for seq, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        drafts = draft_tokens[begin:end].tolist()
+        n = 0
+        if target_tokens is not None:
+            targets = target_tokens[begin + seq : end + seq + 1].tolist()
+            while n < len(drafts) and drafts[n] == targets[n]:
+                n += 1
+            token = targets[n]
+        else:
+            assert draft_probs is not None
+            assert target_probs is not None
+            assert uniform is not None
+            q = draft_probs[begin:end].double()
+            p = target_probs[begin + seq : end + seq + 1].double()
+            u = uniform[begin + seq : end + seq + 1].tolist()
+            while n < len(drafts) and u[n] * q[n, drafts[n]] < p[n, drafts[n]]:
+                n += 1
+            residual = (p[n] - q[n]).clamp(min=0) if n < len(drafts) else p[n]
+            token = draw(residual if residual.sum() > 0 else p[n], u[-1])
+        num_accepted.append(n)
+        next_token.append(token)
+    return num_accepted, next_token

@@ -8,7 +8,10 @@
 
 // Every op, once: declarations, the run-time choice and the kernels' definitions follow this list.
 #define EECORE_FOR_EACH_OP(X)                             \
-  X(accept_mask, AcceptMaskParams)
+  X(accept_mask, AcceptMaskParams)                        \
+  X(exit_confidence_cosine, ExitConfidenceCosineParams)   \
+  X(exit_confidence_mlp, ExitConfidenceMlpParams)         \
+  X(speculative_accept, SpeculativeAcceptParams)
 
 namespace eecore::cpu {
 

@@ -51,7 +51,7 @@ struct ExitConfidenceCosineParams {
 
 // softmax(.)[1] of a linear classifier, or of one with a ReLU hidden layer, on the un-normed state.
 struct ExitConfidenceMlpParams {
-  const void* hidden;   // [num_seqs, hidden_size], row stride hidden_stride
+  const void* hidden;    // [num_seqs, hidden_size], row stride hidden_stride
   const float* weight1;  // [inner_size, hidden_size]; inner_size is 2 when weight2 is null
   const float* bias1;    // [inner_size]; may be null
   const float* weight2;  // [2, inner_size]; may be null: one linear layer
@@ -139,7 +139,7 @@ struct SpeculativeAcceptParams {
   const float* target_probs;       // [num_drafts + num_seqs, vocab_size]; null when greedy
   const float* uniform;            // [num_drafts + num_seqs] in [0, 1); null when greedy
   int32_t* num_accepted;           // [num_seqs]
-  int64_t* next_token;             // [num_seqs]
+  int64_t* next_token;             // [num_seqs]; -1 when no token has a positive probability
   int64_t num_seqs, num_drafts, vocab_size;
 };
 

@@ -1,10 +1,11 @@
 """The compiled ops: a typed wrapper and a fake kernel per op. The only importer of the modules.
 
 Shapes are given as ``[num_tokens, num_q_heads, head_dim]``. Every op runs on the CPU (float32 and
-bfloat16) and, where the CUDA module has it, on CUDA (also float16). An op writes into tensors that it is
-given and returns nothing that aliases them; the wrappers allocate outputs that were left out. A tensor
-of the wrong shape, dtype, device or stride is a ``RuntimeError`` that names the argument, what was
-expected and what came, raised before anything is written. Zero tokens or sequences are legal.
+bfloat16) and, where the CUDA module has it, on CUDA (also float16). An op writes into tensors that
+it is given and returns nothing that aliases them; the wrappers allocate outputs that were left out.
+A tensor of the wrong shape, dtype, device or stride is a ``RuntimeError`` that names the argument,
+what was expected and what came, raised before anything is written. Zero tokens or sequences are
+legal.
 
 The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, so they work under
 ``torch.compile``.
@@ -42,8 +43,9 @@ def build_info() -> dict[str, Any]:
     """How this build was made and what it runs with.
 
     Keys: ``version``, ``compiler``, ``built_with_torch``, ``cuda`` (is ``eecore._cuda`` in the
-    build), ``cuda_architectures``, ``cuda_note`` (why it is not), ``cpu_capabilities`` (all that this
-    machine can run) and ``cpu_capability`` (the one in use; ``EECORE_CPU_CAPABILITY`` forces one).
+    build), ``cuda_architectures``, ``cuda_note`` (why it is not), ``cpu_capabilities`` (all that
+    this machine can run) and ``cpu_capability`` (the one in use; ``EECORE_CPU_CAPABILITY`` forces
+    one).
     """
     info: dict[str, Any] = dict(_C.build_info())
     info["cpu_capabilities"] = _C.cpu_capabilities()
@@ -263,10 +265,11 @@ def paged_attention(
 ) -> Tensor:
     """Attention of ragged queries to a paged KV cache.
 
-    Sequence s has queries ``query_start_loc[s]..query_start_loc[s+1]``; they are its last positions:
-    query i of n sits at position ``seq_lens[s] - n + i`` and, with ``causal``, sees keys up to its
-    own. One query a sequence is decoding, a few are verification, many are a prefill chunk. A query
-    that sees no key gives zeros. Cache slots and page-table entries that no key uses are never read.
+    Sequence s has queries ``query_start_loc[s]..query_start_loc[s+1]``; they are its last
+    positions: query i of n sits at position ``seq_lens[s] - n + i`` and, with ``causal``, sees keys
+    up to its own. One query a sequence is decoding, a few are verification, many are a prefill
+    chunk. A query that sees no key gives zeros. Cache slots and page-table entries that no key uses
+    are never read.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim.
@@ -361,7 +364,7 @@ class SpeculativeAccept(NamedTuple):
     num_accepted: Tensor
     """int32 [num_seqs]"""
     next_token: Tensor
-    """int64 [num_seqs]"""
+    """int64 [num_seqs]: -1 where the target row has no positive probability, NaN for one."""
 
 
 def speculative_accept(
@@ -378,8 +381,9 @@ def speculative_accept(
     Greedy (``target_tokens``): drafts are accepted while they equal the target's argmax; the next
     token is the target's at the first difference. Sampling (``draft_probs``, ``target_probs`` and
     ``uniform``): draft x is accepted with probability ``min(1, p(x) / q(x))``; at the first
-    rejection the next token is drawn from the normalised positive part of p - q, after the last
-    acceptance from p. (LayerSkip §4.3.2; Leviathan et al. 2023.)
+    rejection the next token is drawn from the normalised positive part of p - q (from p where
+    nothing is left of it), after the last acceptance from p. A token of zero probability is never
+    drawn. (LayerSkip §4.3.2; Leviathan et al. 2023.)
 
     Sequence s has drafts ``draft_start_loc[s]..draft_start_loc[s+1]`` and target rows
     ``draft_start_loc[s]+s..draft_start_loc[s+1]+s`` inclusive: one more, for the token after.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BATCH_SIZES
 
 import reference
+from cases import BATCH_SIZES
 from eecore import ops
 
 
@@ -62,9 +62,15 @@ def test_a_threshold_of_one_and_a_nan_never_accept(device: torch.device) -> None
     ("change", "message"),
     [
         ({"confidence": torch.zeros(4, dtype=torch.float64)}, r"confidence: expected float32 \["),
-        ({"thresholds": torch.zeros(3)}, r"thresholds: expected float32 \[num_seqs=4\], got.*\[3\]"),
+        (
+            {"thresholds": torch.zeros(3)},
+            r"thresholds: expected float32 \[num_seqs=4\], got.*\[3\]",
+        ),
         ({"status": torch.zeros(4, dtype=torch.uint8)}, r"status: expected bool .* got uint8"),
-        ({"exit_layer": torch.zeros(4, 1, dtype=torch.int32)}, r"exit_layer: .* got int32 \[4, 1\]"),
+        (
+            {"exit_layer": torch.zeros(4, 1, dtype=torch.int32)},
+            r"exit_layer: .* got int32 \[4, 1\]",
+        ),
         ({"confidence": torch.zeros(8)[::2]}, r"confidence: expected the last 1 .* contiguous"),
         ({"layer": 0}, r"layer: expected a positive number .* got 0"),
     ],

@@ -1,0 +1,21 @@
+"""exit_confidence_cosine at the widths of real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eecore import ops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [576, 4096])
+@pytest.mark.parametrize("num_seqs", [1, 8, 64])
+def bench_exit_confidence_cosine(
+    benchmark, num_seqs: int, hidden_size: int, dtype: torch.dtype
+) -> None:
+    previous = torch.randn(num_seqs, hidden_size).to(dtype)
+    hidden = torch.randn(num_seqs, hidden_size).to(dtype)
+    benchmark(ops.exit_confidence_cosine, previous, hidden)
+    num_bytes = 2 * hidden.nbytes + 4 * num_seqs
+    benchmark.extra_info["GB/s"] = num_bytes / benchmark.stats["median"] / 1e9

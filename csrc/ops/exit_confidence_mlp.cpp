@@ -1,0 +1,42 @@
+// exit_confidence_mlp: an early-exit classifier, linear or with one ReLU hidden layer, per row.
+#include "backend.h"
+
+namespace eecore {
+namespace {
+
+void exit_confidence_mlp(const Tensor& hidden, const Tensor& weight1,
+                         const std::optional<Tensor>& bias1, const std::optional<Tensor>& weight2,
+                         const std::optional<Tensor>& bias2, Tensor confidence) {
+  Checker check("exit_confidence_mlp");
+  check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
+  check(weight1, "weight1", Accept::kFloat32, {"inner_size", "hidden_size"});
+  check(bias1, "bias1", Accept::kFloat32, {"inner_size"});
+  const bool has_hidden_layer = check(weight2, "weight2", Accept::kFloat32, {2, "inner_size"});
+  check(bias2, "bias2", Accept::kFloat32, {2});
+  check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
+  check.require(check["inner_size"] >= 1, "weight1: expected inner_size >= 1, got 0");
+  check.require(has_hidden_layer || check["inner_size"] == 2,
+                "weight1: expected inner_size=2 without weight2 (one linear layer), got " +
+                    std::to_string(check["inner_size"]));
+  check.require(has_hidden_layer || !bias2.has_value(),
+                "bias2: expected only together with weight2, got bias2 and no weight2");
+
+  ExitConfidenceMlpParams params{};
+  params.hidden = hidden.data_ptr();
+  params.weight1 = data<const float>(weight1);
+  params.bias1 = data_or_null<const float>(bias1);
+  params.weight2 = data_or_null<const float>(weight2);
+  params.bias2 = data_or_null<const float>(bias2);
+  params.confidence = data<float>(confidence);
+  params.num_seqs = check["num_seqs"];
+  params.hidden_size = check["hidden_size"];
+  params.inner_size = check["inner_size"];
+  params.hidden_stride = hidden.stride(0);
+  params.dtype = check.dtype();
+  EECORE_RUN(exit_confidence_mlp, params, hidden);
+}
+
+EECORE_IMPL(exit_confidence_mlp, exit_confidence_mlp)
+
+}  // namespace
+}  // namespace eecore

@@ -1,0 +1,1 @@
+"""CUDA kernels: importing it registers them; see csrc/cuda/module.cpp."""
