@@ -1,5 +1,5 @@
-// What differs between the two builds of csrc/ops: the same boundary is compiled once into eecore._C
-// for the CPU and once into eecore._cuda for CUDA.
+// What differs between the two builds of csrc/ops: the same boundary is compiled once into
+// eecore._C for the CPU and once into eecore._cuda for CUDA.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,9 +21,9 @@
 #endif
 
 // Registers `function`, the tensor boundary of `op`, for this build's backend.
-#define EECORE_IMPL(op, function)                                  \
+#define EECORE_IMPL(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(eecore, EECORE_DISPATCH_KEY, module) { \
-    module.impl(#op, TORCH_BOX(&function));                        \
+    module.impl(#op, TORCH_BOX(&function)); \
   }
 
 namespace eecore {
@@ -41,9 +41,8 @@ inline cuda::Stream current_stream(const Tensor& tensor) {
 inline cpu::Parallel torch_parallel() {
   return {static_cast<int>(torch::stable::get_num_threads()),
           [](int64_t begin, int64_t end, int64_t grain, cpu::RangeFn body, void* context) {
-            torch::stable::parallel_for(begin, end, grain, [&](int64_t from, int64_t to) {
-              body(from, to, context);
-            });
+            torch::stable::parallel_for(begin, end, grain,
+                                        [&](int64_t from, int64_t to) { body(from, to, context); });
           }};
 }
 #endif

@@ -44,8 +44,7 @@ bool dtype_matches(ScalarType type, Accept accept) {
     case Accept::kBool:
       return type == ScalarType::Bool;
     case Accept::kModel:
-      return type == ScalarType::Float || type == ScalarType::BFloat16 ||
-             type == ScalarType::Half;
+      return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
   }
   return false;
 }
@@ -129,8 +128,8 @@ void Checker::mismatch(const Tensor& tensor, const char* name, Accept accept,
     expected += dim.name;
     if (const Binding* binding = find(dim.name)) expected += "=" + std::to_string(binding->size);
   }
-  fail(std::string(name) + ": expected " + expected + "], got " +
-       dtype_name(tensor.scalar_type()) + " " + sizes_text(tensor));
+  fail(std::string(name) + ": expected " + expected + "], got " + dtype_name(tensor.scalar_type()) +
+       " " + sizes_text(tensor));
 }
 
 void Checker::operator()(const Tensor& tensor, const char* name, Accept accept,
@@ -181,8 +180,8 @@ void Checker::operator()(const Tensor& tensor, const char* name, Accept accept,
       const int64_t inner = contiguous_dims < rank ? contiguous_dims : rank;
       fail(std::string(name) + ": expected the last " + std::to_string(inner) +
            " dimension(s) contiguous, got stride " + std::to_string(tensor.stride(i)) +
-           " instead of " + std::to_string(expected_stride) + " in dimension " +
-           std::to_string(i) + " of " + sizes_text(tensor));
+           " instead of " + std::to_string(expected_stride) + " in dimension " + std::to_string(i) +
+           " of " + sizes_text(tensor));
     }
     expected_stride *= tensor.size(i);
   }

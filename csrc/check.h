@@ -30,9 +30,9 @@ enum class Accept : uint8_t { kFloat32, kInt32, kInt64, kBool, kModel };
 
 // A size of an expected shape: a name to bind or match, or a number.
 struct Dim {
-  Dim(const char* name) : name(name) {}      // NOLINT: implicit, so that shapes read as lists
-  Dim(int64_t size) : size(size) {}          // NOLINT
-  Dim(int size) : size(size) {}              // NOLINT
+  Dim(const char* name) : name(name) {}  // NOLINT: implicit, so that shapes read as lists
+  Dim(int64_t size) : size(size) {}      // NOLINT
+  Dim(int size) : size(size) {}          // NOLINT
   const char* name = nullptr;
   int64_t size = -1;
 };

@@ -10,8 +10,7 @@ STABLE_TORCH_LIBRARY(eecore, m) {
       "exit_confidence_softmax(Tensor hidden, Tensor? norm_weight, Tensor lm_head, float eps, "
       "Tensor(a!) confidence, Tensor(b!) token, Tensor(c!)? logsumexp, "
       "Tensor(d!)? top_logit) -> ()");
-  m.def(
-      "exit_confidence_cosine(Tensor previous, Tensor hidden, Tensor(a!) confidence) -> ()");
+  m.def("exit_confidence_cosine(Tensor previous, Tensor hidden, Tensor(a!) confidence) -> ()");
   m.def(
       "exit_confidence_mlp(Tensor hidden, Tensor weight1, Tensor? bias1, Tensor? weight2, "
       "Tensor? bias2, Tensor(a!) confidence) -> ()");

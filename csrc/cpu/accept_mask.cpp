@@ -7,8 +7,8 @@ void run_accept_mask(const AcceptMaskParams& params, const Parallel&) {
   int32_t num_survivors = 0;
   for (int64_t row = 0; row < params.num_seqs; ++row) {
     // False for NaN on either side; a threshold of 1 is the promise never to exit early.
-    const bool confident = params.thresholds[row] < 1.0f &&
-                           params.confidence[row] >= params.thresholds[row];
+    const bool confident =
+        params.thresholds[row] < 1.0f && params.confidence[row] >= params.thresholds[row];
     if (confident && !params.status[row]) {
       params.status[row] = 1;
       params.exit_layer[row] = params.layer;

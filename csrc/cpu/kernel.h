@@ -1,5 +1,5 @@
-// What every CPU kernel file includes. EECORE_CAPABILITY is the namespace that this translation unit
-// is compiled for: portable, avx2, avx512 or avx512_bf16. Everything a kernel file defines or
+// What every CPU kernel file includes. EECORE_CAPABILITY is the namespace that this translation
+// unit is compiled for: portable, avx2, avx512 or avx512_bf16. Everything a kernel file defines or
 // instantiates must live in that namespace or be static: an inline function shared between
 // capabilities would be merged by the linker into whichever copy it meets first, AVX-512 included.
 // For the same reason no standard containers or algorithms here.

@@ -58,23 +58,23 @@ Capability active_capability() { return active().load(std::memory_order_relaxed)
 void set_capability(const char* name) { active().store(parse_capability(name)); }
 
 #if defined(__x86_64__)
-#define EECORE_DEFINE_RUN(op, Params)                                        \
-  void run_##op(const Params& params, const Parallel& parallel) {            \
-    switch (active_capability()) {                                           \
-      case Capability::kPortable:                                            \
-        return portable::run_##op(params, parallel);                         \
-      case Capability::kAvx2:                                                \
-        return avx2::run_##op(params, parallel);                             \
-      case Capability::kAvx512:                                              \
-        return avx512::run_##op(params, parallel);                           \
-      case Capability::kAvx512Bf16:                                          \
-        return avx512_bf16::run_##op(params, parallel);                      \
-    }                                                                        \
+#define EECORE_DEFINE_RUN(op, Params) \
+  void run_##op(const Params& params, const Parallel& parallel) { \
+    switch (active_capability()) { \
+      case Capability::kPortable: \
+        return portable::run_##op(params, parallel); \
+      case Capability::kAvx2: \
+        return avx2::run_##op(params, parallel); \
+      case Capability::kAvx512: \
+        return avx512::run_##op(params, parallel); \
+      case Capability::kAvx512Bf16: \
+        return avx512_bf16::run_##op(params, parallel); \
+    } \
   }
 #else
-#define EECORE_DEFINE_RUN(op, Params)                             \
+#define EECORE_DEFINE_RUN(op, Params) \
   void run_##op(const Params& params, const Parallel& parallel) { \
-    portable::run_##op(params, parallel);                         \
+    portable::run_##op(params, parallel); \
   }
 #endif
 EECORE_FOR_EACH_OP(EECORE_DEFINE_RUN)

@@ -7,17 +7,17 @@
 #include "eecore/params.h"
 
 // Every op, once: declarations, the run-time choice and the kernels' definitions follow this list.
-#define EECORE_FOR_EACH_OP(X)                             \
-  X(accept_mask, AcceptMaskParams)                        \
-  X(exit_confidence_cosine, ExitConfidenceCosineParams)   \
-  X(exit_confidence_mlp, ExitConfidenceMlpParams)         \
+#define EECORE_FOR_EACH_OP(X) \
+  X(accept_mask, AcceptMaskParams) \
+  X(exit_confidence_cosine, ExitConfidenceCosineParams) \
+  X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(speculative_accept, SpeculativeAcceptParams)
 
 namespace eecore::cpu {
 
 using RangeFn = void (*)(int64_t begin, int64_t end, void* context);
 
-// A thread pool: `run` calls body on ranges that cover [begin, end), each of at least `grain` items.
+// A thread pool: `run` calls body on ranges that cover [begin, end), `grain` items or more each.
 struct Parallel {
   int num_threads;
   void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context);
@@ -29,13 +29,14 @@ constexpr int kNumCapabilities = 4;
 const char* capability_name(Capability capability);
 // What this CPU and operating system can run.
 Capability best_capability();
-// What the kernels run with: EECORE_CPU_CAPABILITY, read once, or the best. Throws on a name that is
-// unknown or that the machine cannot run.
+// What the kernels run with: EECORE_CPU_CAPABILITY, read once, or the best. Throws on a name that
+// is unknown or that the machine cannot run.
 Capability active_capability();
 // Changes what the kernels run with, by name; the same errors.
 void set_capability(const char* name);
 
-#define EECORE_DECLARE_RUN(op, Params) void run_##op(const Params& params, const Parallel& parallel);
+#define EECORE_DECLARE_RUN(op, Params) \
+  void run_##op(const Params& params, const Parallel& parallel);
 EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
 
 namespace portable {

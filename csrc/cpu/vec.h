@@ -1,8 +1,8 @@
 // One float vector type per capability, with loads and stores that convert bfloat16.
 //
-// Vec holds kWidth floats: 16 (AVX-512), 8 (AVX2, portable). bfloat16 is a uint16_t in memory; it is
-// widened exactly and narrowed to nearest even, NaN kept. load_partial and store_partial touch only
-// the first n elements, so a tail never reads or writes past its row.
+// Vec holds kWidth floats: 16 (AVX-512), 8 (AVX2, portable). bfloat16 is a uint16_t in memory; it
+// is widened exactly and narrowed to nearest even, NaN kept. load_partial and store_partial touch
+// only the first n elements, so a tail never reads or writes past its row.
 #pragma once
 
 #include "kernel.h"
@@ -196,10 +196,10 @@ inline void store(T* p, Vec x) {
   EECORE_LANES from_float(x.v[i], p + i);
 }
 #define EECORE_BINARY(name, expression) \
-  inline Vec name(Vec a, Vec b) {       \
-    Vec r;                              \
-    EECORE_LANES r.v[i] = expression;   \
-    return r;                           \
+  inline Vec name(Vec a, Vec b) { \
+    Vec r; \
+    EECORE_LANES r.v[i] = expression; \
+    return r; \
   }
 EECORE_BINARY(operator+, a.v[i] + b.v[i])
 EECORE_BINARY(operator-, a.v[i] - b.v[i])
@@ -245,8 +245,8 @@ inline Vec scale_by_power_of_two(Vec x, Vec n) {
 
 #endif
 
-// e^x, within 2 ulp for x in [-87, 88]; smaller x go to 0 (through denormals), larger x to infinity,
-// -inf to 0. NaN is not kept: callers test for it where it matters.
+// e^x, within 2 ulp for x in [-87, 88]; smaller x go to 0 (through denormals), larger x to
+// infinity, -inf to 0. NaN is not kept: callers test for it where it matters.
 inline Vec exp(Vec x) {
   const Vec bounded = max(min(x, broadcast(88.8f)), broadcast(-104.0f));
   const Vec n = round_to_int(bounded * broadcast(1.44269504f));

@@ -1,6 +1,5 @@
 // accept_mask on CUDA: one block; the batch is a few hundred rows at most, so latency is the cost.
 #include "eecore/accept_mask.cuh"
-
 #include "launch.cuh"
 
 namespace eecore::cuda {

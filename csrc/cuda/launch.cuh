@@ -38,8 +38,8 @@ template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), LaunchShape shape, Stream stream,
             Args... args) {
   DeviceGuard guard(stream.device);
-  kernel<<<shape.grid, shape.block, shape.shared_bytes,
-           static_cast<cudaStream_t>(stream.handle)>>>(args...);
+  kernel<<<shape.grid, shape.block, shape.shared_bytes, static_cast<cudaStream_t>(stream.handle)>>>(
+      args...);
   check_cuda(cudaGetLastError(), name);
 }
 

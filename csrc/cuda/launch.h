@@ -1,5 +1,5 @@
-// Entry points of the CUDA kernels, and the stream they run on. No torch, no CUDA headers: the tensor
-// boundary in csrc/ops includes this with the host compiler.
+// Entry points of the CUDA kernels, and the stream they run on. No torch, no CUDA headers: the
+// tensor boundary in csrc/ops includes this with the host compiler.
 #pragma once
 
 #include "eecore/params.h"

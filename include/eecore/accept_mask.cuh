@@ -1,4 +1,4 @@
-// accept_mask: one block walks the rows of a batch in chunks of its size; survivors keep their order.
+// accept_mask: one block walks a batch's rows in chunks of its size; survivors keep their order.
 #pragma once
 
 #include "eecore/params.h"
@@ -7,7 +7,7 @@ namespace eecore::cuda {
 
 constexpr int kAcceptMaskThreads = 256;
 
-// Grid: one block of kAcceptMaskThreads, so that the survivors' order and the flag need no second pass.
+// Grid: one block of kAcceptMaskThreads; the survivors' order and the flag need no second pass.
 __global__ void accept_mask_kernel(AcceptMaskParams params) {
   constexpr int kWarps = kAcceptMaskThreads / 32;
   __shared__ int survivors_per_warp[kWarps];

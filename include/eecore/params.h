@@ -1,8 +1,8 @@
 // One plain struct per op: what a kernel needs to know, and nothing of torch or Python.
 //
-// Strides are in elements. A pointer that says "may be null" switches a feature off. Slots number the
-// rows of one layer's cache: slot = page * page_size + offset. Layers count from 0, exit layer E means
-// "the first E layers have run".
+// Strides are in elements. A pointer that says "may be null" switches a feature off. Slots number
+// the rows of one layer's cache: slot = page * page_size + offset. Layers count from 0, exit layer
+// E means "the first E layers have run".
 #pragma once
 
 #include <cstdint>
@@ -64,11 +64,11 @@ struct ExitConfidenceMlpParams {
 
 // Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.
 struct AppendKvParams {
-  void* q;                     // [num_tokens, num_q_heads, head_dim]; may be null
-  const void* k;               // [num_tokens, num_kv_heads, head_dim]
-  const void* v;               // [num_tokens, num_kv_heads, head_dim]
-  void* k_cache;               // [num_pages, page_size, num_kv_heads, head_dim]
-  void* v_cache;               // [num_pages, page_size, num_kv_heads, head_dim]
+  void* q;                      // [num_tokens, num_q_heads, head_dim]; may be null
+  const void* k;                // [num_tokens, num_kv_heads, head_dim]
+  const void* v;                // [num_tokens, num_kv_heads, head_dim]
+  void* k_cache;                // [num_pages, page_size, num_kv_heads, head_dim]
+  void* v_cache;                // [num_pages, page_size, num_kv_heads, head_dim]
   const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
   const int64_t* positions;     // [num_tokens]; may be null: no rotary
   const float* cos_sin;         // [max_position, rotary_dim]: cosines, then sines; may be null
@@ -83,7 +83,7 @@ struct AppendKvParams {
   DType dtype;
 };
 
-// Ragged queries against the paged cache; row i of n queries of a sequence of length s sits at s - n + i.
+// Ragged queries against the paged cache; query i of n of a sequence of length s sits at s - n + i.
 struct PagedAttentionParams {
   const void* q;                   // [num_tokens, num_q_heads, head_dim]
   const void* k_cache;             // [num_pages, page_size, num_kv_heads, head_dim]
