@@ -1,0 +1,148 @@
+"""Settings as frozen dataclasses; one that is unknown or contradicts another is a ValueError."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eecore.errors import ModelError
+
+__all__ = ["ModelConfig", "RopeConfig"]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary embedding: which frequencies, and how they are stretched for long contexts.
+
+    ``type`` is "default", "linear", "llama3" or "yarn"; a field that names other types is ignored.
+    """
+
+    type: str = "default"
+    theta: float = 10000.0
+    rotary_dim: int = 0
+    """How many leading dimensions of a head are rotated; even."""
+    factor: float = 1.0
+    """linear, llama3, yarn: how many times longer the context is than the original."""
+    original_max_position: int = 0
+    """llama3, yarn: the context that the model was first trained on."""
+    low_freq_factor: float = 1.0
+    """llama3"""
+    high_freq_factor: float = 4.0
+    """llama3"""
+    beta_fast: float = 32.0
+    """yarn"""
+    beta_slow: float = 1.0
+    """yarn"""
+    truncate: bool = True
+    """yarn: round the correction range to whole dimensions."""
+    attention_factor: float = 1.0
+    """yarn: multiplies cosines and sines."""
+
+    def __post_init__(self) -> None:
+        if self.type not in ROPE_TYPES:
+            raise ModelError(f"rope type: expected one of {', '.join(ROPE_TYPES)}, got {self.type}")
+        if self.theta <= 0:
+            raise ModelError(f"rope theta: expected a positive number, got {self.theta}")
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:
+            raise ModelError(f"rotary_dim: expected a positive even size, got {self.rotary_dim}")
+        if self.type != "default" and self.factor < 1:
+            raise ModelError(f"rope factor: expected at least 1, got {self.factor}")
+        if self.type in ("llama3", "yarn") and self.original_max_position < 1:
+            raise ModelError(
+                f"original_max_position: expected a positive size for {self.type} rope, "
+                f"got {self.original_max_position}"
+            )
+        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ModelError(
+                "low_freq_factor: expected 0 < low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of one decoder of the Llama family."""
+
+    architecture: str
+    """The name in config.json: "LlamaForCausalLM", "Qwen2ForCausalLM", ..."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position: int
+    """How many positions the rotary embedding reaches; no sequence may be longer."""
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """A bias on the q, k and v projections."""
+    output_bias: bool = False
+    """A bias on attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """An RMS norm of each query and key head before the rotary embedding."""
+    layer_windows: tuple[int, ...] = ()
+    """How many keys a query sees in each layer, itself included; 0 for all. Empty: all layers 0."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+    """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_q_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position",
+        ):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name}: expected a positive size, got {getattr(self, name)}")
+        if self.vocab_size < 2:
+            raise ModelError(f"vocab_size: expected at least 2, got {self.vocab_size}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ModelError(
+                f"num_kv_heads: expected a divisor of num_q_heads={self.num_q_heads}, "
+                f"got {self.num_kv_heads}"
+            )
+        if self.rope.rotary_dim > self.head_dim:
+            raise ModelError(
+                f"rotary_dim: expected at most head_dim={self.head_dim}, got {self.rope.rotary_dim}"
+            )
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (0,) * self.num_layers)
+        if len(self.layer_windows) != self.num_layers or min(self.layer_windows) < 0:
+            raise ModelError(
+                f"layer_windows: expected {self.num_layers} sizes, 0 for none, "
+                f"got {self.layer_windows}"
+            )
+
+    @property
+    def sliding_window(self) -> int:
+        """The widest window of any layer; 0 when a layer sees every key."""
+        return 0 if 0 in self.layer_windows else max(self.layer_windows)
+
+    @property
+    def q_size(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases, each counted once."""
+        qkv_size = self.q_size + 2 * self.kv_size
+        hidden, inner = self.hidden_size, self.intermediate_size
+        layer = hidden * (qkv_size + self.q_size + 3 * inner + 2)
+        layer += qkv_size * self.attention_bias + hidden * self.output_bias
+        layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + hidden

@@ -1,0 +1,26 @@
+"""What eecore raises: each says what was wrong, where, what was expected and what came."""
+
+from __future__ import annotations
+
+
+class EecoreError(Exception):
+    """Base of every error that eecore raises on purpose."""
+
+
+class ModelError(EecoreError, ValueError):
+    """A model, or a file of it, that cannot be used."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """The model directory, or a file that it must have, is not there."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class UnsupportedModelError(ModelError):
+    """A valid model that asks for something which eecore does not have."""
+
+
+class CheckpointError(ModelError):
+    """A file of the model is corrupt, truncated, or disagrees with the others."""

@@ -1,0 +1,171 @@
+"""A directory of safetensors files, sharded or not, read tensor by tensor into stacked weights.
+
+Names and shapes are checked against the config before anything is allocated. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from eecore.config import ModelConfig
+from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from eecore.models.config_json import read_json
+from eecore.models.llama import LlamaWeights
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Buffers that old checkpoints carry and that are computed here.
+DERIVED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
+
+
+class Checkpoint:
+    """The tensors of a model directory by name; a context manager that holds the files open."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files = ExitStack()
+        self._file_of: dict[str, tuple[Path, Any]] = {}
+        try:
+            self._open_all()
+        except BaseException:
+            self._files.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._file_of.clear()
+        self._files.close()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def path_of(self, name: str) -> Path:
+        return self._file_of[name][0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name][1].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What the tensor is stored in; an UnsupportedModelError when that is not a float type."""
+        path, file = self._file_of[name]
+        stored = file.get_slice(name).get_dtype()
+        if stored not in FLOAT_DTYPES:
+            expected = ", ".join(FLOAT_DTYPES)
+            raise UnsupportedModelError(f"{path}: {name}: supported are {expected}, got {stored}")
+        return FLOAT_DTYPES[stored]
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        """Copy a tensor, converting to the dtype and device of ``into``."""
+        path, file = self._file_of[name]
+        try:
+            into.copy_(file.get_tensor(name))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {name}: {error}") from None
+
+    def _open_all(self) -> None:
+        index, whole = self.directory / INDEX, self.directory / WHOLE
+        if index.is_file():
+            self._open_shards(index)
+        elif whole.is_file():
+            file = self._open(whole)
+            self._file_of = dict.fromkeys(file.keys(), (whole, file))
+        else:
+            others = sorted(path.name for path in self.directory.glob("*.bin"))
+            hint = f" (only {others[0]}: convert it to safetensors)" if others else ""
+            raise ModelNotFoundError(
+                f"{self.directory}: expected {WHOLE} or {INDEX}, got neither{hint}"
+            )
+
+    def _open_shards(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(
+                f"{index}: weight_map: expected an object of tensor to file, got {weight_map!r}"
+            )
+        shards: dict[str, tuple[Path, Any, set[str]]] = {}
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{index}: {name}: expected a file's name, got {shard!r}")
+            if shard not in shards:
+                path = self.directory / shard
+                file = self._open(path)
+                shards[shard] = (path, file, set(file.keys()))
+            path, file, held = shards[shard]
+            if name not in held:
+                raise CheckpointError(f"{path}: expected tensor {name} as {INDEX} says, got none")
+            self._file_of[name] = (path, file)
+
+    def _open(self, path: Path) -> Any:
+        if not path.is_file():
+            raise ModelNotFoundError(f"{path}: expected a file, got nothing")
+        try:
+            return self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            size = path.stat().st_size
+            raise CheckpointError(
+                f"{path}: expected a whole safetensors file, got {size} bytes: {error}"
+            ) from None
+
+
+def load_weights(
+    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> LlamaWeights:
+    """The config's weights from the checkpoint: checked first, then allocated, then filled."""
+    _check(checkpoint, LlamaWeights.empty(config, "meta", dtype).by_checkpoint_name(config))
+    weights = LlamaWeights.empty(config, device, dtype)
+    for name, view in weights.by_checkpoint_name(config).items():
+        checkpoint.read(name, view)
+    return weights
+
+
+def _check(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> None:
+    present = set(checkpoint.names)
+    missing = [name for name in expected if name not in present]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.directory}: expected {len(expected)} tensors, {_some(missing)} missing"
+        )
+    for name, view in expected.items():
+        shape = checkpoint.shape(name)
+        if shape != tuple(view.shape):
+            raise CheckpointError(
+                f"{checkpoint.path_of(name)}: {name}: expected {list(view.shape)} "
+                f"as config.json says, got {list(shape)}"
+            )
+        checkpoint.dtype(name)
+    _refuse_unknown_layer_tensors(checkpoint, expected)
+
+
+def _refuse_unknown_layer_tensors(
+    checkpoint: Checkpoint, expected: dict[str, torch.Tensor]
+) -> None:
+    """A tensor of a layer that would go unused means a different model; others are only noted."""
+    unused = [
+        name
+        for name in checkpoint.names
+        if name not in expected and name != "lm_head.weight" and not name.endswith(DERIVED)
+    ]
+    layers = {name.rsplit(".", 3)[0] for name in expected if name.startswith("model.layers.")}
+    layers = {".".join(name.split(".")[:3]) for name in layers}
+    wrong = [name for name in unused if ".".join(name.split(".")[:3]) in layers]
+    if wrong:
+        raise UnsupportedModelError(
+            f"{checkpoint.directory}: config.json knows no {_some(wrong)}, which the checkpoint has"
+        )
+    if unused:
+        warnings.warn(f"{checkpoint.directory}: unused: {_some(unused)}", stacklevel=4)
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest

@@ -1,0 +1,56 @@
+"""The paged key/value cache of all layers: two tensors, so that a layer index is a stride."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eecore.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer in pages; a slot is ``page * page_size + offset``."""
+
+    k: Tensor
+    """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
+    v: Tensor
+    """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
+    layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
+    """Views (k, v) of each layer, [num_pages, page_size, num_kv_heads, head_dim]."""
+
+    def __post_init__(self) -> None:
+        views = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        object.__setattr__(self, "layers", views)
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> KVCache:
+        """Uninitialised pages: what no sequence has written yet is never read."""
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        return cls(
+            k=torch.empty(shape, device=device, dtype=dtype),
+            v=torch.empty(shape, device=device, dtype=dtype),
+        )
+
+    @staticmethod
+    def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in the caches of all layers."""
+        return 2 * config.num_layers * config.kv_size * dtype.itemsize
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]

@@ -1,0 +1,289 @@
+"""The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3), layer by layer.
+
+Weights of all layers are stacked, and a layer works on views: the K/V projections that ``kv_fill``
+reads for every layer at once are the very ones that the layers use. No weight requires a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eecore import ops
+from eecore.config import ModelConfig
+from eecore.models.attention import AttentionBatch
+from eecore.models.kv_cache import KVCache
+from eecore.models.rope import cos_sin_table
+
+
+@dataclass(frozen=True)
+class LlamaWeights:
+    """Every parameter; Q rows come before K rows before V rows, gate rows before up rows."""
+
+    embed_tokens: Tensor
+    """[vocab_size, hidden_size]"""
+    lm_head: Tensor
+    """[vocab_size, hidden_size]; the same tensor as embed_tokens when they are tied."""
+    final_norm: Tensor
+    """[hidden_size]"""
+    attention_norm: Tensor
+    """[num_layers, hidden_size]"""
+    mlp_norm: Tensor
+    """[num_layers, hidden_size]"""
+    qkv_weight: Tensor
+    """[num_layers, q_size + 2 * kv_size, hidden_size]"""
+    o_weight: Tensor
+    """[num_layers, hidden_size, q_size]"""
+    gate_up_weight: Tensor
+    """[num_layers, 2 * intermediate_size, hidden_size]"""
+    down_weight: Tensor
+    """[num_layers, hidden_size, intermediate_size]"""
+    qkv_bias: Tensor | None
+    """[num_layers, q_size + 2 * kv_size]"""
+    o_bias: Tensor | None
+    """[num_layers, hidden_size]"""
+    gate_up_bias: Tensor | None
+    """[num_layers, 2 * intermediate_size]"""
+    down_bias: Tensor | None
+    """[num_layers, hidden_size]"""
+    q_norm: Tensor | None
+    """[num_layers, head_dim]"""
+    k_norm: Tensor | None
+    """[num_layers, head_dim]"""
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    ) -> LlamaWeights:
+        """Uninitialised weights of the config's sizes; on device "meta" they take no memory."""
+        layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
+        qkv_size = config.q_size + 2 * config.kv_size
+
+        def tensor(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        def tensor_if(wanted: bool, *shape: int) -> Tensor | None:
+            return tensor(*shape) if wanted else None
+
+        embed_tokens = tensor(config.vocab_size, hidden)
+        tied = config.tie_word_embeddings
+        return cls(
+            embed_tokens=embed_tokens,
+            lm_head=embed_tokens if tied else tensor(config.vocab_size, hidden),
+            final_norm=tensor(hidden),
+            attention_norm=tensor(layers, hidden),
+            mlp_norm=tensor(layers, hidden),
+            qkv_weight=tensor(layers, qkv_size, hidden),
+            o_weight=tensor(layers, hidden, config.q_size),
+            gate_up_weight=tensor(layers, 2 * inner, hidden),
+            down_weight=tensor(layers, hidden, inner),
+            qkv_bias=tensor_if(config.attention_bias, layers, qkv_size),
+            o_bias=tensor_if(config.output_bias, layers, hidden),
+            gate_up_bias=tensor_if(config.mlp_bias, layers, 2 * inner),
+            down_bias=tensor_if(config.mlp_bias, layers, hidden),
+            q_norm=tensor_if(config.qk_norm, layers, config.head_dim),
+            k_norm=tensor_if(config.qk_norm, layers, config.head_dim),
+        )
+
+    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, Tensor]:
+        """The view that each tensor of a Hugging Face checkpoint fills, by the tensor's name."""
+        q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
+        parts: dict[str, tuple[Tensor | None, slice]] = {
+            "self_attn.q_proj.weight": (self.qkv_weight, slice(q_size)),
+            "self_attn.k_proj.weight": (self.qkv_weight, slice(q_size, q_size + kv_size)),
+            "self_attn.v_proj.weight": (self.qkv_weight, slice(q_size + kv_size, None)),
+            "self_attn.q_proj.bias": (self.qkv_bias, slice(q_size)),
+            "self_attn.k_proj.bias": (self.qkv_bias, slice(q_size, q_size + kv_size)),
+            "self_attn.v_proj.bias": (self.qkv_bias, slice(q_size + kv_size, None)),
+            "self_attn.o_proj.weight": (self.o_weight, slice(None)),
+            "self_attn.o_proj.bias": (self.o_bias, slice(None)),
+            "self_attn.q_norm.weight": (self.q_norm, slice(None)),
+            "self_attn.k_norm.weight": (self.k_norm, slice(None)),
+            "mlp.gate_proj.weight": (self.gate_up_weight, slice(inner)),
+            "mlp.up_proj.weight": (self.gate_up_weight, slice(inner, None)),
+            "mlp.gate_proj.bias": (self.gate_up_bias, slice(inner)),
+            "mlp.up_proj.bias": (self.gate_up_bias, slice(inner, None)),
+            "mlp.down_proj.weight": (self.down_weight, slice(None)),
+            "mlp.down_proj.bias": (self.down_bias, slice(None)),
+            "input_layernorm.weight": (self.attention_norm, slice(None)),
+            "post_attention_layernorm.weight": (self.mlp_norm, slice(None)),
+        }
+        views = {
+            "model.embed_tokens.weight": self.embed_tokens,
+            "model.norm.weight": self.final_norm,
+        }
+        if not config.tie_word_embeddings:
+            views["lm_head.weight"] = self.lm_head
+        for layer in range(config.num_layers):
+            for name, (stacked, rows) in parts.items():
+                if stacked is not None:
+                    views[f"model.layers.{layer}.{name}"] = stacked[layer, rows]
+        return views
+
+
+class _Layer(NamedTuple):
+    """One layer's views of the stacked weights, made once."""
+
+    attention_norm: Tensor
+    qkv_weight: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o_weight: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up_weight: Tensor
+    gate_up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+    window: int
+
+
+class LlamaModel:
+    """A decoder whose layers are called one at a time, so that the caller decides how many run.
+
+    Rows are tokens of any mix of sequences; ``hidden`` is the residual stream, before the final
+    norm. Nothing keeps state between calls but the KV cache that is passed in.
+    """
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self.device = weights.embed_tokens.device
+        self.dtype = weights.embed_tokens.dtype
+        self.cos_sin = cos_sin_table(config.rope, config.max_position, self.device)
+        self._scale = config.head_dim**-0.5
+        self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
+        self._layers = _layer_views(config, weights)
+        self._kv_weight = weights.qkv_weight[:, config.q_size :]
+        bias = weights.qkv_bias
+        self._kv_bias = None if bias is None else bias[:, config.q_size :]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
+        return functional.embedding(token_ids, self.weights.embed_tokens)
+
+    def layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        kv: KVCache,
+        batch: AttentionBatch,
+        *,
+        skip_attention: bool = False,
+        skip_mlp: bool = False,
+    ) -> Tensor:
+        """The residual stream after layer ``index``; a skipped sublayer adds nothing to it.
+
+        Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
+        not changed (and is what comes back when both sublayers are skipped).
+        """
+        if not skip_attention:
+            hidden = self._attention(index, hidden, kv, batch).add_(hidden)
+        if not skip_mlp:
+            hidden = self._mlp(index, hidden).add_(hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [num_rows, vocab_size]: final norm and LM head."""
+        return functional.linear(
+            self._norm(hidden, self.weights.final_norm), self.weights.lm_head
+        ).float()
+
+    def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
+        """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
+        weights = self.weights
+        return ops.exit_confidence_softmax(
+            hidden, weights.final_norm, weights.lm_head, self.config.rms_norm_eps
+        )
+
+    def fill_kv(
+        self,
+        hidden: Tensor,
+        exit_layer: Tensor,
+        kv: KVCache,
+        positions: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write keys and values of the layers that each row skipped, from its exit state.
+
+        Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
+        the layer's own norm, projection and rotary embedding. (Early-exit framework §3.2.)
+        """
+        ops.kv_fill(
+            hidden,
+            exit_layer,
+            self.weights.attention_norm,
+            self._kv_weight,
+            kv.k,
+            kv.v,
+            slot_mapping,
+            kv_bias=self._kv_bias,
+            k_norm_weight=self.weights.k_norm,
+            positions=positions,
+            cos_sin=self.cos_sin,
+            eps=self.config.rms_norm_eps,
+        )
+
+    def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
+        config, layer = self.config, self._layers[index]
+        k_cache, v_cache = kv.layers[index]
+        normed = self._norm(hidden, layer.attention_norm)
+        qkv = functional.linear(normed, layer.qkv_weight, layer.qkv_bias)
+        num_tokens, head_counts = hidden.shape[0], self._head_counts
+        q, k, v = qkv.view(num_tokens, sum(head_counts), config.head_dim).split_with_sizes(
+            head_counts, 1
+        )
+        ops.append_kv(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            batch.slot_mapping,
+            positions=batch.positions,
+            cos_sin=self.cos_sin,
+            q_norm_weight=layer.q_norm,
+            k_norm_weight=layer.k_norm,
+            eps=config.rms_norm_eps,
+        )
+        attended = ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            batch.page_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=self._scale,
+            sliding_window=layer.window,
+        )
+        return functional.linear(
+            attended.view(num_tokens, config.q_size), layer.o_weight, layer.o_bias
+        )
+
+    def _mlp(self, index: int, hidden: Tensor) -> Tensor:
+        layer = self._layers[index]
+        normed = self._norm(hidden, layer.mlp_norm)
+        gate, up = functional.linear(normed, layer.gate_up_weight, layer.gate_up_bias).chunk(
+            2, dim=1
+        )
+        return functional.linear(functional.silu(gate).mul_(up), layer.down_weight, layer.down_bias)
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm, computed in float32."""
+        return functional.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _layer_views(config: ModelConfig, weights: LlamaWeights) -> list[_Layer]:
+    def each(stacked: Tensor | None) -> Any:
+        return [None] * config.num_layers if stacked is None else stacked.unbind(0)
+
+    columns = [
+        config.layer_windows if name == "window" else each(getattr(weights, name))
+        for name in _Layer._fields
+    ]
+    return [_Layer(*views) for views in zip(*columns, strict=True)]

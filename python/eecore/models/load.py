@@ -1,0 +1,90 @@
+"""From a model directory to a model that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from eecore import ops
+from eecore.config import ModelConfig
+from eecore.errors import ModelError
+from eecore.models.checkpoint import Checkpoint, load_weights
+from eecore.models.config_json import read_model_config
+from eecore.models.llama import LlamaModel
+from eecore.models.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> tuple[ModelConfig, LlamaModel, Tokenizer | None]:
+    """Load a Hugging Face model directory; the tokenizer is None when the directory has none.
+
+    Args:
+        path: a directory with config.json and safetensors files.
+        device: by default the current GPU where there is one and the build has CUDA, else the CPU.
+        dtype: by default that of the checkpoint on a GPU. On the CPU a bfloat16 checkpoint stays so
+            only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.
+
+    Raises:
+        ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
+            not supported, or the device has no such dtype. Raised before weights are allocated.
+    """
+    directory = Path(path).expanduser()
+    config = read_model_config(directory)
+    where = choose_device(device)
+    tokenizer = Tokenizer.from_directory(directory)
+    with Checkpoint(directory) as checkpoint:
+        what = choose_dtype(dtype, where, _stored_dtype(checkpoint, config))
+        weights = load_weights(checkpoint, config, where, what)
+    return config, LlamaModel(config, weights), tokenizer
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the best that this build and machine have."""
+    has_cuda = torch.cuda.is_available() and bool(ops.build_info()["cuda"])
+    if device is None:
+        device = "cuda" if has_cuda else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device: expected cpu or cuda, got {device!r}") from None
+    if str(chosen) == "cpu":
+        return chosen
+    if not str(chosen).startswith("cuda"):
+        raise ModelError(f"device: expected cpu or cuda, got {chosen}")
+    if not has_cuda:
+        why = "a build without CUDA" if torch.cuda.is_available() else "no GPU"
+        raise ModelError(f"device: expected cpu, got {chosen} with {why}")
+    return torch.device(
+        "cuda", torch.cuda.current_device() if chosen.index is None else chosen.index
+    )
+
+
+def choose_dtype(
+    dtype: str | torch.dtype | None, device: torch.device, stored: torch.dtype
+) -> torch.dtype:
+    """The dtype asked for, or the one that suits the checkpoint and the device."""
+    if dtype is None:
+        if device.type == "cuda":
+            return stored
+        fast = "avx512_bf16" in ops.build_info()["cpu_capabilities"]
+        return torch.bfloat16 if stored == torch.bfloat16 and fast else torch.float32
+    name = str(dtype).removeprefix("torch.")
+    chosen = DTYPES.get(name)
+    if chosen is None:
+        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {name}")
+    if chosen == torch.float16 and device.type == "cpu":
+        raise ModelError("dtype: expected float32 or bfloat16 on the CPU, got float16")
+    return chosen
+
+
+def _stored_dtype(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
+    if config.dtype in DTYPES:
+        return DTYPES[config.dtype]
+    name = "model.embed_tokens.weight"
+    return checkpoint.dtype(name) if name in checkpoint.names else torch.float32

@@ -1,0 +1,82 @@
+"""The table of the rotary embedding: cosines and sines of every position.
+
+Computed in float32, operation for operation as transformers does, so that both rotate by the same
+numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from eecore.config import RopeConfig
+
+
+def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:
+    """Float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines."""
+    frequencies = _FREQUENCIES[rope.type](rope)
+    positions = torch.arange(max_position, dtype=torch.float32)
+    angles = positions[:, None] * frequencies  # [max_position, rotary_dim / 2]
+    table = torch.empty(max_position, rope.rotary_dim, dtype=torch.float32)
+    half = rope.rotary_dim // 2
+    torch.cos(angles, out=table[:, :half])
+    torch.sin(angles, out=table[:, half:])
+    if rope.attention_factor != 1.0:
+        table *= rope.attention_factor
+    return table.to(device)
+
+
+def _periods(rope: RopeConfig) -> Tensor:
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    periods: Tensor = rope.theta**exponents
+    return periods
+
+
+def _default(rope: RopeConfig) -> Tensor:
+    return 1.0 / _periods(rope)
+
+
+def _linear(rope: RopeConfig) -> Tensor:
+    return _default(rope) / rope.factor
+
+
+def _llama3(rope: RopeConfig) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    frequencies = _default(rope)
+    wavelengths = 2 * math.pi / frequencies
+    longest_kept = rope.original_max_position / rope.high_freq_factor
+    shortest_stretched = rope.original_max_position / rope.low_freq_factor
+    kept_share = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - kept_share) * frequencies / rope.factor + kept_share * frequencies
+    stretched = torch.where(
+        wavelengths > shortest_stretched, frequencies / rope.factor, frequencies
+    )
+    between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(rope: RopeConfig) -> Tensor:
+    """Dimensions that turn often are kept, those that turn seldom stretched (YaRN §3.2)."""
+    periods = _periods(rope)
+    low, high = _dimension_turning(rope, rope.beta_fast), _dimension_turning(rope, rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    dimensions = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    kept_share = 1 - ((dimensions - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (rope.factor * periods)) * (1 - kept_share) + (1.0 / periods) * kept_share
+
+
+def _dimension_turning(rope: RopeConfig, turns: float) -> float:
+    """The dimension, as a real number, that turns so often within the original context."""
+    turns_per_position = rope.original_max_position / (turns * 2 * math.pi)
+    return (rope.rotary_dim * math.log(turns_per_position)) / (2 * math.log(rope.theta))
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,169 @@
+"""Logits agree with transformers' in float32, however the tokens are split over calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eecore import ops
+from eecore.models import AttentionBatch, KVCache, LlamaModel, load_model
+from tiny_models import FAMILIES, write_model
+
+PAGE_SIZE = 8
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.inference_mode():
+        yield
+
+
+class Session:
+    """One sequence; its pages are out of order and hold NaN where nothing was written."""
+
+    def __init__(self, model: LlamaModel, max_tokens: int) -> None:
+        config = model.config
+        num_pages = -(-max_tokens // PAGE_SIZE)
+        self.model = model
+        self.kv = KVCache.allocate(
+            config, num_pages + 3, PAGE_SIZE, device=model.device, dtype=model.dtype
+        )
+        self.kv.k.fill_(torch.nan)
+        self.kv.v.fill_(torch.nan)
+        self.pages = torch.arange(num_pages, dtype=torch.int32).flip(0) + 2
+        self.length = 0
+
+    def batch(self, num_tokens: int) -> AttentionBatch:
+        positions = torch.arange(self.length, self.length + num_tokens)
+        slots = self.pages.long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        return AttentionBatch(
+            positions=positions,
+            slot_mapping=slots,
+            page_table=self.pages[None],
+            seq_lens=torch.tensor([self.length + num_tokens], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
+        )
+
+    def hidden(self, token_ids: torch.Tensor, **skips: bool) -> torch.Tensor:
+        batch = self.batch(len(token_ids))
+        hidden = self.model.embed(token_ids)
+        for index in range(self.model.config.num_layers):
+            hidden = self.model.layer(index, hidden, self.kv, batch, **skips)
+        self.length += len(token_ids)
+        return hidden
+
+    def logits(self, token_ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+        return torch.cat([self.model.logits(self.hidden(c)) for c in token_ids.split(chunks)])
+
+
+def tokens_for(model: LlamaModel, count: int) -> torch.Tensor:
+    return torch.randint(
+        model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(1)
+    )
+
+
+def logits_of_transformers(directory: Path, token_ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    return oracle(token_ids[None]).logits[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_agree_with_transformers(family: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path, family)
+    _, model, _ = load_model(directory, "cpu")
+    token_ids = tokens_for(model, 41)
+    expected = logits_of_transformers(directory, token_ids)
+    assert expected.std() > 1
+    for chunks in ([41], [17, 1, 23], [1] * 41):
+        got = Session(model, 41).logits(token_ids, chunks)
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    logits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        _, model, _ = load_model(directory, "cpu", dtype)
+        assert model.dtype == dtype
+        logits[dtype] = Session(model, 20).logits(tokens_for(model, 20), [20])
+    assert logits[torch.bfloat16].dtype == torch.float32
+    error = (logits[torch.bfloat16] - logits[torch.float32]).abs()
+    assert error.mean() < 0.03 * logits[torch.float32].std()
+
+
+def test_a_layer_leaves_its_input_alone_and_skips_sublayers(tmp_path: Path) -> None:
+    _, model, _ = load_model(write_model(tmp_path), "cpu")
+    session = Session(model, 8)
+    hidden, batch = model.embed(tokens_for(model, 5)), session.batch(5)
+    before = hidden.clone()
+
+    neither = model.layer(0, hidden, session.kv, batch, skip_attention=True, skip_mlp=True)
+    no_attention = model.layer(0, hidden, session.kv, batch, skip_attention=True)
+    assert session.kv.k.isnan().all()
+    no_mlp = model.layer(0, hidden, session.kv, batch, skip_mlp=True)
+    both = model.layer(0, hidden, session.kv, batch)
+
+    assert torch.equal(hidden, before)
+    assert torch.equal(neither, before)
+    assert torch.equal(model.layer(0, no_mlp, session.kv, batch, skip_attention=True), both)
+    assert not torch.allclose(no_attention, both, atol=1e-3)
+
+
+def test_zero_tokens_run_through_a_layer(tmp_path: Path) -> None:
+    _, model, _ = load_model(write_model(tmp_path), "cpu")
+    session = Session(model, 8)
+    assert session.hidden(torch.empty(0, dtype=torch.int64)).shape == (0, model.config.hidden_size)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_biased", "qwen2_yarn", "qwen3"])
+def test_filled_keys_and_values_are_those_of_the_layers(family: str, tmp_path: Path) -> None:
+    """With a hidden state that no layer changes, what fill_kv writes is what the layers write."""
+    _, model, _ = load_model(write_model(tmp_path, family), "cpu")
+    session, filled = Session(model, 8), Session(model, 8)
+    hidden, batch = model.embed(tokens_for(model, 5)), session.batch(5)
+    for index in range(model.config.num_layers):
+        model.layer(index, hidden, session.kv, batch)
+    exit_layer = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32)
+    model.fill_kv(hidden, exit_layer, filled.kv, batch.positions, batch.slot_mapping)
+
+    for got, expected in ((filled.kv.k, session.kv.k), (filled.kv.v, session.kv.v)):
+        for row, slot in enumerate(batch.slot_mapping.tolist()):
+            first = int(exit_layer[row])
+            got_row = got[:, slot // PAGE_SIZE, slot % PAGE_SIZE]
+            expected_row = expected[:, slot // PAGE_SIZE, slot % PAGE_SIZE]
+            assert got_row[:first].isnan().all()
+            torch.testing.assert_close(
+                got_row[first:], expected_row[first:], rtol=0, atol=TOLERANCE
+            )
+
+
+def test_confidence_is_that_of_the_logits(tmp_path: Path) -> None:
+    _, model, _ = load_model(write_model(tmp_path), "cpu")
+    hidden = Session(model, 8).hidden(tokens_for(model, 6))
+    logits, confidence = model.logits(hidden), model.confidence(hidden)
+    assert isinstance(confidence, ops.SoftmaxConfidence)
+    top = logits.softmax(-1).topk(2).values
+    assert torch.equal(confidence.token, logits.argmax(-1))
+    torch.testing.assert_close(confidence.confidence, top[:, 0] - top[:, 1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(confidence.logsumexp, logits.logsumexp(-1), rtol=0, atol=TOLERANCE)
+
+
+def test_filling_reads_the_weights_of_the_layers_themselves(tmp_path: Path) -> None:
+    _, model, _ = load_model(write_model(tmp_path, "qwen2", tie_word_embeddings=True), "cpu")
+    weights, config = model.weights, model.config
+    row_bytes = config.hidden_size * weights.qkv_weight.element_size()
+    assert model._kv_weight.data_ptr() == weights.qkv_weight.data_ptr() + config.q_size * row_bytes
+    for index, layer in enumerate(model._layers):
+        assert layer.qkv_weight.data_ptr() == weights.qkv_weight[index].data_ptr()
+    assert weights.lm_head.data_ptr() == weights.embed_tokens.data_ptr()
+    stored = {
+        tensor.data_ptr(): tensor.numel() for tensor in vars(weights).values() if tensor is not None
+    }
+    assert sum(stored.values()) == config.num_parameters
