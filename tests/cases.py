@@ -44,3 +44,50 @@ DRAFT_LENGTHS: tuple[tuple[int, ...], ...] = (
 
 # Vocabularies of verification: one token, odd, and past one block of the cumulative sum.
 ACCEPT_VOCAB_SIZES = (1, 17, 257, 49153)
+
+# Batch sizes around the register blocks of the skinny matrix products.
+SKINNY_BATCH_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9)
+
+# (hidden_size, vocab_size): partial vectors, partial tiles, the vocabularies of real models.
+LM_HEADS = (
+    (64, 2),
+    (100, 3),
+    (72, 101),
+    (576, 257),
+    (960, 1024),
+    (2048, 515),
+    (64, 32003),
+    (64, 49152),
+)
+LM_HEAD_128K = (64, 128256)
+
+
+@dataclass(frozen=True)
+class KvFillCase:
+    """Shapes of one kv_fill call."""
+
+    num_tokens: int
+    num_layers: int = 3
+    hidden_size: int = 64
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    rotary_dim: int = 64
+    page_size: int = 16
+    bias: bool = False
+    k_norm: bool = False
+
+
+KV_FILL_CASES = (
+    KvFillCase(0),
+    KvFillCase(1, page_size=1),
+    KvFillCase(2, num_layers=1, hidden_size=72, num_kv_heads=3, page_size=8),
+    KvFillCase(4, hidden_size=576, num_kv_heads=3, bias=True),
+    KvFillCase(5, hidden_size=100, num_kv_heads=2, head_dim=80, rotary_dim=80, k_norm=True),
+    KvFillCase(7, num_kv_heads=4, head_dim=96, rotary_dim=0),
+    KvFillCase(8, hidden_size=960, num_kv_heads=2, head_dim=128, rotary_dim=32, k_norm=True),
+    KvFillCase(9, num_layers=2, hidden_size=2048, head_dim=256, rotary_dim=256, bias=True),
+    KvFillCase(
+        17, hidden_size=40, head_dim=10, rotary_dim=6, page_size=128, bias=True, k_norm=True
+    ),
+    KvFillCase(257, num_layers=4, hidden_size=100),
+)

@@ -86,3 +86,63 @@ def speculative_accept(
         num_accepted.append(n)
         next_token.append(token)
     return num_accepted, next_token
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * T(x / rms(x)) of a model of dtype T, each product rounded to T; in float64."""
+    wide = x.double()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight.double() * scaled.to(x.dtype).double()).to(x.dtype)
+
+
+def exit_confidence_softmax(
+    hidden: Tensor, norm_weight: Tensor | None, lm_head: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gap of the two largest probabilities, log-sum-exp, logits), all float64."""
+    x = hidden if norm_weight is None else rms_norm(hidden, norm_weight, eps)
+    logits = x.double() @ lm_head.double().T
+    top = logits.softmax(-1).topk(2, dim=-1).values
+    return top[:, 0] - top[:, 1], logits.logsumexp(-1), logits
+
+
+def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotary embedding of x: float64 [num_tokens, num_heads, head_dim] in its first rotary_dim."""
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin.double()[positions, None].split(half, dim=-1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def kv_fill(
+    hidden: Tensor,
+    exit_layer: Tensor,
+    norm_weight: Tensor,
+    kv_weight: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_bias: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """What the layers from each row's exit layer on would have written, in place."""
+    num_layers, _, _, num_kv_heads, head_dim = k_cache.shape
+    for layer in range(num_layers):
+        rows = ((exit_layer <= layer) & (slot_mapping >= 0)).nonzero().flatten()
+        x = rms_norm(hidden[rows], norm_weight[layer], eps)
+        projected = x.double() @ kv_weight[layer].double().T
+        if kv_bias is not None:
+            projected = projected + kv_bias[layer].double()
+        projected = projected.to(hidden.dtype).view(len(rows), 2, num_kv_heads, head_dim)
+        k, v = projected[:, 0].double(), projected[:, 1]
+        if k_norm_weight is not None:
+            k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps)
+            k = k * k_norm_weight[layer].double()
+        if positions is not None and cos_sin is not None:
+            k = rotary(k, positions[rows], cos_sin)
+        page, offset = slot_mapping[rows] // k_cache.shape[2], slot_mapping[rows] % k_cache.shape[2]
+        k_cache[layer, page, offset] = k.to(k_cache.dtype)
+        v_cache[layer, page, offset] = v

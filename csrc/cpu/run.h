@@ -11,6 +11,8 @@
   X(accept_mask, AcceptMaskParams) \
   X(exit_confidence_cosine, ExitConfidenceCosineParams) \
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
+  X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
+  X(kv_fill, KvFillParams) \
   X(speculative_accept, SpeculativeAcceptParams)
 
 namespace eecore::cpu {

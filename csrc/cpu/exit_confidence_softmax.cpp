@@ -1,0 +1,161 @@
+// exit_confidence_softmax on the CPU: the LM head is read once, in tiles of vocabulary rows; the
+// logits of a tile live in a buffer on the stack, and leave it as one partial per row and tile.
+// Tiles have a fixed size and are merged in order, so the result does not depend on the number of
+// threads.
+#include "rms_norm.h"
+#include "scratch.h"
+#include "skinny_gemm.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+namespace {
+
+constexpr int64_t kTile = 256;   // vocabulary rows per partial
+constexpr int64_t kLogits = 32;  // vocabulary rows per buffer
+constexpr float kInfinity = __builtin_inff();
+
+// What is known of a row's logits so far. NaN among them shows as a NaN in `total`.
+struct Partial {
+  float largest;  // -infinity at first
+  float second;   // the largest of the others
+  float total;    // sum of exp(logit - largest)
+  int32_t index;  // of the largest; the lowest among equals
+};
+
+// Folds logits: [kLogits], -infinity after the n first, of vocabulary rows from first_index on.
+void fold(const float* logits, int64_t n, int64_t first_index, Partial* partial) {
+  // max and min give their second operand where one is NaN: a NaN passes the clamp.
+  Vec largest = broadcast(-kInfinity), not_a_number = zero();
+  for (int64_t i = 0; i < kLogits; i += kWidth) {
+    const Vec x = load(logits + i);
+    largest = max(largest, x);
+    not_a_number = not_a_number + min(broadcast(1.0f), max(broadcast(0.0f), x)) * zero();
+  }
+  const float before = partial->largest;
+  if (max_element(largest) > partial->second) {
+    for (int64_t i = 0; i < n; ++i) {
+      const float x = logits[i];
+      if (x > partial->largest) {
+        partial->second = partial->largest;
+        partial->largest = x;
+        partial->index = static_cast<int32_t>(first_index + i);
+      } else if (x > partial->second) {
+        partial->second = x;
+      }
+    }
+  }
+  float total = partial->total;
+  if (partial->largest > before && before > -kInfinity) {
+    total *= __builtin_expf(before - partial->largest);
+  }
+  if (partial->largest > -kInfinity) {
+    const Vec shift = broadcast(partial->largest);
+    Vec exps = zero();
+    for (int64_t i = 0; i < kLogits; i += kWidth) exps = exps + exp(load(logits + i) - shift);
+    total += sum(exps);
+  }
+  partial->total = total + sum(not_a_number);
+}
+
+// Merges the partial of later vocabulary rows.
+void merge(const Partial& later, Partial* partial) {
+  const float before = partial->largest;
+  if (later.largest > before) {
+    partial->second = later.second > before ? later.second : before;
+    partial->largest = later.largest;
+    partial->index = later.index;
+  } else if (later.largest > partial->second) {
+    partial->second = later.largest;
+  }
+  const float largest = partial->largest;
+  // A partial of nothing but -infinity adds its total of 0, or NaN, as it is.
+  const float a = before > -kInfinity ? __builtin_expf(before - largest) : 1.0f;
+  const float b = later.largest > -kInfinity ? __builtin_expf(later.largest - largest) : 1.0f;
+  partial->total = partial->total * a + later.total * b;
+}
+
+void write_row(const ExitConfidenceSoftmaxParams& params, int64_t row, const Partial& partial) {
+  const float total = partial.total, largest = partial.largest;
+  const bool finite = __builtin_isfinite(largest);
+  const bool not_a_number = total != total && !(largest == kInfinity);
+  // The softmax of infinite logits is not defined.
+  params.confidence[row] =
+      finite ? (0.0f - __builtin_expm1f(partial.second - largest)) / total : __builtin_nanf("");
+  params.token[row] = partial.index;
+  if (params.logsumexp) {
+    params.logsumexp[row] = finite || not_a_number ? largest + __builtin_logf(total) : largest;
+  }
+  if (params.top_logit) params.top_logit[row] = not_a_number ? total : largest;
+}
+
+template <typename T>
+void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel) {
+  const int64_t num_seqs = params.num_seqs, n = params.hidden_size;
+  const T* head = static_cast<const T*>(params.lm_head);
+  const T* norm_weight = static_cast<const T*>(params.norm_weight);
+
+  // Normed rows, packed.
+  const int64_t x_stride = packed_size<T>(n);
+  Scratch<PackedX<T>> x(num_seqs * x_stride);
+  Scratch<T> normed(num_seqs * x_stride);
+  parallel_for(parallel, num_seqs, ceil_div(65536, n), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* hidden = static_cast<const T*>(params.hidden) + row * params.hidden_stride;
+      if (norm_weight) {
+        T* out = normed.data() + row * x_stride;
+        scale_row(hidden, norm_weight, inverse_rms(hidden, n, params.eps), n, out);
+        hidden = out;
+      }
+      pack_row(hidden, n, x.data() + row * x_stride);
+    }
+  });
+
+  // Partials: [num_tiles, num_seqs].
+  const int64_t num_tiles = ceil_div(params.vocab_size, kTile);
+  Scratch<Partial> partials(num_tiles * num_seqs);
+  const int64_t grain = ceil_div(65536, kTile * n);
+  parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
+    float logits[kMaxBatch][kLogits];
+    for (int64_t tile = begin; tile < end; ++tile) {
+      Partial* partial = partials.data() + tile * num_seqs;
+      const int64_t first = tile * kTile, last = min_of(first + kTile, params.vocab_size);
+      for (int64_t row = 0; row < num_seqs; ++row) {
+        partial[row] = {-kInfinity, -kInfinity, 0.0f, static_cast<int32_t>(first)};
+      }
+      for (int64_t v = first; v < last; v += kLogits) {
+        const int64_t count = min_of(kLogits, last - v);
+        const T* w = head + v * params.lm_head_stride;
+        for (int64_t row = 0; row < num_seqs; row += kMaxBatch) {
+          const int64_t rows = min_of(kMaxBatch, num_seqs - row);
+          // Later rows of x find these rows of the head in cache.
+          const T* next = row == 0 ? w + count * params.lm_head_stride : w;
+          multiply(w, params.lm_head_stride, count, x.data() + row * x_stride, x_stride, rows, n,
+                   next, logits[0], kLogits);
+          for (int64_t i = 0; i < rows; ++i) {
+            for (int64_t j = count; j < kLogits; ++j) logits[i][j] = -kInfinity;
+            fold(logits[i], count, v, partial + row + i);
+          }
+        }
+      }
+    }
+  });
+
+  for (int64_t row = 0; row < num_seqs; ++row) {
+    Partial whole = partials[row];
+    for (int64_t tile = 1; tile < num_tiles; ++tile) merge(partials[tile * num_seqs + row], &whole);
+    write_row(params, row, whole);
+  }
+}
+
+}  // namespace
+
+void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params,
+                                 const Parallel& parallel) {
+  if (params.num_seqs == 0) return;
+  if (params.dtype == DType::kFloat32) {
+    measure<float>(params, parallel);
+  } else {
+    measure<BFloat16>(params, parallel);
+  }
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -1,0 +1,204 @@
+// kv_fill on the CPU: one list of work over every layer, block of rows and head, one parallel
+// region. Rows are ordered by exit layer, so that the rows a layer needs are the first ones of that
+// order.
+#include "rms_norm.h"
+#include "scratch.h"
+#include "skinny_gemm.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+namespace {
+
+constexpr int64_t kRowBlock = 64;  // rows that are normed once and meet each head in turn
+
+// Rows with a slot, by exit layer.
+struct Rows {
+  Scratch<int32_t> order;   // [num_tokens]
+  Scratch<int64_t> counts;  // [num_layers + 1]: how many rows layer l needs
+
+  explicit Rows(const KvFillParams& params)
+      : order(params.num_tokens), counts(params.num_layers + 1) {
+    int64_t count = 0;
+    for (int64_t layer = 0; layer <= params.num_layers; ++layer) counts[layer] = 0;
+    for (int64_t row = 0; row < params.num_tokens; ++row) {
+      if (params.slot_mapping[row] >= 0) ++counts[params.exit_layer[row]];
+    }
+    for (int64_t layer = 0; layer <= params.num_layers; ++layer) {
+      const int64_t here = counts[layer];
+      counts[layer] = count;
+      count += here;
+    }
+    // Each count moves from the first place of its layer's rows to the one after the last.
+    for (int64_t row = 0; row < params.num_tokens; ++row) {
+      if (params.slot_mapping[row] < 0) continue;
+      order[counts[params.exit_layer[row]]++] = static_cast<int32_t>(row);
+    }
+  }
+};
+
+// A worker's buffers, and what it does with one head of one layer for one block of rows.
+template <typename T>
+class Worker {
+ public:
+  Worker(const KvFillParams& params, int64_t block)
+      : params_(params),
+        x_stride_(packed_size<T>(params.hidden_size)),
+        x_(block * x_stride_),
+        normed_(x_stride_),
+        head_(block * params.head_dim) {}
+
+  // Norms and packs rows: [num_rows] with the weight of `layer`.
+  void norm(int64_t layer, const int32_t* rows, int64_t num_rows) {
+    const int64_t n = params_.hidden_size;
+    const T* weight =
+        static_cast<const T*>(params_.norm_weight) + layer * params_.norm_layer_stride;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      const T* hidden = static_cast<const T*>(params_.hidden) + rows[i] * params_.hidden_stride;
+      scale_row(hidden, weight, inverse_rms(hidden, n, params_.eps), n, normed_.data());
+      pack_row(normed_.data(), n, x_.data() + i * x_stride_);
+    }
+  }
+
+  // Projects the normed rows to `head` (K heads, then V heads) and writes it to their slots.
+  void fill(int64_t layer, int64_t head, const int32_t* rows, int64_t num_rows) {
+    const int64_t n = params_.head_dim, stride = params_.weight_row_stride;
+    const T* layer_weight =
+        static_cast<const T*>(params_.kv_weight) + layer * params_.weight_layer_stride;
+    const T* w = layer_weight + head * n * stride;
+    const bool last_head = head + 1 == 2 * params_.num_kv_heads;
+    const bool last_layer = layer + 1 == params_.num_layers;
+    const T* following = !last_head   ? w + n * stride
+                         : last_layer ? w
+                                      : layer_weight + params_.weight_layer_stride;
+    for (int64_t r = 0; r < n; r += kWeightRows) {
+      const int64_t count = min_of(kWeightRows, n - r);
+      for (int64_t i = 0; i < num_rows; i += kMaxBatch) {
+        const T* block = w + r * stride;
+        // Later rows of x find these rows of w in cache.
+        const T* next = i > 0 ? block : r + count < n ? block + count * stride : following;
+        multiply(block, stride, count, x_.data() + i * x_stride_, x_stride_,
+                 min_of(kMaxBatch, num_rows - i), params_.hidden_size, next,
+                 head_.data() + i * n + r, n);
+      }
+    }
+    const bool is_key = head < params_.num_kv_heads;
+    for (int64_t i = 0; i < num_rows; ++i) {
+      float* values = head_.data() + i * n;
+      round_projection(layer, head, values);
+      if (is_key) {
+        norm_key(layer, values);
+        rotate_key(rows[i], values);
+      }
+      write(layer, head, rows[i], values);
+    }
+  }
+
+ private:
+  static constexpr int64_t kWeightRows = 16;
+
+  // values: [head_dim], plus the bias, rounded to T as a projection of the model is.
+  void round_projection(int64_t layer, int64_t head, float* values) const {
+    const int64_t n = params_.head_dim;
+    const T* bias = static_cast<const T*>(params_.kv_bias);
+    if (bias) bias += layer * params_.bias_layer_stride + head * n;
+    for (int64_t i = 0; i < n; i += kWidth) {
+      const int64_t lanes = min_of(n - i, kWidth);
+      Vec x = load_partial(values + i, lanes);
+      if (bias) x = x + load_partial(bias + i, lanes);
+      T rounded[kWidth];
+      store(rounded, x);
+      store_partial(values + i, load(rounded), lanes);
+    }
+  }
+
+  void norm_key(int64_t layer, float* values) const {
+    if (!params_.k_norm_weight) return;
+    const int64_t n = params_.head_dim;
+    const T* weight =
+        static_cast<const T*>(params_.k_norm_weight) + layer * params_.k_norm_layer_stride;
+    const Vec scale = broadcast(inverse_rms(values, n, params_.eps));
+    for (int64_t i = 0; i < n; i += kWidth) {
+      const int64_t lanes = min_of(n - i, kWidth);
+      const Vec x = load_partial(values + i, lanes) * scale;
+      store_partial(values + i, x * load_partial(weight + i, lanes), lanes);
+    }
+  }
+
+  // Pairs (i, i + rotary_dim / 2).
+  void rotate_key(int32_t row, float* values) const {
+    if (!params_.positions) return;
+    const int64_t half = params_.rotary_dim / 2;
+    const float* cosines = params_.cos_sin + params_.positions[row] * params_.rotary_dim;
+    for (int64_t i = 0; i < half; i += kWidth) {
+      const int64_t lanes = min_of(half - i, kWidth);
+      const Vec a = load_partial(values + i, lanes), b = load_partial(values + half + i, lanes);
+      const Vec cosine = load_partial(cosines + i, lanes);
+      const Vec sine = load_partial(cosines + half + i, lanes);
+      store_partial(values + i, a * cosine - b * sine, lanes);
+      store_partial(values + half + i, b * cosine + a * sine, lanes);
+    }
+  }
+
+  void write(int64_t layer, int64_t head, int32_t row, const float* values) const {
+    const int64_t n = params_.head_dim, slot = params_.slot_mapping[row];
+    const bool is_key = head < params_.num_kv_heads;
+    T* out = is_key ? static_cast<T*>(params_.k_cache) + layer * params_.k_cache_layer_stride +
+                          slot * params_.k_cache_slot_stride + head * n
+                    : static_cast<T*>(params_.v_cache) + layer * params_.v_cache_layer_stride +
+                          slot * params_.v_cache_slot_stride + (head - params_.num_kv_heads) * n;
+    for (int64_t i = 0; i < n; i += kWidth) {
+      const int64_t lanes = min_of(n - i, kWidth);
+      store_partial(out + i, load_partial(values + i, lanes), lanes);
+    }
+  }
+
+  const KvFillParams& params_;
+  int64_t x_stride_;
+  Scratch<PackedX<T>> x_;  // [block, x_stride]
+  Scratch<T> normed_;      // [x_stride]
+  Scratch<float> head_;    // [block, head_dim]
+};
+
+// Work items [begin, end) of the list (layer, block of rows, head).
+template <typename T>
+void fill_items(const KvFillParams& params, Rows& rows, int64_t begin, int64_t end) {
+  const int64_t num_heads = 2 * params.num_kv_heads;
+  Worker<T> worker(params, min_of(kRowBlock, params.num_tokens));
+  int64_t item = begin, first = 0;
+  for (int64_t layer = 0; layer < params.num_layers && item < end; ++layer) {
+    const int64_t needed = rows.counts[layer];
+    for (int64_t row = 0; row < needed && item < end; row += kRowBlock, first += num_heads) {
+      if (item >= first + num_heads) continue;
+      const int32_t* block = rows.order.data() + row;
+      const int64_t num_rows = min_of(kRowBlock, needed - row);
+      worker.norm(layer, block, num_rows);
+      for (; item < min_of(first + num_heads, end); ++item) {
+        worker.fill(layer, item - first, block, num_rows);
+      }
+    }
+  }
+}
+
+template <typename T>
+void fill_layers(const KvFillParams& params, const Parallel& parallel) {
+  Rows rows(params);
+  int64_t num_items = 0;
+  for (int64_t layer = 0; layer < params.num_layers; ++layer) {
+    num_items += ceil_div(rows.counts[layer], kRowBlock) * 2 * params.num_kv_heads;
+  }
+  // Each range norms its rows anew, so a range should hold a good many heads' work.
+  const int64_t grain = ceil_div(65536, params.head_dim * params.hidden_size);
+  parallel_for(parallel, num_items, grain,
+               [&](int64_t begin, int64_t end) { fill_items<T>(params, rows, begin, end); });
+}
+
+}  // namespace
+
+void run_kv_fill(const KvFillParams& params, const Parallel& parallel) {
+  if (params.dtype == DType::kFloat32) {
+    fill_layers<float>(params, parallel);
+  } else {
+    fill_layers<BFloat16>(params, parallel);
+  }
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

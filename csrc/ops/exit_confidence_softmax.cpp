@@ -1,0 +1,45 @@
+// exit_confidence_softmax: final norm, LM head, gap of the two largest probabilities and argmax.
+#include "backend.h"
+
+namespace eecore {
+namespace {
+
+void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& norm_weight,
+                             const Tensor& lm_head, double eps, Tensor confidence, Tensor token,
+                             std::optional<Tensor> logsumexp, std::optional<Tensor> top_logit) {
+  Checker check("exit_confidence_softmax");
+  check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
+  check(norm_weight, "norm_weight", Accept::kModel, {"hidden_size"});
+  check(lm_head, "lm_head", Accept::kModel, {"vocab_size", "hidden_size"}, 1);
+  check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
+  check(token, "token", Accept::kInt64, {"num_seqs"});
+  check(logsumexp, "logsumexp", Accept::kFloat32, {"num_seqs"});
+  check(top_logit, "top_logit", Accept::kFloat32, {"num_seqs"});
+  check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
+  check.require(check["vocab_size"] >= 2 && check["vocab_size"] <= INT32_MAX,
+                "lm_head: expected vocab_size of 2 to 2147483647, got " +
+                    std::to_string(check["vocab_size"]));
+  check.require(eps >= 0, "eps: expected a number >= 0, got " + std::to_string(eps));
+
+  ExitConfidenceSoftmaxParams params{};
+  params.hidden = data<const void>(hidden);
+  params.norm_weight = data_or_null<const void>(norm_weight);
+  params.lm_head = data<const void>(lm_head);
+  params.confidence = data<float>(confidence);
+  params.token = data<int64_t>(token);
+  params.logsumexp = data_or_null<float>(logsumexp);
+  params.top_logit = data_or_null<float>(top_logit);
+  params.num_seqs = check["num_seqs"];
+  params.hidden_size = check["hidden_size"];
+  params.vocab_size = check["vocab_size"];
+  params.hidden_stride = hidden.stride(0);
+  params.lm_head_stride = lm_head.stride(0);
+  params.eps = static_cast<float>(eps);
+  params.dtype = check.dtype();
+  EECORE_RUN(exit_confidence_softmax, params, hidden);
+}
+
+EECORE_IMPL(exit_confidence_softmax, exit_confidence_softmax)
+
+}  // namespace
+}  // namespace eecore

@@ -1,0 +1,106 @@
+// kv_fill: norm, K/V projection, k-norm, rotary and cache write of every layer that a row skipped.
+#include "backend.h"
+
+namespace eecore {
+namespace {
+
+// The stride between slots of a cache [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+int64_t slot_stride(const Checker& check, const Tensor& cache, const char* name) {
+  const int64_t num_pages = cache.size(1), page_size = cache.size(2);
+  if (page_size <= 1) return cache.stride(1);
+  check.require(num_pages <= 1 || cache.stride(1) == page_size * cache.stride(2),
+                std::string(name) + ": expected pages one after the other, " +
+                    std::to_string(page_size) + " slots of " + std::to_string(cache.stride(2)) +
+                    " elements, got page stride " + std::to_string(cache.stride(1)));
+  return cache.stride(2);
+}
+
+#ifndef EECORE_BACKEND_CUDA
+// Throws unless low <= values[i] < high for each i.
+template <typename T>
+void check_range(const Checker& check, const Tensor& tensor, const char* name, int64_t low,
+                 int64_t high) {
+  const T* values = data<const T>(tensor);
+  for (int64_t i = 0; i < tensor.size(0); ++i) {
+    const int64_t value = values[i];
+    if (value >= low && value < high) continue;
+    check.fail(std::string(name) + ": expected values of " + std::to_string(low) + " to " +
+               std::to_string(high - 1) + ", got " + std::to_string(value) + " in row " +
+               std::to_string(i));
+  }
+}
+#endif
+
+void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_weight,
+             const Tensor& kv_weight, const std::optional<Tensor>& kv_bias,
+             const std::optional<Tensor>& k_norm_weight, const std::optional<Tensor>& positions,
+             const std::optional<Tensor>& cos_sin, Tensor k_cache, Tensor v_cache,
+             const Tensor& slot_mapping, double eps) {
+  Checker check("kv_fill");
+  check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
+  check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
+  check(norm_weight, "norm_weight", Accept::kModel, {"num_layers", "hidden_size"}, 1);
+  check(k_cache, "k_cache", Accept::kModel,
+        {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+  check(v_cache, "v_cache", Accept::kModel,
+        {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+  const int64_t head_dim = check["head_dim"], kv_size = 2 * check["num_kv_heads"] * head_dim;
+  check(kv_weight, "kv_weight", Accept::kModel, {"num_layers", kv_size, "hidden_size"}, 1);
+  check(kv_bias, "kv_bias", Accept::kModel, {"num_layers", kv_size}, 1);
+  check(k_norm_weight, "k_norm_weight", Accept::kModel, {"num_layers", "head_dim"}, 1);
+  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
+  check(positions, "positions", Accept::kInt64, {"num_tokens"});
+  check(cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
+  check.require(positions.has_value() == cos_sin.has_value(),
+                "cos_sin: expected together with positions, or neither");
+  const int64_t rotary_dim = cos_sin.has_value() ? check["rotary_dim"] : 0;
+  check.require(rotary_dim % 2 == 0 && rotary_dim <= head_dim,
+                "cos_sin: expected an even rotary_dim of at most head_dim=" +
+                    std::to_string(head_dim) + ", got " + std::to_string(rotary_dim));
+  check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
+  check.require(kv_size >= 2, "k_cache: expected at least one head of one element, got none");
+  check.require(eps >= 0, "eps: expected a number >= 0, got " + std::to_string(eps));
+
+  KvFillParams params{};
+  params.k_cache_slot_stride = slot_stride(check, k_cache, "k_cache");
+  params.v_cache_slot_stride = slot_stride(check, v_cache, "v_cache");
+#ifndef EECORE_BACKEND_CUDA
+  check_range<int32_t>(check, exit_layer, "exit_layer", 0, check["num_layers"] + 1);
+  check_range<int64_t>(check, slot_mapping, "slot_mapping", -1,
+                       check["num_pages"] * check["page_size"]);
+  if (positions) check_range<int64_t>(check, *positions, "positions", 0, check["max_position"]);
+#endif
+  params.hidden = data<const void>(hidden);
+  params.exit_layer = data<const int32_t>(exit_layer);
+  params.norm_weight = data<const void>(norm_weight);
+  params.kv_weight = data<const void>(kv_weight);
+  params.kv_bias = data_or_null<const void>(kv_bias);
+  params.k_norm_weight = data_or_null<const void>(k_norm_weight);
+  params.positions = data_or_null<const int64_t>(positions);
+  params.cos_sin = data_or_null<const float>(cos_sin);
+  params.k_cache = data<void>(k_cache);
+  params.v_cache = data<void>(v_cache);
+  params.slot_mapping = data<const int64_t>(slot_mapping);
+  params.num_tokens = check["num_tokens"];
+  params.num_layers = check["num_layers"];
+  params.hidden_size = check["hidden_size"];
+  params.num_kv_heads = check["num_kv_heads"];
+  params.head_dim = head_dim;
+  params.rotary_dim = rotary_dim;
+  params.hidden_stride = hidden.stride(0);
+  params.norm_layer_stride = norm_weight.stride(0);
+  params.weight_layer_stride = kv_weight.stride(0);
+  params.weight_row_stride = kv_weight.stride(1);
+  params.bias_layer_stride = kv_bias ? kv_bias->stride(0) : 0;
+  params.k_norm_layer_stride = k_norm_weight ? k_norm_weight->stride(0) : 0;
+  params.k_cache_layer_stride = k_cache.stride(0);
+  params.v_cache_layer_stride = v_cache.stride(0);
+  params.eps = static_cast<float>(eps);
+  params.dtype = check.dtype();
+  EECORE_RUN(kv_fill, params, hidden);
+}
+
+EECORE_IMPL(kv_fill, kv_fill)
+
+}  // namespace
+}  // namespace eecore

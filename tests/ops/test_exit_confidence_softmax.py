@@ -1,0 +1,260 @@
+"""exit_confidence_softmax: gap, token and log-sum-exp of the LM head, without its logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import DTYPES, LM_HEAD_128K, LM_HEADS, SKINNY_BATCH_SIZES, TOLERANCES
+
+import reference
+from eecore import ops
+
+NAN, INF = float("nan"), float("inf")
+
+
+def random_case(
+    num_seqs: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> dict[str, torch.Tensor]:
+    """Logits of a spread of about 2, so that gaps are neither all 0 nor all 1."""
+    generator = torch.Generator().manual_seed(num_seqs + vocab_size)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    case = {
+        "hidden": 3 * normal(num_seqs, hidden_size),
+        "norm_weight": 1 + 0.1 * normal(hidden_size),
+        "lm_head": normal(vocab_size, hidden_size) * (2 / math.sqrt(hidden_size)),
+    }
+    return {name: tensor.to(dtype).to(device) for name, tensor in case.items()}
+
+
+def check_against_reference(
+    case: dict[str, torch.Tensor], eps: float = 1e-5, norm: bool = True
+) -> None:
+    norm_weight = case["norm_weight"] if norm else None
+    confidence, logsumexp, logits = reference.exit_confidence_softmax(
+        case["hidden"], norm_weight, case["lm_head"], eps
+    )
+    got = ops.exit_confidence_softmax(case["hidden"], norm_weight, case["lm_head"], eps)
+    tolerance = TOLERANCES[case["hidden"].dtype]
+    close = {"rtol": tolerance.rtol, "atol": tolerance.atol, "check_dtype": False}
+    torch.testing.assert_close(got.confidence, confidence, **close)
+    torch.testing.assert_close(got.logsumexp, logsumexp, **close)
+    torch.testing.assert_close(got.top_logit, logits.amax(-1), **close)
+    # The token is the reference's, or one whose logit is as large as rounding can tell.
+    chosen = logits.gather(1, got.token[:, None])[:, 0]
+    torch.testing.assert_close(chosen, logits.amax(-1), **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("hidden_size", "vocab_size"), LM_HEADS)
+def test_matches_the_reference(
+    hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_against_reference(random_case(3, hidden_size, vocab_size, dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_seqs", [*SKINNY_BATCH_SIZES, 257])
+def test_any_number_of_rows(num_seqs: int, dtype: torch.dtype, device: torch.device) -> None:
+    check_against_reference(random_case(num_seqs, 72, 323, dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_vocabulary_of_128256(dtype: torch.dtype) -> None:
+    check_against_reference(random_case(1, *LM_HEAD_128K, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_hidden_state_that_is_normed_already(dtype: torch.dtype, device: torch.device) -> None:
+    case = random_case(3, 100, 323, dtype, device)
+    case["hidden"] /= 4
+    check_against_reference(case, norm=False)
+
+
+def test_rows_with_strides(device: torch.device) -> None:
+    case = random_case(6, 100, 515, device=device)
+    strided = {
+        "hidden": case["hidden"].repeat(1, 2)[::2, :100],
+        "norm_weight": case["norm_weight"],
+        "lm_head": case["lm_head"].repeat(1, 3)[:, 100:200],
+    }
+    assert not strided["lm_head"].is_contiguous()
+    check_against_reference(strided)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
+    case = random_case(9, 100, 1027, dtype, device)
+    together = ops.exit_confidence_softmax(**case, eps=1e-5)
+    for row in range(9):
+        alone = ops.exit_confidence_softmax(
+            **{**case, "hidden": case["hidden"][row : row + 1]}, eps=1e-5
+        )
+        for name, value in alone._asdict().items():
+            assert torch.equal(value[0], getattr(together, name)[row]), name
+
+
+def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:
+    case = random_case(5, 100, 4099, torch.bfloat16, device)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = ops.exit_confidence_softmax(**case, eps=1e-5)
+        torch.set_num_threads(2)
+        two = ops.exit_confidence_softmax(**case, eps=1e-5)
+    finally:
+        torch.set_num_threads(before)
+    for name, value in one._asdict().items():
+        assert torch.equal(value, getattr(two, name)), name
+
+
+@pytest.mark.parametrize("tokens", [(0, 1), (5, 40), (300, 700), (255, 256), (701, 702)])
+def test_of_equal_logits_the_lowest_id_wins_with_gap_zero(
+    tokens: tuple[int, int], device: torch.device
+) -> None:
+    case = random_case(2, 64, 703, device=device)
+    case["lm_head"][list(tokens)] = 4 * case["hidden"][0] / case["hidden"][0].norm()
+    got = ops.exit_confidence_softmax(**case, eps=1e-5)
+    assert got.token[0] == tokens[0]
+    assert got.confidence[0] == 0
+    assert not got.confidence.signbit().any()
+
+
+def test_a_nan_in_a_row_stays_there_and_never_accepts(device: torch.device) -> None:
+    case = random_case(3, 64, 515, device=device)
+    expected = ops.exit_confidence_softmax(**case, eps=1e-5)
+    case["hidden"][1, 7] = NAN
+    got = ops.exit_confidence_softmax(**case, eps=1e-5)
+    for name in ("confidence", "logsumexp", "top_logit"):
+        assert getattr(got, name)[1].isnan(), name
+    assert 0 <= got.token[1] < 515
+    for row in (0, 2):
+        for name, value in expected._asdict().items():
+            assert torch.equal(getattr(got, name)[row], value[row]), name
+
+
+def test_a_nan_in_one_logit_is_not_lost(device: torch.device) -> None:
+    for token in (0, 31, 300, 514):
+        case = random_case(2, 64, 515, device=device)
+        case["lm_head"][token, 3] = NAN
+        got = ops.exit_confidence_softmax(**case, eps=1e-5)
+        assert got.confidence.isnan().all()
+        assert ((got.token >= 0) & (got.token < 515)).all()
+
+
+def test_infinite_logits(device: torch.device) -> None:
+    # Logits are 1 * lm_head[:, 0].
+    hidden = torch.ones(1, 1, device=device)
+
+    def measure(logits: torch.Tensor) -> ops.SoftmaxConfidence:
+        return ops.exit_confidence_softmax(hidden, None, logits[:, None].to(device), 0.0)
+
+    logits = torch.full((600,), -INF)
+    logits[[300, 301]] = torch.tensor([1.0, 2.0])
+    got = measure(logits)
+    gap = torch.tensor([1.0, 2.0]).softmax(0).diff()
+    torch.testing.assert_close(got.confidence.cpu(), gap)
+    assert got.token.tolist() == [301]
+
+    logits[300] = -INF
+    got = measure(logits)
+    assert got.confidence.tolist() == [1.0]
+    assert (got.token.tolist(), got.top_logit.tolist(), got.logsumexp.tolist()) == ([301], [2], [2])
+
+    # No softmax exists for these.
+    got = measure(torch.full((600,), -INF))
+    assert got.confidence.isnan().all()
+    assert (got.token.tolist(), got.logsumexp.tolist()) == ([0], [-INF])
+    got = measure(torch.tensor([0.0, INF, 1.0]))
+    assert got.confidence.isnan().all()
+    assert (got.token.tolist(), got.logsumexp.tolist()) == ([1], [INF])
+
+
+def test_large_logits_do_not_overflow(device: torch.device) -> None:
+    logits = torch.linspace(-3e4, 3e4, 1000, device=device)[:, None]
+    got = ops.exit_confidence_softmax(torch.ones(1, 1, device=device), None, logits, 0.0)
+    assert got.confidence.tolist() == [1.0]
+    assert got.token.tolist() == [999]
+    torch.testing.assert_close(got.logsumexp, torch.tensor([3e4], device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(2, 8, dtype=torch.float64)}, r"hidden: expected float32, bfloat16"),
+        ({"hidden": torch.zeros(2, 8, 1)}, r"hidden: expected .* got float32 \[2, 8, 1\]"),
+        ({"hidden": torch.zeros(2, 8).half()}, r"hidden: expected float32 or bfloat16 on the CPU"),
+        ({"hidden": torch.zeros(2, 16)[:, ::2]}, r"hidden: expected the last 1 .* contiguous"),
+        ({"hidden": torch.zeros(2, 0), "norm_weight": None, "lm_head": torch.zeros(9, 0)},
+         r"hidden: expected hidden_size >= 1, got 0"),
+        ({"norm_weight": torch.zeros(7)}, r"norm_weight: expected float32 \[hidden_size=8\]"),
+        ({"norm_weight": torch.zeros(8).bfloat16()}, r"norm_weight: expected float32 .* bfloat16"),
+        ({"lm_head": torch.zeros(9, 7)}, r"lm_head: expected float32 \[vocab_size, hidden_size=8"),
+        ({"lm_head": torch.zeros(8, 9).T}, r"lm_head: expected the last 1 .* contiguous"),
+        ({"lm_head": torch.zeros(1, 8)}, r"lm_head: expected vocab_size of 2 to .* got 1"),
+        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+        ({"eps": NAN}, r"eps: expected a number >= 0, got nan"),
+        ({"confidence": torch.zeros(3)}, r"confidence: expected float32 \[num_seqs=2\]"),
+        ({"token": torch.zeros(2)}, r"token: expected int64 .* got float32"),
+        ({"logsumexp": torch.zeros(1)}, r"logsumexp: expected float32 \[num_seqs=2\]"),
+        ({"top_logit": torch.zeros(4)[::2]}, r"top_logit: expected the last 1 .* contiguous"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        **random_case(2, 8, 9),
+        "eps": 1e-5,
+        "confidence": torch.full((2,), 7.0),
+        "token": torch.zeros(2, dtype=torch.int64),
+        "logsumexp": None,
+        "top_logit": None,
+        **change,
+    }
+    with pytest.raises(RuntimeError, match=f"exit_confidence_softmax: {message}"):
+        torch.ops.eecore.exit_confidence_softmax(**arguments)
+
+
+def test_outputs_that_are_left_out_are_not_needed(device: torch.device) -> None:
+    case = random_case(3, 64, 101, device=device)
+    expected = ops.exit_confidence_softmax(**case, eps=1e-5)
+    confidence = torch.empty(3, device=device)
+    token = torch.empty(3, dtype=torch.int64, device=device)
+    torch.ops.eecore.exit_confidence_softmax(
+        **case, eps=1e-5, confidence=confidence, token=token, logsumexp=None, top_logit=None
+    )
+    assert torch.equal(confidence, expected.confidence)
+    assert torch.equal(token, expected.token)
+
+
+def test_opcheck(device: torch.device) -> None:
+    case = random_case(3, 64, 101, device=device)
+    outputs = (
+        torch.empty(3, device=device),
+        torch.empty(3, dtype=torch.int64, device=device),
+        torch.empty(3, device=device),
+        torch.empty(3, device=device),
+    )
+    torch.library.opcheck(
+        torch.ops.eecore.exit_confidence_softmax.default,
+        (case["hidden"], case["norm_weight"], case["lm_head"], 1e-5, *outputs),
+    )
+
+
+def test_compiles() -> None:
+    case = random_case(3, 64, 101)
+
+    def measure(**arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        got = ops.exit_confidence_softmax(**arguments, eps=1e-5)
+        return got.confidence * 2, got.token
+
+    compiled = torch.compile(measure, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(**case), measure(**case), strict=True):
+        assert torch.equal(got, expected)

@@ -1,0 +1,230 @@
+"""kv_fill: the K/V of skipped layers, as those layers would have computed them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, KV_FILL_CASES, TOLERANCES, KvFillCase
+
+import reference
+from eecore import ops
+
+NAN = float("nan")
+MAX_POSITION = 40
+
+
+def random_call(
+    case: KvFillCase,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """Arguments of a call: caches of NaN, kv_weight a view of a stacked QKV weight."""
+    generator = torch.Generator().manual_seed(case.num_tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def integers(low: int, high: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(low, high, (case.num_tokens,), generator=generator, dtype=dtype)
+
+    layers, heads, width = case.num_layers, case.num_kv_heads, case.head_dim
+    num_pages = case.num_tokens // case.page_size + 2
+    cache = torch.full((layers, num_pages, case.page_size, heads, width), NAN)
+    qkv = normal(layers, 4 * heads * width, case.hidden_size) / math.sqrt(case.hidden_size)
+    slots = torch.randperm(num_pages * case.page_size, generator=generator)[: case.num_tokens]
+    slots[integers(0, 6) == 0] = -1
+    call: dict[str, Any] = {
+        "hidden": 3 * normal(case.num_tokens, case.hidden_size),
+        "exit_layer": integers(0, layers + 1, torch.int32),
+        "norm_weight": 1 + 0.1 * normal(layers, case.hidden_size),
+        "kv_weight": qkv,
+        "k_cache": cache,
+        "v_cache": cache.clone(),
+        "slot_mapping": slots,
+        "eps": 1e-5,
+    }
+    if case.bias:
+        call["kv_bias"] = normal(layers, 2 * heads * width)
+    if case.k_norm:
+        call["k_norm_weight"] = 1 + 0.1 * normal(layers, width)
+    if case.rotary_dim:
+        angles = normal(MAX_POSITION, case.rotary_dim // 2)
+        call["positions"] = integers(0, MAX_POSITION)
+        call["cos_sin"] = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor):
+            is_model = value.is_floating_point() and name != "cos_sin"
+            call[name] = value.to(device=device, dtype=dtype if is_model else value.dtype)
+    call["kv_weight"] = call["kv_weight"][:, 2 * heads * width :]
+    return call
+
+
+def filled(fill: Any, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    k_cache, v_cache = call["k_cache"].clone(), call["v_cache"].clone()
+    fill(**{**call, "k_cache": k_cache, "v_cache": v_cache})
+    return k_cache, v_cache
+
+
+def check_against_reference(call: dict[str, Any]) -> None:
+    tolerance = TOLERANCES[call["hidden"].dtype]
+    expected = filled(reference.kv_fill, call)
+    for got, wanted in zip(filled(ops.kv_fill, call), expected, strict=True):
+        # Slots that the call does not name keep their NaN.
+        assert torch.equal(got.isnan(), wanted.isnan())
+        torch.testing.assert_close(
+            got, wanted, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", KV_FILL_CASES, ids=str)
+def test_matches_the_reference(case: KvFillCase, dtype: torch.dtype, device: torch.device) -> None:
+    check_against_reference(random_call(case, dtype, device))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("exit_layer", [0, 1, 3, 4])
+def test_one_exit_layer_for_all(num_tokens: int, exit_layer: int, device: torch.device) -> None:
+    call = random_call(KvFillCase(num_tokens, num_layers=4), device=device)
+    call["exit_layer"].fill_(exit_layer)
+    check_against_reference(call)
+    call["slot_mapping"] = torch.arange(num_tokens, device=device)
+    for cache in filled(ops.kv_fill, call):
+        assert cache[:exit_layer].isnan().all()
+        assert not cache[exit_layer:].flatten(1, 2)[:, :num_tokens].isnan().any()
+
+
+def test_layers_that_no_row_needs_and_rows_without_a_slot_are_never_read(
+    device: torch.device,
+) -> None:
+    call = random_call(KvFillCase(8, num_layers=4, bias=True, k_norm=True), device=device)
+    call["exit_layer"] = call["exit_layer"].clamp(min=2)
+    call["exit_layer"][3] = 2
+    call["slot_mapping"] = torch.arange(8, device=device)
+    call["slot_mapping"][5] = -1
+    expected = filled(ops.kv_fill, call)
+    for name in ("norm_weight", "kv_weight", "kv_bias", "k_norm_weight"):
+        call[name][:2] = NAN
+    call["hidden"][5] = NAN
+    for got, wanted in zip(filled(ops.kv_fill, call), expected, strict=True):
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+def test_inputs_and_caches_with_strides(device: torch.device) -> None:
+    call = random_call(
+        KvFillCase(9, hidden_size=72, num_kv_heads=2, head_dim=80, rotary_dim=80, bias=True,
+                   k_norm=True),
+        device=device,
+    )  # fmt: skip
+    for name in ("hidden", "norm_weight", "kv_weight", "kv_bias", "k_norm_weight"):
+        width = call[name].shape[-1]
+        call[name] = torch.cat((call[name], call[name]), dim=-1)[..., width:]
+        assert not call[name].is_contiguous()
+    expected = filled(reference.kv_fill, call)
+    # K and V of a layer side by side in one allocation.
+    both = torch.full((*call["k_cache"].shape[:3], 4, 80), NAN, device=device)
+    call["k_cache"], call["v_cache"] = both[..., :2, :], both[..., 2:, :]
+    ops.kv_fill(**call)
+    torch.testing.assert_close(
+        both, torch.cat(expected, dim=-2), rtol=2e-5, atol=2e-5, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
+    call = random_call(KvFillCase(9, hidden_size=100, k_norm=True), dtype, device)
+    call["slot_mapping"] = torch.arange(9, device=device)
+    together = filled(ops.kv_fill, call)
+    alone = call["k_cache"].clone(), call["v_cache"].clone()
+    for row in range(9):
+        one = {
+            name: call[name][row : row + 1]
+            for name in ("hidden", "exit_layer", "slot_mapping", "positions")
+        }
+        ops.kv_fill(**{**call, **one, "k_cache": alone[0], "v_cache": alone[1]})
+    for got, wanted in zip(alone, together, strict=True):
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+def test_the_number_of_threads_changes_nothing(device: torch.device) -> None:
+    call = random_call(KvFillCase(70, num_layers=5, hidden_size=576, num_kv_heads=3), device=device)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = filled(ops.kv_fill, call)
+        torch.set_num_threads(2)
+        two = filled(ops.kv_fill, call)
+    finally:
+        torch.set_num_threads(before)
+    for got, wanted in zip(two, one, strict=True):
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+SMALL = KvFillCase(2, num_layers=3, hidden_size=8, num_kv_heads=2, head_dim=4, rotary_dim=4,
+                   page_size=4, bias=True, k_norm=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(2, 8, dtype=torch.int64)}, r"hidden: expected float32, bfloat16"),
+        ({"hidden": torch.zeros(2, 8).half()}, r"hidden: expected float32 or bfloat16 on the CPU"),
+        ({"exit_layer": torch.zeros(2).long()}, r"exit_layer: expected int32 .* got int64"),
+        ({"exit_layer": torch.tensor([0, 4]).int()},
+         r"exit_layer: expected values of 0 to 3, got 4 in row 1"),
+        ({"exit_layer": torch.tensor([-1, 0]).int()},
+         r"exit_layer: expected values of 0 to 3, got -1 in row 0"),
+        ({"norm_weight": torch.zeros(3, 7)}, r"norm_weight: expected float32 \[num_layers, hidden"),
+        ({"kv_weight": torch.zeros(3, 15, 8)}, r"kv_weight: expected float32 \[num_layers=3, 16, "),
+        ({"kv_weight": torch.zeros(3, 8, 16).mT}, r"kv_weight: expected the last 1 .* contiguous"),
+        ({"kv_bias": torch.zeros(3, 8)}, r"kv_bias: expected float32 \[num_layers=3, 16\]"),
+        ({"k_norm_weight": torch.zeros(2, 4)}, r"k_norm_weight: expected .* \[num_layers=3, head_"),
+        ({"k_cache": torch.zeros(2, 2, 4, 2, 4)}, r"k_cache: expected float32 \[num_layers=3, num"),
+        ({"k_cache": torch.zeros(3, 2, 4, 2, 8)[..., ::2]}, r"k_cache: expected the last 2 .* con"),
+        ({"k_cache": torch.zeros(3, 4, 4, 2, 4)[:, ::2]}, r"k_cache: expected pages one after the"),
+        ({"v_cache": torch.zeros(3, 2, 4, 1, 4)}, r"v_cache: expected float32 \[num_layers=3, num"),
+        ({"v_cache": torch.zeros(3, 4, 4, 2, 4)[:, ::2]}, r"v_cache: expected pages one after the"),
+        ({"slot_mapping": torch.tensor([0, 8])},
+         r"slot_mapping: expected values of -1 to 7, got 8 in row 1"),
+        ({"slot_mapping": torch.tensor([-2, 0])},
+         r"slot_mapping: expected values of -1 to 7, got -2 in row 0"),
+        ({"positions": torch.tensor([0, MAX_POSITION])}, r"positions: expected values of 0 to 39,"),
+        ({"positions": None}, r"cos_sin: expected together with positions, or neither"),
+        ({"cos_sin": None}, r"cos_sin: expected together with positions, or neither"),
+        ({"cos_sin": torch.zeros(9, 6)}, r"cos_sin: expected an even rotary_dim of at most head_d"),
+        ({"cos_sin": torch.zeros(9, 3)}, r"cos_sin: expected an even rotary_dim of at most head_d"),
+        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    call = random_call(SMALL)
+    call.update(
+        exit_layer=torch.zeros(2, dtype=torch.int32),
+        k_cache=torch.zeros(3, 2, 4, 2, 4),
+        v_cache=torch.zeros(3, 2, 4, 2, 4),
+    )
+    call.update(change)
+    with pytest.raises(RuntimeError, match=f"kv_fill: {message}"):
+        ops.kv_fill(**call)
+    assert not call["k_cache"].any()
+    assert not call["v_cache"].any()
+
+
+def test_opcheck(device: torch.device) -> None:
+    call = random_call(dataclasses.replace(SMALL, num_tokens=5), device=device)
+    for name in ("k_cache", "v_cache"):
+        call[name] = torch.zeros_like(call[name])
+    torch.library.opcheck(torch.ops.eecore.kv_fill.default, (), call)
+
+
+def test_compiles() -> None:
+    call = random_call(SMALL)
+    expected = filled(ops.kv_fill, call)
+    compiled = torch.compile(ops.kv_fill, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(filled(compiled, call), expected, strict=True):
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
