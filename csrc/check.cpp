@@ -106,6 +106,18 @@ int64_t Checker::operator[](const char* dim_name) const {
   return binding->size;
 }
 
+int64_t Checker::slot_stride(const Tensor& cache, const char* name) const {
+  const int64_t page_axis = cache.dim() - 4;
+  const int64_t num_pages = cache.size(page_axis), page_size = cache.size(page_axis + 1);
+  const int64_t page_stride = cache.stride(page_axis), stride = cache.stride(page_axis + 1);
+  if (page_size == 1) return page_stride;
+  if (num_pages > 1 && page_stride != page_size * stride) {
+    fail(std::string(name) + ": expected pages " + std::to_string(page_size * stride) +
+         " elements apart (page_size * slot stride), got " + std::to_string(page_stride));
+  }
+  return stride;
+}
+
 DType Checker::dtype() const {
   if (model_dtype_ == ScalarType::Float) return DType::kFloat32;
   if (model_dtype_ == ScalarType::BFloat16) return DType::kBFloat16;

@@ -58,6 +58,10 @@ class Checker {
 
   int64_t operator[](const char* dim_name) const;
 
+  // Elements between the slots of a cache [..., num_pages, page_size, num_kv_heads, head_dim],
+  // whose slots must be evenly spaced across its pages.
+  int64_t slot_stride(const Tensor& cache, const char* name) const;
+
   // The dtype shared by every tensor checked with Accept::kModel.
   DType dtype() const;
 

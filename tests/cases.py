@@ -91,3 +91,27 @@ KV_FILL_CASES = (
     ),
     KvFillCase(257, num_layers=4, hidden_size=100),
 )
+
+
+@dataclass(frozen=True)
+class AppendKvCase:
+    num_tokens: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    rotary_dim: int = 0
+    norm: bool = False
+
+
+APPEND_KV_CASES = (
+    AppendKvCase(0, 4, 2, 64, 16, rotary_dim=64),
+    AppendKvCase(1, 9, 3, 64, 16, rotary_dim=64),
+    AppendKvCase(5, 4, 4, 80, 1, rotary_dim=20),
+    AppendKvCase(17, 7, 1, 96, 8, rotary_dim=96, norm=True),
+    AppendKvCase(33, 16, 8, 128, 128, rotary_dim=128, norm=True),
+    AppendKvCase(9, 8, 1, 256, 16, rotary_dim=64),
+    AppendKvCase(6, 4, 2, 72, 16, norm=True),
+    AppendKvCase(3, 2, 1, 36, 8, rotary_dim=6, norm=True),
+    AppendKvCase(100, 32, 8, 64, 16),
+)

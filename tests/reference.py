@@ -146,3 +146,40 @@ def kv_fill(
         page, offset = slot_mapping[rows] // k_cache.shape[2], slot_mapping[rows] % k_cache.shape[2]
         k_cache[layer, page, offset] = k.to(k_cache.dtype)
         v_cache[layer, page, offset] = v
+
+
+def norm_and_rotate(
+    x: Tensor, weight: Tensor | None, positions: Tensor | None, cos_sin: Tensor | None, eps: float
+) -> Tensor:
+    """Head norm and rotary embedding in float64, each where it is asked for."""
+    x = x.double()
+    if weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+    if positions is not None and cos_sin is not None:
+        x = rotary(x, positions, cos_sin)
+    return x
+
+
+def append_kv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """New (q, k_cache, v_cache) in float64; see eecore.ops.append_kv."""
+    if q is not None:
+        q = norm_and_rotate(q, q_norm_weight, positions, cos_sin, eps)
+    k = norm_and_rotate(k, k_norm_weight, positions, cos_sin, eps)
+    new_k, new_v = k_cache.double(), v_cache.double()
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    new_k.flatten(0, 1)[slots] = k[written]
+    new_v.flatten(0, 1)[slots] = v.double()[written]
+    return q, new_k, new_v

@@ -9,6 +9,7 @@
 // Every op, once: declarations, the run-time choice and the kernels' definitions follow this list.
 #define EECORE_FOR_EACH_OP(X) \
   X(accept_mask, AcceptMaskParams) \
+  X(append_kv, AppendKvParams) \
   X(exit_confidence_cosine, ExitConfidenceCosineParams) \
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \

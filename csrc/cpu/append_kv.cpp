@@ -1,0 +1,121 @@
+// append_kv on the CPU: each head passes once through a float32 row in cache, where norm and rotary
+// are applied, and is rounded once on its way out. Threads share the tokens.
+#include "vec.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 512;
+
+// row[0..head_dim) of float32 from any storage.
+template <typename T>
+void load_row(const T* in, int64_t head_dim, float* row) {
+  int64_t i = 0;
+  for (; i + kWidth <= head_dim; i += kWidth) store(row + i, load(in + i));
+  if (i < head_dim) store_partial(row + i, load_partial(in + i, head_dim - i), head_dim - i);
+}
+
+template <typename T>
+void store_row(const float* row, int64_t head_dim, T* out) {
+  int64_t i = 0;
+  for (; i + kWidth <= head_dim; i += kWidth) store(out + i, load(row + i));
+  if (i < head_dim) store_partial(out + i, load_partial(row + i, head_dim - i), head_dim - i);
+}
+
+// row = row / rms(row) * weight
+template <typename T>
+void rms_norm_row(float* row, const T* weight, int64_t head_dim, float eps) {
+  Vec squares = zero();
+  int64_t i = 0;
+  for (; i + kWidth <= head_dim; i += kWidth) squares = fma(load(row + i), load(row + i), squares);
+  if (i < head_dim) {
+    const Vec tail = load_partial(row + i, head_dim - i);
+    squares = fma(tail, tail, squares);
+  }
+  const float mean = sum(squares) / static_cast<float>(head_dim);
+  const Vec inverse_rms = broadcast(1.0f / __builtin_sqrtf(mean + eps));
+  for (i = 0; i + kWidth <= head_dim; i += kWidth) {
+    store(row + i, load(row + i) * inverse_rms * load(weight + i));
+  }
+  if (i < head_dim) {
+    const int64_t n = head_dim - i;
+    store_partial(row + i, load_partial(row + i, n) * inverse_rms * load_partial(weight + i, n), n);
+  }
+}
+
+// Rotates the pairs (i, i + half) by the angles whose cosines, then sines, are given.
+void rotate_row(float* row, const float* cos_sin, int64_t half) {
+  for (int64_t i = 0; i < half; i += kWidth) {
+    const int64_t n = min_of(kWidth, half - i);
+    const Vec x = load_partial(row + i, n), y = load_partial(row + half + i, n);
+    const Vec cosine = load_partial(cos_sin + i, n), sine = load_partial(cos_sin + half + i, n);
+    store_partial(row + i, fma(x, cosine, zero() - y * sine), n);
+    store_partial(row + half + i, fma(y, cosine, x * sine), n);
+  }
+}
+
+// One head from `in` to `out`, which may be the same place. Null weight: no norm; null cos_sin: no
+// rotary; neither: the bits as they are.
+template <typename T>
+void transform_head(const AppendKvParams& params, const T* in, const T* weight,
+                    const float* cos_sin, T* out) {
+  const int64_t head_dim = params.head_dim;
+  if (weight == nullptr && cos_sin == nullptr) {
+    if (in != out) __builtin_memcpy(out, in, head_dim * sizeof(T));
+    return;
+  }
+  alignas(64) float row[kMaxHeadDim];
+  load_row(in, head_dim, row);
+  if (weight != nullptr) rms_norm_row(row, weight, head_dim, params.eps);
+  if (cos_sin != nullptr) rotate_row(row, cos_sin, params.rotary_dim / 2);
+  store_row(row, head_dim, out);
+}
+
+template <typename T>
+void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
+  T* q = static_cast<T*>(params.q);
+  const T* k = static_cast<const T*>(params.k);
+  const T* v = static_cast<const T*>(params.v);
+  T* k_cache = static_cast<T*>(params.k_cache);
+  T* v_cache = static_cast<T*>(params.v_cache);
+  const T* q_norm_weight = static_cast<const T*>(params.q_norm_weight);
+  const T* k_norm_weight = static_cast<const T*>(params.k_norm_weight);
+  for (int64_t token = begin; token < end; ++token) {
+    const float* cos_sin = params.positions == nullptr
+                               ? nullptr
+                               : params.cos_sin + params.positions[token] * params.rotary_dim;
+    for (int64_t head = 0; head < params.num_q_heads; ++head) {
+      T* row = q + token * params.q_token_stride + head * params.q_head_stride;
+      transform_head(params, row, q_norm_weight, cos_sin, row);
+    }
+    const int64_t slot = params.slot_mapping[token];
+    if (slot < 0) continue;
+    for (int64_t head = 0; head < params.num_kv_heads; ++head) {
+      const int64_t column = head * params.head_dim;
+      const T* k_row = k + token * params.k_token_stride + head * params.k_head_stride;
+      const T* v_row = v + token * params.v_token_stride + head * params.v_head_stride;
+      transform_head(params, k_row, k_norm_weight, cos_sin,
+                     k_cache + slot * params.k_cache_slot_stride + column);
+      transform_head<T>(params, v_row, nullptr, nullptr,
+                        v_cache + slot * params.v_cache_slot_stride + column);
+    }
+  }
+}
+
+}  // namespace
+
+void run_append_kv(const AppendKvParams& params, const Parallel& parallel) {
+  // Enough elements a thread to outweigh waking it.
+  constexpr int64_t kElementsPerThread = 1 << 14;
+  const int64_t heads = params.num_q_heads + 2 * params.num_kv_heads;
+  const int64_t grain = ceil_div(kElementsPerThread, max_of(heads * params.head_dim, 1));
+  parallel_for(parallel, params.num_tokens, grain, [&](int64_t begin, int64_t end) {
+    if (params.dtype == DType::kFloat32) {
+      append_tokens<float>(params, begin, end);
+    } else {
+      append_tokens<BFloat16>(params, begin, end);
+    }
+  });
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
