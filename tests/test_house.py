@@ -1,0 +1,331 @@
+"""The house rules: who may look at whom, and that every op has all of its rooms.
+
+The rules are read from the sources: Python imports through ast, C++ includes line by line.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import conftest
+import reference
+from eecore import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+INCLUDE = ROOT / "include"
+PACKAGE = ROOT / "python" / "eecore"
+
+# Ops that are declared and not yet written at all.
+STILL_TO_COME = {"append_kv", "exit_confidence_softmax", "kv_fill", "paged_attention"}
+
+# Ops whose CUDA kernel is still to come. Writing one takes its name out of here.
+CUDA_KERNEL_STILL_TO_COME = {
+    "append_kv",
+    "exit_confidence_cosine",
+    "exit_confidence_mlp",
+    "exit_confidence_softmax",
+    "kv_fill",
+    "paged_attention",
+    "speculative_accept",
+}
+
+
+@cache
+def schemas() -> tuple[str, ...]:
+    """The ops of the one schema block."""
+    text = (CSRC / "register.cpp").read_text()
+    return tuple(re.findall(r"m\.def\(\s*\"(\w+)\(", text))
+
+
+def written() -> set[str]:
+    return set(schemas()) - (STILL_TO_COME - set(cmake_list("EECORE_OPS")))
+
+
+@cache
+def cmake_list(name: str) -> tuple[str, ...]:
+    text = (ROOT / "CMakeLists.txt").read_text()
+    match = re.search(rf"^set\({name}\s+([^)]*)\)", text, re.MULTILINE)
+    assert match, f"CMakeLists.txt has no list {name}"
+    return tuple(match[1].split())
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks or would; every file outside the build products where there is no git."""
+    command = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        skipped = {".git", ".venv", "build", "dist", "__pycache__"}
+        files = [path for path in ROOT.rglob("*") if not skipped & set(path.parts)]
+    else:
+        files = [ROOT / name for name in listing.decode().split("\0") if name]
+    return [path for path in files if path.is_file()]
+
+
+# C++
+
+
+def includes(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each included name, and whether it stands in quotes."""
+    for line in path.read_text().splitlines():
+        if match := re.match(r"\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", line):
+            yield match[2], match[1] == '"'
+
+
+def is_torch_or_python(name: str) -> bool:
+    return name.startswith(("torch/", "ATen/", "c10/", "pybind11/")) or name == "Python.h"
+
+
+def sources(folder: Path, *suffixes: str) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+
+
+def test_include_knows_neither_torch_nor_python() -> None:
+    for path in sources(INCLUDE, ".h", ".cuh"):
+        for name, quoted in includes(path):
+            assert not is_torch_or_python(name), f"{path}: {name}"
+            if quoted:
+                assert (INCLUDE / name).is_file(), f"{path}: {name} is outside include/"
+
+
+def test_cpu_kernels_include_params_and_their_own_headers_alone() -> None:
+    allowed_system = {"cstdint", "cstddef", "immintrin.h"}
+    for path in sources(CSRC / "cpu", ".h", ".cpp"):
+        for name, quoted in includes(path):
+            if quoted:
+                own = (CSRC / "cpu" / name).is_file()
+                assert own or name == "eecore/params.h", f"{path}: {name}"
+            elif path.name == "run.cpp":  # the run-time choice, built for the baseline
+                assert not is_torch_or_python(name), f"{path}: {name}"
+            else:
+                assert name in allowed_system, f"{path}: {name}"
+
+
+def test_cuda_launchers_do_not_include_torch() -> None:
+    for path in sources(CSRC / "cuda", ".cu", ".cuh", ".h"):
+        for name, quoted in includes(path):
+            assert not is_torch_or_python(name), f"{path}: {name}"
+            if quoted:
+                homes = (CSRC / "cuda" / name, INCLUDE / name, CSRC / name)
+                assert any(home.is_file() for home in homes), f"{path}: {name}"
+                assert name not in ("check.h", "backend.h"), f"{path}: {name}"
+
+
+def test_ops_include_the_boundary_headers_and_no_other_op() -> None:
+    for path in sources(CSRC / "ops", ".h", ".cpp"):
+        for name, quoted in includes(path):
+            if quoted:
+                boundary = "/" not in name and (CSRC / name).is_file()
+                assert boundary or name == "eecore/params.h", f"{path}: {name}"
+            else:
+                assert not name.startswith(("pybind11/", "cuda")), f"{path}: {name}"
+    for path in [*sources(CSRC / "cpu", ".cpp"), *sources(CSRC / "cuda", ".cu")]:
+        others = {f"{op}{suffix}" for op in schemas() for suffix in (".cpp", ".h", ".cu", ".cuh")}
+        others -= {f"{path.stem}{suffix}" for suffix in (".h", ".cuh")}
+        for name, _ in includes(path):
+            assert name.rpartition("/")[2] not in others, f"{path} includes another op: {name}"
+
+
+def test_no_instruction_of_one_capability_leaks_into_another() -> None:
+    """Inline functions of kernels live in their capability's namespace.
+
+    The linker keeps one copy of a weak symbol; if that is the AVX-512 one, older CPUs crash in it.
+    """
+    objects = sorted((ROOT / "build").glob("*/CMakeFiles/eecore_cpu_*.dir/csrc/cpu/*.o"))
+    nm = shutil.which("nm")
+    if nm is None or not objects:
+        pytest.skip("no nm, or nothing built in this checkout")
+    for path in objects:
+        if not (CSRC / "cpu" / path.stem).is_file():
+            continue  # left over from a source that is gone
+        capability = path.parts[-4].removeprefix("eecore_cpu_").removesuffix(".dir")
+        listing = subprocess.run(
+            [nm, "-C", "--defined-only", str(path)], capture_output=True, text=True, check=True
+        ).stdout
+        for line in listing.splitlines():
+            _, kind, symbol = line.split(maxsplit=2)
+            if kind in "WVu" and not symbol.startswith("DW.ref."):
+                assert f"eecore::cpu::{capability}::" in symbol, f"{path.name}: {line}"
+
+
+# Python
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """All that a module imports, anywhere in it, as dotted module names."""
+    path = modules()[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                known = name in modules() or name in ("eecore._C", "eecore._cuda")
+                found.add(name if known else base)
+    return frozenset(found)
+
+
+def own_imports(module: str) -> set[str]:
+    return {name for name in imports(module) if name.split(".")[0] == "eecore"}
+
+
+def within(name: str, *units: str) -> bool:
+    """Whether a module is one of eecore's units or inside one."""
+    return any(name == f"eecore.{unit}" or name.startswith(f"eecore.{unit}.") for unit in units)
+
+
+def matching(*units: str) -> list[str]:
+    return sorted(name for name in modules() if within(name, *units))
+
+
+def test_only_ops_imports_the_compiled_modules() -> None:
+    for module in modules():
+        compiled = imports(module) & {"eecore._C", "eecore._cuda"}
+        assert module == "eecore.ops" or not compiled, f"{module} imports {compiled}"
+
+
+def test_ops_and_config_stand_on_nothing_else() -> None:
+    assert own_imports("eecore.ops") <= {"eecore._C", "eecore._cuda"}
+    for module in matching("config"):
+        assert not own_imports(module), f"{module} imports {own_imports(module)}"
+
+
+def test_models_look_at_ops_and_config_alone() -> None:
+    for module in matching("models"):
+        for name in own_imports(module):
+            assert within(name, "models", "ops", "config"), f"{module} imports {name}"
+
+
+def test_the_scheduler_looks_at_pages_sequences_and_config_and_never_at_torch() -> None:
+    for module in matching("engine.scheduler"):
+        assert not any(name.split(".")[0] == "torch" for name in imports(module)), module
+        for name in own_imports(module):
+            allowed = within(name, "engine.pages", "engine.sequence", "config")
+            assert allowed, f"{module} imports {name}"
+
+
+def test_the_runner_does_not_look_up() -> None:
+    for module in matching("engine.runner", "engine.batch", "engine.sequence", "engine.pages"):
+        for name in own_imports(module):
+            assert not within(name, "engine.scheduler", "generate", "cli"), f"{module}: {name}"
+
+
+def test_nothing_imports_the_engine_but_generate_and_servers() -> None:
+    may = ("generate", "server", "servers", "serving")
+    for module in modules():
+        if module in ("eecore", "eecore.engine") or within(module, *may):
+            continue
+        inside = module.startswith("eecore.engine.async")  # the engine's own stream
+        engine = own_imports(module) & {"eecore.engine", "eecore.engine.engine"}
+        assert inside or not engine, f"{module} imports {engine}"
+
+
+def test_nothing_below_the_command_line_imports_the_root_package() -> None:
+    """The root re-exports everything: importing from it looks at everything."""
+    for module in modules():
+        if not within(module, "cli", "__main__", "server", "servers", "serving", "evaluation"):
+            assert "eecore" not in own_imports(module), f"{module} imports from eecore itself"
+
+
+# Every op has all of its rooms
+
+
+def test_every_schema_is_built_on_the_cpu() -> None:
+    assert sorted(cmake_list("EECORE_OPS")) == sorted(written())
+    run = (CSRC / "cpu" / "run.h").read_text()
+    assert sorted(re.findall(r"X\((\w+), \w+Params\)", run)) == sorted(written())
+
+
+@pytest.mark.parametrize("op", schemas())
+def test_every_op_has_its_rooms(op: str) -> None:
+    if op not in written():
+        pytest.skip(f"{op} is still to come")
+    for path in (
+        CSRC / "ops" / f"{op}.cpp",
+        CSRC / "cpu" / f"{op}.cpp",
+        ROOT / "tests" / "ops" / f"test_{op}.py",
+        ROOT / "bench" / "ops" / f"bench_{op}.py",
+    ):
+        assert path.is_file(), f"{op} has no {path.relative_to(ROOT)}"
+    bench = (ROOT / "bench" / "ops" / f"bench_{op}.py").read_text()
+    assert f"def bench_{op}" in bench, f"bench_{op}.py has no function bench_{op}..."
+    camel = "".join(word.capitalize() for word in op.split("_"))
+    assert re.search(rf"struct {camel}Params\b", (INCLUDE / "eecore" / "params.h").read_text())
+    assert op in ops.__all__
+    assert callable(getattr(ops, op))
+    assert callable(getattr(reference, op))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel(f"eecore::{op}", "CPU"), f"{op} has no CPU implementation"
+    assert has_kernel(f"eecore::{op}", "Meta"), f"{op} has no fake kernel"
+
+
+def test_every_op_has_a_cuda_kernel_or_is_named_as_missing() -> None:
+    on_cuda = set(cmake_list("EECORE_CUDA_OPS"))
+    assert on_cuda | CUDA_KERNEL_STILL_TO_COME == set(schemas())
+    assert not on_cuda & CUDA_KERNEL_STILL_TO_COME
+    assert on_cuda == conftest.CUDA_OPS
+    for op in on_cuda:
+        assert (CSRC / "cuda" / f"{op}.cu").is_file()
+        assert (INCLUDE / "eecore" / f"{op}.cuh").is_file()
+    kernels = {path.stem for path in sources(CSRC / "cuda", ".cu")} & set(schemas())
+    assert kernels == on_cuda
+
+
+def test_no_op_file_is_left_without_a_schema() -> None:
+    rooms = [
+        *(path.stem for path in (CSRC / "ops").glob("*.cpp")),
+        *(path.stem.removeprefix("test_") for path in (ROOT / "tests" / "ops").glob("test_*.py")),
+        *(path.stem.removeprefix("bench_") for path in (ROOT / "bench" / "ops").glob("bench_*.py")),
+    ]
+    assert set(rooms) == written()
+
+
+# Names
+
+
+def test_names_carry_meaning() -> None:
+    empty = {"util", "utils", "misc", "common", "helper", "helpers"}
+    for path in tracked_files():
+        relative = path.relative_to(ROOT)
+        names = {*relative.parts[:-1], relative.name.split(".")[0]}
+        assert not names & empty, f"{relative}: a name that says nothing"
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    machine_path = re.compile(r"(?<![\w./$}~-])/(?:work|tmp|home|root|Users|opt|mnt)/")
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            assert not machine_path.search(line), (
+                f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+            )
