@@ -26,7 +26,7 @@ INCLUDE = ROOT / "include"
 PACKAGE = ROOT / "python" / "eecore"
 
 # Ops that are declared and not yet written at all.
-STILL_TO_COME = {"append_kv", "exit_confidence_softmax", "kv_fill", "paged_attention"}
+STILL_TO_COME = {"append_kv", "paged_attention"}
 
 # Ops whose CUDA kernel is still to come. Writing one takes its name out of here.
 CUDA_KERNEL_STILL_TO_COME = {
@@ -99,7 +99,7 @@ def test_include_knows_neither_torch_nor_python() -> None:
 
 
 def test_cpu_kernels_include_params_and_their_own_headers_alone() -> None:
-    allowed_system = {"cstdint", "cstddef", "immintrin.h"}
+    allowed_system = {"cstdint", "cstddef", "new", "immintrin.h"}  # no inline functions
     for path in sources(CSRC / "cpu", ".h", ".cpp"):
         for name, quoted in includes(path):
             if quoted:
@@ -193,7 +193,9 @@ def imports(module: str) -> frozenset[str]:
 
 
 def own_imports(module: str) -> set[str]:
-    return {name for name in imports(module) if name.split(".")[0] == "eecore"}
+    """Modules of the package that a module looks at; eecore.errors is everybody's."""
+    names = {name for name in imports(module) if name.split(".")[0] == "eecore"}
+    return names - {"eecore.errors"}
 
 
 def within(name: str, *units: str) -> bool:
@@ -213,7 +215,7 @@ def test_only_ops_imports_the_compiled_modules() -> None:
 
 def test_ops_and_config_stand_on_nothing_else() -> None:
     assert own_imports("eecore.ops") <= {"eecore._C", "eecore._cuda"}
-    for module in matching("config"):
+    for module in matching("config", "errors"):
         assert not own_imports(module), f"{module} imports {own_imports(module)}"
 
 

@@ -166,7 +166,8 @@ def write_byte_tokenizer(directory: Path) -> None:
         "bos_token": "<s>",
         "eos_token": "</s>",
         "chat_template": "{% for m in messages %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, LM_HEAD_128K, LM_HEADS, SKINNY_BATCH_SIZES, TOLERANCES
 
 import reference
+from cases import DTYPES, LM_HEAD_128K, LM_HEADS, SKINNY_BATCH_SIZES, TOLERANCES
 from eecore import ops
 
 NAN, INF = float("nan"), float("inf")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, KV_FILL_CASES, TOLERANCES, KvFillCase
 
 import reference
+from cases import DTYPES, KV_FILL_CASES, TOLERANCES, KvFillCase
 from eecore import ops
 
 NAN = float("nan")
