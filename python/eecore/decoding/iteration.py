@@ -1,0 +1,247 @@
+"""One iteration of the engine: draft, one pass through the layers for everybody, heads, outcome.
+
+Prefill chunks, replays, plain decoding, fixed and confident exits and verifications share the pass; they
+differ in where their rows enter and leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eecore.decoding.confident import ConfidentController
+from eecore.decoding.heads import Heads, read_heads
+from eecore.decoding.speculation import Draft, accept, draft, draft_path, generator_of
+from eecore.engine.batch import RowBuilder, Rows
+from eecore.engine.runner import Runner, Sweep
+from eecore.engine.sampling import filtered_probs, needs_logits, pick
+from eecore.engine.scheduler import Work
+from eecore.engine.sequence import Sequence, TokenRecord
+from eecore.exits import ConfidentExit, FixedExit
+
+__all__ = ["Outcome", "run_iteration"]
+
+
+@dataclass
+class Outcome:
+    """What an iteration did for one sequence; nothing of the sequence has changed yet."""
+
+    sequence: Sequence
+    num_computed: int
+    """Positions with valid KV."""
+    records: list[TokenRecord] = field(default_factory=list)
+    kv_exit_layers: list[int] = field(default_factory=list)
+    """Exit layer behind the KV of each newly computed generated position."""
+    layers_run: int = 0
+    prompt_layers_run: int = 0
+    layers_filled: int = 0
+    fill_calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A work and where its rows are in the pass."""
+
+    work: Work
+    at: slice
+    draft: Draft
+
+    @property
+    def emits(self) -> bool:
+        """Whether the last row gives a token: always, but for replays and unfinished prompts."""
+        sequence = self.work.sequence
+        if not self.work.is_prefill:
+            return True
+        reached = sequence.num_computed + self.work.num_tokens
+        return not sequence.output_ids and reached == sequence.num_prompt_tokens
+
+
+@torch.inference_mode()
+def run_iteration(runner: Runner, works: list[Work]) -> list[Outcome]:
+    """Run the scheduled works; returns one outcome per work, in order."""
+    drafts = draft(runner, works)
+    builder = RowBuilder(runner.kv.page_size)
+    plans = [
+        _Plan(work, _add_rows(builder, runner.num_layers, work, made), made)
+        for work, made in zip(works, drafts, strict=True)
+    ]
+    rows = builder.build()
+    confident = [
+        (plan.at.start, plan.work.sequence)
+        for plan in plans
+        if not plan.work.is_prefill and isinstance(plan.work.sequence.exit, ConfidentExit)
+    ]
+    controller = ConfidentController(runner, confident) if confident else None
+    at_end = np.zeros(len(rows), dtype=np.bool_)
+    at_end[[row for row, _ in confident]] = True
+    sweep = runner.sweep(
+        rows,
+        entering=_kept_states(plans),
+        controller=controller,
+        fill_at_once=_replayed(plans, len(rows)),
+        fill_at_end=at_end if confident else None,
+    )
+    heads = _read_heads(runner, plans, sweep, controller)
+    verified = [plan for plan in plans if plan.work.sequence.exit.max_drafts and plan.emits]
+    verified = [plan for plan in verified if not plan.work.is_prefill]
+    accepted = accept(heads, [(p.work.sequence, p.draft, p.at) for p in verified])
+    rounds = dict(zip((id(plan) for plan in verified), accepted, strict=True))
+    return [
+        _outcome(plan, rows, sweep, heads, controller, rounds.get(id(plan)), runner.num_layers)
+        for plan in plans
+    ]
+
+
+def _add_rows(builder: RowBuilder, num_layers: int, work: Work, made: Draft) -> slice:
+    """The rows of one work: where they enter and, but for confident exits, where they leave."""
+    sequence = work.sequence
+    policy = sequence.exit
+    leave = policy.exit_layer if isinstance(policy, FixedExit) else num_layers
+    if work.is_prefill:
+        first, stop = sequence.num_computed, sequence.num_computed + work.num_tokens
+        leaves = [leave] * work.num_tokens
+        if isinstance(policy, ConfidentExit):  # a replay leaves where the tokens left at first
+            for position in range(max(first, sequence.num_prompt_tokens), stop):
+                replayed = sequence.kv_exit_layers[position - sequence.num_prompt_tokens]
+                leaves[position - first] = replayed
+        tokens = sequence.tokens(first, stop)
+        enter = [0] * work.num_tokens
+        return builder.add(tokens, first, sequence.pages, enter=enter, leave=leaves)
+    kept = len(made.states)
+    enter = [0] * (1 + len(made.tokens))
+    if kept:
+        enter[:kept] = [draft_path(policy, num_layers).shared_layers] * kept
+    return builder.add(
+        [sequence.output_ids[-1], *made.tokens],
+        sequence.num_tokens - 1,
+        sequence.pages,
+        enter=enter,
+        leave=[leave] * (1 + len(made.tokens)),
+    )
+
+
+def _kept_states(plans: list[_Plan]) -> Tensor | None:
+    """States with which verification rows come in, in row order (the exit query cache)."""
+    states = [state for plan in plans for state in plan.draft.states]
+    return torch.stack(states) if states else None
+
+
+def _replayed(plans: list[_Plan], num_rows: int) -> np.typing.NDArray[np.bool_] | None:
+    """Rows whose KV was filled from an exit state and is being recomputed."""
+    mask = np.zeros(num_rows, dtype=np.bool_)
+    for plan in plans:
+        sequence = plan.work.sequence
+        if plan.work.is_prefill and isinstance(sequence.exit, ConfidentExit):
+            mask[plan.at] = True  # rows that leave after the last layer need no filling
+    return mask if mask.any() else None
+
+
+def _read_heads(
+    runner: Runner, plans: list[_Plan], sweep: Sweep, controller: ConfidentController | None
+) -> Heads:
+    """Heads of the rows that give tokens; what a confidence measure told already is not run again."""
+    asked = []
+    known: dict[int, tuple[int, float, float]] = {}
+    for plan in plans:
+        if not plan.emits:
+            continue
+        sequence = plan.work.sequence
+        rows = range(plan.at.start, plan.at.stop)
+        if plan.work.is_prefill:
+            rows = rows[-1:]
+        for row in rows:
+            if (
+                controller is not None
+                and row in controller.tokens
+                and controller.measured_at[row] == sweep.exit_layer[row]
+                and not needs_logits(sequence.sampling)
+            ):
+                known[row] = controller.tokens[row]
+            else:
+                asked.append((row, sequence))
+    heads = read_heads(runner, sweep.hidden, asked)
+    for row, (token, gap, logprob) in known.items():
+        heads.token[row], heads.confidence[row], heads.top_logprob[row] = token, gap, logprob
+    return heads
+
+
+def _outcome(
+    plan: _Plan,
+    rows: Rows,
+    sweep: Sweep,
+    heads: Heads,
+    controller: ConfidentController | None,
+    verified: tuple[int, int] | None,
+    num_layers: int,
+) -> Outcome:
+    """The tokens and counters of one work."""
+    work, sequence = plan.work, plan.work.sequence
+    exits = sweep.exit_layer[plan.at]
+    layers_run = int((exits - rows.enter[plan.at]).sum())
+    outcome = Outcome(sequence, sequence.num_computed + work.num_tokens)
+    if work.is_prefill:
+        outcome.prompt_layers_run = layers_run
+    else:
+        outcome.layers_run = layers_run + plan.draft.layers_run
+
+    if verified is not None:
+        accepted, next_token = verified
+        outcome.num_computed = sequence.num_computed + 1 + accepted
+        outcome.drafted, outcome.accepted = len(plan.draft.tokens), accepted
+        outcome.kv_exit_layers = [num_layers] * (1 + accepted)
+        outcome.records = _speculated(plan, heads, accepted, next_token, num_layers)
+        return outcome
+
+    if not plan.emits:
+        return outcome
+    row = plan.at.stop - 1
+    exit_layer = int(sweep.exit_layer[row])
+    if not work.is_prefill:
+        outcome.kv_exit_layers = [exit_layer]
+        if isinstance(sequence.exit, ConfidentExit) and exit_layer < num_layers:
+            outcome.layers_filled, outcome.fill_calls = num_layers - exit_layer, 1
+    confidence = heads.confidence[row]
+    if controller is not None and row in controller.measured:
+        measured_here = controller.measured_at[row] == exit_layer
+        confidence = controller.measured[row] if measured_here else confidence
+    outcome.records = [_sampled(sequence, heads, row, exit_layer, confidence)]
+    return outcome
+
+
+def _sampled(
+    sequence: Sequence, heads: Heads, row: int, exit_layer: int, confidence: float
+) -> TokenRecord:
+    """The token of a row that was not drafted."""
+    if row in heads.logits:
+        context = sequence.prompt_ids + sequence.output_ids
+        logits = heads.adjusted(row, sequence, context)
+        if sequence.sampling.temperature == 0.0:
+            token = int(logits.argmax())
+        else:
+            token = pick(filtered_probs(logits, sequence.sampling), generator_of(sequence))
+    else:
+        token = heads.token[row]
+    logprob, top = heads.logprobs(row, sequence, token)
+    return TokenRecord(token, exit_layer, confidence, logprob, top)
+
+
+def _speculated(
+    plan: _Plan, heads: Heads, accepted: int, next_token: int, num_layers: int
+) -> list[TokenRecord]:
+    """Accepted drafts, with the depth and confidence that drafted them, then the verifier's token."""
+    sequence, made = plan.work.sequence, plan.draft
+    depth = draft_path(sequence.exit, num_layers).num_layers
+    records = []
+    for i, token in enumerate([*made.tokens[:accepted], next_token]):
+        row = plan.at.start + i
+        logprob, top = heads.logprobs(row, sequence, token)
+        if i < accepted:
+            records.append(TokenRecord(token, depth, made.confidences[i], logprob, top))
+        else:
+            records.append(TokenRecord(token, num_layers, heads.confidence[row], logprob, top))
+    return records

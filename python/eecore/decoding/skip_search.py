@@ -1,0 +1,200 @@
+"""Which sublayers a draft can leave out: a greedy search on the user's own text.
+
+Zhang et al. 2023 (Draft & Verify) search the set by Bayesian optimisation of the generation speed. Here
+each sublayer's loss is measured once, then sublayers are left out one after the other, each time the
+best of a few promising candidates; the answer is the prefix of that path with the highest predicted
+speed-up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eecore.config import ModelConfig
+from eecore.engine.batch import RowBuilder
+from eecore.engine.runner import Runner
+from eecore.errors import RequestError
+from eecore.exits import DraftAndVerify
+from eecore.models.kv_cache import KVCache
+from eecore.models.llama import LlamaModel
+
+__all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
+
+Sublayer = tuple[str, int]
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class SkipStep:
+    """One set on the path of the search."""
+
+    skip_attention: tuple[int, ...]
+    skip_mlp: tuple[int, ...]
+    agreement: float
+    """Share of positions at which draft and full model have the same argmax."""
+    draft_cost: float
+    """Weights that a draft token reads, over those of a full one."""
+    predicted_speedup: float
+    """Over full decoding, bound by weights read, at the best number of drafts."""
+    num_drafts: int
+
+
+@dataclass(frozen=True)
+class SkipSearch:
+    """The path of a search; ``best`` is its set with the highest predicted speed-up."""
+
+    path: tuple[SkipStep, ...]
+
+    @property
+    def best(self) -> SkipStep:
+        return max(self.path, key=lambda step: step.predicted_speedup)
+
+    def policy(self, num_drafts: int | None = None) -> DraftAndVerify:
+        """The exit policy of the best set."""
+        best = self.best
+        return DraftAndVerify(
+            frozenset(best.skip_attention),
+            frozenset(best.skip_mlp),
+            num_drafts=num_drafts or best.num_drafts,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the path as JSON."""
+        Path(path).write_text(json.dumps([asdict(step) for step in self.path], indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> SkipSearch:
+        """Read what :meth:`save` wrote."""
+        steps = json.loads(Path(path).read_text())
+        for step in steps:
+            step["skip_attention"] = tuple(step["skip_attention"])
+            step["skip_mlp"] = tuple(step["skip_mlp"])
+        return SkipSearch(tuple(SkipStep(**step) for step in steps))
+
+
+def predicted_speedup(agreement: float, draft_cost: float, max_drafts: int) -> tuple[float, int]:
+    """(speed-up, number of drafts) when every token costs the weights it reads.
+
+    A round of d drafts costs ``d * draft_cost + 1`` full passes and gives
+    ``(1 - a^(d+1)) / (1 - a)`` tokens in the mean (Leviathan et al. 2023, eq. 1).
+    """
+    a = min(agreement, 0.999)
+    options = [
+        ((1 - a ** (d + 1)) / (1 - a) / (d * draft_cost + 1), d) for d in range(1, max_drafts + 1)
+    ]
+    return max(options)
+
+
+@torch.inference_mode()
+def search_skipped_sublayers(
+    network: LlamaModel,
+    texts: Sequence[Sequence[int]],
+    *,
+    max_skipped: int | None = None,
+    max_drafts: int = 8,
+    candidates: int = 6,
+    progress: Callable[[SkipStep], None] | None = None,
+) -> SkipSearch:
+    """Search the sublayers that a :class:`eecore.DraftAndVerify` draft leaves out.
+
+    Args:
+        network: the model.
+        texts: token ids, e.g. a few hundred tokens of what the model will write.
+        max_skipped: longest path; half of all sublayers when None.
+        max_drafts: most drafts a round that the prediction considers.
+        candidates: how many of the most promising sublayers are tried at each step.
+        progress: called with each step of the path.
+    """
+    texts = [list(text) for text in texts if len(text) >= 2]
+    if not texts:
+        raise RequestError("texts: expected at least one of two or more tokens, got none")
+    longest = max(len(text) for text in texts)
+    if longest > network.config.max_position:
+        raise RequestError(
+            f"texts: expected at most {network.config.max_position} tokens each, got {longest}"
+        )
+    config = network.config
+    probe = _Probe(network, texts)
+    free: list[Sublayer] = [(kind, i) for i in range(config.num_layers) for kind in ("attention", "mlp")]
+    alone = {sublayer: probe.score([sublayer])[0] for sublayer in free}
+    skipped: list[Sublayer] = []
+    path: list[SkipStep] = []
+    while len(skipped) < (max_skipped or config.num_layers) and free:
+        tried = sorted(free, key=lambda sublayer: -alone[sublayer])[:candidates]
+        scored = [(probe.score([*skipped, sublayer]), sublayer) for sublayer in tried]
+        (_, agreement), chosen = max(scored, key=lambda item: item[0])
+        skipped.append(chosen)
+        free.remove(chosen)
+        step = _step(config, skipped, agreement, max_drafts)
+        path.append(step)
+        if progress is not None:
+            progress(step)
+        if step.predicted_speedup < 0.8 * max(s.predicted_speedup for s in path):
+            break
+    return SkipSearch(tuple(path))
+
+
+def _step(
+    config: ModelConfig, skipped: list[Sublayer], agreement: float, max_drafts: int
+) -> SkipStep:
+    weights = {
+        "attention": config.hidden_size * (2 * config.q_size + 2 * config.kv_size),
+        "mlp": 3 * config.hidden_size * config.intermediate_size,
+    }
+    total = config.num_layers * sum(weights.values()) + config.vocab_size * config.hidden_size
+    cost = 1 - sum(weights[kind] for kind, _ in skipped) / total
+    speedup, num_drafts = predicted_speedup(agreement, cost, max_drafts)
+    return SkipStep(
+        skip_attention=tuple(sorted(i for kind, i in skipped if kind == "attention")),
+        skip_mlp=tuple(sorted(i for kind, i in skipped if kind == "mlp")),
+        agreement=agreement,
+        draft_cost=cost,
+        predicted_speedup=speedup,
+        num_drafts=num_drafts,
+    )
+
+
+class _Probe:
+    """Runs all texts at once, teacher-forced, and compares with the full model."""
+
+    def __init__(self, network: LlamaModel, texts: list[list[int]]) -> None:
+        pages_each = [-(-len(text) // PAGE_SIZE) for text in texts]
+        kv = KVCache.allocate(
+            network.config,
+            sum(pages_each),
+            PAGE_SIZE,
+            device=network.device,
+            dtype=network.dtype,
+        )
+        self._runner = Runner(network, kv)
+        builder = RowBuilder(PAGE_SIZE)
+        first_page = 0
+        for text, count in zip(texts, pages_each, strict=True):
+            pages = list(range(first_page, first_page + count))
+            first_page += count
+            leave = [network.config.num_layers] * len(text)
+            builder.add(text, 0, pages, enter=[0] * len(text), leave=leave)
+        self._rows = builder.build()
+        self._full = self._probs([])
+        self._tokens = self._full.argmax(dim=-1)
+
+    def score(self, skipped: list[Sublayer]) -> tuple[float, float]:
+        """(acceptance score to rank by, agreement of the argmax)."""
+        probs = self._probs(skipped)
+        agreement = float((probs.argmax(dim=-1) == self._tokens).float().mean())
+        overlap = float(torch.minimum(probs, self._full).sum(dim=-1).mean())
+        return agreement + overlap, agreement
+
+    def _probs(self, skipped: list[Sublayer]) -> Tensor:
+        sweep = self._runner.sweep(
+            self._rows,
+            skip_attention=frozenset(i for kind, i in skipped if kind == "attention"),
+            skip_mlp=frozenset(i for kind, i in skipped if kind == "mlp"),
+        )
+        return self._runner.model.logits(sweep.hidden).softmax(dim=-1)

@@ -1,0 +1,259 @@
+"""The engine: requests come in, each step moves all of them, tokens come out.
+
+A step that fails changes no request: nothing of an iteration is committed before all of it is done.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from eecore.config import EngineConfig, SamplingParams
+from eecore.decoding.iteration import Outcome, run_iteration
+from eecore.engine.pages import PageAllocator
+from eecore.engine.runner import Runner
+from eecore.engine.scheduler import Scheduler
+from eecore.engine.sequence import Sequence, TokenRecord
+from eecore.engine.text import TextStream
+from eecore.errors import RequestError
+from eecore.exits import Exit, Full
+from eecore.models.kv_cache import KVCache
+from eecore.models.llama import LlamaModel
+from eecore.models.tokenizer import Tokenizer
+from eecore.output import Output, RequestStats, StepOutput
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Continuous batching over one model, with an exit policy per request."""
+
+    def __init__(
+        self, network: LlamaModel, tokenizer: Tokenizer | None, config: EngineConfig | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.network = network
+        self.tokenizer = tokenizer
+        kv = KVCache.allocate(
+            network.config,
+            self.config.num_pages,
+            self.config.page_size,
+            device=network.device,
+            dtype=network.dtype,
+        )
+        self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
+        self._runner = Runner(network, kv)
+        self._scheduler = Scheduler(self.config, self.pages)
+        self._sequences: dict[str, Sequence] = {}
+        self._texts: dict[str, TextStream] = {}
+        self._arrivals = 0
+        self._seeds = random.Random()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    def add_request(
+        self,
+        prompt: str | list[int],
+        *,
+        exit: Exit | None = None,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request and return its id.
+
+        Raises:
+            RequestError: for a prompt, setting or length that this engine can never serve.
+            ExitError: for an exit policy that the model cannot run.
+        """
+        sampling = sampling or SamplingParams()
+        policy = exit or Full()
+        if not isinstance(policy, Exit):
+            raise RequestError(f"exit: expected an exit policy such as Full(), got {policy!r}")
+        prompt_ids = self._tokenize(prompt)
+        config = self.network.config
+        policy.check(config.num_layers, config.hidden_size)
+        self._check_length(len(prompt_ids), sampling.max_tokens)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop: expected a model with a tokenizer for stop strings")
+        if request_id is None:
+            request_id = f"request-{self._arrivals}"
+        if request_id in self._sequences:
+            raise RequestError(f"request_id: {request_id!r} is in use")
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
+        sequence = Sequence(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            exit=policy,
+            arrival=self._arrivals,
+            eos_token_ids=frozenset(config.eos_token_ids),
+        )
+        self._arrivals += 1
+        self._sequences[request_id] = sequence
+        if self.tokenizer is not None:
+            self._texts[request_id] = TextStream(self.tokenizer, sampling.stop)
+        self._scheduler.add(sequence)
+        return request_id
+
+    def step(self) -> list[StepOutput]:
+        """One iteration for everybody who can run; returns what each request got."""
+        works = self._scheduler.schedule()
+        if not works:
+            return []
+        outcomes = run_iteration(self._runner, works)
+        now = time.perf_counter()
+        return [step for outcome in outcomes if (step := self._commit(outcome, now)) is not None]
+
+    def cancel(self, request_id: str) -> Output | None:
+        """End a request now; its pages go back. None when it is not (or no longer) known."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, "cancelled")
+
+    def run(self) -> Iterator[StepOutput]:
+        """Step until nothing is left."""
+        while self.has_unfinished:
+            yield from self.step()
+
+    def _tokenize(self, prompt: str | list[int]) -> list[int]:
+        vocab_size = self.network.config.vocab_size
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prompt: expected token ids, since the model has no tokenizer; got a string"
+                )
+            if not prompt:
+                raise RequestError("prompt: expected some text, got an empty string")
+            prompt = self.tokenizer.encode(prompt)
+        prompt_ids = [int(token) for token in prompt]
+        if not prompt_ids:
+            raise RequestError("prompt: expected at least one token, got none")
+        for token in prompt_ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"prompt: expected token ids 0..{vocab_size - 1}, got {token}")
+        return prompt_ids
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
+        total = prompt_tokens + max_tokens
+        limits = (
+            (self.network.config.max_position, "the model's context"),
+            (self.pages.num_pages * self.pages.page_size, "the KV cache (kv_cache_tokens)"),
+        )
+        for limit, what in limits:
+            if total > limit:
+                raise RequestError(
+                    f"prompt of {prompt_tokens} tokens and max_tokens={max_tokens}: expected at most "
+                    f"{limit} together, the size of {what}, got {total}"
+                )
+
+    def _commit(self, outcome: Outcome, now: float) -> StepOutput | None:
+        """Take over what an iteration did for a sequence; None when no token came out."""
+        sequence = outcome.sequence
+        stats = sequence.stats
+        stats.layers_run += outcome.layers_run
+        stats.prompt_layers_run += outcome.prompt_layers_run
+        stats.layers_filled += outcome.layers_filled
+        stats.fill_calls += outcome.fill_calls
+        stats.drafted += outcome.drafted
+        stats.accepted += outcome.accepted
+        sequence.num_computed = outcome.num_computed
+        sequence.kv_exit_layers += outcome.kv_exit_layers
+        if outcome.layers_filled:
+            position = outcome.num_computed - 1
+            self.pages.mark_approximate([sequence.pages[position // self.pages.page_size]])
+        if not outcome.records:
+            return None
+        if stats.first_token is None:
+            stats.first_token = now
+
+        text = self._texts.get(sequence.request_id)
+        reason = None
+        added: list[TokenRecord] = []
+        for record in outcome.records:
+            added.append(record)
+            reason = self._append(sequence, record, text)
+            if reason is not None:
+                break
+        output = None
+        if reason is None:
+            self._scheduler.crop(sequence)
+        else:
+            output = self._finish(sequence, reason)
+        return StepOutput(
+            request_id=sequence.request_id,
+            token_ids=[record.token_id for record in added],
+            exit_layers=[record.exit_layer for record in added],
+            confidences=[record.confidence for record in added],
+            text="" if text is None else text.take(final=reason is not None),
+            output=output,
+        )
+
+    def _append(
+        self, sequence: Sequence, record: TokenRecord, text: TextStream | None
+    ) -> str | None:
+        """One more token; returns why the sequence ends, or None."""
+        sequence.records.append(record)
+        sequence.output_ids.append(record.token_id)
+        if sequence.stops_at(record.token_id):
+            return "stop"
+        if text is not None and text.push(record.token_id):
+            return "stop"
+        return "length" if sequence.tokens_left == 0 else None
+
+    def _finish(self, sequence: Sequence, reason: str) -> Output:
+        self._scheduler.finish(sequence)
+        del self._sequences[sequence.request_id]
+        text = self._texts.pop(sequence.request_id, None)
+        if text is not None:
+            text.finish()
+        sequence.finish_reason = reason
+        sequence.stats.finished = time.perf_counter()
+        records = sequence.records
+        asked = sequence.sampling.logprobs
+        return Output(
+            request_id=sequence.request_id,
+            prompt_token_ids=sequence.prompt_ids,
+            token_ids=list(sequence.output_ids),
+            text=None if text is None else text.text,
+            finish_reason=reason,
+            exit_layers=[record.exit_layer for record in records],
+            confidences=[record.confidence for record in records],
+            logprobs=None if asked is None else [r.logprob or 0.0 for r in records],
+            top_logprobs=None if not asked else [r.top_logprobs or {} for r in records],
+            stats=self._stats(sequence),
+        )
+
+    def _stats(self, sequence: Sequence) -> RequestStats:
+        stats = sequence.stats
+        assert stats.finished is not None
+        first = stats.first_token if stats.first_token is not None else stats.finished
+        count = len(sequence.records)
+        depth = sum(record.exit_layer for record in sequence.records)
+        return RequestStats(
+            contract=sequence.exit.contract,
+            num_layers=self.network.config.num_layers,
+            prompt_tokens=sequence.num_prompt_tokens,
+            generated_tokens=count,
+            layers_run=stats.layers_run,
+            prompt_layers_run=stats.prompt_layers_run,
+            layers_filled=stats.layers_filled,
+            fill_calls=stats.fill_calls,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            preemptions=stats.preemptions,
+            time_to_first_token_s=first - stats.arrived,
+            total_s=stats.finished - stats.arrived,
+            mean_exit_layer=depth / count if count else 0.0,
+        )

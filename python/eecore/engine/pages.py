@@ -1,0 +1,59 @@
+"""The page allocator of the KV cache: a free list, owners counted, exactness remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["PageAllocator"]
+
+
+class PageAllocator:
+    """Hands out page numbers 0..num_pages-1.
+
+    A page that holds KV filled from an exit state is approximate: it must never be shared between
+    requests. Freshly allocated pages count as exact until :meth:`mark_approximate`.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(
+                f"expected num_pages >= 1 and page_size >= 1, got {num_pages} and {page_size}"
+            )
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._used: set[int] = set()
+        self._approximate: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` pages; MemoryError, and nothing taken, when fewer are free."""
+        if count > len(self._free):
+            raise MemoryError(f"expected {count} free pages, got {len(self._free)}")
+        pages = [self._free.pop() for _ in range(count)]
+        self._used.update(pages)
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give pages back; ValueError for one that is not out."""
+        for page in pages:
+            if page not in self._used:
+                raise ValueError(f"page {page} is not allocated")
+            self._used.remove(page)
+            self._approximate.discard(page)
+            self._free.append(page)
+
+    def mark_approximate(self, pages: Iterable[int]) -> None:
+        """Remember that these pages hold KV filled from exit states."""
+        self._approximate.update(pages)
+
+    def is_exact(self, page: int) -> bool:
+        """Whether every layer of every position in the page ran."""
+        return page not in self._approximate

@@ -1,0 +1,201 @@
+"""Runs rows through the layers: the one loop over layers that every mode shares.
+
+Rows may enter and leave at any layer. A controller may make rows leave early; rows that leave early can
+have the KV of their skipped layers filled, at once (a replay, whose later positions attend to it) or in
+one call at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eecore.engine.batch import BoolArray, Int64Array, Rows
+from eecore.models.attention import AttentionBatch
+from eecore.models.kv_cache import KVCache
+from eecore.models.llama import LlamaModel
+
+__all__ = ["ExitController", "Runner", "Sweep"]
+
+
+class ExitController(Protocol):
+    """Decides, after each layer, who leaves; after the last one everybody does anyway."""
+
+    def leaving(
+        self, layers_run: int, active: Int64Array, previous: Tensor, hidden: Tensor
+    ) -> Int64Array:
+        """The rows (a subset of ``active``) that leave now.
+
+        Args:
+            layers_run: how many layers have run.
+            active: the rows behind ``hidden``, ascending.
+            previous: [num_active, hidden_size], the states one layer earlier.
+            hidden: [num_active, hidden_size].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a pass gave."""
+
+    hidden: Tensor
+    """[num_rows, hidden_size]: each row's state when it left, before the final norm."""
+    exit_layer: Int64Array
+    """[num_rows]: how many layers each row had behind it when it left."""
+    captured: Tensor | None
+    """[num_rows, hidden_size]: states after ``capture_after`` layers."""
+    fill_calls: int
+
+
+class Runner:
+    """A model and its KV cache."""
+
+    def __init__(self, model: LlamaModel, kv: KVCache) -> None:
+        self.model = model
+        self.kv = kv
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.num_layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def tensor(self, array: Int64Array) -> Tensor:
+        """A host array on the model's device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def sweep(
+        self,
+        rows: Rows,
+        *,
+        entering: Tensor | None = None,
+        controller: ExitController | None = None,
+        fill_at_once: BoolArray | None = None,
+        fill_at_end: BoolArray | None = None,
+        skip_attention: frozenset[int] = frozenset(),
+        skip_mlp: frozenset[int] = frozenset(),
+        capture_after: int = 0,
+    ) -> Sweep:
+        """Run every row from its layer ``enter`` to its layer ``leave``.
+
+        Args:
+            rows: at least one.
+            entering: [num_kept, hidden_size], states of the rows with ``enter > 0``, in row order.
+            controller: may make rows leave before ``leave``.
+            fill_at_once: [num_rows], rows whose skipped layers are filled when they leave.
+            fill_at_end: [num_rows], rows whose skipped layers are filled by one call at the end.
+            skip_attention: layers whose attention is left out.
+            skip_mlp: layers whose MLP is left out.
+            capture_after: keep the states after this many layers; 0 keeps none.
+        """
+        model, num_rows = self.model, len(rows)
+        exit_layer = rows.leave.copy()
+        final: Tensor | None = None
+        captured: Tensor | None = None
+        fill_calls = 0
+        changes = {int(layer) for layer in np.concatenate((rows.enter, rows.leave))}
+        first_layer = int(rows.enter.min())
+        kept_rows = np.flatnonzero(rows.enter > 0)
+        active = np.flatnonzero(rows.enter == first_layer)
+        hidden = self._states(rows, active, entering, kept_rows)
+        batch: AttentionBatch | None = rows.attention_batch(active, self.device)
+
+        for layer in range(first_layer, int(rows.leave.max())):
+            # Rows that come in at this layer.
+            if layer in changes and layer > first_layer:
+                coming = np.flatnonzero(rows.enter == layer)
+                if len(coming):
+                    states = self._states(rows, coming, entering, kept_rows)
+                    active, hidden = self._merge(active, hidden, coming, states)
+                    batch = rows.attention_batch(active, self.device)
+            if batch is None:
+                continue
+
+            previous = hidden
+            hidden = model.layer(
+                layer,
+                previous,
+                self.kv,
+                batch,
+                skip_attention=layer in skip_attention,
+                skip_mlp=layer in skip_mlp,
+            )
+            layers_run = layer + 1
+            if layers_run == capture_after:
+                captured = hidden
+
+            # Rows that leave behind this layer, by plan or by the controller's word.
+            leaving = active[rows.leave[active] == layers_run] if layers_run in changes else None
+            if controller is not None:
+                early = controller.leaving(layers_run, active, previous, hidden)
+                if len(early):
+                    exit_layer[early] = layers_run
+                    leaving = early if leaving is None else np.union1d(leaving, early)
+            if leaving is None or not len(leaving):
+                continue
+            if len(leaving) == num_rows:
+                final = hidden
+                active = active[:0]
+            else:
+                if final is None:
+                    final = hidden.new_empty(num_rows, hidden.shape[1])
+                goes = np.isin(active, leaving, assume_unique=True)
+                stays = ~goes
+                final[self.tensor(active[goes])] = hidden[self.tensor(np.flatnonzero(goes))]
+                hidden = hidden[self.tensor(np.flatnonzero(stays))]
+                active = active[stays]
+            if fill_at_once is not None and layers_run < self.num_layers:
+                fill_calls += self._fill(rows, final, exit_layer, leaving[fill_at_once[leaving]])
+            if len(active):
+                batch = rows.attention_batch(active, self.device)
+            elif not (rows.enter > layer).any():
+                break
+            else:
+                batch = None
+
+        assert final is not None
+        if fill_at_end is not None:
+            early = np.flatnonzero(fill_at_end & (exit_layer < self.num_layers))
+            fill_calls += self._fill(rows, final, exit_layer, early)
+        return Sweep(final, exit_layer, captured, fill_calls)
+
+    def _states(
+        self, rows: Rows, index: Int64Array, entering: Tensor | None, kept_rows: Int64Array
+    ) -> Tensor:
+        """The states with which rows come in: embeddings, or the kept ones."""
+        if not len(index) or rows.enter[index[0]] == 0:
+            return self.model.embed(self.tensor(rows.token_ids[index]))
+        assert entering is not None
+        return entering[self.tensor(np.searchsorted(kept_rows, index))]
+
+    def _merge(
+        self, active: Int64Array, hidden: Tensor, coming: Int64Array, states: Tensor
+    ) -> tuple[Int64Array, Tensor]:
+        """Rows and states of both groups, in row order."""
+        if not len(active):
+            return coming, states
+        merged = np.concatenate((active, coming))
+        order = np.argsort(merged)
+        return merged[order], torch.cat((hidden, states))[self.tensor(order)]
+
+    def _fill(
+        self, rows: Rows, final: Tensor, exit_layer: Int64Array, index: Int64Array
+    ) -> int:
+        """One kv_fill for rows ``index``; returns the number of calls made."""
+        if not len(index):
+            return 0
+        self.model.fill_kv(
+            final[self.tensor(index)],
+            self.tensor(exit_layer[index].astype(np.int32)),
+            self.kv,
+            self.tensor(rows.positions[index]),
+            self.tensor(rows.slots[index]),
+        )
+        return 1

@@ -1,0 +1,146 @@
+"""Iteration-level batching: who runs in the next iteration, and with which pages.
+
+Running requests come first, oldest first; then waiting ones are admitted while pages, places and the
+token budget last. When pages run out the youngest running request is preempted: its pages go back, it
+waits at the head of the queue, and its KV is recomputed later. The oldest request can always run, since
+a request that could not fit alone is refused on arrival.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from eecore.config import EngineConfig
+from eecore.engine.pages import PageAllocator
+from eecore.engine.sequence import Sequence, SequenceStatus
+
+__all__ = ["Scheduler", "Work"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one sequence does in an iteration: positions ``num_computed..`` of it."""
+
+    sequence: Sequence
+    num_tokens: int
+    """Prefill chunk length; 1 for a decoding sequence."""
+    max_drafts: int = 0
+    """Drafts for which pages are held; 0 unless the sequence speculates."""
+
+    @property
+    def is_prefill(self) -> bool:
+        return not self.sequence.is_decoding
+
+
+class Scheduler:
+    """Owns the queues and the pages."""
+
+    def __init__(self, config: EngineConfig, pages: PageAllocator) -> None:
+        self._config = config
+        self.pages = pages
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> list[Work]:
+        """The next iteration's work, with pages allocated for all of it."""
+        works: list[Work] = []
+        budget = self._config.max_batch_tokens
+        for sequence in sorted(self.running, key=lambda s: s.arrival):
+            if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
+                continue  # preempted by an older one just now, or out of budget
+            work = self._work_for(sequence, budget)
+            if not self._reserve(sequence, work):
+                continue
+            work = self._with_drafts(work)
+            works.append(work)
+            budget -= work.num_tokens + work.max_drafts
+        return works + self._admit(budget)
+
+    def _work_for(self, sequence: Sequence, budget: int) -> Work:
+        if sequence.is_decoding:
+            return Work(sequence, 1)
+        left = sequence.prefill_target - sequence.num_computed
+        return Work(sequence, min(left, budget, self._config.max_prefill_chunk))
+
+    def _with_drafts(self, work: Work) -> Work:
+        """Adds as many drafts as the request wants and free pages allow; never preempts for them."""
+        sequence = work.sequence
+        wanted = sequence.exit.max_drafts if sequence.is_decoding else 0
+        drafts = max(0, min(wanted, sequence.tokens_left - 1))
+        room = (len(sequence.pages) + self.pages.num_free) * self.pages.page_size
+        drafts = min(drafts, room - sequence.num_tokens)
+        if drafts <= 0:
+            return work
+        self._grow(sequence, sequence.num_tokens + drafts)
+        return Work(sequence, 1, drafts)
+
+    def _grow(self, sequence: Sequence, num_positions: int) -> None:
+        missing = self.pages.pages_for(num_positions) - len(sequence.pages)
+        if missing > 0:
+            sequence.pages += self.pages.allocate(missing)
+
+    def _reserve(self, sequence: Sequence, work: Work) -> bool:
+        """Pages for the work, preempting the youngest as needed; False if that was the sequence."""
+        positions = sequence.num_computed + work.num_tokens
+        while self.pages.pages_for(positions) - len(sequence.pages) > self.pages.num_free:
+            youngest = max(self.running, key=lambda s: s.arrival)
+            self.preempt(youngest)
+            if youngest is sequence:
+                return False
+        self._grow(sequence, positions)
+        return True
+
+    def _admit(self, budget: int) -> list[Work]:
+        works = []
+        while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
+            sequence = self.waiting[0]
+            # Room for all its tokens and one more page, so that it is not preempted at once.
+            needed = self.pages.pages_for(sequence.num_tokens + 1)
+            if needed > self.pages.num_free:
+                break
+            self.waiting.popleft()
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+            work = self._work_for(sequence, budget)
+            self._grow(sequence, sequence.num_computed + work.num_tokens)
+            works.append(work)
+            budget -= work.num_tokens
+        return works
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages; it will replay from position 0."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.stats.preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+
+    def crop(self, sequence: Sequence) -> None:
+        """Give back the pages behind the last computed position (a short accept, LayerSkip §4.3)."""
+        keep = self.pages.pages_for(sequence.num_computed)
+        surplus = sequence.pages[keep:]
+        if surplus:
+            self.pages.free(surplus)
+            del sequence.pages[keep:]
+
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a sequence from wherever it is; its pages go back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.free(sequence.pages)
+        sequence.pages.clear()

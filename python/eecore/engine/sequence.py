@@ -1,0 +1,112 @@
+"""One request: its tokens, its pages, and how far the KV cache has come."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from eecore.config import SamplingParams
+
+if TYPE_CHECKING:
+    from eecore.exits import Exit
+
+__all__ = ["Sequence", "SequenceStats", "SequenceStatus", "TokenRecord"]
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """One generated token and where it came from."""
+
+    token_id: int
+    exit_layer: int
+    confidence: float
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+
+
+@dataclass
+class SequenceStats:
+    """Counters of one request. A layer execution is one position through one layer."""
+
+    layers_run: int = 0
+    prompt_layers_run: int = 0
+    layers_filled: int = 0
+    fill_calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    preemptions: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request inside the engine.
+
+    ``num_computed`` positions have valid KV. While it is below :attr:`prefill_target` the sequence
+    is in its prefill (or, after a preemption, in its replay); then it decodes.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    exit: Exit
+    arrival: int
+    eos_token_ids: frozenset[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    records: list[TokenRecord] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    kv_exit_layers: list[int] = field(default_factory=list)
+    """Exit layer behind the KV of each computed generated position, for an identical replay."""
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    stats: SequenceStats = field(default_factory=SequenceStats)
+    finish_reason: str | None = None
+    generator: Any = None
+    """The request's random generator, kept by the sampling code across preemptions."""
+    draft_stop: Any = None
+    """The adaptive draft threshold of DraftAndVerify."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def prefill_target(self) -> int:
+        """Positions computed in chunks: the whole prompt, or all but the last token in a replay."""
+        return self.num_tokens - 1 if self.output_ids else len(self.prompt_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        return bool(self.output_ids) and self.num_computed == self.num_tokens - 1
+
+    @property
+    def tokens_left(self) -> int:
+        return self.sampling.max_tokens - len(self.output_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids of positions start..stop-1."""
+        split = len(self.prompt_ids)
+        if stop <= split:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:split] + self.output_ids[max(start - split, 0) : stop - split]
+
+    def stops_at(self, token_id: int) -> bool:
+        """Whether this token ends the request."""
+        if token_id in self.sampling.stop_token_ids:
+            return True
+        return not self.sampling.ignore_eos and token_id in self.eos_token_ids

@@ -1,0 +1,298 @@
+"""What a user says about depth: how many layers each token gets, and what the output then promises.
+
+Layer counts follow one convention everywhere: exit layer E means that the first E layers have run, so
+E runs from 1 to the model's number of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from eecore.errors import ExitError
+
+__all__ = [
+    "ConfidentExit",
+    "DraftAndVerify",
+    "Exit",
+    "ExitClassifier",
+    "FixedExit",
+    "Full",
+    "SelfSpeculative",
+]
+
+Measure = Literal["softmax", "state", "classifier"]
+BatchMode = Literal["each", "all"]
+
+
+def _check_layer(name: str, value: int, low: int, high: int, num_layers: int) -> None:
+    if not low <= value <= high:
+        raise ExitError(
+            f"{name}: expected {low}..{high} for a model of {num_layers} layers, got {value}"
+        )
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Base of every exit policy."""
+
+    @property
+    def contract(self) -> str:
+        """What an output under this policy promises."""
+        raise NotImplementedError
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens drafted a round; 0 for a policy that does not speculate."""
+        return 0
+
+    def check(self, num_layers: int, hidden_size: int) -> None:
+        """Raise :class:`eecore.ExitError` when a model of this shape cannot run the policy."""
+
+
+@dataclass(frozen=True)
+class Full(Exit):
+    """Every layer for every token."""
+
+    @property
+    def contract(self) -> str:
+        return "full: every layer"
+
+
+@dataclass(frozen=True)
+class FixedExit(Exit):
+    """The model cut at ``exit_layer``: every token comes from ``head(h[E])`` (LayerSkip §4.2).
+
+    Layers from ``exit_layer`` up are never run nor filled, not for the prompt either.
+    """
+
+    exit_layer: int
+
+    @property
+    def contract(self) -> str:
+        return f"fixed exit after layer {self.exit_layer}: no promise about quality"
+
+    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
+        _check_layer("FixedExit.exit_layer", self.exit_layer, 1, num_layers, num_layers)
+
+
+@dataclass(frozen=True, eq=False)
+class ExitClassifier:
+    """M of the classifier measure: one linear layer to two classes, or one ReLU layer before it.
+
+    Attributes:
+        weight1: float32 [2, hidden_size], or [inner_size, hidden_size] with ``weight2``.
+        bias1: float32 [2] or [inner_size].
+        weight2: float32 [2, inner_size] or None.
+        bias2: float32 [2] or None.
+    """
+
+    weight1: Tensor
+    bias1: Tensor | None = None
+    weight2: Tensor | None = None
+    bias2: Tensor | None = None
+    _moved: dict[torch.device, ExitClassifier] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> ExitClassifier:
+        """The classifier with contiguous float32 weights on ``device``, moved once."""
+        if device not in self._moved:
+            tensors = (self.weight1, self.bias1, self.weight2, self.bias2)
+            moved = [t if t is None else t.to(device, torch.float32).contiguous() for t in tensors]
+            assert moved[0] is not None
+            self._moved[device] = ExitClassifier(moved[0], *moved[1:])
+        return self._moved[device]
+
+    @staticmethod
+    def load(path: str | Path) -> ExitClassifier:
+        """Read ``weight1``, ``bias1``, ``weight2``, ``bias2`` from a safetensors file."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(str(path))
+        if "weight1" not in tensors:
+            raise ExitError(f"{path}: expected a tensor weight1, got {sorted(tensors)}")
+        names = ("weight1", "bias1", "weight2", "bias2")
+        loaded = {name: tensors[name].float() for name in names if name in tensors}
+        return ExitClassifier(**loaded)
+
+
+@dataclass(frozen=True)
+class ConfidentExit(Exit):
+    """Exit once the model is confident: per token, measured after each exit point.
+
+    Args:
+        threshold: lambda. A token is accepted when its confidence is at least lambda; 1 never exits.
+        measure: ``softmax`` (gap of the two largest probabilities), ``state`` (cosine of the states
+            of two consecutive layers) or ``classifier``. (Early-exit framework §2.1; CALM §3.)
+        batch: ``each`` row leaves when it is accepted; ``all`` rows leave together at the first exit
+            point at which every one of them is accepted (early-exit framework, Algorithm 1).
+        decay_tau: tau of CALM's decaying threshold
+            ``clip(0.9 * lambda + 0.1 * exp(-tau * t / N), 0, 1)`` (CALM eq. 5); 0 switches it off.
+        exit_points: exit layers at which confidence is measured; all of them when None.
+        min_exit_layer: the earliest exit.
+        thresholds: lambda of single exit points, in place of ``threshold``.
+        classifier: for the ``classifier`` measure.
+    """
+
+    threshold: float = 0.9
+    measure: Measure = "softmax"
+    batch: BatchMode = "each"
+    decay_tau: float = 0.0
+    exit_points: tuple[int, ...] | None = None
+    min_exit_layer: int = 1
+    thresholds: Mapping[int, float] = field(default_factory=dict)
+    classifier: ExitClassifier | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in [
+            ("threshold", self.threshold),
+            *((f"thresholds[{layer}]", value) for layer, value in self.thresholds.items()),
+        ]:
+            if not 0.0 <= value <= 1.0:
+                raise ExitError(f"ConfidentExit.{name}: expected 0..1, got {value}")
+        if self.measure not in ("softmax", "state", "classifier"):
+            raise ExitError(
+                f"ConfidentExit.measure: expected softmax, state or classifier, got {self.measure!r}"
+            )
+        if self.batch not in ("each", "all"):
+            raise ExitError(f"ConfidentExit.batch: expected each or all, got {self.batch!r}")
+        if not (self.decay_tau >= 0.0 and math.isfinite(self.decay_tau)):
+            raise ExitError(f"ConfidentExit.decay_tau: expected 0 or more, got {self.decay_tau}")
+        if (self.measure == "classifier") != (self.classifier is not None):
+            raise ExitError(
+                "ConfidentExit.classifier: expected one with measure='classifier' and none without, "
+                f"got measure={self.measure!r} and classifier={self.classifier!r}"
+            )
+
+    @property
+    def contract(self) -> str:
+        return f"confident exit ({self.measure}, threshold {self.threshold:g}): uncalibrated"
+
+    def check(self, num_layers: int, hidden_size: int) -> None:
+        _check_layer("ConfidentExit.min_exit_layer", self.min_exit_layer, 1, num_layers, num_layers)
+        for point in (*(self.exit_points or ()), *self.thresholds):
+            _check_layer("ConfidentExit.exit_points", point, 1, num_layers, num_layers)
+        if self.classifier is not None and self.classifier.weight1.shape[-1] != hidden_size:
+            raise ExitError(
+                f"ConfidentExit.classifier: expected weight1 [*, hidden_size={hidden_size}], got "
+                f"{list(self.classifier.weight1.shape)}"
+            )
+
+    def points(self, num_layers: int) -> frozenset[int]:
+        """The exit layers at which confidence is measured; the last layer needs no measuring."""
+        chosen = range(1, num_layers) if self.exit_points is None else self.exit_points
+        return frozenset(e for e in chosen if self.min_exit_layer <= e < num_layers)
+
+    def threshold_at(self, exit_layer: int, t: int, max_tokens: int) -> float:
+        """lambda'(t) at an exit point, for token ``t`` of at most ``max_tokens`` (CALM eq. 5).
+
+        A base threshold of 1 stays 1: it means never to exit early.
+        """
+        base = self.thresholds.get(exit_layer, self.threshold)
+        if base >= 1.0 or self.decay_tau == 0.0:
+            return base
+        decay = math.exp(-self.decay_tau * t / max_tokens)
+        return min(max(0.9 * base + 0.1 * decay, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class SelfSpeculative(Exit):
+    """Draft with the first ``exit_layer`` layers, verify with the rest (LayerSkip §4.3).
+
+    Lossless: greedy output is token for token that of :class:`Full`, sampled output has exactly its
+    distribution.
+
+    Args:
+        exit_layer: layers of the draft, 1..num_layers-1.
+        num_drafts: most tokens drafted a round.
+        draft_threshold: stop a round's draft after a token whose top-2 probability gap is below it.
+    """
+
+    exit_layer: int
+    num_drafts: int = 6
+    draft_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 1:
+            raise ExitError(f"SelfSpeculative.num_drafts: expected 1 or more, got {self.num_drafts}")
+        if self.draft_threshold is not None and not 0.0 <= self.draft_threshold <= 1.0:
+            raise ExitError(
+                f"SelfSpeculative.draft_threshold: expected 0..1, got {self.draft_threshold}"
+            )
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def contract(self) -> str:
+        return (
+            f"self-speculation (exit layer {self.exit_layer}, {self.num_drafts} drafts): lossless"
+        )
+
+    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
+        high = num_layers - 1
+        _check_layer("SelfSpeculative.exit_layer", self.exit_layer, 1, high, num_layers)
+
+
+@dataclass(frozen=True)
+class DraftAndVerify(Exit):
+    """Draft with some attention and MLP sublayers left out, verify with all (Zhang et al. 2023).
+
+    Lossless like :class:`SelfSpeculative`, and needs no training: ``eecore.search_skipped_sublayers``
+    finds the sets for a model.
+
+    Args:
+        skip_attention: layers (from 0) whose attention the draft leaves out.
+        skip_mlp: layers (from 0) whose MLP the draft leaves out.
+        num_drafts: most tokens drafted a round.
+        adaptive: stop a round's draft after a token whose probability is below a threshold that
+            follows the acceptance rate; False always drafts ``num_drafts``.
+        initial_threshold: where the threshold starts; None is 0.8 for greedy requests and 0.5 for
+            sampled ones.
+    """
+
+    skip_attention: frozenset[int] = frozenset()
+    skip_mlp: frozenset[int] = frozenset()
+    num_drafts: int = 8
+    adaptive: bool = True
+    initial_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip_attention", frozenset(self.skip_attention))
+        object.__setattr__(self, "skip_mlp", frozenset(self.skip_mlp))
+        if not self.skip_attention and not self.skip_mlp:
+            raise ExitError("DraftAndVerify: expected at least one sublayer to skip, got none")
+        if self.num_drafts < 1:
+            raise ExitError(f"DraftAndVerify.num_drafts: expected 1 or more, got {self.num_drafts}")
+        if self.initial_threshold is not None and not 0.0 <= self.initial_threshold <= 1.0:
+            raise ExitError(
+                f"DraftAndVerify.initial_threshold: expected 0..1, got {self.initial_threshold}"
+            )
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def contract(self) -> str:
+        skipped = len(self.skip_attention) + len(self.skip_mlp)
+        return f"draft and verify ({skipped} sublayers skipped): lossless"
+
+    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
+        for name, layers in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
+            for layer in layers:
+                if not 0 <= layer < num_layers:
+                    raise ExitError(
+                        f"DraftAndVerify.{name}: expected layers 0..{num_layers - 1}, got {layer}"
+                    )
+
+    @property
+    def first_skipped(self) -> int:
+        """Layers below this one run alike in draft and verification."""
+        return min(self.skip_attention | self.skip_mlp)

@@ -1,0 +1,222 @@
+"""The front door: load a model directory, generate, stream."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eecore.config import EngineConfig, ModelConfig, SamplingParams
+from eecore.decoding import skip_search
+from eecore.decoding.skip_search import SkipSearch, SkipStep
+from eecore.engine.async_engine import AsyncEngine
+from eecore.engine.engine import Engine
+from eecore.errors import RequestError
+from eecore.exits import Exit
+from eecore.models.checkpoint import load_model
+from eecore.models.kv_cache import KVCache
+from eecore.models.llama import LlamaModel
+from eecore.models.tokenizer import Tokenizer
+from eecore.output import Output, StepOutput
+
+__all__ = ["Model", "generate", "load", "search_skipped_sublayers", "stream"]
+
+Prompt = str | list[int]
+
+
+@dataclass(eq=False)
+class Model:
+    """A loaded model: its weights, its tokenizer, and the engine that :func:`generate` runs."""
+
+    network: LlamaModel
+    tokenizer: Tokenizer | None
+    engine_config: EngineConfig
+    _engine: Engine | None = field(default=None, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.network.config
+
+    def engine(self, config: EngineConfig | None = None) -> Engine:
+        """A fresh engine over this model, with a KV cache of its own."""
+        return Engine(self.network, self.tokenizer, config or self.engine_config)
+
+    def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
+        """A fresh engine for asyncio, with a KV cache of its own."""
+        return AsyncEngine(self.engine(config))
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    kv_cache_tokens: int | None = None,
+    engine: EngineConfig | None = None,
+) -> Model:
+    """Load a model directory in Hugging Face layout.
+
+    Args:
+        path: holds config.json, safetensors weights and, for text prompts, tokenizer.json.
+        device: ``cpu`` or ``cuda``; cuda where there is one when None.
+        dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when None.
+        kv_cache_tokens: positions in the KV cache; when None a quarter of the free memory, at most
+            65536 positions on a CPU, or what ``engine`` says.
+        engine: batching limits.
+
+    Raises:
+        ModelError: for a directory that is missing, corrupt, or of an unsupported architecture.
+    """
+    _, network, tokenizer = load_model(path, device=device, dtype=dtype)
+    limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
+    if kv_cache_tokens is not None:
+        limits["kv_cache_tokens"] = kv_cache_tokens
+    elif engine is None:
+        limits["kv_cache_tokens"] = _default_kv_cache_tokens(network)
+    return Model(network, tokenizer, EngineConfig(**limits))
+
+
+def _default_kv_cache_tokens(network: LlamaModel) -> int:
+    per_token = KVCache.bytes_per_token(network.config, network.dtype)
+    if network.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(network.device)
+        return max(1, int(0.8 * free) // per_token)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(256, min(65536, free // 4 // per_token))
+
+
+def search_skipped_sublayers(
+    model: Model,
+    texts: Sequence[str],
+    *,
+    max_tokens: int = 256,
+    max_skipped: int | None = None,
+    progress: Callable[[SkipStep], None] | None = None,
+) -> SkipSearch:
+    """Find the sublayers that a :class:`eecore.DraftAndVerify` draft of this model can leave out.
+
+    Args:
+        model: from :func:`load`.
+        texts: a few hundred words like those that the model will write.
+        max_tokens: how many tokens of them, together, are looked at.
+        max_skipped: most sublayers to leave out; as many as the model has layers when None.
+        progress: called with each set on the search's path.
+    """
+    if model.tokenizer is None:
+        raise RequestError("texts: expected a model with a tokenizer")
+    windows: list[list[int]] = []
+    for text in texts:
+        left = max_tokens - sum(len(window) for window in windows)
+        windows.append(model.tokenizer.encode(text)[: max(left, 0)])
+    return skip_search.search_skipped_sublayers(
+        model.network, windows, max_skipped=max_skipped, progress=progress
+    )
+
+
+def generate(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    exit: Exit | Sequence[Exit] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    **sampling_fields: Any,
+) -> list[Output]:
+    """Generate for all prompts, batched; one output per prompt, in order.
+
+    Args:
+        model: from :func:`load`.
+        prompts: strings or lists of token ids; a single one is a list of one.
+        exit: an exit policy, or one per prompt; :class:`eecore.Full` when None.
+        sampling: :class:`eecore.SamplingParams`, or one per prompt.
+        **sampling_fields: fields of SamplingParams, instead of ``sampling``: ``max_tokens=128``,
+            ``temperature=0.8``, ...
+
+    Raises:
+        RequestError: for a prompt or setting that cannot be served; nothing has run then.
+        ExitError: for an exit policy that the model cannot run.
+    """
+    outputs: dict[str, Output] = {}
+    order: list[str] = []
+    for step in stream(model, prompts, exit=exit, sampling=sampling, order=order, **sampling_fields):
+        if step.output is not None:
+            outputs[step.request_id] = step.output
+    return [outputs[request_id] for request_id in order]
+
+
+def stream(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    exit: Exit | Sequence[Exit] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    order: list[str] | None = None,
+    **sampling_fields: Any,
+) -> Iterator[StepOutput]:
+    """Like :func:`generate`, yielding what each engine step adds.
+
+    Closing the iterator early, or an exception such as KeyboardInterrupt, cancels what is unfinished.
+
+    Args:
+        order: gets the request ids, in the order of the prompts.
+    """
+    many = _as_list(prompts)
+    exits = _per_prompt("exit", exit, Exit, len(many))
+    samplings = _per_prompt(
+        "sampling", _sampling(sampling, sampling_fields), SamplingParams, len(many)
+    )
+    with model._lock:
+        if model._engine is None:
+            model._engine = model.engine()
+        engine = model._engine
+        ids: list[str] = []
+        try:
+            for prompt, policy, params in zip(many, exits, samplings, strict=True):
+                ids.append(engine.add_request(prompt, exit=policy, sampling=params))
+            if order is not None:
+                order += ids
+            yield from engine.run()
+        finally:
+            for request_id in ids:
+                engine.cancel(request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    if many and all(isinstance(item, int) for item in many):
+        return [many]  # type: ignore[list-item]
+    for item in many:
+        if not isinstance(item, (str, list, tuple)):
+            raise RequestError(f"prompts: expected strings or lists of token ids, got {item!r}")
+    return many  # type: ignore[return-value]
+
+
+def _per_prompt(name: str, given: Any, kind: type, count: int) -> list[Any]:
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    each = list(given) if isinstance(given, (list, tuple)) else [given]
+    for item in each:
+        if not isinstance(item, kind):
+            raise RequestError(f"{name}: expected {kind.__name__} objects, got {item!r}")
+    if len(each) != count:
+        raise RequestError(f"{name}: expected one, or one per prompt ({count}), got {len(each)}")
+    return each
+
+
+def _sampling(sampling: Any, sampling_fields: dict[str, Any]) -> Any:
+    if not sampling_fields:
+        return sampling
+    known = {f.name for f in fields(SamplingParams)}
+    unknown = sorted(set(sampling_fields) - known)
+    if unknown:
+        raise RequestError(f"unknown setting {unknown[0]!r}: expected one of {sorted(known)}")
+    if sampling is not None:
+        raise RequestError("expected either sampling= or single sampling fields, got both")
+    return SamplingParams(**sampling_fields)
