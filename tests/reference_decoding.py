@@ -1,7 +1,7 @@
-"""The runtime's semantics, restated in plain PyTorch: one position at a time, keys and values in lists.
+"""The runtime's semantics in plain PyTorch: one position at a time, keys and values in lists.
 
-Nothing here knows of pages, batches, chunks or fused kernels. Weights come from the safetensors of a
-Hugging Face directory of the Llama family.
+Nothing here knows of pages, batches, chunks or fused kernels. Weights come from the safetensors of
+a Hugging Face directory of the Llama family.
 """
 
 from __future__ import annotations
@@ -97,15 +97,19 @@ class ReferenceModel:
         h = h + self.linear(out, f"{prefix}.self_attn.o_proj")
         x = self.norm(h, f"{prefix}.post_attention_layernorm.weight")
         gate = F.silu(self.linear(x, f"{prefix}.mlp.gate_proj"))
-        return h + self.linear(gate * self.linear(x, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj")
+        return h + self.linear(
+            gate * self.linear(x, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj"
+        )
 
     def head(self, h: Tensor) -> Tensor:
         x = self.norm(h, "model.norm.weight")
         weight = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return F.linear(x, weight)
 
-    def start(self, prompt: list[int], num_layers: int | None = None) -> tuple[ReferenceSequence, Tensor]:
-        """Prefill; returns the sequence and the last position's state after ``num_layers`` layers."""
+    def start(
+        self, prompt: list[int], num_layers: int | None = None
+    ) -> tuple[ReferenceSequence, Tensor]:
+        """Prefill; returns the sequence and its last state after ``num_layers`` layers."""
         sequence = ReferenceSequence(
             list(prompt),
             len(prompt),
@@ -119,7 +123,9 @@ class ReferenceModel:
                 h = self.layer(layer, h, position, sequence)
         return sequence, h
 
-    def generate(self, prompt: list[int], max_tokens: int, num_layers: int | None = None) -> list[int]:
+    def generate(
+        self, prompt: list[int], max_tokens: int, num_layers: int | None = None
+    ) -> list[int]:
         """Greedy decoding with the first ``num_layers`` layers, all of them when None."""
         sequence, h = self.start(prompt, num_layers)
         while True:

@@ -1,6 +1,7 @@
 """eecore: early-exit language models, made fast."""
 
 from eecore.config import EngineConfig, ModelConfig, SamplingParams
+from eecore.decoding.skip_search import SkipSearch
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.engine import Engine
 from eecore.errors import EecoreError, ExitError, ModelError, RequestError
@@ -12,7 +13,6 @@ from eecore.exits import (
     Full,
     SelfSpeculative,
 )
-from eecore.decoding.skip_search import SkipSearch
 from eecore.generate import Model, generate, load, search_skipped_sublayers, stream
 from eecore.ops import build_info
 from eecore.output import Output, RequestStats, StepOutput

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eecore.errors import ModelError
+from eecore.errors import ModelError, RequestError
 
-__all__ = ["ModelConfig", "RopeConfig"]
+__all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams"]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -146,3 +146,88 @@ class ModelConfig:
         layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + hidden
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request turns distributions into tokens, and when it stops.
+
+    Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Args:
+        max_tokens: most tokens to generate (N of the decaying threshold).
+        temperature: 0 is greedy.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose mass reaches top_p.
+        min_p: drop tokens less probable than min_p times the most probable one.
+        repetition_penalty: divides the logits of seen tokens; 1 switches it off.
+        seed: of the request's random numbers; None draws one.
+        logprobs: how many of the most probable tokens to report with their log-probabilities,
+            besides the emitted token's own; None reports nothing, 0 the emitted token's alone.
+        stop: strings that end the text; the text stops before them.
+        stop_token_ids: tokens that end the request, besides the model's own.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop: object = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, ok, expected in (
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "0..1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "None or 0 or more"),
+            ("stop", all(self.stop), "no empty string"),
+        ):
+            if not ok:
+                raise RequestError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine batches and what memory it takes.
+
+    Args:
+        kv_cache_tokens: positions in the KV cache, over all requests; rounded up to whole pages.
+        page_size: positions a page.
+        max_num_seqs: most requests that run at once.
+        max_batch_tokens: most rows in one iteration.
+        max_prefill_chunk: most prompt tokens of one request in one iteration.
+    """
+
+    kv_cache_tokens: int = 16384
+    page_size: int = 16
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 1024
+    max_prefill_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        for name in (
+            "kv_cache_tokens",
+            "page_size",
+            "max_num_seqs",
+            "max_batch_tokens",
+            "max_prefill_chunk",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.kv_cache_tokens // self.page_size)

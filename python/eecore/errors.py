@@ -24,3 +24,11 @@ class UnsupportedModelError(ModelError):
 
 class CheckpointError(ModelError):
     """A file of the model is corrupt, truncated, or disagrees with the others."""
+
+
+class RequestError(EecoreError, ValueError):
+    """A prompt or setting that can never be served."""
+
+
+class ExitError(RequestError):
+    """An exit policy that contradicts itself or that the model cannot run."""

@@ -1,7 +1,7 @@
 """What a user says about depth: how many layers each token gets, and what the output then promises.
 
-Layer counts follow one convention everywhere: exit layer E means that the first E layers have run, so
-E runs from 1 to the model's number of layers.
+Layer counts follow one convention everywhere: exit layer E means that the first E layers have run,
+so E runs from 1 to the model's number of layers.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ExitClassifier:
     bias1: Tensor | None = None
     weight2: Tensor | None = None
     bias2: Tensor | None = None
-    _moved: dict[torch.device, ExitClassifier] = field(default_factory=dict, repr=False)
+    _moved: dict[torch.device, ExitClassifier] = field(default_factory=dict, init=False, repr=False)
 
     def on(self, device: torch.device) -> ExitClassifier:
         """The classifier with contiguous float32 weights on ``device``, moved once."""
@@ -126,11 +126,12 @@ class ConfidentExit(Exit):
     """Exit once the model is confident: per token, measured after each exit point.
 
     Args:
-        threshold: lambda. A token is accepted when its confidence is at least lambda; 1 never exits.
+        threshold: lambda. A token is accepted when its confidence is at least lambda; 1 never
+            exits.
         measure: ``softmax`` (gap of the two largest probabilities), ``state`` (cosine of the states
             of two consecutive layers) or ``classifier``. (Early-exit framework §2.1; CALM §3.)
-        batch: ``each`` row leaves when it is accepted; ``all`` rows leave together at the first exit
-            point at which every one of them is accepted (early-exit framework, Algorithm 1).
+        batch: ``each`` row leaves when it is accepted; ``all`` rows leave together at the first
+            exit point at which every one of them is accepted (early-exit framework, Algorithm 1).
         decay_tau: tau of CALM's decaying threshold
             ``clip(0.9 * lambda + 0.1 * exp(-tau * t / N), 0, 1)`` (CALM eq. 5); 0 switches it off.
         exit_points: exit layers at which confidence is measured; all of them when None.
@@ -157,7 +158,8 @@ class ConfidentExit(Exit):
                 raise ExitError(f"ConfidentExit.{name}: expected 0..1, got {value}")
         if self.measure not in ("softmax", "state", "classifier"):
             raise ExitError(
-                f"ConfidentExit.measure: expected softmax, state or classifier, got {self.measure!r}"
+                "ConfidentExit.measure: expected softmax, state or classifier, "
+                f"got {self.measure!r}"
             )
         if self.batch not in ("each", "all"):
             raise ExitError(f"ConfidentExit.batch: expected each or all, got {self.batch!r}")
@@ -165,7 +167,7 @@ class ConfidentExit(Exit):
             raise ExitError(f"ConfidentExit.decay_tau: expected 0 or more, got {self.decay_tau}")
         if (self.measure == "classifier") != (self.classifier is not None):
             raise ExitError(
-                "ConfidentExit.classifier: expected one with measure='classifier' and none without, "
+                "ConfidentExit.classifier: expected one with measure='classifier', none without, "
                 f"got measure={self.measure!r} and classifier={self.classifier!r}"
             )
 
@@ -219,7 +221,9 @@ class SelfSpeculative(Exit):
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1:
-            raise ExitError(f"SelfSpeculative.num_drafts: expected 1 or more, got {self.num_drafts}")
+            raise ExitError(
+                f"SelfSpeculative.num_drafts: expected 1 or more, got {self.num_drafts}"
+            )
         if self.draft_threshold is not None and not 0.0 <= self.draft_threshold <= 1.0:
             raise ExitError(
                 f"SelfSpeculative.draft_threshold: expected 0..1, got {self.draft_threshold}"
@@ -244,8 +248,8 @@ class SelfSpeculative(Exit):
 class DraftAndVerify(Exit):
     """Draft with some attention and MLP sublayers left out, verify with all (Zhang et al. 2023).
 
-    Lossless like :class:`SelfSpeculative`, and needs no training: ``eecore.search_skipped_sublayers``
-    finds the sets for a model.
+    Lossless like :class:`SelfSpeculative`, and needs no training:
+    ``eecore.search_skipped_sublayers`` finds the sets for a model.
 
     Args:
         skip_attention: layers (from 0) whose attention the draft leaves out.

@@ -18,10 +18,7 @@ from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.engine import Engine
 from eecore.errors import RequestError
 from eecore.exits import Exit
-from eecore.models.checkpoint import load_model
-from eecore.models.kv_cache import KVCache
-from eecore.models.llama import LlamaModel
-from eecore.models.tokenizer import Tokenizer
+from eecore.models import KVCache, LlamaModel, Tokenizer, load_model
 from eecore.output import Output, StepOutput
 
 __all__ = ["Model", "generate", "load", "search_skipped_sublayers", "stream"]
@@ -65,7 +62,8 @@ def load(
     Args:
         path: holds config.json, safetensors weights and, for text prompts, tokenizer.json.
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
-        dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when None.
+        dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
+            None.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the free memory, at most
             65536 positions on a CPU, or what ``engine`` says.
         engine: batching limits.
@@ -143,7 +141,9 @@ def generate(
     """
     outputs: dict[str, Output] = {}
     order: list[str] = []
-    for step in stream(model, prompts, exit=exit, sampling=sampling, order=order, **sampling_fields):
+    for step in stream(
+        model, prompts, exit=exit, sampling=sampling, order=order, **sampling_fields
+    ):
         if step.output is not None:
             outputs[step.request_id] = step.output
     return [outputs[request_id] for request_id in order]
@@ -160,7 +160,8 @@ def stream(
 ) -> Iterator[StepOutput]:
     """Like :func:`generate`, yielding what each engine step adds.
 
-    Closing the iterator early, or an exception such as KeyboardInterrupt, cancels what is unfinished.
+    Closing the iterator early, or an exception such as KeyboardInterrupt, cancels what is
+    unfinished.
 
     Args:
         order: gets the request ids, in the order of the prompts.

@@ -11,8 +11,8 @@ __all__ = ["Output", "RequestStats", "StepOutput"]
 class RequestStats:
     """The work and the time of one request.
 
-    A layer execution is one position through one layer; ``prompt_layers_run`` are those of the prompt
-    (and of replays after a preemption), ``layers_run`` those of generation, drafts included.
+    A layer execution is one position through one layer; ``prompt_layers_run`` are those of the
+    prompt (and of replays after a preemption), ``layers_run`` those of generation, drafts included.
     """
 
     contract: str

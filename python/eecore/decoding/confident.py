@@ -32,8 +32,8 @@ class ConfidentRow:
 class ConfidentController:
     """Sticky acceptance of the confident rows of one pass.
 
-    Rows with ``batch="each"`` leave when they are accepted. Rows with ``batch="all"`` leave together,
-    at the first exit point at which all of them are accepted.
+    Rows with ``batch="each"`` leave when they are accepted. Rows with ``batch="all"`` leave
+    together, at the first exit point at which all of them are accepted.
     """
 
     def __init__(self, runner: Runner, rows: list[tuple[int, Sequence]]) -> None:
@@ -47,9 +47,7 @@ class ConfidentController:
         count = len(rows)
         self._points = frozenset().union(*(row.points for row in self._rows))
         self._status = torch.zeros(count, dtype=torch.bool, device=runner.device)
-        self._exit_layer = torch.full(
-            (count,), num_layers, dtype=torch.int32, device=runner.device
-        )
+        self._exit_layer = torch.full((count,), num_layers, dtype=torch.int32, device=runner.device)
         self._accepted: BoolArray = np.zeros(count, dtype=np.bool_)
         self._together: BoolArray = np.array(
             [row.policy.batch == "all" for row in self._rows], dtype=np.bool_
@@ -168,7 +166,7 @@ class ConfidentController:
 
 
 def measure_states(policy: ConfidentExit, previous: Tensor, hidden: Tensor) -> Tensor:
-    """The ``state`` or ``classifier`` measure of rows [num_rows, hidden_size]: float32 [num_rows]."""
+    """The ``state`` or ``classifier`` measure of [num_rows, hidden_size]: float32 [num_rows]."""
     if policy.measure == "state":
         return ops.exit_confidence_cosine(previous, hidden)
     assert policy.classifier is not None

@@ -1,7 +1,7 @@
 """What the LM head says of rows that have left the layers: token, confidence, log-probability.
 
-Rows of plain greedy requests share one fused pass that never has logits in memory; rows of requests that
-sample, penalise or ask for log-probabilities share one pass with logits.
+Rows of plain greedy requests share one fused pass that never has logits in memory; rows of requests
+that sample, penalise or ask for log-probabilities share one pass with logits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from eecore.engine.runner import Runner
@@ -35,9 +34,7 @@ class Heads:
 
     def adjusted(self, row: int, sequence: Sequence, context: list[int]) -> Tensor:
         """The row's logits after the request's repetition penalty over ``context``."""
-        return penalise_repetition(
-            self.logits[row], context, sequence.sampling.repetition_penalty
-        )
+        return penalise_repetition(self.logits[row], context, sequence.sampling.repetition_penalty)
 
     def logprobs(
         self, row: int, sequence: Sequence, token_id: int

@@ -1,7 +1,7 @@
 """One iteration of the engine: draft, one pass through the layers for everybody, heads, outcome.
 
-Prefill chunks, replays, plain decoding, fixed and confident exits and verifications share the pass; they
-differ in where their rows enter and leave.
+Prefill chunks, replays, plain decoding, fixed and confident exits and verifications share the pass;
+they differ in where their rows enter and leave.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _replayed(plans: list[_Plan], num_rows: int) -> np.typing.NDArray[np.bool_] 
 def _read_heads(
     runner: Runner, plans: list[_Plan], sweep: Sweep, controller: ConfidentController | None
 ) -> Heads:
-    """Heads of the rows that give tokens; what a confidence measure told already is not run again."""
+    """Heads of the rows that give tokens; what a confidence measure told is not run again."""
     asked = []
     known: dict[int, tuple[int, float, float]] = {}
     for plan in plans:
@@ -233,7 +233,7 @@ def _sampled(
 def _speculated(
     plan: _Plan, heads: Heads, accepted: int, next_token: int, num_layers: int
 ) -> list[TokenRecord]:
-    """Accepted drafts, with the depth and confidence that drafted them, then the verifier's token."""
+    """Accepted drafts with the depth and confidence of the draft, then the verifier's token."""
     sequence, made = plan.work.sequence, plan.draft
     depth = draft_path(sequence.exit, num_layers).num_layers
     records = []

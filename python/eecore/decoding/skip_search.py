@@ -1,9 +1,9 @@
 """Which sublayers a draft can leave out: a greedy search on the user's own text.
 
-Zhang et al. 2023 (Draft & Verify) search the set by Bayesian optimisation of the generation speed. Here
-each sublayer's loss is measured once, then sublayers are left out one after the other, each time the
-best of a few promising candidates; the answer is the prefix of that path with the highest predicted
-speed-up.
+Zhang et al. 2023 (Draft & Verify) search the set by Bayesian optimisation of the generation speed.
+Here each sublayer's loss is measured once, then sublayers are left out one after the other, each
+time the best of a few promising candidates; the answer is the prefix of that path with the highest
+predicted speed-up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from eecore.engine.batch import RowBuilder
 from eecore.engine.runner import Runner
 from eecore.errors import RequestError
 from eecore.exits import DraftAndVerify
-from eecore.models.kv_cache import KVCache
-from eecore.models.llama import LlamaModel
+from eecore.models import KVCache, LlamaModel
 
 __all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
 
@@ -111,17 +110,19 @@ def search_skipped_sublayers(
         candidates: how many of the most promising sublayers are tried at each step.
         progress: called with each step of the path.
     """
-    texts = [list(text) for text in texts if len(text) >= 2]
-    if not texts:
+    windows = [list(text) for text in texts if len(text) >= 2]
+    if not windows:
         raise RequestError("texts: expected at least one of two or more tokens, got none")
-    longest = max(len(text) for text in texts)
+    longest = max(len(window) for window in windows)
     if longest > network.config.max_position:
         raise RequestError(
             f"texts: expected at most {network.config.max_position} tokens each, got {longest}"
         )
     config = network.config
-    probe = _Probe(network, texts)
-    free: list[Sublayer] = [(kind, i) for i in range(config.num_layers) for kind in ("attention", "mlp")]
+    probe = _Probe(network, windows)
+    free: list[Sublayer] = [
+        (kind, i) for i in range(config.num_layers) for kind in ("attention", "mlp")
+    ]
     alone = {sublayer: probe.score([sublayer])[0] for sublayer in free}
     skipped: list[Sublayer] = []
     path: list[SkipStep] = []

@@ -1,10 +1,10 @@
 """Self-speculation on one screen: draft, verify, accept. (LayerSkip §4.3, A.4; Zhang et al. 2023.)
 
-A draft runs either the first layers only (SelfSpeculative) or all layers with some sublayers left out
-(DraftAndVerify). Both keep the state of every drafted position at the depth up to which the draft ran
-exactly like the full model: verification takes the rows up from there, so that no position passes
-through one of those layers twice. Their KV is in the cache already; deeper layers' KV, where a draft
-with left-out sublayers wrote any, is overwritten by the verification.
+A draft runs either the first layers only (SelfSpeculative) or all layers with some sublayers left
+out (DraftAndVerify). Both keep the state of every drafted position at the depth up to which the
+draft ran exactly like the full model: verification takes the rows up from there, so that no
+position passes through one of those layers twice. Their KV is in the cache already; deeper layers'
+KV, where a draft with left-out sublayers wrote any, is overwritten by the verification.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ class AdaptiveDraftStop:
         if drafted == 0:
             return
         self.acceptance = 0.5 * self.acceptance + 0.5 * accepted / drafted
-        if self.acceptance < 0.9:
-            step = 0.01
-        else:
-            step = 0.0 if drafted == num_drafts else -0.01
+        easy = 0.0 if drafted == num_drafts else -0.01
+        step = 0.01 if self.acceptance < 0.9 else easy
         self.threshold = 0.9 * self.threshold + 0.1 * (self.threshold + step)
 
 
@@ -79,7 +77,7 @@ def draft_path(policy: Exit, num_layers: int) -> DraftPath:
 
 
 def draft(runner: Runner, works: list[Work]) -> list[Draft]:
-    """Draft for every work that has drafts to make; requests with the same path share the passes."""
+    """Draft for every work that may; requests with the same path share the passes."""
     drafts = [Draft() for _ in works]
     groups: dict[DraftPath, list[int]] = {}
     for i, work in enumerate(works):
@@ -106,7 +104,9 @@ def _draft_one(runner: Runner, path: DraftPath, rows: list[tuple[Sequence, Draft
         skip_mlp=path.skip_mlp,
         capture_after=path.shared_layers,
     )
-    heads = read_heads(runner, sweep.hidden, [(i, sequence) for i, (sequence, _) in enumerate(rows)])
+    heads = read_heads(
+        runner, sweep.hidden, [(i, sequence) for i, (sequence, _) in enumerate(rows)]
+    )
     skipped = sum(
         (layer in path.skip_attention and layer in path.skip_mlp)
         for layer in range(path.num_layers)
@@ -174,9 +174,7 @@ def _stop_rule(sequence: Sequence) -> AdaptiveDraftStop:
     return rule
 
 
-def accept(
-    heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]
-) -> list[tuple[int, int]]:
+def accept(heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]) -> list[tuple[int, int]]:
     """(number of accepted drafts, next token) of each verified sequence.
 
     Args:

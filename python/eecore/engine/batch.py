@@ -1,9 +1,9 @@
-"""The rows of one pass through the layers: which token of which sequence, from which layer to which.
+"""The rows of one pass: which token of which sequence, from which layer to which.
 
-A row is one position of one sequence. Rows are sorted by sequence, then by position. A row enters at
-layer ``enter`` (0: from the embedding; more: from a kept hidden state) and leaves after ``leave`` layers
-have run. Any subset of rows can be turned into an attention batch, which is how rows drop out of the
-deeper layers and how a verification joins in the middle.
+A row is one position of one sequence. Rows are sorted by sequence, then by position. A row enters
+at layer ``enter`` (0: from the embedding; more: from a kept hidden state) and leaves after
+``leave`` layers have run. Any subset of rows can be turned into an attention batch, which is how
+rows drop out of the deeper layers and how a verification joins in the middle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eecore.models.attention import AttentionBatch
+from eecore.models import AttentionBatch
 
 __all__ = ["BoolArray", "Int64Array", "RowBuilder", "Rows"]
 

@@ -19,9 +19,7 @@ from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.engine.text import TextStream
 from eecore.errors import RequestError
 from eecore.exits import Exit, Full
-from eecore.models.kv_cache import KVCache
-from eecore.models.llama import LlamaModel
-from eecore.models.tokenizer import Tokenizer
+from eecore.models import KVCache, LlamaModel, Tokenizer
 from eecore.output import Output, RequestStats, StepOutput
 
 __all__ = ["Engine"]
@@ -104,7 +102,7 @@ class Engine:
         self._arrivals += 1
         self._sequences[request_id] = sequence
         if self.tokenizer is not None:
-            self._texts[request_id] = TextStream(self.tokenizer, sampling.stop)
+            self._texts[request_id] = TextStream(self.tokenizer, prompt_ids, sampling.stop)
         self._scheduler.add(sequence)
         return request_id
 
@@ -154,8 +152,8 @@ class Engine:
         for limit, what in limits:
             if total > limit:
                 raise RequestError(
-                    f"prompt of {prompt_tokens} tokens and max_tokens={max_tokens}: expected at most "
-                    f"{limit} together, the size of {what}, got {total}"
+                    f"prompt of {prompt_tokens} tokens and max_tokens={max_tokens}: expected at "
+                    f"most {limit} together, the size of {what}, got {total}"
                 )
 
     def _commit(self, outcome: Outcome, now: float) -> StepOutput | None:

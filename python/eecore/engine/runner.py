@@ -1,8 +1,8 @@
 """Runs rows through the layers: the one loop over layers that every mode shares.
 
-Rows may enter and leave at any layer. A controller may make rows leave early; rows that leave early can
-have the KV of their skipped layers filled, at once (a replay, whose later positions attend to it) or in
-one call at the end.
+Rows may enter and leave at any layer. A controller may make rows leave early; rows that leave early
+can have the KV of their skipped layers filled, at once (a replay, whose later positions attend to
+it) or in one call at the end.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from eecore.engine.batch import BoolArray, Int64Array, Rows
-from eecore.models.attention import AttentionBatch
-from eecore.models.kv_cache import KVCache
-from eecore.models.llama import LlamaModel
+from eecore.models import AttentionBatch, KVCache, LlamaModel
 
 __all__ = ["ExitController", "Runner", "Sweep"]
 
@@ -185,9 +183,7 @@ class Runner:
         order = np.argsort(merged)
         return merged[order], torch.cat((hidden, states))[self.tensor(order)]
 
-    def _fill(
-        self, rows: Rows, final: Tensor, exit_layer: Int64Array, index: Int64Array
-    ) -> int:
+    def _fill(self, rows: Rows, final: Tensor, exit_layer: Int64Array, index: Int64Array) -> int:
         """One kv_fill for rows ``index``; returns the number of calls made."""
         if not len(index):
             return 0

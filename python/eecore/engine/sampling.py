@@ -25,9 +25,7 @@ __all__ = [
 def needs_logits(sampling: SamplingParams) -> bool:
     """Whether a request needs logits in memory; the others get by with the fused head."""
     return (
-        sampling.temperature > 0.0
-        or sampling.repetition_penalty != 1.0
-        or bool(sampling.logprobs)
+        sampling.temperature > 0.0 or sampling.repetition_penalty != 1.0 or bool(sampling.logprobs)
     )
 
 
@@ -37,7 +35,7 @@ def make_generator(seed: int) -> torch.Generator:
 
 
 def penalise_repetition(logits: Tensor, token_ids: list[int], penalty: float) -> Tensor:
-    """Logits [vocab_size] with the seen tokens' divided (or multiplied, if negative) by ``penalty``.
+    """Logits [vocab_size] with those of seen tokens divided (negative: multiplied) by ``penalty``.
 
     (CTRL, Keskar et al. 2019; the prompt counts as seen, as in transformers.)
     """

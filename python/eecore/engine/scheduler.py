@@ -1,9 +1,9 @@
 """Iteration-level batching: who runs in the next iteration, and with which pages.
 
-Running requests come first, oldest first; then waiting ones are admitted while pages, places and the
-token budget last. When pages run out the youngest running request is preempted: its pages go back, it
-waits at the head of the queue, and its KV is recomputed later. The oldest request can always run, since
-a request that could not fit alone is refused on arrival.
+Running requests come first, oldest first; then waiting ones are admitted while pages, places and
+the token budget last. When pages run out the youngest running request is preempted: its pages go
+back, it waits at the head of the queue, and its KV is recomputed later. The oldest request can
+always run, since a request that could not fit alone is refused on arrival.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Scheduler:
         return Work(sequence, min(left, budget, self._config.max_prefill_chunk))
 
     def _with_drafts(self, work: Work) -> Work:
-        """Adds as many drafts as the request wants and free pages allow; never preempts for them."""
+        """Adds as many drafts as the request wants and free pages allow, without preempting."""
         sequence = work.sequence
         wanted = sequence.exit.max_drafts if sequence.is_decoding else 0
         drafts = max(0, min(wanted, sequence.tokens_left - 1))
@@ -125,7 +125,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def crop(self, sequence: Sequence) -> None:
-        """Give back the pages behind the last computed position (a short accept, LayerSkip §4.3)."""
+        """Give back the pages behind the last computed position (LayerSkip §4.3)."""
         keep = self.pages.pages_for(sequence.num_computed)
         surplus = sequence.pages[keep:]
         if surplus:

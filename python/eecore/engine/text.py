@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eecore.models.tokenizer import IncrementalDecoder, Tokenizer
+from eecore.models import Tokenizer
 
 __all__ = ["TextStream"]
 
@@ -13,8 +13,8 @@ class TextStream:
     Text that may still turn out to begin a stop string is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], stop: tuple[str, ...]) -> None:
+        self._decoder = tokenizer.incremental(prompt_ids)
         self._stop = stop
         self._shown = 0
         self._ended = False
@@ -22,7 +22,7 @@ class TextStream:
 
     def push(self, token_id: int) -> bool:
         """Adds a token; True when a stop string has appeared (the text then ends before it)."""
-        return self._append(self._decoder.push(token_id))
+        return self._append(self._decoder.add(token_id))
 
     def finish(self) -> None:
         """Adds what the decoder still holds back."""
