@@ -46,6 +46,12 @@ LLAMA3_ROPE = {
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
+CHAT_TEMPLATE = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 # The fields of config.json that differ from BASE.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -165,9 +171,7 @@ def write_byte_tokenizer(directory: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
-        "chat_template": "{% for m in messages %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 

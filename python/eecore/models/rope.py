@@ -16,9 +16,8 @@ from eecore.config import RopeConfig
 
 def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:
     """Float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines."""
-    frequencies = _FREQUENCIES[rope.type](rope)
     positions = torch.arange(max_position, dtype=torch.float32)
-    angles = positions[:, None] * frequencies  # [max_position, rotary_dim / 2]
+    angles = positions[:, None] * frequencies(rope)  # [max_position, rotary_dim / 2]
     table = torch.empty(max_position, rope.rotary_dim, dtype=torch.float32)
     half = rope.rotary_dim // 2
     torch.cos(angles, out=table[:, :half])
@@ -26,6 +25,11 @@ def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> 
     if rope.attention_factor != 1.0:
         table *= rope.attention_factor
     return table.to(device)
+
+
+def frequencies(rope: RopeConfig) -> Tensor:
+    """Float32 [rotary_dim / 2]: the angle in radians that each pair turns per position."""
+    return _FREQUENCIES[rope.type](rope)
 
 
 def _periods(rope: RopeConfig) -> Tensor:
@@ -44,17 +48,15 @@ def _linear(rope: RopeConfig) -> Tensor:
 
 def _llama3(rope: RopeConfig) -> Tensor:
     """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
-    frequencies = _default(rope)
-    wavelengths = 2 * math.pi / frequencies
+    kept = _default(rope)
+    wavelengths = 2 * math.pi / kept
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_stretched = rope.original_max_position / rope.low_freq_factor
     kept_share = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    blended = (1 - kept_share) * frequencies / rope.factor + kept_share * frequencies
-    stretched = torch.where(
-        wavelengths > shortest_stretched, frequencies / rope.factor, frequencies
-    )
+    blended = (1 - kept_share) * kept / rope.factor + kept_share * kept
+    stretched = torch.where(wavelengths > shortest_stretched, kept / rope.factor, kept)
     between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
     return torch.where(between, blended, stretched)
 

@@ -1,0 +1,222 @@
+"""The tokenizer that a GGUF file describes, rebuilt for the ``tokenizers`` library.
+
+Two kinds exist: byte-level BPE ("gpt2"), which names how text is split before merging, and
+SentencePiece ("llama"), whose merges follow from the scores of its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from eecore.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from eecore.models.gguf_convert import GGUFFile
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a byte-level vocabulary expects text to be cut before merging."""
+
+    pattern: str | None = None
+    """None for GPT-2's own."""
+    single_digits: bool = False
+    """Digits are cut off one by one first."""
+    ignore_merges: bool = False
+    """A piece that is a token is taken whole, whatever the merges say."""
+    add_bos: bool = False
+    """The model starts with a beginning-of-sequence token unless the file says otherwise."""
+    composes: bool = False
+    """Text is put in Unicode's NFC form."""
+
+
+def _words(digits: str) -> str:
+    """The splitting pattern of the GPT-4 kind, with numbers of so many digits."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = _Split()
+_SINGLE_DIGITS = _Split(single_digits=True)
+_LLAMA3 = _Split(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_QWEN2 = _Split(_words(r"\p{N}"), composes=True)
+
+# The kinds of tokenizer.ggml.pre.
+SPLITS = {
+    "gpt-2": _GPT2,
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "tekken": _Split(_TEKKEN, ignore_merges=True, add_bos=True),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def special_token_ids(file: GGUFFile) -> tuple[int | None, list[int]]:
+    """The beginning-of-sequence id, and the ids that end generation."""
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    unique = dict.fromkeys(int(token) for token in ends if token is not None)
+    bos = file.get("tokenizer.ggml.bos_token_id")
+    return None if bos is None else int(bos), list(unique)
+
+
+def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer and its tokenizer_config.json; an UnsupportedModelError for other kinds."""
+    kind = file.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, add_bos = _byte_level(file)
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece(file), True
+    else:
+        raise UnsupportedModelError(
+            f"{file.path}: tokenizer.ggml.model: supported are gpt2, llama, got {kind}"
+        )
+    _add_whole_tokens(file, tokenizer)
+    roles = _role_tokens(file)
+    _surround(file, tokenizer, roles, add_bos)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **roles,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": file.model_value("context_length"),
+    }
+    template = file.get("tokenizer.chat_template")
+    if template is not None:
+        settings["chat_template"] = template
+    return tokenizer, settings
+
+
+def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
+    kind = file.get("tokenizer.ggml.pre")
+    split = SPLITS.get(str(kind))
+    if split is None:
+        raise UnsupportedModelError(
+            f"{file.path}: tokenizer.ggml.pre: supported are {', '.join(SPLITS)}, got {kind}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "merges")]
+    tokenizer = Tokenizer(_bpe(file, merges, ignore_merges=split.ignore_merges))
+    if split.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.add_bos
+
+
+def _sentencepiece(file: GGUFFile) -> Tokenizer:
+    """BPE over characters, with bytes for what the vocabulary lacks, as Llama 2 has it."""
+    tokens = _list(file, "tokens")
+    unknown = file.get("tokenizer.ggml.unknown_token_id")
+    tokenizer = Tokenizer(
+        _bpe(
+            file,
+            _merges_of_scores(tokens, _list(file, "scores")),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = [normalizers.Replace(" ", SPACE)]
+    prefixed = file.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = [normalizers.Prepend(SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, *spaces])
+    strip = [decoders.Strip(" ", left=1)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_of_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the best-scored token first."""
+    ids = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                merges.append((-score, ids[left], ids[right], (left, right)))
+    return [pair for *_, pair in sorted(merges)]
+
+
+def _bpe(file: GGUFFile, merges: list[Any], **options: Any) -> BPE:
+    vocab = {token: index for index, token in enumerate(_list(file, "tokens"))}
+    try:
+        return BPE(vocab, merges, **options)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{file.path}: tokenizer.ggml: {error}") from None
+
+
+def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
+    """Tokens that are never cut: control tokens, which are special, and user-defined ones."""
+    tokens, types = _list(file, "tokens"), file.get("tokenizer.ggml.token_type", [])
+    unknown = UNKNOWN if file.get("tokenizer.ggml.model") == "llama" else CONTROL
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type in (CONTROL, unknown):
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+
+
+def _role_tokens(file: GGUFFile) -> dict[str, str]:
+    tokens = _list(file, "tokens")
+    ids = {role: file.get(f"tokenizer.ggml.{name}") for role, name in ROLES.items()}
+    for role, token_id in ids.items():
+        if token_id is not None and not 0 <= token_id < len(tokens):
+            raise CheckpointError(
+                f"{file.path}: {role}: expected an id below {len(tokens)}, got {token_id}"
+            )
+    return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
+
+
+def _surround(file: GGUFFile, tokenizer: Tokenizer, roles: dict[str, str], add_bos: bool) -> None:
+    """Beginning and end tokens around a text, where the file asks for them."""
+    wanted = {
+        "bos_token": file.get("tokenizer.ggml.add_bos_token", add_bos),
+        "eos_token": file.get("tokenizer.ggml.add_eos_token", False),
+    }
+    around = {role: [roles[role]] if add and role in roles else [] for role, add in wanted.items()}
+    if any(around.values()):
+        special = {token for tokens in around.values() for token in tokens}
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*around["bos_token"], "$A", *around["eos_token"]],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in special],
+        )
+
+
+def _list(file: GGUFFile, name: str) -> list[Any]:
+    value = file.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{name}: expected a list, got {value}")
+    return value
