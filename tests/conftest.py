@@ -1,11 +1,13 @@
-"""Backends that op tests run over."""
+"""Backends that op tests run over, and the real model that runtime tests use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from get_smollm2 import get_smollm2
 
 from eecore import _C, ops
 
@@ -35,3 +37,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     _C.set_cpu_capability(capability)
     yield torch.device("cpu")
     _C.set_cpu_capability(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The directory of SmolLM2-135M-Instruct in float32; made on first use and kept."""
+    try:
+        return get_smollm2()
+    except RuntimeError as error:
+        pytest.skip(f"no SmolLM2: {error}")

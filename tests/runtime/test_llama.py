@@ -167,3 +167,13 @@ def test_filling_reads_the_weights_of_the_layers_themselves(tmp_path: Path) -> N
         tensor.data_ptr(): tensor.numel() for tensor in vars(weights).values() if tensor is not None
     }
     assert sum(stored.values()) == config.num_parameters
+
+
+def test_logits_of_the_real_model_agree_with_transformers(smollm2: Path) -> None:
+    _, model, tokenizer = load_model(smollm2, "cpu")
+    assert tokenizer is not None
+    text = "The capital of France is Paris, and its 20 districts spiral out from the Louvre."
+    token_ids = torch.tensor(tokenizer.encode(text))
+    expected = logits_of_transformers(smollm2, token_ids)
+    got = Session(model, len(token_ids)).logits(token_ids, [len(token_ids) - 5, 1, 4])
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
