@@ -30,6 +30,7 @@ __all__ = [
     "accept_mask",
     "append_kv",
     "build_info",
+    "cpu_only_ops",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
@@ -37,6 +38,18 @@ __all__ = [
     "paged_attention",
     "speculative_accept",
 ]
+
+
+OP_NAMES = (
+    "accept_mask",
+    "append_kv",
+    "exit_confidence_cosine",
+    "exit_confidence_mlp",
+    "exit_confidence_softmax",
+    "kv_fill",
+    "paged_attention",
+    "speculative_accept",
+)
 
 
 def build_info() -> dict[str, Any]:
@@ -53,20 +66,17 @@ def build_info() -> dict[str, Any]:
     return info
 
 
+def cpu_only_ops() -> tuple[str, ...]:
+    """Ops that have no CUDA kernel here: all of them without a GPU or the CUDA module."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return tuple(name for name in OP_NAMES if not has_kernel(f"eecore::{name}", "CUDA"))
+
+
 def _no_output(*_args: Any) -> None:
     """The fake kernel of an op that only writes into its arguments."""
 
 
-for _name in (
-    "accept_mask",
-    "append_kv",
-    "exit_confidence_cosine",
-    "exit_confidence_mlp",
-    "exit_confidence_softmax",
-    "kv_fill",
-    "paged_attention",
-    "speculative_accept",
-):
+for _name in OP_NAMES:
     torch.library.register_fake(f"eecore::{_name}", _no_output)
 
 _accept_mask = torch.ops.eecore.accept_mask.default

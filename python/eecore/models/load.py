@@ -46,9 +46,9 @@ def load_model(
 
 def choose_device(device: str | torch.device | None) -> torch.device:
     """The device asked for, or the best that this build and machine have."""
-    has_cuda = torch.cuda.is_available() and bool(ops.build_info()["cuda"])
+    missing = ops.cpu_only_ops()
     if device is None:
-        device = "cuda" if has_cuda else "cpu"
+        device = "cuda" if not missing else "cpu"
     try:
         chosen = torch.device(device)
     except RuntimeError:
@@ -57,9 +57,13 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         return chosen
     if not str(chosen).startswith("cuda"):
         raise ModelError(f"device: expected cpu or cuda, got {chosen}")
-    if not has_cuda:
-        why = "a build without CUDA" if torch.cuda.is_available() else "no GPU"
-        raise ModelError(f"device: expected cpu, got {chosen} with {why}")
+    if not torch.cuda.is_available():
+        raise ModelError(f"device: expected cpu, got {chosen} on a machine without a GPU")
+    if missing:
+        raise ModelError(
+            f"device: expected cpu, got {chosen}: this build has no CUDA kernel for "
+            f"{', '.join(missing)}"
+        )
     return torch.device(
         "cuda", torch.cuda.current_device() if chosen.index is None else chosen.index
     )

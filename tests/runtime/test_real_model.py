@@ -1,0 +1,103 @@
+"""SmolLM2-135M: the whole stack on a real model, against transformers and against itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from real_prompts import real_prompts
+
+import eecore
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: Path) -> eecore.Model:
+    return eecore.load(smollm2, dtype="float32", kv_cache_tokens=16384)
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    assert isinstance(loaded, torch.nn.Module)
+    return loaded.eval()
+
+
+def greedy_choices(oracle: torch.nn.Module, prompt: list[int], output: list[int]) -> list[int]:
+    """What transformers' greedy decoding picks after each prefix of ``output``, in one pass.
+
+    It equals ``output`` exactly when transformers generates ``output`` itself: by induction, the
+    first difference would be the same in both.
+    """
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([prompt + output[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
+
+
+def test_full_depth_greedy_tokens_equal_transformers(
+    model: eecore.Model, oracle: torch.nn.Module
+) -> None:
+    prompts = real_prompts(20)
+    outputs = eecore.generate(model, prompts, max_tokens=128, ignore_eos=True)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output.token_ids) == 128
+        choices = greedy_choices(oracle, output.prompt_token_ids, output.token_ids)
+        assert output.token_ids == choices, prompt
+
+
+def test_batch_and_single_tokens_are_the_same(model: eecore.Model) -> None:
+    prompts = real_prompts(3, words=20)
+    together = eecore.generate(model, prompts, max_tokens=32)
+    alone = [eecore.generate(model, [prompt], max_tokens=32)[0] for prompt in prompts]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert [o.text for o in together] == [o.text for o in alone]
+
+
+MAX_TOKENS = 16
+SKIPS = {"skip_attention": {12, 20}, "skip_mlp": {10, 14, 21}}
+
+
+@pytest.fixture(scope="module")
+def full_outputs(model: eecore.Model) -> list[list[int]]:
+    outputs = eecore.generate(model, real_prompts(100), max_tokens=MAX_TOKENS)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch_size", "num_prompts"),
+    [
+        (eecore.SelfSpeculative(24, 4), 8, 100),
+        (eecore.SelfSpeculative(8, 2), 8, 32),
+        (eecore.SelfSpeculative(27, 6), 1, 24),
+        (eecore.DraftAndVerify(**SKIPS, num_drafts=5), 8, 100),
+        (eecore.DraftAndVerify(**SKIPS, num_drafts=3, adaptive=False), 1, 24),
+    ],
+    ids=str,
+)
+def test_speculation_gives_the_text_of_full_depth(
+    model: eecore.Model,
+    full_outputs: list[list[int]],
+    policy: eecore.SelfSpeculative,
+    batch_size: int,
+    num_prompts: int,
+) -> None:
+    prompts = real_prompts(100)[:num_prompts]
+    engine = model.engine(eecore.EngineConfig(kv_cache_tokens=4096, max_num_seqs=batch_size))
+    sampling = eecore.SamplingParams(max_tokens=MAX_TOKENS)
+    names = [engine.add_request(p, exit=policy, sampling=sampling) for p in prompts]
+    outputs = {s.request_id: s.output for s in engine.run() if s.output is not None}
+    for name, prompt, expected in zip(names, prompts, full_outputs, strict=False):
+        assert outputs[name].token_ids == expected, prompt
+    assert sum(o.stats.accepted for o in outputs.values()) > 0
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_bfloat16_follows_float32(model: eecore.Model, smollm2: Path) -> None:
+    half = eecore.load(smollm2, dtype="bfloat16", kv_cache_tokens=2048)
+    prompt = "The capital of France is"
+    exact = eecore.generate(model, prompt, max_tokens=8)[0]
+    rounded = eecore.generate(half, prompt, max_tokens=8)[0]
+    assert "Paris" in (exact.text or "")
+    assert "Paris" in (rounded.text or "")
