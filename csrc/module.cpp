@@ -2,12 +2,47 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <string>
 #include <vector>
 
-#include "cpu/run.h"
+#include "backend.h"
 
 namespace py = pybind11;
+
+namespace {
+
+// Seconds that one call of `work` takes, without the interpreter's lock.
+template <typename Work>
+double seconds(const Work& work) {
+  py::gil_scoped_release release;
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Bytes per second of one read of a float32 buffer on torch's threads.
+double read_rate(uintptr_t data, int64_t num_floats) {
+  float sink = 0.0f;
+  const eecore::cpu::ReadCeilingParams params{reinterpret_cast<const float*>(data),
+                                              num_floats / 1024 * 1024, &sink};
+  const double time =
+      seconds([&] { eecore::cpu::run_read_ceiling(params, eecore::torch_parallel()); });
+  return 4.0 * static_cast<double>(params.num_floats) / time;
+}
+
+// Floating-point operations per second of chains of multiply-adds on torch's threads.
+double multiply_rate(bool bfloat16, int64_t steps) {
+  float sink = 0.0f;
+  double flops = 0.0;
+  const auto dtype = bfloat16 ? eecore::DType::kBFloat16 : eecore::DType::kFloat32;
+  const eecore::cpu::MultiplyCeilingParams params{steps, dtype, &flops, &sink};
+  const double time =
+      seconds([&] { eecore::cpu::run_multiply_ceiling(params, eecore::torch_parallel()); });
+  return flops / time;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CPU kernels and schemas of eecore";
@@ -33,4 +68,6 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("set_cpu_capability",
              [](const std::string& name) { eecore::cpu::set_capability(name.c_str()); });
+  module.def("read_rate", &read_rate, py::arg("data"), py::arg("num_floats"));
+  module.def("multiply_rate", &multiply_rate, py::arg("bfloat16"), py::arg("steps"));
 }

@@ -77,6 +77,6 @@ void set_capability(const char* name) { active().store(parse_capability(name)); 
     portable::run_##op(params, parallel); \
   }
 #endif
-EECORE_FOR_EACH_OP(EECORE_DEFINE_RUN)
+EECORE_FOR_EACH_KERNEL(EECORE_DEFINE_RUN)
 
 }  // namespace eecore::cpu

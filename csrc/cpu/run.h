@@ -16,6 +16,12 @@
   X(kv_fill, KvFillParams) \
   X(speculative_accept, SpeculativeAcceptParams)
 
+// Everything that is compiled once per capability.
+#define EECORE_FOR_EACH_KERNEL(X) \
+  EECORE_FOR_EACH_OP(X) \
+  X(read_ceiling, ReadCeilingParams) \
+  X(multiply_ceiling, MultiplyCeilingParams)
+
 namespace eecore::cpu {
 
 using RangeFn = void (*)(int64_t begin, int64_t end, void* context);
@@ -24,6 +30,22 @@ using RangeFn = void (*)(int64_t begin, int64_t end, void* context);
 struct Parallel {
   int num_threads;
   void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context);
+};
+
+// Reads memory as fast as the machine can.
+struct ReadCeilingParams {
+  const float* data;  // [num_floats], a multiple of 1024
+  int64_t num_floats;
+  float* sink;  // [1]
+};
+
+// Multiplies and adds as fast as the machine can: float32, or bfloat16 pairs where the CPU has
+// them.
+struct MultiplyCeilingParams {
+  int64_t steps;  // of every chain
+  DType dtype;
+  double* flops;  // [1]: how many were done
+  float* sink;    // [1]
 };
 
 enum class Capability : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
@@ -40,19 +62,19 @@ void set_capability(const char* name);
 
 #define EECORE_DECLARE_RUN(op, Params) \
   void run_##op(const Params& params, const Parallel& parallel);
-EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
 
 namespace portable {
-EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
 }
 namespace avx2 {
-EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
 }
 namespace avx512 {
-EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
 }
 namespace avx512_bf16 {
-EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
 }
 #undef EECORE_DECLARE_RUN
 
