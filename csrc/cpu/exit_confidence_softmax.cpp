@@ -9,8 +9,9 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-constexpr int64_t kTile = 256;   // vocabulary rows per partial
-constexpr int64_t kLogits = 32;  // vocabulary rows per buffer
+constexpr int64_t kTile = 256;     // vocabulary rows per partial
+constexpr int64_t kRowBlock = 32;  // rows per buffer
+constexpr int64_t kLogits = 32;    // vocabulary rows per buffer
 constexpr float kInfinity = __builtin_inff();
 
 // What is known of a row's logits so far. NaN among them shows as a NaN in `total`.
@@ -114,7 +115,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
   Scratch<Partial> partials(num_tiles * num_seqs);
   const int64_t grain = ceil_div(65536, kTile * n);
   parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
-    float logits[kMaxBatch][kLogits];
+    float logits[kRowBlock][kLogits];
     for (int64_t tile = begin; tile < end; ++tile) {
       Partial* partial = partials.data() + tile * num_seqs;
       const int64_t first = tile * kTile, last = min_of(first + kTile, params.vocab_size);
@@ -124,10 +125,11 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
       for (int64_t v = first; v < last; v += kLogits) {
         const int64_t count = min_of(kLogits, last - v);
         const T* w = head + v * params.lm_head_stride;
-        for (int64_t row = 0; row < num_seqs; row += kMaxBatch) {
-          const int64_t rows = min_of(kMaxBatch, num_seqs - row);
-          // Later rows of x find these rows of the head in cache.
-          const T* next = row == 0 ? w + count * params.lm_head_stride : w;
+        for (int64_t row = 0; row < num_seqs; row += kRowBlock) {
+          const int64_t rows = min_of(kRowBlock, num_seqs - row);
+          // The last block of rows prefetches; the others find this part of the head in cache.
+          const bool more = row + kRowBlock >= num_seqs && v + count < params.vocab_size;
+          const T* next = more ? w + count * params.lm_head_stride : nullptr;
           multiply(w, params.lm_head_stride, count, x.data() + row * x_stride, x_stride, rows, n,
                    next, logits[0], kLogits);
           for (int64_t i = 0; i < rows; ++i) {

@@ -8,7 +8,7 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-constexpr int64_t kRowBlock = 64;  // rows that are normed once and meet each head in turn
+constexpr int64_t kRowBlock = 32;  // rows that are normed once and meet each head in turn
 
 // Rows with a slot, by exit layer.
 struct Rows {
@@ -67,19 +67,10 @@ class Worker {
     const bool last_head = head + 1 == 2 * params_.num_kv_heads;
     const bool last_layer = layer + 1 == params_.num_layers;
     const T* following = !last_head   ? w + n * stride
-                         : last_layer ? w
+                         : last_layer ? nullptr
                                       : layer_weight + params_.weight_layer_stride;
-    for (int64_t r = 0; r < n; r += kWeightRows) {
-      const int64_t count = min_of(kWeightRows, n - r);
-      for (int64_t i = 0; i < num_rows; i += kMaxBatch) {
-        const T* block = w + r * stride;
-        // Later rows of x find these rows of w in cache.
-        const T* next = i > 0 ? block : r + count < n ? block + count * stride : following;
-        multiply(block, stride, count, x_.data() + i * x_stride_, x_stride_,
-                 min_of(kMaxBatch, num_rows - i), params_.hidden_size, next,
-                 head_.data() + i * n + r, n);
-      }
-    }
+    multiply(w, stride, n, x_.data(), x_stride_, num_rows, params_.hidden_size, following,
+             head_.data(), n);
     const bool is_key = head < params_.num_kv_heads;
     for (int64_t i = 0; i < num_rows; ++i) {
       float* values = head_.data() + i * n;
@@ -93,8 +84,6 @@ class Worker {
   }
 
  private:
-  static constexpr int64_t kWeightRows = 16;
-
   // values: [head_dim], plus the bias, rounded to T as a projection of the model is.
   void round_projection(int64_t layer, int64_t head, float* values) const {
     const int64_t n = params_.head_dim;

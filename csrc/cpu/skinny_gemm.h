@@ -137,9 +137,9 @@ inline void store_sums(const Vec* v, float* out) {
 #endif
 }
 
-// out[b * out_stride + r] for num_w_rows (a constant: kRows, or 1) rows of w and kBatch rows of x.
-// `ahead`, as many rows with the same stride, is what will be read next.
-template <int kWRows, int kBatch, typename T>
+// out[b * out_stride + r] for kWRows rows of w and kBatch rows of x; kAhead rows with the stride of
+// w are prefetched from `ahead` meanwhile.
+template <int kWRows, int kBatch, int kAhead, typename T>
 inline void multiply_block(const T* w, int64_t w_stride, const PackedX<T>* x, int64_t x_stride,
                            int64_t n, const T* ahead, float* out, int64_t out_stride) {
   constexpr int kStep = Step<T>::kStep;
@@ -150,10 +150,13 @@ inline void multiply_block(const T* w, int64_t w_stride, const PackedX<T>* x, in
   int64_t k = 0;
   for (; k + kStep <= n; k += kStep) {
 #pragma GCC unroll 4
-    for (int r = 0; r < kWRows; ++r) {
+    for (int r = 0; r < kAhead; ++r) {
       for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(T))) {
         __builtin_prefetch(ahead + r * w_stride + k + line);
       }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kWRows; ++r) {
       const Step<T> step = load_step(w + r * w_stride + k);
 #pragma GCC unroll 4
       for (int b = 0; b < kBatch; ++b) {
@@ -178,41 +181,57 @@ inline void multiply_block(const T* w, int64_t w_stride, const PackedX<T>* x, in
   }
 }
 
-template <int kBatch, typename T>
-inline void multiply_rows(const T* w, int64_t w_stride, int64_t num_rows, const PackedX<T>* x,
-                          int64_t x_stride, int64_t n, const T* next, float* out,
-                          int64_t out_stride) {
-  int64_t r = 0;
-  for (; r + kRows <= num_rows; r += kRows) {
-    const T* ahead = r + 2 * kRows <= num_rows ? w + (r + kRows) * w_stride : next;
-    multiply_block<kRows, kBatch>(w + r * w_stride, w_stride, x, x_stride, n, ahead, out + r,
-                                  out_stride);
+// The same with the number of rows to prefetch, 0, 1, 2 or 4, and of rows of x chosen by the call.
+template <int kWRows, int kBatch, typename T>
+inline void multiply_block(const T* w, int64_t w_stride, const PackedX<T>* x, int64_t x_stride,
+                           int64_t batch, int64_t n, const T* ahead, int64_t num_ahead, float* out,
+                           int64_t out_stride) {
+  if constexpr (kBatch > 1) {
+    if (batch < kBatch) {
+      return multiply_block<kWRows, kBatch - 1>(w, w_stride, x, x_stride, batch, n, ahead,
+                                                num_ahead, out, out_stride);
+    }
   }
-  for (; r < num_rows; ++r) {
-    multiply_block<1, kBatch>(w + r * w_stride, w_stride, x, x_stride, n, next, out + r,
-                              out_stride);
+  switch (num_ahead) {
+    case 4:
+      return multiply_block<kWRows, kBatch, 4>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
+    case 2:
+      return multiply_block<kWRows, kBatch, 2>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
+    case 1:
+      return multiply_block<kWRows, kBatch, 1>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
+    default:
+      return multiply_block<kWRows, kBatch, 0>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
   }
 }
 
-// out[b, r]: [num_batch <= kMaxBatch, num_rows] with row stride out_stride, from w: [num_rows, n]
-// and packed x: [num_batch, packed_size(n)]. `next`: the rows of w that will be read after these.
+// out[b, r]: [num_batch, num_rows] with row stride out_stride, from w: [num_rows, n] and packed
+// x: [num_batch, packed_size(n)]. `next`: the rows of w that will be read after these; may be null.
 template <typename T>
 inline void multiply(const T* w, int64_t w_stride, int64_t num_rows, const PackedX<T>* x,
                      int64_t x_stride, int64_t num_batch, int64_t n, const T* next, float* out,
                      int64_t out_stride) {
-  switch (num_batch) {
-#if defined(__AVX512F__)
-    case 4:
-      return multiply_rows<4>(w, w_stride, num_rows, x, x_stride, n, next, out, out_stride);
-    case 3:
-      return multiply_rows<3>(w, w_stride, num_rows, x, x_stride, n, next, out, out_stride);
-#endif
-#if defined(__AVX2__)
-    case 2:
-      return multiply_rows<2>(w, w_stride, num_rows, x, x_stride, n, next, out, out_stride);
-#endif
-    default:
-      return multiply_rows<1>(w, w_stride, num_rows, x, x_stride, n, next, out, out_stride);
+  for (int64_t r = 0; r < num_rows; r += kRows) {
+    const T* block = w + r * w_stride;
+    const T* ahead = r + kRows < num_rows ? block + kRows * w_stride : next;
+    // Every group of rows of x prefetches its share of the next block, so that memory never idles.
+    for (int64_t b = 0; b < num_batch; b += kMaxBatch) {
+      const int64_t batch = min_of(kMaxBatch, num_batch - b);
+      const int64_t from = b * kRows / num_batch;
+      const int64_t to = min_of(b + kMaxBatch, num_batch) * kRows / num_batch;
+      const int64_t num_ahead = ahead ? to - from : 0;
+      const T* share = ahead ? ahead + from * w_stride : w;
+      const PackedX<T>* group = x + b * x_stride;
+      float* group_out = out + b * out_stride + r;
+      if (r + kRows <= num_rows) {
+        multiply_block<kRows, kMaxBatch>(block, w_stride, group, x_stride, batch, n, share,
+                                         num_ahead, group_out, out_stride);
+        continue;
+      }
+      for (int64_t i = 0; i < num_rows - r; ++i) {
+        multiply_block<1, kMaxBatch>(block + i * w_stride, w_stride, group, x_stride, batch, n,
+                                     share, 0, group_out + i, out_stride);
+      }
+    }
   }
 }
 
