@@ -115,3 +115,43 @@ APPEND_KV_CASES = (
     AppendKvCase(3, 2, 1, 36, 8, rotary_dim=6, norm=True),
     AppendKvCase(100, 32, 8, 64, 16),
 )
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    num_queries: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    causal: bool = True
+    sliding_window: int = 0
+    fixed_split_size: int = 0
+
+
+ATTENTION_CASES = (
+    AttentionCase((), (), 4, 2, 64, 16),
+    AttentionCase((0, 0), (5, 0), 4, 2, 64, 16),
+    AttentionCase((1,), (1,), 9, 3, 64, 16),
+    AttentionCase((1, 1, 1), (63, 64, 65), 4, 4, 64, 16),
+    AttentionCase((1, 1, 1, 1), (17, 0, 300, 128), 8, 2, 64, 1),
+    AttentionCase((1, 1), (200, 31), 7, 1, 128, 8),
+    AttentionCase((1, 1), (129, 127), 8, 1, 80, 128),
+    AttentionCase((5, 1, 0, 9), (40, 2, 7, 9), 9, 3, 96, 16),
+    AttentionCase((6, 6), (3, 70), 6, 2, 64, 8),
+    AttentionCase((8, 3), (133, 90), 4, 4, 256, 16),
+    AttentionCase((70, 1, 33), (70, 150, 100), 9, 3, 64, 16),
+    AttentionCase((50,), (180,), 8, 1, 128, 16),
+    AttentionCase((3, 2), (20, 10), 3, 1, 8, 4),
+    AttentionCase((2, 40), (100, 90), 4, 1, 72, 16),
+    AttentionCase((1, 4), (600, 200), 6, 2, 64, 16, sliding_window=100),
+    AttentionCase((1, 70), (90, 300), 4, 4, 64, 8, sliding_window=1),
+    AttentionCase((20,), (50,), 4, 2, 80, 16, sliding_window=7),
+    AttentionCase((3, 5, 9), (70, 0, 4), 8, 2, 64, 16, causal=False),
+    AttentionCase((3, 5), (70, 90), 4, 2, 64, 16, causal=False, sliding_window=20),
+    AttentionCase((1, 3), (700, 250), 9, 3, 64, 16, fixed_split_size=100),
+    AttentionCase((30, 1), (300, 500), 4, 2, 128, 16, fixed_split_size=64),
+    AttentionCase((1, 3), (700, 250), 4, 2, 64, 8, sliding_window=130, fixed_split_size=32),
+    AttentionCase((1,), (5000,), 4, 1, 64, 16),
+)

@@ -183,3 +183,40 @@ def append_kv(
     new_k.flatten(0, 1)[slots] = k[written]
     new_v.flatten(0, 1)[slots] = v.double()[written]
     return q, new_k, new_v
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = 0,
+) -> Tensor:
+    """Attention sequence by sequence in float64; see eecore.ops.paged_attention."""
+    page_size = k_cache.shape[1]
+    group_size = q.shape[1] // k_cache.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    bounds = query_start_loc.tolist()
+    for seq, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        length = int(seq_lens[seq])
+        positions = length - (end - begin) + torch.arange(end - begin, device=q.device)
+        keys = torch.arange(length, device=q.device)
+        seen = torch.ones(end - begin, length, dtype=torch.bool, device=q.device)
+        if causal:
+            seen &= keys <= positions[:, None]
+        if sliding_window:
+            seen &= keys > positions[:, None] - sliding_window
+        used = seen.any(0).nonzero().flatten()
+        rows = seen.any(1).nonzero().flatten()
+        pages = page_table[seq, used // page_size].long()
+        k = k_cache[pages, used % page_size].double().repeat_interleave(group_size, dim=1)
+        v = v_cache[pages, used % page_size].double().repeat_interleave(group_size, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end][rows].double(), k) * scale
+        weights = scores.masked_fill(~seen[rows][:, used], -torch.inf).softmax(-1)
+        out[begin:end][rows] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out

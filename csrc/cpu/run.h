@@ -14,6 +14,7 @@
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
   X(kv_fill, KvFillParams) \
+  X(paged_attention, PagedAttentionParams) \
   X(speculative_accept, SpeculativeAcceptParams)
 
 // Everything that is compiled once per capability.

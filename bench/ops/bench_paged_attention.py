@@ -1,0 +1,83 @@
+"""paged_attention: decoding against long contexts, verification, and a prefill chunk."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from eecore import ops
+
+MODELS = [(9, 3, 64), (32, 8, 64), (24, 8, 128), (32, 8, 128)]
+
+
+def contiguous_call(
+    num_queries: int,
+    seq_len: int,
+    num_seqs: int,
+    model: tuple[int, int, int],
+    dtype: torch.dtype,
+    page_size: int = 16,
+) -> dict[str, Any]:
+    num_q_heads, num_kv_heads, head_dim = model
+    pages = -(-seq_len // page_size)
+    cache_shape = (pages * num_seqs, page_size, num_kv_heads, head_dim)
+    starts = itertools.accumulate([num_queries] * num_seqs, initial=0)
+    return {
+        "q": torch.randn(num_seqs * num_queries, num_q_heads, head_dim).to(dtype),
+        "k_cache": torch.randn(cache_shape).to(dtype),
+        "v_cache": torch.randn(cache_shape).to(dtype),
+        "page_table": torch.randperm(pages * num_seqs).int().view(num_seqs, pages),
+        "seq_lens": torch.full((num_seqs,), seq_len, dtype=torch.int32),
+        "query_start_loc": torch.tensor(list(starts), dtype=torch.int32),
+        "scale": head_dim**-0.5,
+    }
+
+
+def record_rates(benchmark, call: dict[str, Any], num_queries: int, read_bandwidth: float) -> None:
+    """GB/s of keys and values read once, their fraction of reading alone, and GFLOP/s."""
+    seconds = benchmark.stats.stats.min
+    moved = call["k_cache"].nbytes + call["v_cache"].nbytes + 2 * call["q"].nbytes
+    keys = int(call["seq_lens"][0]) - (num_queries - 1) / 2
+    flops = 4 * call["q"].numel() * keys
+    benchmark.extra_info["GB/s"] = moved / seconds / 1e9
+    benchmark.extra_info["of read bandwidth"] = moved / seconds / 1e9 / read_bandwidth
+    benchmark.extra_info["GFLOP/s"] = flops / seconds / 1e9
+
+
+@pytest.fixture(scope="module")
+def read_bandwidth() -> float:
+    """GB/s of summing more floats than any cache holds, with the threads of the benchmark."""
+    import timeit
+
+    floats = torch.ones(64 << 20)
+    best = min(timeit.repeat(floats.sum, number=1, repeat=7))
+    return floats.nbytes / best / 1e9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize(("num_seqs", "seq_len"), [(1, 4096), (8, 1024)])
+def bench_decode(
+    benchmark,
+    num_seqs: int,
+    seq_len: int,
+    model: tuple[int, int, int],
+    dtype: torch.dtype,
+    read_bandwidth: float,
+) -> None:
+    call = contiguous_call(1, seq_len, num_seqs, model, dtype)
+    benchmark(ops.paged_attention, **call)
+    record_rates(benchmark, call, 1, read_bandwidth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_queries", "seq_len"), [(7, 1024), (512, 2048)])
+def bench_verify_and_prefill(
+    benchmark, num_queries: int, seq_len: int, dtype: torch.dtype, read_bandwidth: float
+) -> None:
+    call = contiguous_call(num_queries, seq_len, 1, (9, 3, 64), dtype)
+    benchmark(ops.paged_attention, **call)
+    record_rates(benchmark, call, num_queries, read_bandwidth)

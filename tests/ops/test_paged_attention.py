@@ -1,0 +1,229 @@
+"""paged_attention: masks, ragged batches, poisoned memory that no key uses, and repeatable rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from cases import ATTENTION_CASES, DTYPES, TOLERANCES, AttentionCase
+from eecore import ops
+
+GARBAGE = 2**31 - 1
+SMALL = AttentionCase((1, 3), (20, 9), 4, 2, 64, 8)
+
+
+def random_call(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of ops.paged_attention: scattered pages, NaN in slots and garbage in page-table
+    entries that no query's keys use, and q as a view of a wider projection."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    num_tokens, num_seqs, page_size = sum(case.num_queries), len(case.seq_lens), case.page_size
+    num_pages = sum(-(-length // page_size) for length in case.seq_lens) + 3
+    max_pages = max((-(-length // page_size) for length in case.seq_lens), default=0) + 2
+    qkv = random(num_tokens, case.num_q_heads + 2 * case.num_kv_heads, case.head_dim + 8)
+    cache_shape = (num_pages, page_size, case.num_kv_heads, case.head_dim)
+    k_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
+    v_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
+    page_table = torch.full((num_seqs, max_pages), GARBAGE, dtype=torch.int32)
+    free_pages = iter(torch.randperm(num_pages, generator=generator).tolist())
+    for seq, (length, num_queries) in enumerate(zip(case.seq_lens, case.num_queries, strict=True)):
+        window = case.sliding_window
+        first_key = max(length - num_queries + 1 - window, 0) if window else 0
+        for key in range(first_key, length if num_queries else 0):
+            index, offset = divmod(key, page_size)
+            if page_table[seq, index] == GARBAGE:
+                page_table[seq, index] = next(free_pages)
+            page = page_table[seq, index]
+            k_cache[page, offset] = random(case.num_kv_heads, case.head_dim)
+            v_cache[page, offset] = random(case.num_kv_heads, case.head_dim)
+    return {
+        "q": qkv.to(device)[:, : case.num_q_heads, : case.head_dim],
+        "k_cache": k_cache.to(device),
+        "v_cache": v_cache.to(device),
+        "page_table": page_table.to(device),
+        "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
+        "query_start_loc": torch.tensor(
+            [0, *itertools.accumulate(case.num_queries)], dtype=torch.int32, device=device
+        ),
+        "scale": case.head_dim**-0.5,
+        "causal": case.causal,
+        "sliding_window": case.sliding_window,
+        "fixed_split_size": case.fixed_split_size,
+    }
+
+
+def expected_of(call: dict[str, Any]) -> torch.Tensor:
+    return reference.paged_attention(**{k: v for k, v in call.items() if k != "fixed_split_size"})
+
+
+def with_threads(num_threads: int, call: dict[str, Any]) -> torch.Tensor:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return ops.paged_attention(**call)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_matches_the_reference(
+    case: AttentionCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = random_call(case, dtype, device)
+    got = ops.paged_attention(**call)
+    tolerance = dataclasses.asdict(TOLERANCES[dtype])
+    torch.testing.assert_close(got.double(), expected_of(call), **tolerance)
+
+
+def test_queries_that_see_no_key_give_zeros(device: torch.device) -> None:
+    call = random_call(AttentionCase((5, 2), (2, 0), 4, 2, 64, 8), torch.float32, device)
+    out = torch.full(call["q"].shape, torch.nan, device=device)
+    ops.paged_attention(**call, out=out)
+    assert (out[:3] == 0).all()
+    assert (out[3:5] != 0).all()
+    assert (out[5:] == 0).all()
+
+
+def test_large_scores_do_not_overflow(device: torch.device) -> None:
+    call = random_call(AttentionCase((2,), (200,), 4, 2, 64, 8), torch.float32, device)
+    call["scale"] = 30.0
+    torch.testing.assert_close(
+        ops.paged_attention(**call).double(), expected_of(call), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sliding_window", [0, 90])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_fixed_split_makes_a_row_independent_of_its_company(
+    head_dim: int, sliding_window: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Verification gives bit by bit what decoding gives: in any batch, chunk and thread count."""
+    shape = {"sliding_window": sliding_window, "fixed_split_size": 96}
+    batch = AttentionCase((20, 2, 1), (310, 40, 500), 6, 2, head_dim, 8, **shape)
+    call = random_call(batch, dtype, device)
+    together = with_threads(2, call)
+    for query in (0, 7, 19):
+        alone = {
+            **call,
+            "q": call["q"][query : query + 1],
+            "page_table": call["page_table"][:1],
+            "seq_lens": call["seq_lens"][:1] - 19 + query,
+            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device),
+        }
+        for num_threads in (1, 2):
+            assert torch.equal(with_threads(num_threads, alone)[0], together[query])
+
+
+def test_does_not_depend_on_the_number_of_threads(device: torch.device) -> None:
+    many_rows = random_call(
+        AttentionCase((40,) * 6, (120,) * 6, 8, 4, 64, 16), torch.float32, device
+    )
+    one_long = random_call(
+        AttentionCase((1,), (2000,), 4, 1, 64, 16, fixed_split_size=128), torch.float32, device
+    )
+    for call in (many_rows, one_long):
+        assert torch.equal(with_threads(1, call), with_threads(2, call))
+
+
+def test_a_long_context_is_spread_over_threads(device: torch.device) -> None:
+    case = AttentionCase((1, 1), (3000, 10), 8, 2, 128, 16, sliding_window=2900)
+    call = random_call(case, torch.float32, device)
+    torch.testing.assert_close(
+        with_threads(2, call).double(), expected_of(call), rtol=2e-5, atol=2e-5
+    )
+
+
+def test_writes_into_a_strided_out(device: torch.device) -> None:
+    call = random_call(SMALL, torch.float32, device)
+    wide = torch.full((4, 6, 70), -7.0, device=device)
+    out = wide[:, 1:5, :64]
+    assert ops.paged_attention(**call, out=out) is out
+    torch.testing.assert_close(out.double(), expected_of(call), rtol=2e-5, atol=2e-5)
+    assert (wide[:, 0] == -7).all()
+    assert (wide[..., 64:] == -7).all()
+
+
+def change_entry(row: int, column: int, value: int) -> torch.Tensor:
+    page_table = torch.tensor([[0, 1, 2], [3, 4, GARBAGE]], dtype=torch.int32)
+    page_table[row, column] = value
+    return page_table
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(4, 4, 64, dtype=torch.float64)}, r"q: expected float32, bfloat16"),
+        ({"q": torch.zeros(4, 4, 128)[..., ::2]}, r"q: expected the last 1 .* contiguous"),
+        (
+            {"q": torch.zeros(4, 3, 64), "out": torch.zeros(4, 3, 64)},
+            r"q: expected num_q_heads a multiple .* got 3",
+        ),
+        ({"k_cache": torch.zeros(8, 8, 2, 32)}, r"k_cache: .*head_dim=64\], got float32 .* 32\]"),
+        ({"v_cache": torch.zeros(9, 8, 2, 64)}, r"v_cache: expected .*num_pages=8"),
+        ({"v_cache": torch.zeros(8, 8, 2, 64).bfloat16()}, r"v_cache: .* got bfloat16"),
+        ({"page_table": torch.zeros(2, 3).long()}, r"page_table: expected int32 .* got int64"),
+        ({"page_table": change_entry(0, 2, 8)}, r"page_table: .*num_pages=8\) .*2, got 8 .* 0"),
+        ({"page_table": change_entry(1, 0, -1)}, r"page_table: .* column 0, got -1 .* sequence 1"),
+        ({"seq_lens": torch.tensor([20]).int()}, r"seq_lens: .*\[num_seqs=2\], got int32 \[1\]"),
+        ({"seq_lens": torch.tensor([20, 25]).int()}, r"seq_lens: .*page_size=24\], got 25 .* 1"),
+        ({"seq_lens": torch.tensor([-1, 9]).int()}, r"seq_lens: .* got -1 for sequence 0"),
+        ({"query_start_loc": torch.tensor([0, 4]).int()}, r"query_start_loc: expected int32 \[3\]"),
+        ({"query_start_loc": torch.tensor([1, 1, 4]).int()}, r"query_start_loc: .* start at 0"),
+        ({"query_start_loc": torch.tensor([0, 5, 4]).int()}, r"query_start_loc: .* ascending"),
+        ({"query_start_loc": torch.tensor([0, 1, 3]).int()}, r"query_start_loc: .*=4, got 3"),
+        ({"out": torch.zeros(4, 4, 32)}, r"out: expected float32 .*head_dim=64\]"),
+        ({"sliding_window": -1}, r"sliding_window: expected 0 or more keys, got -1"),
+        ({"fixed_split_size": -1}, r"fixed_split_size: expected 0 or more keys, got -1"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    call = {
+        **random_call(SMALL, torch.float32, torch.device("cpu")),
+        "page_table": torch.tensor([[0, 1, 2], [3, 4, GARBAGE]], dtype=torch.int32),
+        "k_cache": torch.zeros(8, 8, 2, 64),
+        "v_cache": torch.zeros(8, 8, 2, 64),
+        "out": torch.full((4, 4, 64), -7.0),
+        **change,
+    }
+    with pytest.raises(RuntimeError, match=f"paged_attention: {message}"):
+        ops.paged_attention(**call)
+    assert (call["out"] == (0 if "out" in change else -7)).all()
+
+
+@pytest.mark.parametrize("head_dim", [4, 20, 264])
+def test_an_unsupported_head_dim_is_refused(head_dim: int) -> None:
+    case = AttentionCase((1,), (1,), 1, 1, head_dim, 1)
+    call = random_call(case, torch.float32, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=rf"q: expected head_dim a multiple .* got {head_dim}"):
+        ops.paged_attention(**call)
+
+
+def test_opcheck(device: torch.device) -> None:
+    call = random_call(SMALL, torch.float32, device)
+    call["k_cache"].nan_to_num_()
+    call["v_cache"].nan_to_num_()
+    tensors = [value for value in call.values() if isinstance(value, torch.Tensor)]
+    out = torch.empty(call["q"].shape, device=device)
+    torch.library.opcheck(
+        torch.ops.eecore.paged_attention.default, (*tensors, out, 0.125, True, 0, 0)
+    )
+
+
+def test_compiles_as_one_graph() -> None:
+    call = random_call(SMALL, torch.float32, torch.device("cpu"))
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        return ops.paged_attention(**{**call, "q": q * 2}) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(call["q"])
+    torch.testing.assert_close(compiled, step(call["q"]))
