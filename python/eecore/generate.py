@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,19 @@ class Model:
     def engine(self, config: EngineConfig | None = None) -> Engine:
         """A fresh engine over this model, with a KV cache of its own."""
         return Engine(self.network, self.tokenizer, config or self.engine_config)
+
+    @contextmanager
+    def borrowed_engine(self) -> Iterator[Engine]:
+        """The engine kept for :func:`generate`, or a fresh one while another call is using it."""
+        if not self._lock.acquire(blocking=False):
+            yield self.engine()
+            return
+        try:
+            if self._engine is None:
+                self._engine = self.engine()
+            yield self._engine
+        finally:
+            self._lock.release()
 
     def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
         """A fresh engine for asyncio, with a KV cache of its own."""
@@ -171,11 +185,8 @@ def stream(
     samplings = _per_prompt(
         "sampling", _sampling(sampling, sampling_fields), SamplingParams, len(many)
     )
-    with model._lock:
-        if model._engine is None:
-            model._engine = model.engine()
-        engine = model._engine
-        ids: list[str] = []
+    ids: list[str] = []
+    with model.borrowed_engine() as engine:
         try:
             for prompt, policy, params in zip(many, exits, samplings, strict=True):
                 ids.append(engine.add_request(prompt, exit=policy, sampling=params))
