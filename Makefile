@@ -1,0 +1,48 @@
+# Each target sets up what it needs in .venv and leaves alone what is there; see scripts/setup_venv.sh.
+#
+#   make test ARGS="tests/ops -k cosine"     ARGS goes to pytest
+#   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+ARGS ?=
+SETUP := scripts/setup_venv.sh
+PYTHON_IN_VENV := .venv/bin/python
+CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+
+demo:  ## a real model, streamed in every exit mode
+	@$(SETUP)
+	@$(PYTHON_IN_VENV) -m eecore demo $(ARGS)
+
+test:  ## the whole test suite
+	@$(SETUP) test
+	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
+
+lint:  ## ruff, mypy and clang-format: changes nothing
+	@$(SETUP) lint
+	@$(PYTHON_IN_VENV) -m ruff check .
+	@$(PYTHON_IN_VENV) -m ruff format --check .
+	@$(PYTHON_IN_VENV) -m mypy
+	@.venv/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	@echo "clang-format: nothing to change"
+
+format:  ## rewrite the sources as make lint wants them
+	@$(SETUP) lint
+	@$(PYTHON_IN_VENV) -m ruff check --fix .
+	@$(PYTHON_IN_VENV) -m ruff format .
+	@.venv/bin/clang-format -i $(CXX_SOURCES)
+
+bench:  ## the microbenchmarks of the ops
+	@$(SETUP) test
+	@$(PYTHON_IN_VENV) -m pytest bench --benchmark-columns=min,median,rounds \
+	  --benchmark-sort=fullname --benchmark-max-time=0.5 $(ARGS)
+
+clean:  ## remove .venv, build products and caches
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	rm -rf python/*.egg-info python/eecore/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# Makes .venv in this checkout: torch, eecore built in place, and the extras named as arguments.
+#
+#   scripts/setup_venv.sh test lint
+#
+# Safe to run again: what has not changed since the last run is left alone, within a second.
+#
+#   PYTHON         the interpreter to make .venv with, 3.10 or newer (python3)
+#   EECORE_TORCH   the torch to install into a new .venv (torch==2.13.0)
+#   EECORE_CUDA    AUTO, ON or OFF: build the CUDA kernels (AUTO; with CI=true ON where nvcc is)
+#   MAX_JOBS       compilations at a time
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=.venv/bin/python
+torch_requirement=${EECORE_TORCH:-torch==2.13.0}
+
+say() { printf '== %s\n' "$*" >&2; }
+die() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 1
+}
+
+# What must be on the machine.
+
+find_python() {
+  local base=${PYTHON:-python3}
+  command -v "$base" >/dev/null || die "no $base was found: install Python 3.10 or newer" \
+    "(Debian/Ubuntu: apt install python3 python3-venv python3-dev; Fedora: dnf install" \
+    "python3-devel; macOS: brew install python), or name one with PYTHON=..."
+  "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "eecore needs Python 3.10 or newer, $base is $("$base" -V 2>&1): name a newer one with PYTHON=..."
+  "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "$base cannot make virtual environments: Debian/Ubuntu: apt install python3-venv"
+  "$base" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+    die "$base has no C headers: Debian/Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel"
+  echo "$base"
+}
+
+check_compiler() {
+  local compiler
+  for compiler in ${CXX:-} c++ g++ clang++; do
+    if command -v "$compiler" >/dev/null; then return; fi
+  done
+  die "no C++ compiler was found: Debian/Ubuntu: apt install build-essential; Fedora: dnf install" \
+    "gcc-c++; macOS: xcode-select --install; or name one with CXX=..."
+}
+
+# Where nvcc is, if it is anywhere.
+find_nvcc() {
+  local candidate
+  for candidate in "${CUDACXX:-}" "$(command -v nvcc || true)" "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc"; do
+    if [ -n "$candidate" ] && [ -x "$candidate" ]; then
+      echo "$candidate"
+      return
+    fi
+  done
+}
+
+choose_cuda() {
+  local nvcc
+  nvcc=$(find_nvcc)
+  if [ -n "$nvcc" ]; then export CUDACXX=$nvcc; fi
+  if [ -z "${EECORE_CUDA:-}" ] && [ "${CI:-}" = true ]; then
+    if [ -n "$nvcc" ]; then
+      export EECORE_CUDA=ON
+    else
+      say "************************************************************************"
+      say "WARNING: no nvcc on this CI machine, so the CUDA half is NOT compiled"
+      say "************************************************************************"
+      export EECORE_CUDA=OFF
+    fi
+  fi
+}
+
+# Stamps: a step runs again when what it depends on has changed.
+
+fingerprint() { # of files and of text on stdin
+  { cat; for file in "$@"; do printf '%s\n' "$file"; cat "$file"; done; } | cksum
+}
+
+is_done() { [ "$(cat ".venv/stamp-$1" 2>/dev/null)" = "$2" ]; }
+mark_done() { printf '%s\n' "$2" >".venv/stamp-$1"; }
+
+# Steps.
+
+pip_install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+# A .venv that was moved, broken off half-way or made with another Python than PYTHON is made anew.
+make_venv() {
+  local base
+  if is_done venv "$PWD" && "$python" -V >/dev/null 2>&1; then
+    if [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -V 2>&1)" = "$("$python" -V 2>&1)" ]; then return; fi
+  fi
+  base=$(find_python)
+  say "making .venv with $("$base" -V 2>&1)"
+  rm -rf .venv
+  "$base" -m venv .venv
+  mark_done venv "$PWD"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+install_torch() {
+  if is_done torch "$torch_requirement"; then return; fi
+  if [ -z "${EECORE_TORCH:-}" ] && "$python" -c 'import torch' 2>/dev/null; then
+    mark_done torch "$torch_requirement"
+    return
+  fi
+  # A wheel that pip is configured to find on this machine; then, where there is no GPU, the index of
+  # CPU builds, which are a tenth of the size; then whatever the default index has.
+  if pip_install --no-index --no-deps "$torch_requirement" 2>/dev/null; then
+    say "torch: $torch_requirement from a local wheel"
+  elif ! has_gpu && pip_install --retries 0 --timeout 15 \
+    --index-url https://download.pytorch.org/whl/cpu "$torch_requirement" 2>/dev/null; then
+    say "torch: $torch_requirement, the CPU build"
+  else
+    say "torch: $torch_requirement from the default index"
+  fi
+  pip_install "$torch_requirement"
+  "$python" -c 'import torch' || die "torch was installed, but cannot be imported"
+  mark_done torch "$torch_requirement"
+}
+
+# The build requirements of pyproject.toml, torch aside: it is there already.
+build_requirements() {
+  "$python" - <<'PYTHON'
+try:
+    import tomllib
+except ModuleNotFoundError:
+    from pip._vendor import tomli as tomllib
+with open("pyproject.toml", "rb") as file:
+    requirements = tomllib.load(file)["build-system"]["requires"]
+print("\n".join(line for line in requirements if not line.startswith("torch")))
+PYTHON
+}
+
+install_package() {
+  local settings sources compiled extra
+  settings="$(cat .venv/stamp-torch) ${EECORE_CUDA:-AUTO} ${EECORE_CUDA_ARCHS:-} ${CUDACXX:-} ${CXX:-}"
+  sources=$(find csrc include CMakeLists.txt setup.py -type f | LC_ALL=C sort)
+  # shellcheck disable=SC2086
+  compiled=$(fingerprint $sources <<<"$settings")
+  if ! compgen -G 'python/eecore/_C*.so' >/dev/null; then rm -f .venv/stamp-compiled; fi
+
+  for extra in package "$@"; do
+    local wanted target
+    wanted=$(fingerprint pyproject.toml <<<"$settings")
+    if is_done "$extra" "$wanted"; then continue; fi
+    target=.
+    if [ "$extra" != package ]; then target=".[$extra]"; fi
+    if [ "$extra" = package ]; then
+      say "build requirements"
+      # shellcheck disable=SC2046
+      pip_install $(build_requirements)
+    fi
+    say "pip install -e '$target' (the first one compiles the kernels, a few minutes)"
+    pip_install --no-build-isolation -e "$target"
+    mark_done "$extra" "$wanted"
+    mark_done compiled "$compiled"
+  done
+
+  if ! is_done compiled "$compiled"; then
+    say "compiling what has changed"
+    "$python" setup.py --quiet build_ext --inplace >&2
+    mark_done compiled "$compiled"
+  fi
+}
+
+check_compiler
+choose_cuda
+make_venv
+install_torch
+install_package "$@"
