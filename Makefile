@@ -16,8 +16,8 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
 
 demo:  ## a real model, streamed in every exit mode
-	@$(SETUP)
-	@$(PYTHON_IN_VENV) -m eecore demo $(ARGS)
+	@$(SETUP) gguf
+	@$(PYTHON_IN_VENV) scripts/demo.py $(ARGS)
 
 test:  ## the whole test suite
 	@$(SETUP) test

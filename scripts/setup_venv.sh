@@ -61,7 +61,7 @@ find_nvcc() {
 choose_cuda() {
   local nvcc
   nvcc=$(find_nvcc)
-  if [ -n "$nvcc" ]; then export CUDACXX=$nvcc; fi
+  if [ -n "$nvcc" ] && ! command -v nvcc >/dev/null; then export CUDACXX=$nvcc; fi
   if [ -z "${EECORE_CUDA:-}" ] && [ "${CI:-}" = true ]; then
     if [ -n "$nvcc" ]; then
       export EECORE_CUDA=ON
@@ -85,7 +85,7 @@ mark_done() { printf '%s\n' "$2" >".venv/stamp-$1"; }
 
 # Steps.
 
-pip_install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check "$@"; }
 
 # A .venv that was moved, broken off half-way or made with another Python than PYTHON is made anew.
 make_venv() {
@@ -118,49 +118,59 @@ install_torch() {
   else
     say "torch: $torch_requirement from the default index"
   fi
-  pip_install "$torch_requirement"
+  pip_install "$torch_requirement" numpy # and what torch itself needs; it complains without numpy
   "$python" -c 'import torch' || die "torch was installed, but cannot be imported"
   mark_done torch "$torch_requirement"
 }
 
-# The build requirements of pyproject.toml, torch aside: it is there already.
-build_requirements() {
-  "$python" - <<'PYTHON'
+# The requirements of pyproject.toml, one a line: of the build (torch aside, it is there already) or of
+# extras.
+requirements() {
+  "$python" - "$@" <<'PYTHON'
+import sys
+
 try:
     import tomllib
 except ModuleNotFoundError:
     from pip._vendor import tomli as tomllib
 with open("pyproject.toml", "rb") as file:
-    requirements = tomllib.load(file)["build-system"]["requires"]
-print("\n".join(line for line in requirements if not line.startswith("torch")))
+    project = tomllib.load(file)
+groups = {**project["project"]["optional-dependencies"]}
+groups["build"] = [r for r in project["build-system"]["requires"] if not r.startswith("torch")]
+for name in sys.argv[1:]:
+    if name not in groups:
+        sys.exit(f"setup: no extra {name!r} in pyproject.toml: there are {', '.join(groups)}")
+    print(*groups[name], sep="\n")
 PYTHON
 }
 
 install_package() {
-  local settings sources compiled extra
+  local settings sources wanted compiled extra
+  local missing=()
   settings="$(cat .venv/stamp-torch) ${EECORE_CUDA:-AUTO} ${EECORE_CUDA_ARCHS:-} ${CUDACXX:-} ${CXX:-}"
   sources=$(find csrc include CMakeLists.txt setup.py -type f | LC_ALL=C sort)
+  wanted=$(fingerprint pyproject.toml </dev/null)
   # shellcheck disable=SC2086
   compiled=$(fingerprint $sources <<<"$settings")
   if ! compgen -G 'python/eecore/_C*.so' >/dev/null; then rm -f .venv/stamp-compiled; fi
 
-  for extra in package "$@"; do
-    local wanted target
-    wanted=$(fingerprint pyproject.toml <<<"$settings")
-    if is_done "$extra" "$wanted"; then continue; fi
-    target=.
-    if [ "$extra" != package ]; then target=".[$extra]"; fi
-    if [ "$extra" = package ]; then
-      say "build requirements"
-      # shellcheck disable=SC2046
-      pip_install $(build_requirements)
-    fi
-    say "pip install -e '$target' (the first one compiles the kernels, a few minutes)"
-    pip_install --no-build-isolation -e "$target"
-    mark_done "$extra" "$wanted"
-    mark_done compiled "$compiled"
+  for extra in "$@"; do
+    if ! is_done "$extra" "$wanted"; then missing+=("$extra"); fi
   done
-
+  if [ ${#missing[@]} -gt 0 ]; then
+    say "pip install: the requirements of ${missing[*]}"
+    requirements "${missing[@]}" >.venv/requirements.txt
+    pip_install -r .venv/requirements.txt
+    for extra in "${missing[@]}"; do mark_done "$extra" "$wanted"; done
+  fi
+  if ! is_done package "$wanted"; then
+    say "pip install -e . (compiles the kernels, a few minutes the first time)"
+    requirements build >.venv/requirements.txt
+    pip_install -r .venv/requirements.txt
+    pip_install --no-build-isolation -e .
+    mark_done package "$wanted"
+    mark_done compiled "$compiled"
+  fi
   if ! is_done compiled "$compiled"; then
     say "compiling what has changed"
     "$python" setup.py --quiet build_ext --inplace >&2

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from get_smollm2 import get_smollm2
 
 from eecore import _C, ops
+from get_smollm2 import get_smollm2
 
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
 CUDA_OPS = {"accept_mask"}
