@@ -108,15 +108,16 @@ install_torch() {
     mark_done torch "$torch_requirement"
     return
   fi
+  say "torch: $torch_requirement, which may be a large download"
   # A wheel that pip is configured to find on this machine; then, where there is no GPU, the index of
   # CPU builds, which are a tenth of the size; then whatever the default index has.
   if pip_install --no-index --no-deps "$torch_requirement" 2>/dev/null; then
-    say "torch: $torch_requirement from a local wheel"
+    say "torch: from a local wheel"
   elif ! has_gpu && pip_install --retries 0 --timeout 15 \
     --index-url https://download.pytorch.org/whl/cpu "$torch_requirement" 2>/dev/null; then
-    say "torch: $torch_requirement, the CPU build"
+    say "torch: the CPU build"
   else
-    say "torch: $torch_requirement from the default index"
+    say "torch: from the default index"
   fi
   pip_install "$torch_requirement" numpy # and what torch itself needs; it complains without numpy
   "$python" -c 'import torch' || die "torch was installed, but cannot be imported"
