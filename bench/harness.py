@@ -1,8 +1,8 @@
 """What a benchmark result is held against: ceilings of this machine, measured in the same run.
 
-An absolute time on a shared machine says little; a share of what the machine can do says a lot. Every
-benchmark reports through :func:`report`, which puts GB/s or GFLOP/s and the fraction of the ceiling into
-pytest-benchmark's extra_info, next to the minimum and the median.
+An absolute time on a shared machine says little; a share of what the machine can do says a lot.
+Every benchmark reports through :func:`report`, which puts GB/s or GFLOP/s and the fraction of the
+ceiling into pytest-benchmark's extra_info, next to the minimum and the median.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_prompts import real_prompts
 
 import eecore
+from real_prompts import real_prompts
 
 
 @pytest.fixture(scope="module")
