@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import harness
 from eecore import ops
 
 
@@ -29,6 +30,4 @@ def bench_exit_confidence_softmax(
         benchmark(composed)
     else:
         benchmark(ops.exit_confidence_softmax, hidden, norm_weight, lm_head, 1e-5)
-    moved = lm_head.numel() * lm_head.element_size()
-    if benchmark.stats is not None:
-        benchmark.extra_info["GB/s"] = moved / benchmark.stats.stats.min / 1e9
+    harness.report(benchmark, moved_bytes=lm_head.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import harness
 from eecore import ops
 
 NUM_LAYERS, PAGE_SIZE = 16, 16
@@ -53,6 +54,4 @@ def bench_kv_fill(
         )
 
     benchmark(composed if peer else fill)
-    moved = kv_weight.numel() * kv_weight.element_size()
-    if benchmark.stats is not None:
-        benchmark.extra_info["GB/s"] = moved / benchmark.stats.stats.min / 1e9
+    harness.report(benchmark, moved_bytes=kv_weight.nbytes)

@@ -1,58 +1,11 @@
 // append_kv on the CPU: each head passes once through a float32 row in cache, where norm and rotary
 // are applied, and is rounded once on its way out. Threads share the tokens.
-#include "vec.h"
+#include "head_row.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
-
-// row[0..head_dim) of float32 from any storage.
-template <typename T>
-void load_row(const T* in, int64_t head_dim, float* row) {
-  int64_t i = 0;
-  for (; i + kWidth <= head_dim; i += kWidth) store(row + i, load(in + i));
-  if (i < head_dim) store_partial(row + i, load_partial(in + i, head_dim - i), head_dim - i);
-}
-
-template <typename T>
-void store_row(const float* row, int64_t head_dim, T* out) {
-  int64_t i = 0;
-  for (; i + kWidth <= head_dim; i += kWidth) store(out + i, load(row + i));
-  if (i < head_dim) store_partial(out + i, load_partial(row + i, head_dim - i), head_dim - i);
-}
-
-// row = row / rms(row) * weight
-template <typename T>
-void rms_norm_row(float* row, const T* weight, int64_t head_dim, float eps) {
-  Vec squares = zero();
-  int64_t i = 0;
-  for (; i + kWidth <= head_dim; i += kWidth) squares = fma(load(row + i), load(row + i), squares);
-  if (i < head_dim) {
-    const Vec tail = load_partial(row + i, head_dim - i);
-    squares = fma(tail, tail, squares);
-  }
-  const float mean = sum(squares) / static_cast<float>(head_dim);
-  const Vec inverse_rms = broadcast(1.0f / __builtin_sqrtf(mean + eps));
-  for (i = 0; i + kWidth <= head_dim; i += kWidth) {
-    store(row + i, load(row + i) * inverse_rms * load(weight + i));
-  }
-  if (i < head_dim) {
-    const int64_t n = head_dim - i;
-    store_partial(row + i, load_partial(row + i, n) * inverse_rms * load_partial(weight + i, n), n);
-  }
-}
-
-// Rotates the pairs (i, i + half) by the angles whose cosines, then sines, are given.
-void rotate_row(float* row, const float* cos_sin, int64_t half) {
-  for (int64_t i = 0; i < half; i += kWidth) {
-    const int64_t n = min_of(kWidth, half - i);
-    const Vec x = load_partial(row + i, n), y = load_partial(row + half + i, n);
-    const Vec cosine = load_partial(cos_sin + i, n), sine = load_partial(cos_sin + half + i, n);
-    store_partial(row + i, fma(x, cosine, zero() - y * sine), n);
-    store_partial(row + half + i, fma(y, cosine, x * sine), n);
-  }
-}
 
 // One head from `in` to `out`, which may be the same place. Null weight: no norm; null cos_sin: no
 // rotary; neither: the bits as they are.
@@ -66,7 +19,7 @@ void transform_head(const AppendKvParams& params, const T* in, const T* weight,
   }
   alignas(64) float row[kMaxHeadDim];
   load_row(in, head_dim, row);
-  if (weight != nullptr) rms_norm_row(row, weight, head_dim, params.eps);
+  if (weight != nullptr) norm_row(row, weight, head_dim, params.eps);
   if (cos_sin != nullptr) rotate_row(row, cos_sin, params.rotary_dim / 2);
   store_row(row, head_dim, out);
 }

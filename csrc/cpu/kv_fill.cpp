@@ -1,7 +1,7 @@
 // kv_fill on the CPU: one list of work over every layer, block of rows and head, one parallel
 // region. Rows are ordered by exit layer, so that the rows a layer needs are the first ones of that
 // order.
-#include "rms_norm.h"
+#include "head_row.h"
 #include "scratch.h"
 #include "skinny_gemm.h"
 
@@ -44,7 +44,8 @@ class Worker {
         x_stride_(packed_size<T>(params.hidden_size)),
         x_(block * x_stride_),
         normed_(x_stride_),
-        head_(block * params.head_dim) {}
+        head_(block * params.head_dim),
+        rounded_(params.head_dim) {}
 
   // Norms and packs rows: [num_rows] with the weight of `layer`.
   void norm(int64_t layer, const int32_t* rows, int64_t num_rows) {
@@ -71,72 +72,47 @@ class Worker {
                                       : layer_weight + params_.weight_layer_stride;
     multiply(w, stride, n, x_.data(), x_stride_, num_rows, params_.hidden_size, following,
              head_.data(), n);
-    const bool is_key = head < params_.num_kv_heads;
-    for (int64_t i = 0; i < num_rows; ++i) {
-      float* values = head_.data() + i * n;
-      round_projection(layer, head, values);
-      if (is_key) {
-        norm_key(layer, values);
-        rotate_key(rows[i], values);
-      }
-      write(layer, head, rows[i], values);
-    }
+    for (int64_t i = 0; i < num_rows; ++i) write(layer, head, rows[i], head_.data() + i * n);
   }
 
  private:
-  // values: [head_dim], plus the bias, rounded to T as a projection of the model is.
-  void round_projection(int64_t layer, int64_t head, float* values) const {
-    const int64_t n = params_.head_dim;
-    const T* bias = static_cast<const T*>(params_.kv_bias);
-    if (bias) bias += layer * params_.bias_layer_stride + head * n;
-    for (int64_t i = 0; i < n; i += kWidth) {
-      const int64_t lanes = min_of(n - i, kWidth);
-      Vec x = load_partial(values + i, lanes);
-      if (bias) x = x + load_partial(bias + i, lanes);
-      T rounded[kWidth];
-      store(rounded, x);
-      store_partial(values + i, load(rounded), lanes);
-    }
-  }
-
-  void norm_key(int64_t layer, float* values) const {
-    if (!params_.k_norm_weight) return;
-    const int64_t n = params_.head_dim;
-    const T* weight =
-        static_cast<const T*>(params_.k_norm_weight) + layer * params_.k_norm_layer_stride;
-    const Vec scale = broadcast(inverse_rms(values, n, params_.eps));
-    for (int64_t i = 0; i < n; i += kWidth) {
-      const int64_t lanes = min_of(n - i, kWidth);
-      const Vec x = load_partial(values + i, lanes) * scale;
-      store_partial(values + i, x * load_partial(weight + i, lanes), lanes);
-    }
-  }
-
-  // Pairs (i, i + rotary_dim / 2).
-  void rotate_key(int32_t row, float* values) const {
-    if (!params_.positions) return;
-    const int64_t half = params_.rotary_dim / 2;
-    const float* cosines = params_.cos_sin + params_.positions[row] * params_.rotary_dim;
-    for (int64_t i = 0; i < half; i += kWidth) {
-      const int64_t lanes = min_of(half - i, kWidth);
-      const Vec a = load_partial(values + i, lanes), b = load_partial(values + half + i, lanes);
-      const Vec cosine = load_partial(cosines + i, lanes);
-      const Vec sine = load_partial(cosines + half + i, lanes);
-      store_partial(values + i, a * cosine - b * sine, lanes);
-      store_partial(values + half + i, b * cosine + a * sine, lanes);
-    }
-  }
-
-  void write(int64_t layer, int64_t head, int32_t row, const float* values) const {
+  // Finishes one projected head of one row, values: [head_dim], and writes it to the row's slot.
+  void write(int64_t layer, int64_t head, int32_t row, float* values) const {
     const int64_t n = params_.head_dim, slot = params_.slot_mapping[row];
-    const bool is_key = head < params_.num_kv_heads;
-    T* out = is_key ? static_cast<T*>(params_.k_cache) + layer * params_.k_cache_layer_stride +
-                          slot * params_.k_cache_slot_stride + head * n
-                    : static_cast<T*>(params_.v_cache) + layer * params_.v_cache_layer_stride +
-                          slot * params_.v_cache_slot_stride + (head - params_.num_kv_heads) * n;
+    // A model of dtype T rounds its projections; what follows is rounded once, at the store.
+    T* rounded = rounded_.data();
+    if (params_.kv_bias) {
+      add(static_cast<const T*>(params_.kv_bias) + layer * params_.bias_layer_stride + head * n, n,
+          values);
+    }
+    store_row(values, n, rounded);
+    if (head >= params_.num_kv_heads) {
+      T* out = static_cast<T*>(params_.v_cache) + layer * params_.v_cache_layer_stride +
+               slot * params_.v_cache_slot_stride + (head - params_.num_kv_heads) * n;
+      __builtin_memcpy(out, rounded, n * sizeof(T));
+      return;
+    }
+    load_row(rounded, n, values);
+    if (params_.k_norm_weight) {
+      norm_row(values,
+               static_cast<const T*>(params_.k_norm_weight) + layer * params_.k_norm_layer_stride,
+               n, params_.eps);
+    }
+    if (params_.positions) {
+      rotate_row(values, params_.cos_sin + params_.positions[row] * params_.rotary_dim,
+                 params_.rotary_dim / 2);
+    }
+    store_row(values, n,
+              static_cast<T*>(params_.k_cache) + layer * params_.k_cache_layer_stride +
+                  slot * params_.k_cache_slot_stride + head * n);
+  }
+
+  // values += bias, both [n].
+  static void add(const T* bias, int64_t n, float* values) {
     for (int64_t i = 0; i < n; i += kWidth) {
       const int64_t lanes = min_of(n - i, kWidth);
-      store_partial(out + i, load_partial(values + i, lanes), lanes);
+      const Vec total = load_partial(values + i, lanes) + load_partial(bias + i, lanes);
+      store_partial(values + i, total, lanes);
     }
   }
 
@@ -145,11 +121,12 @@ class Worker {
   Scratch<PackedX<T>> x_;  // [block, x_stride]
   Scratch<T> normed_;      // [x_stride]
   Scratch<float> head_;    // [block, head_dim]
+  Scratch<T> rounded_;     // [head_dim]
 };
 
 // Work items [begin, end) of the list (layer, block of rows, head).
 template <typename T>
-void fill_items(const KvFillParams& params, Rows& rows, int64_t begin, int64_t end) {
+void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int64_t end) {
   const int64_t num_heads = 2 * params.num_kv_heads;
   Worker<T> worker(params, min_of(kRowBlock, params.num_tokens));
   int64_t item = begin, first = 0;
@@ -169,7 +146,7 @@ void fill_items(const KvFillParams& params, Rows& rows, int64_t begin, int64_t e
 
 template <typename T>
 void fill_layers(const KvFillParams& params, const Parallel& parallel) {
-  Rows rows(params);
+  const Rows rows(params);
   int64_t num_items = 0;
   for (int64_t layer = 0; layer < params.num_layers; ++layer) {
     num_items += ceil_div(rows.counts[layer], kRowBlock) * 2 * params.num_kv_heads;

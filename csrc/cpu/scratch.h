@@ -17,8 +17,8 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  T* data() { return data_; }
-  T& operator[](int64_t i) { return data_[i]; }
+  T* data() const { return data_; }
+  T& operator[](int64_t i) const { return data_[i]; }
 
  private:
   T* data_;

@@ -115,6 +115,34 @@ def test_layers_that_no_row_needs_and_rows_without_a_slot_are_never_read(
         assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_are_those_of_append_kv(dtype: torch.dtype, device: torch.device) -> None:
+    # A hidden state of one element, 1 after its norm, projects to the weights themselves.
+    call = random_call(KvFillCase(5, hidden_size=1, num_kv_heads=2, k_norm=True), dtype, device)
+    call["hidden"].fill_(1)
+    call["norm_weight"].fill_(1)
+    call["exit_layer"].fill_(0)
+    call["eps"] = 0.0
+    k_cache, v_cache = filled(ops.kv_fill, call)
+    for layer in range(3):
+        kv = call["kv_weight"][layer].view(1, 2, 2, 64).expand(5, -1, -1, -1)
+        wanted = call["k_cache"][layer].clone(), call["v_cache"][layer].clone()
+        ops.append_kv(
+            None,
+            kv[:, 0],
+            kv[:, 1],
+            *wanted,
+            call["slot_mapping"],
+            positions=call["positions"],
+            cos_sin=call["cos_sin"],
+            k_norm_weight=call["k_norm_weight"][layer],
+            eps=0.0,
+        )
+        for got, expected in zip((k_cache[layer], v_cache[layer]), wanted, strict=True):
+            assert torch.equal(got.isnan(), expected.isnan())
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
 def test_inputs_and_caches_with_strides(device: torch.device) -> None:
     call = random_call(
         KvFillCase(9, hidden_size=72, num_kv_heads=2, head_dim=80, rotary_dim=80, bias=True,

@@ -1,0 +1,46 @@
+// One head of queries or keys as a float32 row in cache: loaded from any storage, normed, rotated,
+// and rounded once on its way out. append_kv and kv_fill share it, so that a key is the same from
+// either.
+#pragma once
+
+#include "rms_norm.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+// row[0..head_dim) of float32 from any storage.
+template <typename T>
+inline void load_row(const T* in, int64_t head_dim, float* row) {
+  int64_t i = 0;
+  for (; i + kWidth <= head_dim; i += kWidth) store(row + i, load(in + i));
+  if (i < head_dim) store_partial(row + i, load_partial(in + i, head_dim - i), head_dim - i);
+}
+
+template <typename T>
+inline void store_row(const float* row, int64_t head_dim, T* out) {
+  int64_t i = 0;
+  for (; i + kWidth <= head_dim; i += kWidth) store(out + i, load(row + i));
+  if (i < head_dim) store_partial(out + i, load_partial(row + i, head_dim - i), head_dim - i);
+}
+
+// row = row / rms(row) * weight
+template <typename T>
+inline void norm_row(float* row, const T* weight, int64_t head_dim, float eps) {
+  const Vec scale = broadcast(inverse_rms(row, head_dim, eps));
+  for (int64_t i = 0; i < head_dim; i += kWidth) {
+    const int64_t n = min_of(kWidth, head_dim - i);
+    store_partial(row + i, load_partial(row + i, n) * scale * load_partial(weight + i, n), n);
+  }
+}
+
+// Rotates the pairs (i, i + half) by the angles whose cosines, then sines, are given.
+inline void rotate_row(float* row, const float* cos_sin, int64_t half) {
+  for (int64_t i = 0; i < half; i += kWidth) {
+    const int64_t n = min_of(kWidth, half - i);
+    const Vec x = load_partial(row + i, n), y = load_partial(row + half + i, n);
+    const Vec cosine = load_partial(cos_sin + i, n), sine = load_partial(cos_sin + half + i, n);
+    store_partial(row + i, fma(x, cosine, zero() - y * sine), n);
+    store_partial(row + half + i, fma(y, cosine, x * sine), n);
+  }
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
