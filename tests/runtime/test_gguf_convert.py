@@ -314,10 +314,13 @@ def test_the_real_weights_are_those_that_transformers_reads(
     smollm2: Path, smollm2_gguf: Path
 ) -> None:
     pytest.importorskip("accelerate", reason="transformers reads GGUF weights with accelerate")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     oracle = AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+        smollm2_gguf.parent,
+        gguf_file=smollm2_gguf.name,
+        config=AutoConfig.from_pretrained(smollm2),
+        dtype=torch.float32,
     )
     expected = oracle.state_dict()
     got = load_file(smollm2 / "model.safetensors")
