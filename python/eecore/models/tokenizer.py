@@ -17,7 +17,6 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers.processors import TemplateProcessing
 
 from eecore.errors import CheckpointError, EecoreError, ModelError
 from eecore.models.config_json import read_json
@@ -61,11 +60,9 @@ class Tokenizer:
             raise CheckpointError(f"{path}: expected a tokenizer, got: {error}") from None
         settings_path = directory / "tokenizer_config.json"
         settings = read_json(settings_path) if settings_path.is_file() else {}
-        special_tokens = _special_tokens(settings)
-        _apply_bos_eos_settings(backend, settings, special_tokens)
         return cls(
             backend,
-            special_tokens=special_tokens,
+            special_tokens=_special_tokens(settings),
             chat_template=_chat_template(directory, settings),
         )
 
@@ -177,28 +174,6 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             tokens[role] = token
     return tokens
-
-
-def _apply_bos_eos_settings(
-    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """``add_bos_token`` and ``add_eos_token``, where they are given, replace the post-processor."""
-    if settings.get("add_bos_token") is None and settings.get("add_eos_token") is None:
-        return
-    around: dict[str, list[tuple[str, int]]] = {"bos": [], "eos": []}
-    for end, tokens in around.items():
-        token = special_tokens.get(f"{end}_token")
-        token_id = None if token is None else backend.token_to_id(token)
-        if settings.get(f"add_{end}_token") and token is not None and token_id is not None:
-            tokens.append((token, token_id))
-    before = [token for token, _ in around["bos"]]
-    after = [token for token, _ in around["eos"]]
-    backend.post_processor = TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1"]
-        + [f"{token}:1" for token in after],
-        special_tokens=list({*around["bos"], *around["eos"]}),
-    )
 
 
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:

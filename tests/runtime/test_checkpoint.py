@@ -1,0 +1,388 @@
+"""Model directories: what is read from them, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eecore import ops
+from eecore.errors import (
+    CheckpointError,
+    EecoreError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from eecore.models import LlamaWeights, load_model
+from eecore.models.checkpoint import Checkpoint
+from eecore.models.config_json import read_model_config
+from eecore.models.load import choose_device, choose_dtype
+from eecore.models.rope import cos_sin_table
+from tiny_models import FAMILIES, write_model
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Change fields of config.json; None takes a field out."""
+    path = directory / "config.json"
+    fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: v for name, v in fields.items() if v is not None}))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+# What is read
+
+
+def test_shards_hold_the_same_model_as_one_file(tmp_path: Path) -> None:
+    one = load_model(write_model(tmp_path / "one"), "cpu")[1].weights
+    many = load_model(write_model(tmp_path / "many", num_shards=3), "cpu")[1].weights
+    for name, tensor in vars(one).items():
+        other = getattr(many, name)
+        assert (tensor is None and other is None) or torch.equal(tensor, other), name
+
+
+def test_tensors_are_read_one_by_one_into_weights_that_exist(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second copy of the model: each tensor goes straight to its rows of the stack."""
+    filled = []
+    read = Checkpoint.read
+    monkeypatch.setattr(
+        Checkpoint,
+        "read",
+        lambda self, name, into: (filled.append(into.data_ptr()), read(self, name, into)),
+    )
+    weights = load_model(model_dir, "cpu")[1].weights
+    stacks = [tensor for tensor in vars(weights).values() if tensor is not None]
+    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in stacks]
+    assert len(filled) == len(load_file(model_dir / "model.safetensors"))
+    assert all(any(start <= place < end for start, end in spans) for place in filled)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_table_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    directory = write_model(tmp_path, family)
+    config = read_model_config(directory)
+    oracle = LlamaRotaryEmbedding(AutoConfig.from_pretrained(directory))
+    positions = torch.arange(config.max_position)
+    cos, sin = oracle(torch.zeros(1), positions[None])
+    half = config.head_dim // 2
+    table = cos_sin_table(config.rope, config.max_position, torch.device("cpu"))
+    assert table.shape == (config.max_position, config.head_dim)
+    assert torch.equal(table[:, :half], cos[0, :, :half])
+    assert torch.equal(table[:, half:], sin[0, :, :half])
+
+
+def test_end_tokens_come_from_the_generation_config_first(model_dir: Path) -> None:
+    assert read_model_config(model_dir).eos_token_ids == (257,)
+    edit_config(model_dir, eos_token_id=[257, 259])
+    assert read_model_config(model_dir).eos_token_ids == (257, 259)
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": [259, 258]}')
+    assert read_model_config(model_dir).eos_token_ids == (259, 258)
+    (model_dir / "generation_config.json").write_text("{}")
+    assert read_model_config(model_dir).eos_token_ids == (257, 259)
+
+
+def test_windows_are_per_layer(tmp_path: Path) -> None:
+    assert read_model_config(write_model(tmp_path / "m", "mistral")).layer_windows == (7,) * 4
+    qwen = write_model(tmp_path / "q", "qwen2_windows")
+    assert read_model_config(qwen).layer_windows == (0, 0, 5, 5)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    edit_config(qwen, layer_types=kinds)
+    assert read_model_config(qwen).layer_windows == (5, 0, 5, 0)
+    edit_config(qwen, use_sliding_window=False, layer_types=None)
+    assert read_model_config(qwen).layer_windows == (0,) * 4
+
+
+def test_yarn_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "qwen2_yarn", max_position_embeddings=64)
+    assert read_model_config(directory).max_position == 256
+
+
+def test_an_architecture_follows_from_the_model_type(model_dir: Path) -> None:
+    edit_config(model_dir, architectures=None)
+    assert read_model_config(model_dir).architecture == "LlamaForCausalLM"
+
+
+def test_parameters_are_counted(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        directory = write_model(tmp_path / family, family)
+        stored = load_file(directory / "model.safetensors").values()
+        counted = read_model_config(directory).num_parameters
+        assert counted == sum(tensor.numel() for tensor in stored), family
+
+
+def test_a_tied_model_ignores_a_head_in_the_checkpoint(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "llama_tied")
+    edit_tensors(directory, lambda t: t.update({"lm_head.weight": torch.zeros(320, 64)}))
+    weights = load_model(directory, "cpu")[1].weights
+    assert weights.lm_head is weights.embed_tokens
+
+
+def test_tensors_of_no_layer_are_noted(model_dir: Path) -> None:
+    edit_tensors(model_dir, lambda t: t.update({"vision.weight": torch.zeros(3)}))
+    with pytest.warns(UserWarning, match=r"unused: vision.weight"):
+        load_model(model_dir, "cpu")
+
+
+def test_buffers_of_old_checkpoints_are_ignored(
+    model_dir: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(model_dir, lambda t: t.update({name: torch.zeros(32)}))
+    load_model(model_dir, "cpu")
+    assert not [warning for warning in recwarn if "unused" in str(warning.message)]
+
+
+# Device and dtype
+
+
+@pytest.mark.parametrize(
+    ("stored", "capabilities", "expected"),
+    [
+        (torch.float32, ["portable", "avx512_bf16"], torch.float32),
+        (torch.float16, ["portable", "avx512_bf16"], torch.float32),
+        (torch.bfloat16, ["portable", "avx512"], torch.float32),
+        (torch.bfloat16, ["portable", "avx512_bf16"], torch.bfloat16),
+    ],
+)
+def test_the_cpu_keeps_bfloat16_only_where_it_is_fast(
+    stored: torch.dtype,
+    capabilities: list[str],
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops, "build_info", lambda: {"cpu_capabilities": capabilities})
+    assert choose_dtype(None, torch.device("cpu"), stored) == expected
+    assert choose_dtype(None, torch.device("cuda"), stored) == stored
+    assert choose_dtype("bfloat16", torch.device("cpu"), stored) == torch.bfloat16
+
+
+def test_a_half_precision_checkpoint_runs_in_float32_on_the_cpu(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, dtype=torch.float16)
+    config, model, _ = load_model(directory, "cpu")
+    assert (config.dtype, model.dtype) == ("float16", torch.float32)
+    with pytest.raises(ModelError, match="dtype: expected float32 or bfloat16 on the CPU"):
+        load_model(directory, "cpu", "float16")
+
+
+def test_unknown_dtypes_and_devices_are_refused(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"dtype: expected one of float32, .*, got int8"):
+        load_model(model_dir, "cpu", torch.int8)
+    with pytest.raises(ModelError, match="device: expected cpu or cuda, got 'tpu9'"):
+        choose_device("tpu9")
+    with pytest.raises(ModelError, match="device: expected cpu or cuda, got meta"):
+        choose_device("meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match="device: expected cpu, got cuda on a machine without a GPU"
+    ):
+        choose_device("cuda")
+
+
+# Refusals
+
+
+@pytest.fixture
+def refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Loading the directory fails with the error and message, before weights are allocated."""
+    empty = LlamaWeights.empty
+
+    def no_allocation(config: Any, device: Any, dtype: torch.dtype) -> LlamaWeights:
+        assert device == "meta", "weights were allocated before the checkpoint was checked"
+        return empty(config, device, dtype)
+
+    def check(error: type[EecoreError], match: str) -> None:
+        monkeypatch.setattr(LlamaWeights, "empty", no_allocation)
+        with pytest.raises(error, match=match):
+            load_model(model_dir, "cpu")
+
+    return check
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"nowhere: expected a model directory .*nothing"):
+        load_model(tmp_path / "nowhere")
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ModelNotFoundError, match=r"file: expected a model directory .*got a file"):
+        load_model(file)
+    assert issubclass(ModelNotFoundError, FileNotFoundError)
+    assert issubclass(ModelNotFoundError, ValueError)
+
+
+def test_a_missing_config(model_dir: Path, refused: Callable[..., None]) -> None:
+    (model_dir / "config.json").unlink()
+    refused(ModelNotFoundError, r"config.json: expected a file, got nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"hidden_size": 64,', r"config.json: expected JSON, got: .* line 1"),
+        ("[1, 2]", r"config.json: expected a JSON object, got list"),
+        ("\udcff\udcfe", r"config.json: expected JSON, got: 'utf-8'"),
+    ],
+)
+def test_a_config_that_is_not_json(
+    text: str, message: str, model_dir: Path, refused: Callable[..., None]
+) -> None:
+    (model_dir / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    refused(CheckpointError, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            UnsupportedModelError,
+            r"Llama.*, .*GPT2",
+        ),
+        ({"architectures": None, "model_type": "t5"}, UnsupportedModelError, r"got 't5'"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, r"hidden_act: supported are silu, got 'ge"),
+        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, r"got 'gptq'"),
+        ({"hidden_size": None}, CheckpointError, r"hidden_size: expected an integer, got None"),
+        ({"hidden_size": "64"}, CheckpointError, r"hidden_size: expected an integer, got '64'"),
+        ({"hidden_size": True}, CheckpointError, r"hidden_size: expected an integer, got True"),
+        ({"num_hidden_layers": 0}, CheckpointError, r"config.json: num_layers: expected a positiv"),
+        ({"num_attention_heads": 0}, CheckpointError, r"num_q_heads: expected a positive size"),
+        ({"num_key_value_heads": 3}, CheckpointError, r"num_kv_heads: expected a divisor of num_q"),
+        ({"head_dim": 63}, CheckpointError, r"rotary_dim: expected a positive even size, got 63"),
+        ({"eos_token_id": "x"}, CheckpointError, r"eos_token_id: expected an integer or a list"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, r"partial_rotary_factor: .*1, got"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            UnsupportedModelError,
+            r"rope_scaling.rope_type: supported are default, linear, llama3, yarn, got 'dynamic'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
+            UnsupportedModelError,
+            r"rope_parameters: supported are one set for all layers",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            CheckpointError,
+            r"rope_scaling.factor: expected a number, got None",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0.5}},
+            CheckpointError,
+            r"rope factor: expected at least 1, got 0.5",
+        ),
+    ],
+)
+def test_a_config_with_a_wrong_setting(
+    changes: dict[str, Any],
+    error: type[EecoreError],
+    message: str,
+    model_dir: Path,
+    refused: Callable[..., None],
+) -> None:
+    edit_config(model_dir, **changes)
+    refused(error, message)
+
+
+def test_windows_without_a_size(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "qwen2", layer_types=["sliding_attention"] * 4)
+    with pytest.raises(CheckpointError, match="sliding_window: expected a positive size"):
+        read_model_config(directory)
+    edit_config(directory, layer_types=["chunked_attention"] * 4)
+    with pytest.raises(UnsupportedModelError, match="got 'chunked_attention'"):
+        read_model_config(directory)
+    edit_config(directory, layer_types=["full_attention"])
+    with pytest.raises(CheckpointError, match="layer_types: expected a list of 4 kinds"):
+        read_model_config(directory)
+
+
+def test_no_weights(model_dir: Path, refused: Callable[..., None]) -> None:
+    (model_dir / "model.safetensors").unlink()
+    refused(ModelNotFoundError, r"expected model.safetensors or .*index.json, got neither$")
+
+
+def test_pickles_are_never_opened(model_dir: Path, refused: Callable[..., None]) -> None:
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    refused(ModelNotFoundError, r"got neither \(only pytorch_model.bin: convert it")
+
+
+@pytest.mark.parametrize("kept", [4, 100, 0.5, 0.999])
+def test_a_truncated_file(kept: float, model_dir: Path, refused: Callable[..., None]) -> None:
+    path = model_dir / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(kept if kept >= 1 else len(whole) * kept)])
+    refused(CheckpointError, r"model.safetensors: expected a whole safetensors file, got \d+ bytes")
+
+
+def test_a_missing_tensor(model_dir: Path, refused: Callable[..., None]) -> None:
+    edit_tensors(model_dir, lambda t: t.pop("model.layers.2.mlp.up_proj.weight"))
+    refused(CheckpointError, r"expected 39 tensors, model.layers.2.mlp.up_proj.weight missing")
+
+
+def test_many_missing_tensors(model_dir: Path, refused: Callable[..., None]) -> None:
+    edit_config(model_dir, num_hidden_layers=6)
+    refused(CheckpointError, r"expected 57 tensors, model.layers.4.*, .* and 15 more missing")
+
+
+def test_a_tensor_of_another_shape(model_dir: Path, refused: Callable[..., None]) -> None:
+    edit_config(model_dir, intermediate_size=128)
+    refused(CheckpointError, r"gate_proj.weight: expected \[128, 64\] .*, got \[96, 64\]")
+
+
+def test_a_tensor_of_integers(model_dir: Path, refused: Callable[..., None]) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit_tensors(model_dir, lambda t: t.update({name: torch.zeros(64, 96, dtype=torch.int8)}))
+    refused(UnsupportedModelError, r"down_proj.weight: supported are F32, BF16, F16, got I8")
+
+
+def test_a_tensor_that_the_config_knows_nothing_of(
+    model_dir: Path, refused: Callable[..., None]
+) -> None:
+    name = "model.layers.1.self_attn.q_proj.bias"
+    edit_tensors(model_dir, lambda t: t.update({name: torch.zeros(256)}))
+    refused(UnsupportedModelError, r"config.json knows no model.layers.1.self_attn.q_proj.bias")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "error", "message"),
+    [
+        (None, CheckpointError, r"weight_map: expected an object of tensor to file, got None"),
+        ({"x": "../../etc/passwd"}, CheckpointError, r"x: expected a file's name, got '\.\./"),
+        ({"x": "gone.safetensors"}, ModelNotFoundError, r"gone.safetensors: expected a file"),
+        ({"x": "model.safetensors"}, CheckpointError, r"expected tensor x as model.*, got none"),
+    ],
+)
+def test_a_wrong_index(
+    weight_map: Any,
+    error: type[EecoreError],
+    message: str,
+    model_dir: Path,
+    refused: Callable[..., None],
+) -> None:
+    index = model_dir / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    refused(error, message)

@@ -1,0 +1,248 @@
+"""Text to tokens and back, whole and as a stream."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
+
+from eecore.errors import CheckpointError
+from eecore.models import Tokenizer
+from eecore.models.tokenizer import ChatTemplateError
+from tiny_models import write_byte_tokenizer
+
+TEXTS = [
+    "Hello, world",
+    " leading and trailing ",
+    "naïve café 你好 🎉👩‍👩‍👧 e\u0301",
+    "tabs\tand\nnew lines\n\n  ",
+    "def f(x):\n    return x ** 2",
+    "",
+]
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+@pytest.fixture
+def byte_tokenizer(tmp_path: Path) -> Tokenizer:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture
+def sentencepiece(tmp_path: Path) -> Tokenizer:
+    """Of Llama-2's kind: a space before the text, bytes for unknown characters, <s> first."""
+    pieces = [SPACE, *"Helowrd,", f"{SPACE}w", f"{SPACE}H", "ll"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    merges = [(SPACE, "w"), (SPACE, "H"), ("l", "l")]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.post_processor = TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
+        "eos_token": "</s>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(params=["byte_tokenizer", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_gives_the_text_and_only_whole_characters(text: str, tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode(text)
+    decoder = tokenizer.incremental()
+    pieces = [decoder.add(token) for token in token_ids]
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces) == text
+    assert decoder.finish() == ""
+
+
+def test_what_follows_a_prompt_keeps_its_leading_space(sentencepiece: Tokenizer) -> None:
+    prompt, continued = sentencepiece.encode("Hello"), sentencepiece.encode("Hello world")
+    new = continued[len(prompt) :]
+    assert continued[: len(prompt)] == prompt
+    assert sentencepiece.decode(new) == "world"
+    assert sentencepiece.decode_after(prompt, new) == " world"
+    assert sentencepiece.decode_after([], new) == "world"
+    assert sentencepiece.decode_after(prompt[:1], new) == "world"  # <s> is no text
+
+
+def test_bytes_that_never_become_a_character_are_given_at_the_end(tokenizer: Tokenizer) -> None:
+    snowman = tokenizer.encode("H☃")
+    decoder = tokenizer.incremental()
+    assert "".join(decoder.add(token) for token in snowman[:-1]) == "H"
+    assert set(decoder.finish()) == {"\N{REPLACEMENT CHARACTER}"}
+    assert decoder.finish() == ""
+
+
+def test_text_goes_on_after_broken_bytes(tokenizer: Tokenizer) -> None:
+    broken = [*tokenizer.encode("☃")[:-1], *tokenizer.encode("Hello", add_special_tokens=False)]
+    text = tokenizer.decode_after([], broken)
+    assert text.endswith("Hello")
+    assert text == tokenizer.decode(broken)
+
+
+def test_a_character_begun_in_the_prompt_is_finished(byte_tokenizer: Tokenizer) -> None:
+    snowman = byte_tokenizer.encode("a☃")
+    assert byte_tokenizer.decode_after(snowman[:-1], snowman[-1:]) == "☃"
+
+
+def test_random_bytes_stream_to_what_they_decode_to(byte_tokenizer: Tokenizer) -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        token_ids = [generator.randrange(256) for _ in range(40)]
+        assert byte_tokenizer.decode_after([], token_ids) == byte_tokenizer.decode(token_ids)
+
+
+def test_special_tokens_are_not_text(byte_tokenizer: Tokenizer) -> None:
+    token_ids = byte_tokenizer.encode("a<|im_end|>b")
+    assert len(token_ids) == 3
+    assert byte_tokenizer.decode(token_ids) == "ab"
+    assert byte_tokenizer.decode_after([], token_ids) == "ab"
+    assert byte_tokenizer.decode(token_ids, skip_special_tokens=False) == "a<|im_end|>b"
+    shown = byte_tokenizer.decode_after([], token_ids, skip_special_tokens=False)
+    assert shown == "a<|im_end|>b"
+
+
+def test_the_file_decides_about_the_beginning_token(
+    sentencepiece: Tokenizer, tmp_path: Path
+) -> None:
+    """As in transformers: with a tokenizer.json, its settings of add_bos_token have no say."""
+    from transformers import AutoTokenizer
+
+    assert sentencepiece.encode("Hello")[0] == 1
+    assert sentencepiece.encode("Hello", add_special_tokens=False)[0] != 1
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    for added in ({"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}):
+        path.write_text(json.dumps({**settings, **added}))
+        token_ids = AutoTokenizer.from_pretrained(tmp_path)("Hello").input_ids
+        assert sentencepiece.encode("Hello") == token_ids
+        tokenizer = Tokenizer.from_directory(tmp_path)
+        assert tokenizer is not None
+        assert tokenizer.encode("Hello") == token_ids
+
+
+def test_a_directory_without_tokenizer_has_none(tmp_path: Path) -> None:
+    assert Tokenizer.from_directory(tmp_path) is None
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: expected a tokenizer, got: "):
+        Tokenizer.from_directory(tmp_path)
+
+
+# Chat templates
+
+
+MESSAGES = [{"role": "user", "content": "1 < 2 & “ü”"}]
+
+
+def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_messages_become_a_prompt(byte_tokenizer: Tokenizer) -> None:
+    prompt = "<|im_start|>user\n1 < 2 & “ü”<|im_end|>\n"
+    apply = byte_tokenizer.apply_chat_template
+    assert apply(MESSAGES) == prompt + "<|im_start|>assistant\n"
+    assert apply(MESSAGES, add_generation_prompt=False) == prompt
+    assert byte_tokenizer.encode(apply(MESSAGES), add_special_tokens=False)[0] == 258
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "{{ bos_token }}{{ messages | tojson }}",
+            '<s>[{"role": "user", "content": "1 < 2 & “ü”"}]',
+        ),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}said{% endgeneration %}", "said"),
+        ("{% if tools %}with{% else %}without{% endif %}", "without"),
+        ("    {% if true %}\nx\n    {% endif %}\n", "x\n"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+    ],
+)
+def test_what_templates_may_use(template: str, expected: str, byte_tokenizer: Tokenizer) -> None:
+    assert with_template(byte_tokenizer, template).apply_chat_template(MESSAGES) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{% if %}", "Expected an expression"),
+        (None, "chat_template: expected one in the model directory, got none"),
+    ],
+)
+def test_what_templates_may_not_do(
+    template: str | None, message: str, byte_tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        with_template(byte_tokenizer, template).apply_chat_template(MESSAGES)
+
+
+def test_templates_come_from_their_own_file_first(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": "default", "template": "listed"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    listed = Tokenizer.from_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("filed")
+    filed = Tokenizer.from_directory(tmp_path)
+    assert listed is not None
+    assert filed is not None
+    assert (listed.chat_template, filed.chat_template) == ("listed", "filed")
+
+
+# The real tokenizer
+
+
+def test_the_real_tokenizer_is_that_of_transformers(smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    oracle, tokenizer = AutoTokenizer.from_pretrained(smollm2), Tokenizer.from_directory(smollm2)
+    assert tokenizer is not None
+    for text in TEXTS:
+        token_ids = tokenizer.encode(text)
+        assert token_ids == oracle(text).input_ids
+        assert tokenizer.decode_after([], token_ids) == tokenizer.decode(token_ids) == text
+    chat = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    for messages in (MESSAGES, chat):
+        for generate in (True, False):
+            assert tokenizer.apply_chat_template(
+                messages, add_generation_prompt=generate
+            ) == oracle.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate
+            )
