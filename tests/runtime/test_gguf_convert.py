@@ -14,7 +14,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from get_smollm2 import find_installed
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -24,6 +23,7 @@ from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.models import Tokenizer, load_model
 from eecore.models.gguf_convert import TENSOR_NAMES, convert_gguf
 from eecore.models.rope import frequencies
+from get_smollm2 import find_installed
 from tiny_models import CHAT_TEMPLATE, FAMILIES, write_model
 
 TEXT = Path(argparse.__file__).read_text()
