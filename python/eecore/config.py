@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from eecore.errors import ModelError, RequestError
 
@@ -183,20 +186,45 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _as_tuple(stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         for name, ok, expected in (
-            ("max_tokens", self.max_tokens >= 1, "1 or more"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "0..1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "None or 0 or more"),
-            ("stop", all(self.stop), "no empty string"),
+            ("max_tokens", _is_int(self.max_tokens, 1), "a whole number, 1 or more"),
+            ("temperature", _is_within(self.temperature, 0.0, sys.float_info.max), "0 or more"),
+            ("top_k", _is_int(self.top_k, 0), "a whole number, 0 or more"),
+            ("top_p", _is_within(self.top_p, MIN_POSITIVE, 1.0), "above 0, at most 1"),
+            ("min_p", _is_within(self.min_p, 0.0, 1.0), "0..1"),
+            (
+                "repetition_penalty",
+                _is_within(self.repetition_penalty, MIN_POSITIVE, sys.float_info.max),
+                "above 0",
+            ),
+            ("seed", self.seed is None or _is_int(self.seed, 0, 2**64 - 1), "None or 0..2**64-1"),
+            ("logprobs", self.logprobs is None or _is_int(self.logprobs, 0), "None or 0 or more"),
+            (
+                "stop",
+                all(s and isinstance(s, str) for s in self.stop),
+                "strings, none empty",
+            ),
+            ("stop_token_ids", all(_is_int(t, 0) for t in self.stop_token_ids), "token ids"),
         ):
             if not ok:
                 raise RequestError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+
+MIN_POSITIVE = sys.float_info.min
+
+
+def _as_tuple(values: object) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, Iterable) else (values,)
+
+
+def _is_int(value: object, low: int, high: int | None = None) -> bool:
+    return isinstance(value, int) and low <= value and (high is None or value <= high)
+
+
+def _is_within(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and low <= value <= high
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,15 @@ BatchMode = Literal["each", "all"]
 
 
 def _check_layer(name: str, value: int, low: int, high: int, num_layers: int) -> None:
-    if not low <= value <= high:
+    if not isinstance(value, int) or not low <= value <= high:
         raise ExitError(
-            f"{name}: expected {low}..{high} for a model of {num_layers} layers, got {value}"
+            f"{name}: expected {low}..{high} for a model of {num_layers} layers, got {value!r}"
         )
+
+
+def _check_num_drafts(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ExitError(f"{name}: expected 1 or more, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,21 @@ class ExitClassifier:
     bias2: Tensor | None = None
     _moved: dict[torch.device, ExitClassifier] = field(default_factory=dict, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        inner = self.weight1.shape[0]
+        rows = 2 if self.weight2 is None else inner
+        for name, tensor, expected in (
+            ("weight1", self.weight1, [rows, self.weight1.shape[-1]]),
+            ("bias1", self.bias1, [rows]),
+            ("weight2", self.weight2, [2, inner]),
+            ("bias2", self.bias2, None if self.weight2 is None else [2]),
+        ):
+            if tensor is not None and list(tensor.shape) != expected:
+                raise ExitError(
+                    f"ExitClassifier.{name}: expected {expected or 'none without weight2'}, "
+                    f"got {list(tensor.shape)}"
+                )
+
     def on(self, device: torch.device) -> ExitClassifier:
         """The classifier with contiguous float32 weights on ``device``, moved once."""
         if device not in self._moved:
@@ -111,9 +131,13 @@ class ExitClassifier:
     @staticmethod
     def load(path: str | Path) -> ExitClassifier:
         """Read ``weight1``, ``bias1``, ``weight2``, ``bias2`` from a safetensors file."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        tensors = load_file(str(path))
+        try:
+            tensors = load_file(str(path))
+        except SafetensorError as error:
+            raise ExitError(f"{path}: expected a safetensors file, got: {error}") from None
         if "weight1" not in tensors:
             raise ExitError(f"{path}: expected a tensor weight1, got {sorted(tensors)}")
         names = ("weight1", "bias1", "weight2", "bias2")
@@ -163,6 +187,16 @@ class ConfidentExit(Exit):
             )
         if self.batch not in ("each", "all"):
             raise ExitError(f"ConfidentExit.batch: expected each or all, got {self.batch!r}")
+        if self.exit_points is not None:
+            object.__setattr__(self, "exit_points", tuple(self.exit_points))
+            if not self.exit_points:
+                raise ExitError("ConfidentExit.exit_points: expected some layers, or None, got ()")
+            strangers = sorted(set(self.thresholds) - set(self.exit_points))
+            if strangers:
+                raise ExitError(
+                    f"ConfidentExit.thresholds: expected layers of exit_points={self.exit_points}, "
+                    f"got {strangers[0]}"
+                )
         if not (self.decay_tau >= 0.0 and math.isfinite(self.decay_tau)):
             raise ExitError(f"ConfidentExit.decay_tau: expected 0 or more, got {self.decay_tau}")
         if (self.measure == "classifier") != (self.classifier is not None):
@@ -177,8 +211,9 @@ class ConfidentExit(Exit):
 
     def check(self, num_layers: int, hidden_size: int) -> None:
         _check_layer("ConfidentExit.min_exit_layer", self.min_exit_layer, 1, num_layers, num_layers)
-        for point in (*(self.exit_points or ()), *self.thresholds):
-            _check_layer("ConfidentExit.exit_points", point, 1, num_layers, num_layers)
+        for name, layers in (("exit_points", self.exit_points), ("thresholds", self.thresholds)):
+            for layer in layers or ():
+                _check_layer(f"ConfidentExit.{name}", layer, 1, num_layers, num_layers)
         if self.classifier is not None and self.classifier.weight1.shape[-1] != hidden_size:
             raise ExitError(
                 f"ConfidentExit.classifier: expected weight1 [*, hidden_size={hidden_size}], got "
@@ -220,10 +255,7 @@ class SelfSpeculative(Exit):
     draft_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_drafts < 1:
-            raise ExitError(
-                f"SelfSpeculative.num_drafts: expected 1 or more, got {self.num_drafts}"
-            )
+        _check_num_drafts("SelfSpeculative.num_drafts", self.num_drafts)
         if self.draft_threshold is not None and not 0.0 <= self.draft_threshold <= 1.0:
             raise ExitError(
                 f"SelfSpeculative.draft_threshold: expected 0..1, got {self.draft_threshold}"
@@ -272,8 +304,7 @@ class DraftAndVerify(Exit):
         object.__setattr__(self, "skip_mlp", frozenset(self.skip_mlp))
         if not self.skip_attention and not self.skip_mlp:
             raise ExitError("DraftAndVerify: expected at least one sublayer to skip, got none")
-        if self.num_drafts < 1:
-            raise ExitError(f"DraftAndVerify.num_drafts: expected 1 or more, got {self.num_drafts}")
+        _check_num_drafts("DraftAndVerify.num_drafts", self.num_drafts)
         if self.initial_threshold is not None and not 0.0 <= self.initial_threshold <= 1.0:
             raise ExitError(
                 f"DraftAndVerify.initial_threshold: expected 0..1, got {self.initial_threshold}"
@@ -291,10 +322,7 @@ class DraftAndVerify(Exit):
     def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
         for name, layers in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
             for layer in layers:
-                if not 0 <= layer < num_layers:
-                    raise ExitError(
-                        f"DraftAndVerify.{name}: expected layers 0..{num_layers - 1}, got {layer}"
-                    )
+                _check_layer(f"DraftAndVerify.{name}", layer, 0, num_layers - 1, num_layers)
 
     @property
     def first_skipped(self) -> int:

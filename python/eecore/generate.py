@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -201,13 +201,15 @@ def stream(
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise RequestError(f"prompts: expected a string or a list, got {prompts!r}")
     many = list(prompts)
-    if many and all(isinstance(item, int) for item in many):
-        return [many]  # type: ignore[list-item]
+    if many and all(isinstance(item, SupportsIndex) for item in many):
+        return [many]
     for item in many:
         if not isinstance(item, (str, list, tuple)):
             raise RequestError(f"prompts: expected strings or lists of token ids, got {item!r}")
-    return many  # type: ignore[return-value]
+    return many
 
 
 def _per_prompt(name: str, given: Any, kind: type, count: int) -> list[Any]:

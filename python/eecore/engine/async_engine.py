@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 from eecore.config import SamplingParams
 from eecore.engine.engine import Engine
+from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.output import Output, StepOutput
 
@@ -23,6 +25,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = asyncio.Lock()  # held while the engine steps or changes
+        self._stepping = threading.Lock()  # a step outlives its task when the loop shuts down
         self._queues: dict[str, asyncio.Queue[StepOutput | BaseException]] = {}
         self._stepper: asyncio.Task[None] | None = None
 
@@ -36,6 +39,8 @@ class AsyncEngine:
     ) -> AsyncIterator[StepOutput]:
         """What each step adds to the request; the last item carries the whole output."""
         async with self._lock:
+            if request_id in self._queues:
+                raise RequestError(f"request_id: {request_id!r} is in use")
             name = self._engine.add_request(
                 prompt, exit=exit, sampling=sampling, request_id=request_id
             )
@@ -51,9 +56,9 @@ class AsyncEngine:
                 if item.finished:
                     return
         finally:
-            self._queues.pop(name, None)
             async with self._lock:
-                self._engine.cancel(name)  # nothing to do when it has finished
+                self._cancel(name)  # nothing to do when it has finished
+                del self._queues[name]
 
     async def generate(
         self,
@@ -68,14 +73,22 @@ class AsyncEngine:
                 return step.output
         raise RuntimeError("the request ended without an output")
 
+    def _step(self) -> list[StepOutput]:
+        with self._stepping:
+            return self._engine.step()
+
+    def _cancel(self, name: str) -> None:
+        with self._stepping:
+            self._engine.cancel(name)
+
     async def _step_until_idle(self) -> None:
         while self._engine.has_unfinished:
             try:
                 async with self._lock:
-                    steps = await asyncio.to_thread(self._engine.step)
+                    steps = await asyncio.to_thread(self._step)
             except Exception as error:
                 for name, queue in self._queues.items():
-                    self._engine.cancel(name)
+                    self._cancel(name)
                     queue.put_nowait(error)
                 return
             for step in steps:

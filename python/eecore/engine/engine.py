@@ -5,10 +5,13 @@ A step that fails changes no request: nothing of an iteration is committed befor
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, SupportsIndex
 
 from eecore.config import EngineConfig, SamplingParams
 from eecore.decoding.iteration import Outcome, run_iteration
@@ -18,7 +21,7 @@ from eecore.engine.scheduler import Scheduler
 from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.engine.text import TextStream
 from eecore.errors import RequestError
-from eecore.exits import Exit, Full
+from eecore.exits import Exit, FixedExit, Full
 from eecore.models import KVCache, LlamaModel, Tokenizer
 from eecore.output import Output, RequestStats, StepOutput
 
@@ -86,7 +89,7 @@ class Engine:
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")
         if request_id is None:
-            request_id = f"request-{self._arrivals}"
+            request_id = self._unused_id()
         if request_id in self._sequences:
             raise RequestError(f"request_id: {request_id!r} is in use")
         if sampling.seed is None:
@@ -111,7 +114,13 @@ class Engine:
         works = self._scheduler.schedule()
         if not works:
             return []
-        outcomes = run_iteration(self._runner, works)
+        draws = [(work.sequence, _drawing_state(work.sequence)) for work in works]
+        try:
+            outcomes = run_iteration(self._runner, works)
+        except BaseException:
+            for sequence, state in draws:
+                _restore_drawing_state(sequence, state)
+            raise
         now = time.perf_counter()
         return [step for outcome in outcomes if (step := self._commit(outcome, now)) is not None]
 
@@ -135,13 +144,18 @@ class Engine:
             if not prompt:
                 raise RequestError("prompt: expected some text, got an empty string")
             prompt = self.tokenizer.encode(prompt)
-        prompt_ids = [int(token) for token in prompt]
-        if not prompt_ids:
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(f"prompt: expected a string or a list of token ids, got {prompt!r}")
+        if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
-        for token in prompt_ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"prompt: expected token ids 0..{vocab_size - 1}, got {token}")
-        return prompt_ids
+        for token in prompt:
+            if not isinstance(token, SupportsIndex) or not 0 <= int(token) < vocab_size:
+                raise RequestError(f"prompt: expected token ids 0..{vocab_size - 1}, got {token!r}")
+        return [int(token) for token in prompt]
+
+    def _unused_id(self) -> str:
+        names = (f"request-{number}" for number in itertools.count(self._arrivals))
+        return next(name for name in names if name not in self._sequences)
 
     def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
         total = prompt_tokens + max_tokens
@@ -166,11 +180,10 @@ class Engine:
         stats.fill_calls += outcome.fill_calls
         stats.drafted += outcome.drafted
         stats.accepted += outcome.accepted
+        computed = range(sequence.num_computed, outcome.num_computed)
         sequence.num_computed = outcome.num_computed
         sequence.kv_exit_layers += outcome.kv_exit_layers
-        if outcome.layers_filled:
-            position = outcome.num_computed - 1
-            self.pages.mark_approximate([sequence.pages[position // self.pages.page_size]])
+        self._mark_approximate(sequence, computed)
         if not outcome.records:
             return None
         if stats.first_token is None:
@@ -197,6 +210,17 @@ class Engine:
             text="" if text is None else text.take(final=reason is not None),
             output=output,
         )
+
+    def _mark_approximate(self, sequence: Sequence, computed: range) -> None:
+        """Remember which pages of newly computed positions lack a layer's own work."""
+        size, prompt = self.pages.page_size, sequence.num_prompt_tokens
+        num_layers = self.network.config.num_layers
+        first = prompt
+        if isinstance(sequence.exit, FixedExit) and sequence.exit.exit_layer < num_layers:
+            first = 0
+        for position in range(max(first, computed.start), computed.stop):
+            if first == 0 or sequence.kv_exit_layers[position - prompt] < num_layers:
+                self.pages.mark_approximate([sequence.pages[position // size]])
 
     def _append(
         self, sequence: Sequence, record: TokenRecord, text: TextStream | None
@@ -255,3 +279,18 @@ class Engine:
             total_s=stats.finished - stats.arrived,
             mean_exit_layer=depth / count if count else 0.0,
         )
+
+
+def _drawing_state(sequence: Sequence) -> tuple[Any, Any]:
+    """What an iteration moves on while it runs: random numbers and the draft threshold."""
+    generator = sequence.generator
+    state = None if generator is None else generator.get_state()
+    return state, copy.copy(sequence.draft_stop)
+
+
+def _restore_drawing_state(sequence: Sequence, state: tuple[Any, Any]) -> None:
+    generator_state, sequence.draft_stop = state
+    if generator_state is None:
+        sequence.generator = None  # made from the seed again
+    else:
+        sequence.generator.set_state(generator_state)

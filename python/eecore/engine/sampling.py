@@ -59,7 +59,7 @@ def filtered_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """
     if sampling.temperature == 0.0:
         return torch.zeros_like(logits).scatter_(0, logits.argmax(keepdim=True), 1.0)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / sampling.temperature  # at most 0: nothing overflows
     if 0 < sampling.top_k < logits.numel():
         kth = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < kth, -torch.inf)

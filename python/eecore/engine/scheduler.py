@@ -59,25 +59,22 @@ class Scheduler:
             work = self._work_for(sequence, budget)
             if not self._reserve(sequence, work):
                 continue
-            work = self._with_drafts(work)
-            works.append(work)
-            budget -= work.num_tokens + work.max_drafts
+            works.append(self._with_drafts(work))
+            budget -= works[-1].num_tokens + works[-1].max_drafts
         return works + self._admit(budget)
 
     def _work_for(self, sequence: Sequence, budget: int) -> Work:
         if sequence.is_decoding:
-            return Work(sequence, 1)
+            return Work(sequence, 1, _required_drafts(sequence))
         left = sequence.prefill_target - sequence.num_computed
         return Work(sequence, min(left, budget, self._config.max_prefill_chunk))
 
     def _with_drafts(self, work: Work) -> Work:
         """Adds as many drafts as the request wants and free pages allow, without preempting."""
         sequence = work.sequence
-        wanted = sequence.exit.max_drafts if sequence.is_decoding else 0
-        drafts = max(0, min(wanted, sequence.tokens_left - 1))
         room = (len(sequence.pages) + self.pages.num_free) * self.pages.page_size
-        drafts = min(drafts, room - sequence.num_tokens)
-        if drafts <= 0:
+        drafts = min(_wanted_drafts(sequence), room - sequence.num_tokens)
+        if work.is_prefill or drafts <= work.max_drafts:
             return work
         self._grow(sequence, sequence.num_tokens + drafts)
         return Work(sequence, 1, drafts)
@@ -89,7 +86,7 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, work: Work) -> bool:
         """Pages for the work, preempting the youngest as needed; False if that was the sequence."""
-        positions = sequence.num_computed + work.num_tokens
+        positions = sequence.num_computed + work.num_tokens + work.max_drafts
         while self.pages.pages_for(positions) - len(sequence.pages) > self.pages.num_free:
             youngest = max(self.running, key=lambda s: s.arrival)
             self.preempt(youngest)
@@ -102,8 +99,8 @@ class Scheduler:
         works = []
         while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
             sequence = self.waiting[0]
-            # Room for all its tokens and one more page, so that it is not preempted at once.
-            needed = self.pages.pages_for(sequence.num_tokens + 1)
+            # Room for all its tokens and the next ones, so that it is not preempted at once.
+            needed = self.pages.pages_for(sequence.num_tokens + 1 + _required_drafts(sequence))
             if needed > self.pages.num_free:
                 break
             self.waiting.popleft()
@@ -144,3 +141,14 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pages.free(sequence.pages)
         sequence.pages.clear()
+
+
+def _wanted_drafts(sequence: Sequence) -> int:
+    return max(0, min(sequence.exit.max_drafts, sequence.tokens_left - 1))
+
+
+def _required_drafts(sequence: Sequence) -> int:
+    """Drafts that a round must have. What a sampled request draws depends on how many drafts there
+    are, and must not depend on how many pages happen to be free.
+    """
+    return _wanted_drafts(sequence) if sequence.sampling.temperature > 0.0 else 0

@@ -1,0 +1,311 @@
+"""Self-speculation gives what the full model gives, and does no layer's work twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative
+from eecore.decoding.speculation import AdaptiveDraftStop
+from eecore.exits import Exit
+from eecore.models import AttentionBatch, LlamaModel
+from reference_decoding import ReferenceModel
+from tiny_models import random_prompts, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = random_prompts(5, 1, 23, 9, 2, 16, 17, 31, seed=1)
+POLICIES: dict[str, Exit] = {
+    "E1-d1": SelfSpeculative(1, 1),
+    "E1-d5": SelfSpeculative(1, 5),
+    "E2-d3": SelfSpeculative(2, 3),
+    "E3-d8": SelfSpeculative(3, 8),
+    "E4-d4": SelfSpeculative(4, 4),
+    "E2-unsure": SelfSpeculative(2, 6, draft_threshold=0.3),
+    "E2-never-sure": SelfSpeculative(2, 6, draft_threshold=1.0),
+    "skip-deep": DraftAndVerify({3, 4}, {2, 4}),
+    "skip-first": DraftAndVerify({0}, {4}, num_drafts=3, adaptive=False),
+    "skip-mlp": DraftAndVerify(skip_mlp={3}, num_drafts=5, adaptive=False),
+    "skip-all": DraftAndVerify(range(5), range(5), num_drafts=2, adaptive=False),
+}
+
+
+def tokens_of(model: eecore.Model, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    settings = {"max_tokens": 20, "ignore_eos": True, **settings}
+    return [output.token_ids for output in eecore.generate(model, prompts, **settings)]
+
+
+@pytest.fixture(scope="module")
+def full_tokens(agreeing: eecore.Model) -> list[list[int]]:
+    return tokens_of(agreeing, PROMPTS)
+
+
+def test_full_is_the_reference(tiny: eecore.Model, reference: ReferenceModel) -> None:
+    prompts = PROMPTS[:4]
+    assert tokens_of(tiny, prompts) == [reference.generate(p, 20) for p in prompts]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_greedy_output_is_that_of_full(
+    agreeing: eecore.Model, full_tokens: list[list[int]], policy: Exit
+) -> None:
+    outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=20, ignore_eos=True)
+    assert [output.token_ids for output in outputs] == full_tokens
+    single = eecore.generate(agreeing, PROMPTS[:2], exit=policy, max_tokens=20, ignore_eos=True)
+    for prompt, expected in list(zip(PROMPTS, full_tokens, strict=True))[:3]:
+        single = eecore.generate(agreeing, prompt, exit=policy, max_tokens=20, ignore_eos=True)
+        assert single[0].token_ids == expected
+
+
+@pytest.mark.parametrize("policy", [SelfSpeculative(1, 4), DraftAndVerify({1, 3}, {2})])
+def test_drafts_that_are_mostly_wrong_change_nothing(tiny: eecore.Model, policy: Exit) -> None:
+    assert tokens_of(tiny, PROMPTS, exit=policy) == tokens_of(tiny, PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_windows", "llama_tied"])
+def test_other_families(tmp_path: Path, family: str) -> None:
+    model = eecore.load(write_model(tmp_path, family), device="cpu", kv_cache_tokens=1024)
+    expected = tokens_of(model, PROMPTS[:4])
+    for policy in (SelfSpeculative(2, 4), DraftAndVerify({1}, {2})):
+        assert tokens_of(model, PROMPTS[:4], exit=policy) == expected
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 4, 5, 6])
+def test_max_tokens_is_met_exactly(
+    agreeing: eecore.Model, full_tokens: list[list[int]], max_tokens: int
+) -> None:
+    """Edges around d = 4: a round never drafts what could not be emitted."""
+    outputs = eecore.generate(
+        agreeing, PROMPTS, exit=SelfSpeculative(2, 4), max_tokens=max_tokens, ignore_eos=True
+    )
+    assert [o.token_ids for o in outputs] == [t[:max_tokens] for t in full_tokens]
+    assert {o.finish_reason for o in outputs} == {"length"}
+    assert all((o.stats.drafted > 0) == (max_tokens > 2) for o in outputs)
+
+
+@pytest.mark.parametrize("policy", [SelfSpeculative(2, 6), DraftAndVerify({3}, {4})])
+def test_stops_inside_a_run_of_accepted_drafts(
+    agreeing: eecore.Model, full_tokens: list[list[int]], policy: Exit
+) -> None:
+    seen_inside = 0
+    for prompt, expected in zip(PROMPTS, full_tokens, strict=True):
+        for stop in sorted(set(expected[2:9])):
+            (output,) = eecore.generate(
+                agreeing, prompt, exit=policy, max_tokens=20, stop_token_ids=[stop], ignore_eos=True
+            )
+            assert output.token_ids == expected[: expected.index(stop) + 1]
+            assert output.finish_reason == "stop"
+            assert len(output.exit_layers) == len(output.confidences) == len(output.token_ids)
+            seen_inside += output.exit_layers[-1] < 5 and output.stats.accepted > 0
+    assert seen_inside or isinstance(policy, DraftAndVerify)
+
+
+@pytest.mark.parametrize("policy", [SelfSpeculative(2, 5), DraftAndVerify({2, 3}, {4})])
+def test_repetition_penalty_reaches_draft_and_verification(
+    agreeing: eecore.Model, full_tokens: list[list[int]], policy: Exit
+) -> None:
+    settings = {"repetition_penalty": 1.6}
+    expected = tokens_of(agreeing, PROMPTS, **settings)
+    assert expected != full_tokens
+    assert tokens_of(agreeing, PROMPTS, exit=policy, **settings) == expected
+
+
+def test_logprobs_are_those_of_the_full_model(agreeing: eecore.Model) -> None:
+    for count in (0, 3):
+        full, spec = (
+            eecore.generate(agreeing, PROMPTS, exit=e, max_tokens=12, logprobs=count)
+            for e in (eecore.Full(), SelfSpeculative(2, 4))
+        )
+        for one, other in zip(full, spec, strict=True):
+            assert one.logprobs is not None
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_exit_layers_tell_drafts_from_verified_tokens(agreeing: eecore.Model) -> None:
+    outputs = eecore.generate(
+        agreeing, PROMPTS, exit=SelfSpeculative(2, 4), max_tokens=20, ignore_eos=True
+    )
+    for output in outputs:
+        assert set(output.exit_layers) <= {2, 5}
+        assert output.exit_layers[0] == 5  # the prompt runs through all layers
+        assert output.exit_layers.count(2) == output.stats.accepted
+    assert sum(o.stats.accepted for o in outputs) > 40
+
+
+class ExecutionRecorder:
+    """Counts how often each cache slot goes through each layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: Counter[tuple[int, int]] = Counter()
+        layer = LlamaModel.layer
+
+        def recorded(
+            model: LlamaModel, index: int, hidden: Any, kv: Any, batch: AttentionBatch, **skips: Any
+        ) -> Any:
+            self.runs.update((index, slot) for slot in batch.slot_mapping.tolist())
+            return layer(model, index, hidden, kv, batch, **skips)
+
+        monkeypatch.setattr(LlamaModel, "layer", recorded)
+
+
+def run_rounds(
+    engine: eecore.Engine, policy: Exit, each_round: Callable[[list[eecore.StepOutput]], None]
+) -> list[eecore.Output]:
+    """Prefill all prompts, then step and call ``each_round`` until everybody is done."""
+    for prompt in PROMPTS:
+        engine.add_request(
+            prompt, exit=policy, sampling=SamplingParams(max_tokens=16, ignore_eos=True)
+        )
+    engine.step()
+    outputs = []
+    while engine.has_unfinished:
+        steps = engine.step()
+        each_round(steps)
+        outputs += [step.output for step in steps if step.output]
+    return outputs
+
+
+@pytest.mark.parametrize(("exit_layer", "num_drafts"), [(1, 3), (2, 5), (4, 2)])
+def test_no_position_runs_through_a_layer_twice_in_a_round(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, exit_layer: int, num_drafts: int
+) -> None:
+    record = ExecutionRecorder(monkeypatch)
+    executions = 0
+
+    def each_round(_: list[eecore.StepOutput]) -> None:
+        nonlocal executions
+        assert set(record.runs.values()) == {1}
+        positions = {slot for _, slot in record.runs}
+        assert len(record.runs) == 5 * len(positions)  # and each runs through every layer
+        executions += len(record.runs)
+        record.runs.clear()
+
+    engine = agreeing.engine()
+    for prompt in PROMPTS:
+        engine.add_request(
+            prompt,
+            exit=SelfSpeculative(exit_layer, num_drafts),
+            sampling=SamplingParams(max_tokens=16, ignore_eos=True),
+        )
+    engine.step()
+    record.runs.clear()
+    outputs = []
+    while engine.has_unfinished:
+        steps = engine.step()
+        each_round(steps)
+        outputs += [step.output for step in steps if step.output]
+    assert sum(output.stats.layers_run for output in outputs) == executions
+    drafted = sum(output.stats.drafted for output in outputs)
+    accepted = sum(output.stats.accepted for output in outputs)
+    rounds = sum(output.stats.generated_tokens for output in outputs) - len(outputs) - accepted
+    assert executions == 5 * (drafted + rounds)
+
+
+def test_draft_and_verify_shares_the_layers_below_the_first_skipped(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = ExecutionRecorder(monkeypatch)
+    engine = agreeing.engine()
+    policy = DraftAndVerify({2}, {3}, num_drafts=3, adaptive=False)
+    engine.add_request(
+        PROMPTS[0], exit=policy, sampling=SamplingParams(max_tokens=16, ignore_eos=True)
+    )
+    engine.step()
+    while engine.has_unfinished:
+        record.runs.clear()
+        engine.step()
+        slots = {slot for _, slot in record.runs}
+        for layer in range(5):
+            counts = sorted(record.runs[layer, slot] for slot in slots)
+            # All drafted positions but the last one go through the deeper layers twice.
+            assert counts == ([1] * len(slots) if layer < 2 else [1] + [2] * (len(slots) - 1))
+
+
+def test_rejected_positions_give_their_pages_back(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine(EngineConfig(kv_cache_tokens=512, page_size=2))
+
+    def each_round(_: list[eecore.StepOutput]) -> None:
+        held = 0
+        for sequence in engine._sequences.values():
+            assert len(sequence.pages) == engine.pages.pages_for(sequence.num_computed)
+            assert sequence.num_computed == sequence.num_tokens - 1
+            held += len(sequence.pages)
+        assert engine.pages.num_free == engine.pages.num_pages - held
+
+    run_rounds(engine, SelfSpeculative(1, 7), each_round)
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_counters(agreeing: eecore.Model) -> None:
+    """Each round emits its accepted drafts and one token, and drafts min(d, tokens left - 1)."""
+    lengths: dict[str, list[int]] = {}
+
+    def each_round(steps: list[eecore.StepOutput]) -> None:
+        for step in steps:
+            lengths.setdefault(step.request_id, []).append(len(step.token_ids))
+
+    outputs = run_rounds(agreeing.engine(), SelfSpeculative(2, 4), each_round)
+    for output in outputs:
+        left, drafted, accepted = 15, 0, 0
+        for emitted in lengths[output.request_id]:
+            drafted += min(4, left - 1)
+            accepted += emitted - 1
+            left -= emitted
+        assert (output.stats.drafted, output.stats.accepted) == (drafted, accepted)
+        assert output.stats.draft_acceptance == accepted / drafted
+
+
+def test_acceptance_is_not_available_without_drafts(agreeing: eecore.Model) -> None:
+    (output,) = eecore.generate(agreeing, [1, 2], exit=SelfSpeculative(2), max_tokens=2)
+    assert output.stats.draft_acceptance is None
+
+
+def test_draft_threshold_stops_the_draft(agreeing: eecore.Model) -> None:
+    outputs = {
+        threshold: eecore.generate(
+            agreeing,
+            PROMPTS,
+            exit=SelfSpeculative(2, 6, draft_threshold=threshold),
+            max_tokens=20,
+            ignore_eos=True,
+        )
+        for threshold in (None, 0.0, 0.5, 1.0)
+    }
+    drafted = {t: sum(o.stats.drafted for o in outs) for t, outs in outputs.items()}
+    assert drafted[None] == drafted[0.0] > drafted[0.5] > drafted[1.0]
+    for output in outputs[1.0]:  # one draft a round, but for a last round of one token
+        rounds = output.stats.generated_tokens - 1 - output.stats.accepted
+        assert output.stats.drafted in (rounds, rounds - 1)
+
+
+def test_adaptive_draft_stop_by_hand() -> None:
+    rule = AdaptiveDraftStop(0.8)
+    rule.update(drafted=4, accepted=2, num_drafts=8)  # m = 0.45 + 0.25: fewer drafts
+    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.7), pytest.approx(0.801))
+    rule.update(drafted=2, accepted=2, num_drafts=8)  # m = 0.35 + 0.5
+    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.85), pytest.approx(0.802))
+    rule.update(drafted=8, accepted=8, num_drafts=8)  # m = 0.925, all drafts used: stays
+    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.925), pytest.approx(0.802))
+    rule.update(drafted=3, accepted=3, num_drafts=8)  # m = 0.9625, stopped too early: more drafts
+    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.9625), pytest.approx(0.801))
+    rule.update(drafted=0, accepted=0, num_drafts=8)
+    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.9625), pytest.approx(0.801))
+
+
+def test_adaptive_threshold_starts_lower_for_sampled_requests(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine()
+    policies = [DraftAndVerify({3}), DraftAndVerify({3}, initial_threshold=0.25)]
+    for temperature in (0.0, 1.0):
+        for policy in policies:
+            engine.add_request(
+                [1, 2, 3], exit=policy, sampling=SamplingParams(temperature=temperature)
+            )
+    engine.step()
+    engine.step()
+    starts = [s.draft_stop.threshold for s in engine._sequences.values()]
+    assert starts == pytest.approx([0.8, 0.25, 0.5, 0.25], abs=0.0011)
