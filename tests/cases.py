@@ -11,6 +11,9 @@ import torch
 
 DTYPES = (torch.float32, torch.bfloat16)
 
+# Ops that have a CUDA kernel.
+CUDA_OPS = {"accept_mask"}
+
 
 @dataclass(frozen=True)
 class Tolerance:

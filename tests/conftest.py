@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import cases
 from eecore import _C, ops
 from get_smollm2 import get_smollm2
 
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
-CUDA_OPS = {"accept_mask"}
 CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
@@ -24,7 +24,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """
     if request.param == "cuda":
         op = request.module.__name__.rpartition(".")[2].removeprefix("test_")
-        if op not in CUDA_OPS:
+        if op not in cases.CUDA_OPS:
             pytest.skip(f"{op} has no CUDA kernel yet")
         if not HAS_CUDA:
             pytest.skip("no GPU, or a build without eecore._cuda")

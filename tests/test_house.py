@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import conftest
+import cases
 import reference
 from eecore import ops
 
@@ -284,7 +284,7 @@ def test_every_op_has_a_cuda_kernel_or_is_named_as_missing() -> None:
     on_cuda = set(cmake_list("EECORE_CUDA_OPS"))
     assert on_cuda | CUDA_KERNEL_STILL_TO_COME == set(schemas())
     assert not on_cuda & CUDA_KERNEL_STILL_TO_COME
-    assert on_cuda == conftest.CUDA_OPS
+    assert on_cuda == cases.CUDA_OPS
     for op in on_cuda:
         assert (CSRC / "cuda" / f"{op}.cu").is_file()
         assert (INCLUDE / "eecore" / f"{op}.cuh").is_file()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 BASE: dict[str, Any] = {
@@ -156,6 +156,26 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
     if not config["tie_word_embeddings"]:
         linear("lm_head", config["vocab_size"], hidden, gain=3)
     return tensors
+
+
+def scale_layers(directory: Path, factors: dict[int, float]) -> Path:
+    """Multiply what a layer adds to the residual stream, both sublayers, by a factor.
+
+    With small factors in the deeper layers the shallow ones mostly agree with the whole model.
+    """
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for layer, factor in factors.items():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.{layer}.{name}.weight"] *= factor
+    save_file(tensors, path, metadata={"format": "pt"})
+    return directory
+
+
+def random_prompts(*lengths: int, seed: int = 0, vocab_size: int = 256) -> list[list[int]]:
+    """Prompts of random token ids (bytes, with the byte tokenizer)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 def write_byte_tokenizer(directory: Path) -> None:
