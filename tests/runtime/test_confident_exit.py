@@ -1,0 +1,214 @@
+"""ConfidentExit against Algorithm 1 in plain PyTorch, and the work that it saves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eecore
+from eecore import ConfidentExit, ExitClassifier, ops
+from eecore.models import LlamaModel
+from reference_decoding import ReferenceModel
+from tiny_models import random_prompts, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAX_TOKENS = 12
+PROMPTS = random_prompts(3, 11, 1)
+
+
+def linear_classifier(hidden_size: int = 64) -> ExitClassifier:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(2, hidden_size, generator=generator) * 0.05
+    return ExitClassifier(weight, torch.tensor([0.1, -0.1]))
+
+
+def mlp_classifier(hidden_size: int = 64) -> ExitClassifier:
+    generator = torch.Generator().manual_seed(6)
+    inner = torch.randn(11, hidden_size, generator=generator) * 0.05
+    outer = torch.randn(2, 11, generator=generator)
+    return ExitClassifier(inner, torch.linspace(-1, 1, 11), outer, torch.tensor([0.2, 0.0]))
+
+
+MEASURES: dict[str, tuple[float, dict[str, Any]]] = {
+    "softmax": (0.3, {}),
+    "state": (0.8, {}),
+    "linear": (0.55, {"measure": "classifier", "classifier": linear_classifier()}),
+    "mlp": (0.5, {"measure": "classifier", "classifier": mlp_classifier()}),
+}
+SETTINGS: dict[str, Callable[[float], dict[str, Any]]] = {
+    "plain": lambda threshold: {"threshold": threshold},
+    "decay": lambda threshold: {"threshold": threshold, "decay_tau": 4.0},
+    "thresholds": lambda threshold: {"threshold": 1.0, "thresholds": {1: threshold, 3: 0.0}},
+    "exit_points": lambda threshold: {"threshold": threshold, "exit_points": (2, 4)},
+    "min_exit_layer": lambda threshold: {"threshold": threshold * 0.8, "min_exit_layer": 3},
+}
+
+
+def policy_of(measure: str, setting: str, batch: str) -> ConfidentExit:
+    threshold, fields = MEASURES[measure]
+    fields = {"measure": measure, **fields} if measure in ("softmax", "state") else fields
+    return ConfidentExit(batch=batch, **fields, **SETTINGS[setting](threshold))
+
+
+def check_against_reference(
+    model: eecore.Model, reference: ReferenceModel, policy: ConfidentExit
+) -> list[eecore.Output]:
+    outputs = eecore.generate(model, PROMPTS, exit=policy, max_tokens=MAX_TOKENS, ignore_eos=True)
+    expected = reference.generate_confident(PROMPTS, policy, MAX_TOKENS)
+    for output, sequence in zip(outputs, expected, strict=True):
+        assert output.token_ids == sequence.new_tokens
+        assert output.exit_layers == sequence.exit_layers
+        assert output.confidences == pytest.approx(sequence.confidences, abs=1e-4)
+        assert output.stats.layers_run == sequence.executions
+        filled = sum(reference.num_layers - layer for layer in sequence.exit_layers)
+        assert output.stats.layers_filled == filled
+        assert output.stats.mean_exit_layer == sum(sequence.exit_layers) / MAX_TOKENS
+    return outputs
+
+
+@pytest.mark.parametrize("batch", ["each", "all"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("measure", MEASURES)
+def test_algorithm_1(
+    tiny: eecore.Model, reference: ReferenceModel, measure: str, setting: str, batch: str
+) -> None:
+    outputs = check_against_reference(tiny, reference, policy_of(measure, setting, batch))
+    depths = {layer for output in outputs for layer in output.exit_layers}
+    if batch == "each":
+        assert len(depths) > 1, "the threshold must tell tokens apart"
+    else:
+        assert len({tuple(output.exit_layers) for output in outputs}) == 1
+
+
+@pytest.mark.parametrize("batch", ["each", "all"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "llama_tied", "llama_no_gqa", "llama_one_kv_head"]
+)
+def test_algorithm_1_on_other_families(tmp_path: Path, family: str, batch: str) -> None:
+    directory = write_model(tmp_path, family)
+    model = eecore.load(directory, device="cpu", kv_cache_tokens=512)
+    outputs = check_against_reference(
+        model, ReferenceModel(directory), ConfidentExit(0.2, batch=batch, decay_tau=1.0)
+    )
+    assert any(layer < 4 for output in outputs for layer in output.exit_layers)
+
+
+class WorkRecorder:
+    """Counts what the model is asked to do, per layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fills: list[int] = []
+        self.attended: Counter[int] = Counter()
+        self.appended: Counter[int] = Counter()
+        self._layer = -1
+        layer, kv_fill = LlamaModel.layer, ops.kv_fill
+        attention, append_kv = ops.paged_attention, ops.append_kv
+
+        def recorded_layer(model: LlamaModel, index: int, *args: Any, **kwargs: Any) -> Any:
+            self._layer = index
+            return layer(model, index, *args, **kwargs)
+
+        def recorded_attention(*args: Any, **kwargs: Any) -> Any:
+            self.attended[self._layer] += 1
+            return attention(*args, **kwargs)
+
+        def recorded_append(*args: Any, **kwargs: Any) -> Any:
+            self.appended[self._layer] += 1
+            return append_kv(*args, **kwargs)
+
+        def recorded_fill(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            self.fills.append(hidden.shape[0])
+            return kv_fill(hidden, *args, **kwargs)
+
+        monkeypatch.setattr(LlamaModel, "layer", recorded_layer)
+        monkeypatch.setattr(ops, "paged_attention", recorded_attention)
+        monkeypatch.setattr(ops, "append_kv", recorded_append)
+        monkeypatch.setattr(ops, "kv_fill", recorded_fill)
+
+
+@pytest.mark.parametrize("batch", ["each", "all"])
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+def test_work_is_really_saved(
+    tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, exit_layer: int, batch: str
+) -> None:
+    """Everything accepted at layer e: e layers per token, and one fill per iteration."""
+    engine = tiny.engine()
+    policy = ConfidentExit(0.0, min_exit_layer=exit_layer, batch=batch)
+    sampling = eecore.SamplingParams(max_tokens=6, ignore_eos=True)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, exit=policy, sampling=sampling)
+    first = engine.step()
+    assert [step.exit_layers for step in first] == [[4]] * len(PROMPTS)
+
+    work = WorkRecorder(monkeypatch)
+    outputs = [step.output for step in engine.run() if step.output]
+    assert work.fills == [len(PROMPTS)] * 5
+    assert work.attended == work.appended == dict.fromkeys(range(exit_layer), 5)
+    for output in outputs:
+        assert output.exit_layers == [4] + [exit_layer] * 5
+        assert output.stats.layers_run == 5 * exit_layer
+        assert output.stats.layers_filled == 5 * (4 - exit_layer)
+        assert output.stats.fill_calls == 5
+
+
+def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:
+    full = eecore.generate(tiny, PROMPTS, max_tokens=MAX_TOKENS)
+    policies = [
+        ConfidentExit(1.0, measure=measure, decay_tau=4.0) for measure in ("softmax", "state")
+    ]
+    for policy in policies:
+        outputs = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=MAX_TOKENS)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in full]
+        assert {layer for o in outputs for layer in o.exit_layers} == {4}
+        assert [o.stats.layers_run for o in outputs] == [o.stats.layers_run for o in full]
+        assert {o.stats.fill_calls for o in outputs} == {0}
+
+
+def test_a_confidence_of_nan_never_accepts(tiny: eecore.Model) -> None:
+    broken = ExitClassifier(torch.full((2, 64), torch.nan))
+    policy = ConfidentExit(0.0, measure="classifier", classifier=broken)
+    (output,) = eecore.generate(tiny, [[1, 2, 3]], exit=policy, max_tokens=4, ignore_eos=True)
+    assert output.exit_layers == [4] * 4
+
+
+def test_all_means_all_rows_that_asked_for_it(tiny: eecore.Model) -> None:
+    """Full and each neighbours neither hold an "all" group back nor leave with it."""
+    never = ConfidentExit(1.0, batch="each")
+    together = ConfidentExit(0.0, min_exit_layer=2, batch="all")
+    outputs = eecore.generate(
+        tiny,
+        PROMPTS,
+        exit=[together, eecore.Full(), together],
+        max_tokens=5,
+        ignore_eos=True,
+    )
+    assert [o.exit_layers for o in outputs] == [[4, 2, 2, 2, 2], [4] * 5, [4, 2, 2, 2, 2]]
+    outputs = eecore.generate(
+        tiny, PROMPTS[:2], exit=[never, together], max_tokens=5, ignore_eos=True
+    )
+    assert [o.exit_layers for o in outputs] == [[4] * 5, [4, 2, 2, 2, 2]]
+
+
+def test_one_unsure_row_keeps_the_group_together(tiny: eecore.Model) -> None:
+    sure, unsure = ConfidentExit(0.0, batch="all"), ConfidentExit(1.0, batch="all")
+    outputs = eecore.generate(tiny, PROMPTS[:2], exit=[sure, unsure], max_tokens=5, ignore_eos=True)
+    assert [o.exit_layers for o in outputs] == [[4] * 5] * 2
+
+
+def test_sampled_and_penalised_tokens_come_from_the_exit_state(tiny: eecore.Model) -> None:
+    """top_k = 1 samples the argmax: a sampled early exit then equals the greedy one."""
+    policy = ConfidentExit(0.3)
+    greedy = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=MAX_TOKENS)
+    sampled = eecore.generate(
+        tiny, PROMPTS, exit=policy, max_tokens=MAX_TOKENS, temperature=1.0, top_k=1, seed=0
+    )
+    assert [o.token_ids for o in sampled] == [o.token_ids for o in greedy]
+    assert [o.exit_layers for o in sampled] == [o.exit_layers for o in greedy]
+    for one, other in zip(greedy, sampled, strict=True):
+        assert one.confidences == pytest.approx(other.confidences, abs=1e-5)
