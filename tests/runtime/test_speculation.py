@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ def test_greedy_output_is_that_of_full(
 ) -> None:
     outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=20, ignore_eos=True)
     assert [output.token_ids for output in outputs] == full_tokens
-    single = eecore.generate(agreeing, PROMPTS[:2], exit=policy, max_tokens=20, ignore_eos=True)
     for prompt, expected in list(zip(PROMPTS, full_tokens, strict=True))[:3]:
         single = eecore.generate(agreeing, prompt, exit=policy, max_tokens=20, ignore_eos=True)
         assert single[0].token_ids == expected
@@ -153,52 +151,34 @@ class ExecutionRecorder:
         monkeypatch.setattr(LlamaModel, "layer", recorded)
 
 
-def run_rounds(
-    engine: eecore.Engine, policy: Exit, each_round: Callable[[list[eecore.StepOutput]], None]
-) -> list[eecore.Output]:
-    """Prefill all prompts, then step and call ``each_round`` until everybody is done."""
+def prefilled(
+    model: eecore.Model, policy: Exit, config: EngineConfig | None = None
+) -> eecore.Engine:
+    """An engine in which every prompt has its first token."""
+    engine = model.engine(config)
     for prompt in PROMPTS:
         engine.add_request(
             prompt, exit=policy, sampling=SamplingParams(max_tokens=16, ignore_eos=True)
         )
     engine.step()
-    outputs = []
-    while engine.has_unfinished:
-        steps = engine.step()
-        each_round(steps)
-        outputs += [step.output for step in steps if step.output]
-    return outputs
+    return engine
 
 
 @pytest.mark.parametrize(("exit_layer", "num_drafts"), [(1, 3), (2, 5), (4, 2)])
 def test_no_position_runs_through_a_layer_twice_in_a_round(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, exit_layer: int, num_drafts: int
 ) -> None:
+    engine = prefilled(agreeing, SelfSpeculative(exit_layer, num_drafts))
     record = ExecutionRecorder(monkeypatch)
     executions = 0
-
-    def each_round(_: list[eecore.StepOutput]) -> None:
-        nonlocal executions
-        assert set(record.runs.values()) == {1}
-        positions = {slot for _, slot in record.runs}
-        assert len(record.runs) == 5 * len(positions)  # and each runs through every layer
-        executions += len(record.runs)
-        record.runs.clear()
-
-    engine = agreeing.engine()
-    for prompt in PROMPTS:
-        engine.add_request(
-            prompt,
-            exit=SelfSpeculative(exit_layer, num_drafts),
-            sampling=SamplingParams(max_tokens=16, ignore_eos=True),
-        )
-    engine.step()
-    record.runs.clear()
     outputs = []
     while engine.has_unfinished:
-        steps = engine.step()
-        each_round(steps)
-        outputs += [step.output for step in steps if step.output]
+        outputs += [step.output for step in engine.step() if step.output]
+        assert set(record.runs.values()) == {1}
+        slots = {slot for _, slot in record.runs}
+        assert len(record.runs) == 5 * len(slots)  # and each runs through every layer
+        executions += len(record.runs)
+        record.runs.clear()
     assert sum(output.stats.layers_run for output in outputs) == executions
     drafted = sum(output.stats.drafted for output in outputs)
     accepted = sum(output.stats.accepted for output in outputs)
@@ -227,9 +207,10 @@ def test_draft_and_verify_shares_the_layers_below_the_first_skipped(
 
 
 def test_rejected_positions_give_their_pages_back(agreeing: eecore.Model) -> None:
-    engine = agreeing.engine(EngineConfig(kv_cache_tokens=512, page_size=2))
-
-    def each_round(_: list[eecore.StepOutput]) -> None:
+    config = EngineConfig(kv_cache_tokens=512, page_size=2)
+    engine = prefilled(agreeing, SelfSpeculative(1, 7), config)
+    while engine.has_unfinished:
+        engine.step()
         held = 0
         for sequence in engine._sequences.values():
             assert len(sequence.pages) == engine.pages.pages_for(sequence.num_computed)
@@ -237,19 +218,16 @@ def test_rejected_positions_give_their_pages_back(agreeing: eecore.Model) -> Non
             held += len(sequence.pages)
         assert engine.pages.num_free == engine.pages.num_pages - held
 
-    run_rounds(engine, SelfSpeculative(1, 7), each_round)
-    assert engine.pages.num_free == engine.pages.num_pages
-
 
 def test_counters(agreeing: eecore.Model) -> None:
     """Each round emits its accepted drafts and one token, and drafts min(d, tokens left - 1)."""
+    engine = prefilled(agreeing, SelfSpeculative(2, 4))
     lengths: dict[str, list[int]] = {}
-
-    def each_round(steps: list[eecore.StepOutput]) -> None:
-        for step in steps:
+    outputs = []
+    while engine.has_unfinished:
+        for step in engine.step():
             lengths.setdefault(step.request_id, []).append(len(step.token_ids))
-
-    outputs = run_rounds(agreeing.engine(), SelfSpeculative(2, 4), each_round)
+            outputs += [step.output] if step.output else []
     for output in outputs:
         left, drafted, accepted = 15, 0, 0
         for emitted in lengths[output.request_id]:
