@@ -1,0 +1,8 @@
+"""The command line: ``eecore generate``, ``info``, ``convert`` and ``search``.
+
+Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.
+"""
+
+from eecore.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,78 @@
+"""The ``eecore`` command: its subcommands, and what they have in common."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from eecore.cli import convert, generate, info, search
+from eecore.cli.failures import EXIT_CODES, INTERRUPTED, USAGE, reports_failures, usage_message
+
+__all__ = ["main", "run"]
+
+app = typer.Typer(
+    name="eecore",
+    help="Run language models with just enough layers for each token.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _name, _command in (
+    ("generate", generate.generate),
+    ("info", info.info),
+    ("convert", convert.convert),
+    ("search", search.search),
+):
+    app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns the exit code."""
+    warnings.showwarning = _show_warning
+    try:
+        return int(app(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
+    except typer.Abort:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        message = usage_message(error)
+        if message is None:
+            raise
+        if message.startswith("error: (see"):  # no arguments: the help has been shown
+            return USAGE
+        print(message, file=sys.stderr)
+        return USAGE
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"eecore {version('eecore')}")
+        except PackageNotFoundError:  # run from a checkout that was built in place
+            print("eecore (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)

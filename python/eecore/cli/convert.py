@@ -1,0 +1,39 @@
+"""``eecore convert``: a GGUF file becomes a model directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import Debug, spinner
+from eecore.errors import ModelError, ModelNotFoundError
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="A GGUF file.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The model directory to make.")
+    ],
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Make a model directory from a GGUF file: weights dequantised, tokenizer and chat template kept."""
+    if not file.is_file():
+        raise ModelNotFoundError(f"{file}: expected a GGUF file, got nothing")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory}: expected a new or empty directory")
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise ModelError(
+            "convert: expected the package gguf, got none (pip install 'eecore[gguf]')"
+        ) from None
+    with spinner(f"converting {file}"):
+        from eecore.models.gguf_convert import convert_gguf
+
+        convert_gguf(file, directory)
+    print(f"wrote {directory}", file=sys.stderr)
+    return 0

@@ -1,0 +1,92 @@
+"""Text coloured by how deep the model went for each token.
+
+Colours run from sky blue (the lowest exit layer there can be) over violet to orange (all layers). Where
+there are no colours the depths come as numbers, after the text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from eecore.generate import Model
+    from eecore.output import StepOutput
+
+__all__ = ["DepthPainter", "depth_legend", "depth_style", "runs"]
+
+STOPS = ((56, 189, 248), (167, 139, 250), (251, 146, 60))
+
+
+def depth_style(layer: int, lowest: int, num_layers: int) -> Style:
+    """The colour of a token that left after ``layer`` layers."""
+    share = (layer - lowest) / max(num_layers - lowest, 1)
+    at = min(max(share, 0.0), 1.0) * (len(STOPS) - 1)
+    low = min(int(at), len(STOPS) - 2)
+    red, green, blue = (
+        round(a + (b - a) * (at - low)) for a, b in zip(STOPS[low], STOPS[low + 1], strict=True)
+    )
+    return Style(color=f"rgb({red},{green},{blue})")
+
+
+def depth_legend(lowest: int, num_layers: int) -> Text:
+    """The scale, as one line."""
+    legend = Text("exit layer ")
+    for layer in range(lowest, num_layers + 1):
+        ends = layer in (lowest, num_layers)
+        legend.append(f" {layer} " if ends else "█", depth_style(layer, lowest, num_layers))
+    return legend
+
+
+def runs(layers: Sequence[int]) -> str:
+    """Exit layers as ``12 30x4 12x2``."""
+    groups = ((layer, len(list(group))) for layer, group in groupby(layers))
+    return " ".join(str(layer) if count == 1 else f"{layer}x{count}" for layer, count in groups)
+
+
+class DepthPainter:
+    """Prints one request's text as it grows, each token in the colour of its exit layer.
+
+    The text is the engine's. It may come later than its tokens (half a character, the beginning of a
+    stop string), so how much of it belongs to each token is counted from the tokens themselves.
+    """
+
+    def __init__(
+        self, console: Console, model: Model, prompt_ids: Sequence[int], lowest: int = 1
+    ) -> None:
+        self._console = console
+        self._num_layers = model.config.num_layers
+        self._lowest = lowest
+        assert model.tokenizer is not None
+        self._decoder = model.tokenizer.incremental(prompt_ids)
+        self._pieces: deque[list[int]] = deque()  # [exit layer, characters still to come]
+        self._layer = self._num_layers
+
+    def add(self, step: StepOutput) -> None:
+        """Print what a step added."""
+        for token, layer in zip(step.token_ids, step.exit_layers, strict=True):
+            self._pieces.append([layer, len(self._decoder.add(token))])
+        self.write(step.text)
+
+    def write(self, text: str) -> None:
+        """Print text, which belongs to the oldest tokens whose text has not come yet."""
+        while text:
+            taken = len(text)
+            while self._pieces and not self._pieces[0][1]:
+                self._pieces.popleft()
+            if self._pieces:
+                self._layer, count = self._pieces[0]
+                taken = min(count, taken)
+                self._pieces[0][1] -= taken
+            style = depth_style(self._layer, self._lowest, self._num_layers)
+            # soft_wrap: the terminal breaks lines, rich leaves the text alone.
+            self._console.print(
+                Text(text[:taken], style), end="", soft_wrap=True, highlight=False, markup=False
+            )
+            text = text[taken:]

@@ -1,0 +1,168 @@
+"""The exit mode as said on a command line: ``confident:0.8``, ``speculative:8,6``, ..."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eecore.cli.failures import UsageError
+from eecore.errors import ExitError
+
+if TYPE_CHECKING:
+    from eecore.exits import Exit
+
+__all__ = ["EXIT_HELP", "ExitOptions", "parse_layers"]
+
+EXIT_HELP = (
+    "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 never) "
+    "| speculative:E,D (draft D tokens with E layers, verify with all) | draft-verify[:D] (draft with "
+    "some sublayers left out). speculative and draft-verify keep the text of full."
+)
+BELONGS_TO = {
+    "measure": "confident",
+    "batch_mode": "confident",
+    "decay_tau": "confident",
+    "exit_points": "confident",
+    "min_exit_layer": "confident",
+    "classifier": "confident",
+    "draft_threshold": "speculative",
+    "skip_attention": "draft-verify",
+    "skip_mlp": "draft-verify",
+    "skips": "draft-verify",
+}
+KINDS = ("full", "fixed", "confident", "speculative", "draft-verify")
+
+
+@dataclass(frozen=True)
+class ExitOptions:
+    """``--exit`` and the options that go with it; None where not given."""
+
+    exit: str = "full"
+    measure: str | None = None
+    batch_mode: str | None = None
+    decay_tau: float | None = None
+    exit_points: str | None = None
+    min_exit_layer: int | None = None
+    classifier: Path | None = None
+    draft_threshold: float | None = None
+    skip_attention: str | None = None
+    skip_mlp: str | None = None
+    skips: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"--exit: expected {EXIT_HELP.split('. ')[0]}, got {self.exit!r}")
+        for option in fields(self):
+            kind = BELONGS_TO.get(option.name, self.kind)
+            if getattr(self, option.name) is not None and kind != self.kind:
+                flag = "--" + option.name.replace("_", "-")
+                raise UsageError(f"{flag}: goes with --exit {kind}, got --exit {self.exit}")
+
+    @property
+    def kind(self) -> str:
+        return self.exit.partition(":")[0]
+
+    @property
+    def _numbers(self) -> list[str]:
+        text = self.exit.partition(":")[2]
+        return text.split(",") if text else []
+
+    def policy(self) -> Exit:
+        """The exit policy; an ExitError when it contradicts itself."""
+        from eecore import exits
+
+        if self.kind == "full":
+            self._expect(0, "full")
+            return exits.Full()
+        if self.kind == "fixed":
+            self._expect(1, "fixed:E, such as fixed:12")
+            return exits.FixedExit(self._integer(0))
+        if self.kind == "confident":
+            return self._confident()
+        if self.kind == "speculative":
+            self._expect(2, "speculative:E,D, such as speculative:8,6")
+            return exits.SelfSpeculative(
+                self._integer(0), self._integer(1), draft_threshold=self.draft_threshold
+            )
+        return self._draft_and_verify()
+
+    def _confident(self) -> Exit:
+        from eecore import exits
+
+        self._expect((0, 1), "confident or confident:THRESHOLD, such as confident:0.8")
+        measure = self.measure or ("classifier" if self.classifier else "softmax")
+        if measure == "classifier" and self.classifier is None:
+            raise UsageError("--classifier: expected a file for --measure classifier, got none")
+        classifier = None
+        if self.classifier is not None:
+            try:
+                classifier = exits.ExitClassifier.load(self.classifier)
+            except ExitError:
+                raise
+            except Exception as error:
+                raise ExitError(f"--classifier: {self.classifier}: {error}") from None
+        points = self.exit_points
+        return exits.ConfidentExit(
+            self._number(0) if self._numbers else 0.9,
+            measure=measure,  # type: ignore[arg-type]
+            batch=self.batch_mode or "each",  # type: ignore[arg-type]
+            decay_tau=self.decay_tau or 0.0,
+            exit_points=None if points is None else parse_layers("--exit-points", points),
+            min_exit_layer=self.min_exit_layer or 1,
+            classifier=classifier,
+        )
+
+    def _draft_and_verify(self) -> Exit:
+        from eecore import DraftAndVerify, SkipSearch
+
+        self._expect((0, 1), "draft-verify or draft-verify:D, such as draft-verify:8")
+        num_drafts = self._integer(0) if self._numbers else None
+        if self.skips is not None:
+            if self.skip_attention is not None or self.skip_mlp is not None:
+                raise UsageError("--skips: expected it or --skip-attention/--skip-mlp, got both")
+            try:
+                found = SkipSearch.load(self.skips)
+                return found.policy(num_drafts)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                raise UsageError(
+                    f"--skips: {self.skips}: expected a file from eecore search, got: {error}"
+                ) from None
+        if self.skip_attention is None and self.skip_mlp is None:
+            raise UsageError(
+                "--exit draft-verify: expected --skips FILE (from eecore search), or --skip-attention "
+                "or --skip-mlp with layers from 0, such as 10,12-15"
+            )
+        return DraftAndVerify(
+            frozenset(parse_layers("--skip-attention", self.skip_attention or "")),
+            frozenset(parse_layers("--skip-mlp", self.skip_mlp or "")),
+            num_drafts=8 if num_drafts is None else num_drafts,
+        )
+
+    def _expect(self, count: int | tuple[int, ...], form: str) -> None:
+        if len(self._numbers) not in (count if isinstance(count, tuple) else (count,)):
+            raise UsageError(f"--exit: expected {form}, got {self.exit!r}")
+
+    def _integer(self, index: int) -> int:
+        try:
+            return int(self._numbers[index])
+        except ValueError:
+            raise UsageError(f"--exit: expected whole numbers, got {self.exit!r}") from None
+
+    def _number(self, index: int) -> float:
+        try:
+            return float(self._numbers[index])
+        except ValueError:
+            raise UsageError(f"--exit: expected a number, got {self.exit!r}") from None
+
+
+def parse_layers(flag: str, text: str) -> tuple[int, ...]:
+    """Layers from ``4,8,12-20``, in ascending order."""
+    layers: set[int] = set()
+    try:
+        for part in filter(None, text.split(",")):
+            first, _, last = part.partition("-")
+            layers.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise UsageError(f"{flag}: expected layers such as 4,8,12-20, got {text!r}") from None
+    return tuple(sorted(layers))

@@ -1,0 +1,301 @@
+"""``eecore generate``: prompts in, text or JSON lines out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from eecore.cli.exit_options import EXIT_HELP, ExitOptions
+from eecore.cli.failures import INTERRUPTED, UsageError
+from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, check_path, load
+from eecore.cli.prompts import Prompt, read_prompts
+from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
+
+if TYPE_CHECKING:
+    from eecore.config import SamplingParams
+    from eecore.exits import Exit
+    from eecore.generate import Model
+    from eecore.output import Output
+
+EXITS = "Exit mode"
+SAMPLING = "Sampling"
+OUTPUT = "Output"
+MACHINE = "Machine"
+
+
+def generate(
+    model: ModelPath,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - or none: all of stdin is one.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="Prompts, one a line; .jsonl: strings, token ids or objects with a prompt; "
+            "-: lines of stdin.",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put prompts into the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    exit: Annotated[str, typer.Option(help=EXIT_HELP, rich_help_panel=EXITS)] = "full",
+    measure: Annotated[
+        str | None,
+        typer.Option(help="confident: softmax | state | classifier.", rich_help_panel=EXITS),
+    ] = None,
+    batch_mode: Annotated[
+        str | None,
+        typer.Option(
+            help="confident: each prompt exits on its own, or all together: each | all.",
+            rich_help_panel=EXITS,
+        ),
+    ] = None,
+    decay_tau: Annotated[
+        float | None,
+        typer.Option(help="confident: tau of the decaying threshold.", rich_help_panel=EXITS),
+    ] = None,
+    exit_points: Annotated[
+        str | None,
+        typer.Option(
+            help="confident: where to measure, such as 4,8,12-20; every layer otherwise.",
+            rich_help_panel=EXITS,
+        ),
+    ] = None,
+    min_exit_layer: Annotated[
+        int | None, typer.Option(help="confident: the earliest exit.", rich_help_panel=EXITS)
+    ] = None,
+    classifier: Annotated[
+        Path | None,
+        typer.Option(help="confident: safetensors file of the classifier.", rich_help_panel=EXITS),
+    ] = None,
+    draft_threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="speculative: end a draft at a token less sure than this.", rich_help_panel=EXITS
+        ),
+    ] = None,
+    skips: Annotated[
+        Path | None,
+        typer.Option(help="draft-verify: a file from eecore search.", rich_help_panel=EXITS),
+    ] = None,
+    skip_attention: Annotated[
+        str | None,
+        typer.Option(
+            help="draft-verify: layers (from 0) whose attention the draft leaves out.",
+            rich_help_panel=EXITS,
+        ),
+    ] = None,
+    skip_mlp: Annotated[
+        str | None,
+        typer.Option(
+            help="draft-verify: layers (from 0) whose MLP the draft leaves out.",
+            rich_help_panel=EXITS,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Most new tokens.", rich_help_panel=SAMPLING)
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", help="0: greedy.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0: all tokens.", rich_help_panel=SAMPLING)] = 0,
+    top_p: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 1.0,
+    min_p: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same text.", rich_help_panel=SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End before this string; may be repeated.", rich_help_panel=SAMPLING),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Go on past the end token.", rich_help_panel=SAMPLING),
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="With --json: log-probabilities, and of so many other tokens.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a prompt.", rich_help_panel=OUTPUT)
+    ] = False,
+    depth: Annotated[
+        bool,
+        typer.Option(
+            "--depth", help="Colour each token by its exit layer.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="A table on stderr at the end.", rich_help_panel=OUTPUT)
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    kv_cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Positions in the KV cache.")
+    ] = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Continue prompts: text as it comes, or JSON lines."""
+    options = ExitOptions(
+        exit=exit,
+        measure=measure,
+        batch_mode=batch_mode,
+        decay_tau=decay_tau,
+        exit_points=exit_points,
+        min_exit_layer=min_exit_layer,
+        classifier=classifier,
+        draft_threshold=draft_threshold,
+        skips=skips,
+        skip_attention=skip_attention,
+        skip_mlp=skip_mlp,
+    )
+    if system is not None and not chat:
+        raise UsageError("--system: goes with --chat")
+    if json and depth:
+        raise UsageError("--depth: goes with text, not with --json (which has exit_layers)")
+    if logprobs is not None and not json:
+        raise UsageError("--logprobs: goes with --json")
+    check_path(model)
+    prompts = read_prompts(prompt, file)
+
+    from eecore.config import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        logprobs=logprobs,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    policy = options.policy()
+    loaded = load(
+        model,
+        threads=threads,
+        policy=policy,
+        device=device,
+        dtype=dtype,
+        kv_cache_tokens=kv_cache_tokens,
+    )
+    asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
+    results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)
+    return _run(loaded, asked, policy, sampling, results, progress, stats)
+
+
+def lowest_exit(policy: Exit) -> int:
+    """The lowest layer after which a token can leave, where the colours begin."""
+    from eecore import exits
+
+    if isinstance(policy, (exits.SelfSpeculative, exits.FixedExit)):
+        return policy.exit_layer
+    if isinstance(policy, exits.ConfidentExit):
+        return max(policy.min_exit_layer, min(policy.exit_points or (1,)))
+    return 1
+
+
+def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:
+    """The prompt as the user's message of a conversation, in tokens."""
+    if isinstance(prompt, list):
+        raise UsageError("--chat: expected text prompts, got token ids")
+    if model.tokenizer is None:
+        raise UsageError("--chat: expected a model with a tokenizer")
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    text = model.tokenizer.apply_chat_template(messages)
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _results(
+    model: Model, prompts: list[Prompt], json: bool, lowest: int | None
+) -> tuple[Results, Progress | None]:
+    """Where outputs go, and for many prompts on a terminal a progress bar."""
+    if len(prompts) == 1:
+        return (JsonLines(prompts) if json else StreamedText(prompts, model, lowest)), None
+    # On one terminal bar and text share a console, which keeps the bar below the text.
+    console = Console(stderr=not sys.stdout.isatty())
+    progress = None
+    if sys.stderr.isatty():
+        progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=console,
+            redirect_stdout=json and sys.stdout.isatty(),
+            redirect_stderr=False,
+            transient=True,
+        )
+    if json:
+        return JsonLines(prompts), progress
+    shared = console if progress is not None and sys.stdout.isatty() else None
+    return TextByPrompt(prompts, shared, model, lowest), progress
+
+
+def _run(
+    model: Model,
+    prompts: list[Prompt],
+    policy: Exit,
+    sampling: SamplingParams,
+    results: Results,
+    progress: Progress | None,
+    stats: bool,
+) -> int:
+    """Serve the prompts; on Ctrl-C what there is goes out, marked as cancelled."""
+    engine = model.engine()
+    order = {
+        engine.add_request(prompt, exit=policy, sampling=sampling): index
+        for index, prompt in enumerate(prompts)
+    }
+    if isinstance(results, StreamedText):
+        first = prompts[0]
+        known = model.tokenizer is not None and isinstance(first, str)
+        results.begin(model.tokenizer.encode(first) if known else first)  # type: ignore
+    outputs: list[Output] = []
+    started = time.perf_counter()
+    bar: Any = progress or nullcontext()
+    code = 0
+    with bar:
+        task = progress.add_task("generating", total=len(prompts), speed="") if progress else None
+        num_tokens = 0
+        try:
+            for step in engine.run():
+                num_tokens += len(step.token_ids)
+                results.step(order[step.request_id], step)
+                if step.output is not None:
+                    outputs.append(step.output)
+                if progress is not None and task is not None:
+                    speed = f"{num_tokens / (time.perf_counter() - started):.0f} tokens/s"
+                    progress.update(task, completed=len(outputs), speed=speed)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+            for request_id, index in order.items():
+                output = engine.cancel(request_id)
+                if output is not None:
+                    results.done(index, output)
+                    outputs.append(output)
+    if stats and outputs:
+        print_stats(outputs, time.perf_counter() - started)
+    if code == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    return code

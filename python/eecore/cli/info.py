@@ -1,0 +1,128 @@
+"""``eecore info``: what a model directory holds and what eecore would make of it."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eecore.cli.loading import Debug, ModelPath, check_path, spinner
+
+FORMATS = ("float32", "bfloat16", "float16")
+
+
+def info(
+    model: ModelPath,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Show a model's sizes, tokenizer, exit layers and what this build runs it with."""
+    directory = check_path(model)
+    with spinner(f"reading {model}"):
+        facts = model_facts(directory)
+    if json:
+        print(json_format.dumps(facts, ensure_ascii=False))
+        return 0
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _rows(facts):
+        table.add_row(name, value)
+    Console(soft_wrap=True, highlight=False, markup=False).print(table)
+    return 0
+
+
+def model_facts(directory: Path) -> dict[str, Any]:
+    """Everything, as JSON can say it; reads headers, no weights."""
+    import torch
+
+    from eecore import build_info
+    from eecore.models import KVCache
+    from eecore.models.checkpoint import Checkpoint
+    from eecore.models.config_json import read_model_config
+    from eecore.models.load import choose_device, choose_dtype
+    from eecore.models.tokenizer import Tokenizer
+
+    config = read_model_config(directory)
+    tokenizer = Tokenizer.from_directory(directory)
+    with Checkpoint(directory) as checkpoint:
+        stored = sorted({checkpoint.dtype(name) for name in checkpoint.names}, key=str)
+        files = {checkpoint.path_of(name) for name in checkpoint.names}
+    device = choose_device(None)
+    main = getattr(torch, config.dtype) if config.dtype in FORMATS else stored[0]
+    dtype = choose_dtype(None, device, main)
+    return {
+        "path": str(directory),
+        "config": asdict(config),
+        "num_parameters": config.num_parameters,
+        "exit_layers": [1, config.num_layers],
+        "stored_dtypes": [str(kind).removeprefix("torch.") for kind in stored],
+        "bytes_on_disk": sum(path.stat().st_size for path in files),
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "weight_bytes": config.num_parameters * dtype.itemsize,
+        "kv_bytes_per_token": KVCache.bytes_per_token(config, dtype),
+        "tokenizer": None
+        if tokenizer is None
+        else {
+            "vocab_size": tokenizer.vocab_size,
+            "chat_template": tokenizer.chat_template is not None,
+            "eos_tokens": [
+                tokenizer.decode([token], skip_special_tokens=False)
+                for token in config.eos_token_ids
+            ],
+        },
+        "build": build_info(),
+    }
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    config, tokenizer, build = facts["config"], facts["tokenizer"], facts["build"]
+    rope = config["rope"]
+    scaling = "" if rope["type"] == "default" else f", {rope['type']} x{rope['factor']:g}"
+    windows = max(config["layer_windows"])
+    ends = ", ".join(map(str, config["eos_token_ids"])) or "none"
+    text = "none: prompts are token ids"
+    if tokenizer is not None:
+        chat = "with" if tokenizer["chat_template"] else "without"
+        text = f"{tokenizer['vocab_size']} tokens, {chat} a chat template"
+        ends += f" ({' '.join(tokenizer['eos_tokens'])})" if tokenizer["eos_tokens"] else ""
+    cuda = ", ".join(map(str, build["cuda_architectures"])) if build["cuda"] else build["cuda_note"]
+    return [
+        ("model", facts["path"]),
+        ("architecture", config["architecture"]),
+        ("parameters", f"{facts['num_parameters']:,}"),
+        ("layers", f"{config['num_layers']} (exit layers 1..{facts['exit_layers'][1]})"),
+        ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
+        (
+            "heads",
+            f"{config['num_q_heads']} query, {config['num_kv_heads']} key/value, "
+            f"size {config['head_dim']}",
+        ),
+        (
+            "vocabulary",
+            f"{config['vocab_size']}, {'tied' if config['tie_word_embeddings'] else 'own'} LM head",
+        ),
+        ("context", f"{config['max_position']} tokens, rope theta {rope['theta']:g}{scaling}"),
+        *([("sliding window", f"{windows} tokens")] if windows else []),
+        ("tokenizer", text),
+        ("end tokens", ends),
+        ("on disk", f"{_size(facts['bytes_on_disk'])}, {', '.join(facts['stored_dtypes'])}"),
+        ("runs as", f"{facts['dtype']} on {facts['device']}"),
+        ("weights", _size(facts["weight_bytes"])),
+        ("KV cache", f"{_size(facts['kv_bytes_per_token'])} a token"),
+        ("eecore", f"{build['version']}, built with torch {build['built_with_torch']}"),
+        ("CPU kernels", f"{build['cpu_capability']} of {', '.join(build['cpu_capabilities'])}"),
+        ("CUDA kernels", str(cuda)),
+    ]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,77 @@
+"""Loading a model for a command: cheap checks first, then a spinner while weights come."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from eecore.errors import ModelError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from eecore.exits import Exit
+    from eecore.generate import Model
+
+__all__ = ["Debug", "Device", "Dtype", "ModelPath", "Threads", "check_path", "load", "spinner"]
+
+ModelPath = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model directory in Hugging Face layout.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or (CUDA) float16.",
+        show_default="from the checkpoint and the device",
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def check_path(path: str) -> Path:
+    """The directory, or a ModelError that says what to do; needs no heavy import."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.is_file() and directory.suffix == ".gguf":
+        raise ModelError(f"{path}: expected a model directory, got a GGUF file: convert it first")
+    if not directory.exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        raise ModelNotFoundError(
+            f"{path}: expected a model directory, got nothing (eecore downloads nothing: fetch a "
+            "model of that name first)"
+        )
+    found = "a file" if directory.exists() else "nothing"
+    raise ModelNotFoundError(
+        f"{path}: expected a model directory (config.json, *.safetensors), got {found}"
+    )
+
+
+def load(path: str, *, threads: int | None, policy: Exit | None = None, **options: Any) -> Model:
+    """The model; its shape is checked against the exit policy before weights are read."""
+    directory = check_path(path)
+    with spinner(f"loading {path}"):
+        import torch
+
+        import eecore
+        from eecore.models.config_json import read_model_config
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if policy is not None:
+            config = read_model_config(directory)
+            policy.check(config.num_layers, config.hidden_size)
+        return eecore.load(directory, **options)
+
+
+def spinner(what: str) -> AbstractContextManager[Any]:
+    """A spinner on stderr; nothing where that is not a terminal."""
+    console = Console(stderr=True)
+    return console.status(what) if console.is_terminal else nullcontext()

@@ -1,0 +1,209 @@
+"""What `eecore generate` prints: text as it comes, text by prompt, or JSON lines; and the statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eecore.cli.depth import DepthPainter, runs
+from eecore.cli.prompts import Prompt
+
+if TYPE_CHECKING:
+    from eecore.generate import Model
+    from eecore.output import Output, StepOutput
+
+__all__ = ["JsonLines", "Results", "StreamedText", "TextByPrompt", "print_stats", "stats_dict"]
+
+
+class Results:
+    """Where outputs go: in the order of the prompts, each as soon as those before it are there."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.prompts = prompts
+        self._waiting: dict[int, Output] = {}
+        self._next = 0
+
+    def step(self, index: int, step: StepOutput) -> None:
+        """A step of the prompt at ``index``."""
+        if step.output is not None:
+            self.done(index, step.output)
+
+    def done(self, index: int, output: Output) -> None:
+        """The output of the prompt at ``index``."""
+        self._waiting[index] = output
+        while self._next in self._waiting:
+            self.write(self._next, self._waiting.pop(self._next))
+            self._next += 1
+
+    def write(self, index: int, output: Output) -> None:
+        """Print one output."""
+        raise NotImplementedError
+
+
+class JsonLines(Results):
+    """One JSON object a line and prompt."""
+
+    def write(self, index: int, output: Output) -> None:
+        record: dict[str, Any] = {"index": index, "prompt": self.prompts[index]}
+        for name in ("text", "token_ids", "finish_reason", "exit_layers", "confidences"):
+            record[name] = getattr(output, name)
+        if output.logprobs is not None:
+            record["logprobs"] = output.logprobs
+        if output.top_logprobs is not None:
+            record["top_logprobs"] = output.top_logprobs
+        record["stats"] = stats_dict(output)
+        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+        print(line, flush=True)
+
+
+class TextByPrompt(Results):
+    """Each text under a line with the beginning of its prompt."""
+
+    def __init__(
+        self, prompts: list[Prompt], console: Console | None, model: Model, lowest: int | None
+    ) -> None:
+        super().__init__(prompts)
+        self._console = console  # where a progress bar lives on the same terminal
+        self._model = model
+        self._lowest = lowest  # paint by depth from this layer up
+
+    def write(self, index: int, output: Output) -> None:
+        prompt = self.prompts[index]
+        words = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} tokens"
+        words = words if len(words) <= 60 else words[:57] + "..."
+        lead = "\n" if index else ""
+        self._print(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}\n")
+        text = output.text if output.text is not None else " ".join(map(str, output.token_ids))
+        if self._lowest is None or output.text is None:
+            self._print(text)
+        elif (console := self._console or Console(soft_wrap=True)).color_system is None:
+            self._print(f"{text}\n[exit layers: {runs(output.exit_layers)}]")
+        else:
+            paint_output(console, self._model, output, self._lowest)
+        self._print("\n")
+
+    def _print(self, text: str) -> None:
+        if self._console is None:
+            print(text, end="", flush=True)
+        else:
+            self._console.print(text, end="", soft_wrap=True, highlight=False, markup=False)
+
+
+class StreamedText(Results):
+    """The text of a single prompt, as it comes."""
+
+    def __init__(self, prompts: list[Prompt], model: Model, lowest: int | None) -> None:
+        super().__init__(prompts)
+        self._model = model
+        self._lowest = lowest
+        self._console = Console(soft_wrap=True)
+        self._painter: DepthPainter | None = None
+        self._layers: list[int] = []
+        self._written = 0
+        self._last = ""
+
+    def begin(self, prompt_ids: list[int]) -> None:
+        """The prompt's tokens, once they are known."""
+        colours = self._console.color_system is not None
+        if self._lowest is not None and colours and self._model.tokenizer is not None:
+            self._painter = DepthPainter(self._console, self._model, prompt_ids, self._lowest)
+
+    def step(self, index: int, step: StepOutput) -> None:
+        self._layers += step.exit_layers
+        text = step.text
+        if self._model.tokenizer is None:
+            text = "".join(f"{token} " for token in step.token_ids)
+        if self._painter is not None:
+            self._painter.add(step)
+            self._written += len(text)
+            self._last = text[-1:] or self._last
+        else:
+            self._put(text)
+        super().step(index, step)
+
+    def write(self, index: int, output: Output) -> None:  # noqa: ARG002
+        if self._painter is None and output.text is not None:
+            self._put(output.text[self._written :])  # what was held back when it was cut short
+        elif self._painter is not None and output.text is not None:
+            self._painter.write(output.text[self._written :])
+        if self._last != "\n":
+            print(flush=True)
+        if self._lowest is not None and self._painter is None:
+            print(f"[exit layers: {runs(self._layers)}]", file=sys.stderr)
+
+    def _put(self, text: str) -> None:
+        if text:
+            print(text, end="", flush=True)
+            self._written += len(text)
+            self._last = text[-1]
+
+
+def paint_output(console: Console, model: Model, output: Output, lowest: int) -> None:
+    """Print a whole output coloured by depth."""
+    from eecore.output import StepOutput
+
+    painter = DepthPainter(console, model, output.prompt_token_ids, lowest)
+    painter.add(
+        StepOutput(
+            request_id=output.request_id,
+            token_ids=output.token_ids,
+            exit_layers=output.exit_layers,
+            confidences=output.confidences,
+            text=output.text or "",
+            output=None,
+        )
+    )
+
+
+def stats_dict(output: Output) -> dict[str, Any]:
+    """A request's statistics with the derived ones."""
+    stats = output.stats
+    return {
+        **asdict(stats),
+        "draft_acceptance": stats.draft_acceptance,
+        "tokens_per_s": stats.tokens_per_s,
+        "inner_token_latency_s": stats.inner_token_latency_s,
+    }
+
+
+def print_stats(outputs: list[Output], seconds: float) -> None:
+    """A table of all requests together, on stderr."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    tokens = sum(len(output.token_ids) for output in outputs)
+    drafted = sum(output.stats.drafted for output in outputs)
+    accepted = sum(output.stats.accepted for output in outputs)
+    depth = sum(sum(output.exit_layers) for output in outputs)
+    first = max(output.stats.time_to_first_token_s for output in outputs)
+    num_layers = outputs[0].stats.num_layers
+    run = sum(output.stats.layers_run for output in outputs)
+    for name, value in (
+        ("mode", outputs[0].stats.contract),
+        ("tokens", f"{tokens} new, {sum(o.stats.prompt_tokens for o in outputs)} of prompts"),
+        ("speed", f"{tokens / seconds:.1f} tokens/s, first token after {first:.2f} s"),
+        ("mean exit layer", f"{depth / tokens:.2f} of {num_layers}" if tokens else "none"),
+        ("layer executions", f"{run} in generation ({run / tokens:.1f} a token)" if tokens else "0"),
+        (
+            "draft acceptance",
+            f"{accepted / drafted:.1%} of {drafted}" if drafted else "nothing drafted",
+        ),
+        ("ended by", ", ".join(sorted({output.finish_reason for output in outputs}))),
+    ):
+        table.add_row(name, value)
+    Console(stderr=True).print(table)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null stands for it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

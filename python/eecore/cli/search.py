@@ -1,0 +1,83 @@
+"""``eecore search``: which sublayers a draft of this model can leave out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eecore.cli.failures import INTERRUPTED, UsageError
+from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, check_path, load, spinner
+from eecore.errors import RequestError
+
+if TYPE_CHECKING:
+    from eecore.decoding.skip_search import SkipStep
+
+# No tokenizer makes fewer tokens than one a so many characters; the rest of a long file is not read.
+MOST_CHARACTERS_A_TOKEN = 32
+
+
+def search(
+    model: ModelPath,
+    text: Annotated[
+        Path, typer.Option(help="Text like that which the model will write, a few hundred words.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where to write what was found, as JSON.")],
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to look at.")] = 256,
+    max_skipped: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most sublayers to leave out.", show_default="half of them"),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Search the sublayers to skip for --exit draft-verify --skips FILE.
+
+    Each line is one more sublayer left out. Ctrl-C keeps what was found so far.
+    """
+    check_path(model)
+    try:
+        content = text.read_text()[: max_tokens * MOST_CHARACTERS_A_TOKEN]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{text}: expected UTF-8 text, got {error}") from None
+    except OSError as error:
+        raise RequestError(f"{text}: {error.strerror}") from None
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
+    loaded = load(model, threads=threads, device=device, dtype=dtype, kv_cache_tokens=16)
+
+    from eecore import SkipSearch, search_skipped_sublayers
+
+    steps: list[SkipStep] = []
+    code = 0
+    try:
+        with spinner("measuring each sublayer, then leaving out one after the other"):
+
+            def show(step: SkipStep) -> None:
+                steps.append(step)
+                print(describe(step), file=sys.stderr, flush=True)
+
+            search_skipped_sublayers(
+                loaded, [content], max_tokens=max_tokens, max_skipped=max_skipped, progress=show
+            )
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    if steps:
+        found = SkipSearch(tuple(steps))
+        found.save(out)
+        print(f"best: {describe(found.best)}; wrote {out}")
+    return code
+
+
+def describe(step: SkipStep) -> str:
+    """One set, in a line."""
+    skipped = len(step.skip_attention) + len(step.skip_mlp)
+    return (
+        f"{skipped:3} skipped, agreement {step.agreement:.2f}, draft cost {step.draft_cost:.2f}, "
+        f"predicted speed-up {step.predicted_speedup:.2f} with {step.num_drafts} drafts"
+    )
