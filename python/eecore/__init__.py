@@ -1,21 +1,50 @@
-"""eecore: early-exit language models, made fast."""
+"""eecore: early-exit language models, made fast.
 
-from eecore.config import EngineConfig, ModelConfig, SamplingParams
-from eecore.decoding.skip_search import SkipSearch
-from eecore.engine.async_engine import AsyncEngine
-from eecore.engine.engine import Engine
-from eecore.errors import EecoreError, ExitError, ModelError, RequestError
-from eecore.exits import (
-    ConfidentExit,
-    DraftAndVerify,
-    ExitClassifier,
-    FixedExit,
-    Full,
-    SelfSpeculative,
-)
-from eecore.generate import Model, generate, load, search_skipped_sublayers, stream
-from eecore.ops import build_info
-from eecore.output import Output, RequestStats, StepOutput
+Everything below is imported when it is first asked for, so that ``import eecore`` and the command line
+start quickly.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eecore import ops
+    from eecore.config import EngineConfig, ModelConfig, SamplingParams
+    from eecore.decoding.skip_search import SkipSearch
+    from eecore.engine.async_engine import AsyncEngine
+    from eecore.engine.engine import Engine
+    from eecore.errors import EecoreError, ExitError, ModelError, RequestError
+    from eecore.exits import (
+        ConfidentExit,
+        DraftAndVerify,
+        ExitClassifier,
+        FixedExit,
+        Full,
+        SelfSpeculative,
+    )
+    from eecore.generation import Model, generate, load, search_skipped_sublayers, stream
+    from eecore.ops import build_info
+    from eecore.output import Output, RequestStats, StepOutput
+
+_NAMES = {
+    "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams"),
+    "eecore.decoding.skip_search": ("SkipSearch",),
+    "eecore.engine.async_engine": ("AsyncEngine",),
+    "eecore.engine.engine": ("Engine",),
+    "eecore.errors": ("EecoreError", "ExitError", "ModelError", "RequestError"),
+    "eecore.exits": (
+        "ConfidentExit",
+        "DraftAndVerify",
+        "ExitClassifier",
+        "FixedExit",
+        "Full",
+        "SelfSpeculative",
+    ),
+    "eecore.generation": ("Model", "generate", "load", "search_skipped_sublayers", "stream"),
+    "eecore.ops": ("build_info",),
+    "eecore.output": ("Output", "RequestStats", "StepOutput"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AsyncEngine",
@@ -41,6 +70,21 @@ __all__ = [
     "build_info",
     "generate",
     "load",
+    "ops",
     "search_skipped_sublayers",
     "stream",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("eecore.ops")
+    if name not in _HOME:
+        raise AttributeError(f"module 'eecore' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # asked for once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

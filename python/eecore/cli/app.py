@@ -49,18 +49,20 @@ def run(arguments: list[str]) -> int:
         message = usage_message(error)
         if message is None:
             raise
-        if message.startswith("error: (see"):  # no arguments: the help has been shown
-            return USAGE
-        print(message, file=sys.stderr)
+        if message:
+            print(message, file=sys.stderr)
         return USAGE
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
         try:
-            print(f"eecore {version('eecore')}")
-        except PackageNotFoundError:  # run from a checkout that was built in place
-            print("eecore (not installed)")
+            number = version("eecore")
+        except PackageNotFoundError:  # a checkout that was built in place
+            from eecore import build_info
+
+            number = build_info()["version"]
+        print(f"eecore {number}")
         raise typer.Exit
 
 

@@ -18,6 +18,9 @@ def convert(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="The model directory to make.")
     ],
+    dtype: Annotated[
+        str, typer.Option(help="Of the written weights; only float32 keeps every value.")
+    ] = "float32",
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Make a model directory from a GGUF file: weights dequantised, tokenizer and chat template kept."""
@@ -34,6 +37,6 @@ def convert(
     with spinner(f"converting {file}"):
         from eecore.models.gguf_convert import convert_gguf
 
-        convert_gguf(file, directory)
+        convert_gguf(file, directory, dtype)
     print(f"wrote {directory}", file=sys.stderr)
     return 0

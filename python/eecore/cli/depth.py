@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from eecore.generate import Model
+    from eecore.generation import Model
     from eecore.output import StepOutput
 
 __all__ = ["DepthPainter", "depth_legend", "depth_style", "runs"]

@@ -17,9 +17,11 @@ __all__ = ["EXIT_CODES", "INTERRUPTED", "UsageError", "reports_failures", "usage
 
 FAILED, USAGE, MODEL, REQUEST, INTERRUPTED, NO_READER = 1, 2, 3, 4, 130, 141
 
-EXIT_CODES = """Exit codes: 0 done; 1 failed while running; 2 wrong usage; 3 the model cannot be loaded;
-4 the request cannot be served (exit layer out of range, empty or too long prompt, ...);
-130 interrupted with Ctrl-C, what was written stays; 141 the reader of the output went away."""
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed while running, 2 wrong usage, 3 the model cannot be loaded, 4 the "
+    "request cannot be served (exit layer out of range, empty or too long prompt, ...), 130 "
+    "interrupted with Ctrl-C (what was written stays), 141 the reader of the output went away."
+)
 
 UsageError = typer.BadParameter
 # Typer carries its own copy of click in some releases: take the base class from what it exports.
@@ -54,13 +56,13 @@ def reports_failures(command: Callable[P, int]) -> Callable[P, int]:
 
 
 def usage_message(error: Exception) -> str | None:
-    """The message of a usage error; None for anything else."""
+    """The message of a usage error, empty where help has been shown; None for anything else."""
     if not isinstance(error, _AnyUsageError):
         return None
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "eecore"
     message = " ".join(error.format_message().split())
-    return f"error: {message} (see {command} --help)"
+    return f"error: {message} (see {command} --help)" if message else ""
 
 
 def _fail(message: str, code: int) -> int:

@@ -21,7 +21,7 @@ from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, p
 if TYPE_CHECKING:
     from eecore.config import SamplingParams
     from eecore.exits import Exit
-    from eecore.generate import Model
+    from eecore.generation import Model
     from eecore.output import Output
 
 EXITS = "Exit mode"

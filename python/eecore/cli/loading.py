@@ -13,7 +13,7 @@ from eecore.errors import ModelError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from eecore.exits import Exit
-    from eecore.generate import Model
+    from eecore.generation import Model
 
 __all__ = ["Debug", "Device", "Dtype", "ModelPath", "Threads", "check_path", "load", "spinner"]
 

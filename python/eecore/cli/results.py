@@ -15,7 +15,7 @@ from eecore.cli.depth import DepthPainter, runs
 from eecore.cli.prompts import Prompt
 
 if TYPE_CHECKING:
-    from eecore.generate import Model
+    from eecore.generation import Model
     from eecore.output import Output, StepOutput
 
 __all__ = ["JsonLines", "Results", "StreamedText", "TextByPrompt", "print_stats", "stats_dict"]
