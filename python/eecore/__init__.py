@@ -1,7 +1,7 @@
 """eecore: early-exit language models, made fast.
 
-Everything below is imported when it is first asked for, so that ``import eecore`` and the command line
-start quickly.
+What is exported is imported when it is first asked for, so that ``import eecore`` and the command
+line start quickly.
 """
 
 from importlib import import_module

@@ -15,15 +15,13 @@ from eecore.errors import ModelError, ModelNotFoundError
 
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="A GGUF file.")],
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The model directory to make.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The model directory to make.")],
     dtype: Annotated[
         str, typer.Option(help="Of the written weights; only float32 keeps every value.")
     ] = "float32",
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
-    """Make a model directory from a GGUF file: weights dequantised, tokenizer and chat template kept."""
+    """Make a model directory from a GGUF file, weights dequantised, with its tokenizer."""
     if not file.is_file():
         raise ModelNotFoundError(f"{file}: expected a GGUF file, got nothing")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

@@ -1,7 +1,7 @@
 """Text coloured by how deep the model went for each token.
 
-Colours run from sky blue (the lowest exit layer there can be) over violet to orange (all layers). Where
-there are no colours the depths come as numbers, after the text.
+Colours run from sky blue (the lowest exit layer there can be) over violet to orange (all layers).
+Where there are no colours the depths come as numbers, after the text.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def runs(layers: Sequence[int]) -> str:
 class DepthPainter:
     """Prints one request's text as it grows, each token in the colour of its exit layer.
 
-    The text is the engine's. It may come later than its tokens (half a character, the beginning of a
-    stop string), so how much of it belongs to each token is counted from the tokens themselves.
+    The text is the engine's. It may come later than its tokens (half a character, the beginning of
+    a stop string), so how much of it belongs to each token is counted from the tokens themselves.
     """
 
     def __init__(

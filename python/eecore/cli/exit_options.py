@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_HELP", "ExitOptions", "parse_layers"]
 
 EXIT_HELP = (
-    "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 never) "
-    "| speculative:E,D (draft D tokens with E layers, verify with all) | draft-verify[:D] (draft with "
-    "some sublayers left out). speculative and draft-verify keep the text of full."
+    "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
+    "never) | speculative:E,D (draft D tokens with E layers, verify with all) | draft-verify[:D] "
+    "(draft with some sublayers left out). The last two keep the text of full."
 )
 BELONGS_TO = {
     "measure": "confident",
@@ -52,7 +52,7 @@ class ExitOptions:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UsageError(f"--exit: expected {EXIT_HELP.split('. ')[0]}, got {self.exit!r}")
+            raise UsageError(f"--exit: expected {', '.join(KINDS)}, got {self.exit!r}")
         for option in fields(self):
             kind = BELONGS_TO.get(option.name, self.kind)
             if getattr(self, option.name) is not None and kind != self.kind:
@@ -130,8 +130,8 @@ class ExitOptions:
                 ) from None
         if self.skip_attention is None and self.skip_mlp is None:
             raise UsageError(
-                "--exit draft-verify: expected --skips FILE (from eecore search), or --skip-attention "
-                "or --skip-mlp with layers from 0, such as 10,12-15"
+                "--exit draft-verify: expected --skips FILE (from eecore search), or "
+                "--skip-attention or --skip-mlp with layers from 0, such as 10,12-15"
             )
         return DraftAndVerify(
             frozenset(parse_layers("--skip-attention", self.skip_attention or "")),

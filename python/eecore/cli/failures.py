@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from typing import ParamSpec
@@ -18,20 +19,22 @@ __all__ = ["EXIT_CODES", "INTERRUPTED", "UsageError", "reports_failures", "usage
 FAILED, USAGE, MODEL, REQUEST, INTERRUPTED, NO_READER = 1, 2, 3, 4, 130, 141
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed while running, 2 wrong usage, 3 the model cannot be loaded, 4 the "
-    "request cannot be served (exit layer out of range, empty or too long prompt, ...), 130 "
+    "Exit codes: 0 done, 1 failed while running, 2 wrong usage, 3 the model cannot be loaded, 4 "
+    "the request cannot be served (exit layer out of range, empty or too long prompt, ...), 130 "
     "interrupted with Ctrl-C (what was written stays), 141 the reader of the output went away."
 )
 
 UsageError = typer.BadParameter
 # Typer carries its own copy of click in some releases: take the base class from what it exports.
-_AnyUsageError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_AnyUsageError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 P = ParamSpec("P")
 
 
 def reports_failures(command: Callable[P, int]) -> Callable[P, int]:
-    """The command, with every exception but a usage error turned into a message and an exit code."""
+    """The command, with exceptions but usage errors turned into a message and an exit code."""
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -61,7 +64,7 @@ def usage_message(error: Exception) -> str | None:
         return None
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "eecore"
-    message = " ".join(error.format_message().split())
+    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
     return f"error: {message} (see {command} --help)" if message else ""
 
 
@@ -84,5 +87,5 @@ def _one_line(error: Exception) -> str:
         return " ".join(text.split())
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    first = text.splitlines()[0] if text else ""
+    first = textwrap.shorten(text.splitlines()[0], 200, placeholder=" ...") if text else ""
     return f"{type(error).__name__}: {first} (--debug shows where)"

@@ -18,8 +18,8 @@ def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
     """The prompts of a command line, at least one.
 
     The argument (``-``, or none when text is piped in: all of stdin) is a single prompt. A file has
-    one a line; a ``.jsonl`` file has JSON strings, lists of token ids, or objects with a ``prompt``.
-    Blank lines are skipped. ``--file -`` reads lines from stdin.
+    one a line; a ``.jsonl`` file has JSON strings, lists of token ids, or objects with a
+    ``prompt``. Blank lines are skipped. ``--file -`` reads lines from stdin.
     """
     if argument is not None and file is not None:
         raise UsageError("PROMPT: expected it or --file, got both")

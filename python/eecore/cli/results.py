@@ -1,4 +1,4 @@
-"""What `eecore generate` prints: text as it comes, text by prompt, or JSON lines; and the statistics."""
+"""What ``eecore generate`` prints: text as it comes, text by prompt, JSON lines; statistics."""
 
 from __future__ import annotations
 
@@ -187,7 +187,10 @@ def print_stats(outputs: list[Output], seconds: float) -> None:
         ("tokens", f"{tokens} new, {sum(o.stats.prompt_tokens for o in outputs)} of prompts"),
         ("speed", f"{tokens / seconds:.1f} tokens/s, first token after {first:.2f} s"),
         ("mean exit layer", f"{depth / tokens:.2f} of {num_layers}" if tokens else "none"),
-        ("layer executions", f"{run} in generation ({run / tokens:.1f} a token)" if tokens else "0"),
+        (
+            "layers run",
+            f"{run} in generation ({run / tokens:.1f} a token)" if tokens else "0",
+        ),
         (
             "draft acceptance",
             f"{accepted / drafted:.1%} of {drafted}" if drafted else "nothing drafted",

@@ -15,7 +15,7 @@ from eecore.errors import RequestError
 if TYPE_CHECKING:
     from eecore.decoding.skip_search import SkipStep
 
-# No tokenizer makes fewer tokens than one a so many characters; the rest of a long file is not read.
+# A token is hardly ever longer than this: more of a long file need not go to the tokenizer.
 MOST_CHARACTERS_A_TOKEN = 32
 
 

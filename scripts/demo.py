@@ -1,0 +1,178 @@
+"""A real model in every exit mode: streamed text with each token's exit depth, and a table.
+
+The model is SmolLM2-135M-Instruct, which is fetched on the first run. It was not trained for early
+exit: what that means for each mode is said along the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from get_smollm2 import get_smollm2
+from rich.console import Console
+from rich.table import Table
+
+import eecore
+from eecore.cli.depth import DepthPainter, depth_legend, runs
+
+PROMPTS = (
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+)
+SKIPS = Path(__file__).parent / "smollm2_skips.json"
+COLOURS_FROM = 12  # no mode below leaves before this layer
+
+
+@dataclass
+class Mode:
+    """One way to run the model, and what came of it."""
+
+    name: str
+    says: str
+    exit: eecore.exits.Exit  # type: ignore[name-defined]
+    outputs: list[eecore.Output] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def modes(num_layers: int) -> list[Mode]:
+    """The modes, for a model of so many layers that was never trained for early exit."""
+    return [
+        Mode("full", "every layer for every token", eecore.Full()),
+        Mode(
+            "confident exit",
+            "a token leaves once its state hardly changes from one layer to the next; the layers "
+            "it skips get their keys and values from the exit state. The threshold was picked by "
+            "hand: no promise about the text",
+            eecore.ConfidentExit(
+                0.97, measure="state", exit_points=tuple(range(num_layers - 6, num_layers))
+            ),
+        ),
+        Mode(
+            "fixed exit",
+            f"the model cut after layer {num_layers - 3}. It was not trained to stop there, and it "
+            "shows",
+            eecore.FixedExit(num_layers - 3),
+        ),
+        Mode(
+            "self-speculative",
+            f"the first {num_layers - 3} layers draft, all layers verify: the text is that of full. "
+            "Drafts this deep save nothing; models trained for early exit draft with far fewer "
+            "layers",
+            eecore.SelfSpeculative(exit_layer=num_layers - 3, num_drafts=2),
+        ),
+        Mode(
+            "draft and verify",
+            "the draft leaves out sublayers that a search on real text found least missed, all "
+            "layers verify: the text is that of full, and the model needs no training",
+            eecore.SkipSearch.load(SKIPS).policy(),
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("prompts", nargs="*", default=PROMPTS)
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    console = Console(highlight=False, soft_wrap=True)
+    done: list[Mode] = []
+    code = 0
+    try:
+        show(console, arguments.prompts, arguments.max_tokens, done)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted")
+        code = 130
+    except (eecore.EecoreError, RuntimeError, OSError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    if done:
+        console.print()
+        console.print(table(done))
+        console.print(CLOSING)
+    return code
+
+
+CLOSING = """\
+Next: eecore generate MODEL "Once upon a time" --depth --stats, or eecore generate --help.
+Checkpoints trained for early exit, such as LayerSkip's, load the same way."""
+
+
+def show(console: Console, prompts: list[str], max_tokens: int, done: list[Mode]) -> None:
+    """Run every mode on every prompt; finished modes go into ``done``."""
+    with console.status("getting SmolLM2-135M-Instruct (a 93 MB download the first time)"):
+        directory = get_smollm2()
+    with console.status("loading the model"):
+        model = eecore.load(directory, kv_cache_tokens=4096)
+        asked = [chat(model, prompt) for prompt in prompts]
+        eecore.generate(model, asked[0], max_tokens=2)  # the first pass touches all weights
+    build = eecore.build_info()
+    console.print(
+        f"SmolLM2-135M-Instruct, {model.config.num_layers} layers, "
+        f"{str(model.network.dtype).removeprefix('torch.')} on {model.network.device.type} "
+        f"({build['cpu_capability']}, {torch.get_num_threads()} threads)"
+    )
+    if console.color_system is not None:
+        console.print(depth_legend(COLOURS_FROM, model.config.num_layers))
+    for mode in modes(model.config.num_layers):
+        console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}")
+        for prompt, ids in zip(prompts, asked, strict=True):
+            console.print(f"[dim]> {prompt}[/dim]")
+            stream(console, model, ids, mode, max_tokens)
+        done.append(mode)
+
+
+def chat(model: eecore.Model, prompt: str) -> list[int]:
+    """The tokens of a conversation that begins with the prompt."""
+    assert model.tokenizer is not None
+    text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def stream(
+    console: Console, model: eecore.Model, prompt: list[int], mode: Mode, max_tokens: int
+) -> None:
+    """Generate one text, printed as it comes, each token in the colour of its exit layer."""
+    painter = DepthPainter(console, model, prompt, COLOURS_FROM)
+    started = time.perf_counter()
+    for step in eecore.stream(model, prompt, exit=mode.exit, max_tokens=max_tokens):
+        painter.add(step)
+        if step.output is not None:
+            mode.outputs.append(step.output)
+    mode.seconds += time.perf_counter() - started
+    console.print()
+    if console.color_system is None:
+        console.print(f"(exit layers: {runs(mode.outputs[-1].exit_layers)})")
+
+
+def table(done: list[Mode]) -> Table:
+    """What the modes did, side by side."""
+    result = Table(title="all prompts together", title_justify="left")
+    for name in ("mode", "tokens/s", "mean exit layer", "drafts accepted", "same text as full?"):
+        result.add_column(name, justify="left" if name == "mode" else "right")
+    full = [output.token_ids for output in done[0].outputs]
+    for mode in done:
+        tokens = sum(len(output.token_ids) for output in mode.outputs)
+        depth = sum(sum(output.exit_layers) for output in mode.outputs)
+        drafted = sum(output.stats.drafted for output in mode.outputs)
+        accepted = sum(output.stats.accepted for output in mode.outputs)
+        same = sum(o.token_ids == f for o, f in zip(mode.outputs, full, strict=True))
+        result.add_row(
+            mode.name,
+            f"{tokens / mode.seconds:.1f}",
+            f"{depth / tokens:.1f}",
+            f"{accepted / drafted:.0%} of {drafted}" if drafted else "-",
+            "yes" if same == len(full) else f"{same} of {len(full)}",
+        )
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
