@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from get_smollm2 import get_smollm2
 from rich.console import Console
 from rich.table import Table
 
 import eecore
 from eecore.cli.depth import DepthPainter, depth_legend, runs
+from get_smollm2 import get_smollm2
 
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
@@ -60,7 +60,7 @@ def modes(num_layers: int) -> list[Mode]:
         ),
         Mode(
             "self-speculative",
-            f"the first {num_layers - 3} layers draft, all layers verify: the text is that of full. "
+            f"the first {num_layers - 3} layers draft, all verify: the text is that of full. "
             "Drafts this deep save nothing; models trained for early exit draft with far fewer "
             "layers",
             eecore.SelfSpeculative(exit_layer=num_layers - 3, num_drafts=2),

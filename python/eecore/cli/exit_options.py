@@ -124,7 +124,9 @@ class ExitOptions:
             try:
                 found = SkipSearch.load(self.skips)
                 return found.policy(num_drafts)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            except OSError as error:
+                raise UsageError(f"--skips: {self.skips}: {error.strerror}") from None
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise UsageError(
                     f"--skips: {self.skips}: expected a file from eecore search, got: {error}"
                 ) from None

@@ -65,6 +65,7 @@ def usage_message(error: Exception) -> str | None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "eecore"
     message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    message = message.removeprefix("Invalid value: ")
     return f"error: {message} (see {command} --help)" if message else ""
 
 
