@@ -35,10 +35,8 @@ def main() -> int:
         text = Path(scratch) / "text.txt"
         answers = zip(asked, outputs, strict=True)
         text.write_text("\n".join(f"{question}{output.text}" for question, output in answers))
-        return run(
-            ["search", str(directory), "--text", str(text), "--out", str(OUT)]
-            + ["--max-tokens", "320", "--max-skipped", "12"]
-        )
+        options = ["--max-tokens", "320", "--max-skipped", "12"]
+        return run(["search", str(directory), "--text", str(text), "--out", str(OUT), *options])
 
 
 if __name__ == "__main__":
