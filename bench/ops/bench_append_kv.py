@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import harness
 from eecore import ops
 
 
@@ -29,4 +30,4 @@ def bench_append_kv(
     slots = torch.randperm(1024)[:num_tokens]
     benchmark(ops.append_kv, q, k, v, k_cache, v_cache, slots, positions=positions, cos_sin=cos_sin)
     moved = 2 * qkv.nbytes + num_tokens * (16 + head_dim * 4)  # read and written, indices, angles
-    benchmark.extra_info["GB/s"] = moved / benchmark.stats.stats.min / 1e9
+    harness.report(benchmark, moved_bytes=moved)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import harness
 from eecore import ops
 
 MODELS = [(9, 3, 64), (32, 8, 64), (24, 8, 128), (32, 8, 128)]
@@ -36,25 +37,10 @@ def contiguous_call(
     }
 
 
-def record_rates(benchmark, call: dict[str, Any], num_queries: int, read_bandwidth: float) -> None:
-    """GB/s of keys and values read once, their fraction of reading alone, and GFLOP/s."""
-    seconds = benchmark.stats.stats.min
-    moved = call["k_cache"].nbytes + call["v_cache"].nbytes + 2 * call["q"].nbytes
-    keys = int(call["seq_lens"][0]) - (num_queries - 1) / 2
-    flops = 4 * call["q"].numel() * keys
-    benchmark.extra_info["GB/s"] = moved / seconds / 1e9
-    benchmark.extra_info["of read bandwidth"] = moved / seconds / 1e9 / read_bandwidth
-    benchmark.extra_info["GFLOP/s"] = flops / seconds / 1e9
-
-
-@pytest.fixture(scope="module")
-def read_bandwidth() -> float:
-    """GB/s of summing more floats than any cache holds, with the threads of the benchmark."""
-    import timeit
-
-    floats = torch.ones(64 << 20)
-    best = min(timeit.repeat(floats.sum, number=1, repeat=7))
-    return floats.nbytes / best / 1e9
+def report_reads(benchmark: Any, call: dict[str, Any]) -> None:
+    """Keys and values read once, queries read and their results written."""
+    cache = call["k_cache"].nbytes + call["v_cache"].nbytes
+    harness.report(benchmark, moved_bytes=cache + 2 * call["q"].nbytes, working_set=cache)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,18 +52,19 @@ def bench_decode(
     seq_len: int,
     model: tuple[int, int, int],
     dtype: torch.dtype,
-    read_bandwidth: float,
 ) -> None:
     call = contiguous_call(1, seq_len, num_seqs, model, dtype)
     benchmark(ops.paged_attention, **call)
-    record_rates(benchmark, call, 1, read_bandwidth)
+    report_reads(benchmark, call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_queries", "seq_len"), [(7, 1024), (512, 2048)])
-def bench_verify_and_prefill(
-    benchmark, num_queries: int, seq_len: int, dtype: torch.dtype, read_bandwidth: float
-) -> None:
+def bench_verify_and_prefill(benchmark, num_queries: int, seq_len: int, dtype: torch.dtype) -> None:
     call = contiguous_call(num_queries, seq_len, 1, (9, 3, 64), dtype)
     benchmark(ops.paged_attention, **call)
-    record_rates(benchmark, call, num_queries, read_bandwidth)
+    keys = seq_len - (num_queries - 1) / 2  # that a query sees, on average
+    report_reads(benchmark, call)
+    if benchmark.stats is not None:
+        flops = 4 * call["q"].numel() * keys
+        benchmark.extra_info["GFLOP/s"] = round(flops / benchmark.stats.stats.min / 1e9, 1)

@@ -6,7 +6,7 @@
 // A row's arithmetic depends on its own keys and split_size alone: blocks start at multiples of the
 // block size within a split, every score is summed in one order whatever the tile, and keys that
 // only a neighbour sees weigh exactly 0.
-#include "vec.h"
+#include "pair.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
@@ -20,8 +20,8 @@ constexpr int kGroupRows = 4;  // rows that share a key in registers
 #else
 constexpr int kGroupRows = 2;
 #endif
-constexpr int kGroupKeys = 4;     // keys that share a query in registers
-constexpr int kGroupVectors = 4;  // vectors of a value row
+constexpr int kGroupKeys = 4;   // keys that share a query in registers
+constexpr int kGroupPairs = 2;  // pairs of vectors of a value row
 constexpr float kInfinity = __builtin_inff();
 
 // Keys [begin, end).
@@ -52,42 +52,62 @@ inline Range visible_keys(const PagedAttentionParams& params, const Sequence& se
   return {max_of(begin, 0), max_of(end, 0)};
 }
 
-// Rows of one sequence and kv head: row r is query r / group_size, head r % group_size of the
-// group.
+// Rows of one sequence, for each of num_heads kv heads from first_head on: row r of a kv head is
+// query (first_row + r) / group_size, head (first_row + r) % group_size of the group.
 struct Tile {
   Sequence seq;
-  int64_t kv_head, group_size, first_row, num_rows;
+  int64_t group_size, first_head, num_heads, first_row, num_rows;
   Range used;  // the keys that any of the rows sees
+
+  int64_t query(int64_t row) const { return (first_row + row) / group_size; }
 };
 
-// What a thread holds of a tile.
+// What a thread holds of a tile, the rows of one kv head after those of another.
 struct Scratch {
-  alignas(64) float q[kTileFloats];                  // [tile_rows, width], times scale
-  alignas(64) float acc[kTileFloats];                // [tile_rows, width]: weights times values
+  alignas(64) float q[kTileFloats];                  // [rows, width], times scale
+  alignas(64) float acc[kTileFloats];                // [rows, width]: weights times values
   alignas(64) float total[kTileFloats];              // the same, of the splits merged so far
-  alignas(64) float k_block[kTileFloats];            // [block, width], when converted
-  alignas(64) float v_block[kTileFloats];            // [block, width], when converted
+  alignas(64) float k_block[kTileFloats];            // [block, width], when widened
+  alignas(64) float v_block[kTileFloats];            // [block, width], when widened
   alignas(64) float scores[kGroupRows * kMaxBlock];  // [rows of a group, block]
   alignas(64) float weight_sum[kMaxTileRows * kWidth];
   float maximum[kMaxTileRows];
   float total_maximum[kMaxTileRows], total_weight[kMaxTileRows];
-  Range visible[kMaxTileRows];
+  Range visible[kMaxTileRows];  // [rows of one kv head]
 };
 
-// Floats between the rows of a tile: whole vectors.
-inline int64_t row_width(int64_t head_dim) { return ceil_div(head_dim, 16) * 16; }
+// Where the rows of a block's keys and values lie, for the first kv head of the tile.
+template <typename T>
+struct BlockRows {
+  const T* k[kMaxBlock];
+  const T* v[kMaxBlock];
+};
 
-// Keys per block: two blocks of float32 keys and values fit beside the tile.
+// A block as one kv head sees it: `offset` elements into each row. Null rows: no block.
+template <typename T>
+struct HeadBlock {
+  const BlockRows<T>* rows;
+  int64_t offset;
+};
+
+// Floats between the rows of a tile: whole pairs of vectors.
+inline int64_t row_width(int64_t head_dim) { return ceil_div(head_dim, 32) * 32; }
+
+// Keys per block: a block of float32 keys fits the scratch.
 inline int64_t block_size(int64_t head_dim) {
   return min_of(kMaxBlock, kTileFloats / row_width(head_dim) / 16 * 16);
 }
 
-// in[0..n) to a float32 row of whole vectors, the rest zero.
+// in[0..n) times factor, as kept pairs; the rest of the row is zero.
 template <typename T>
-inline void widen_row(const T* in, int64_t n, Vec factor, float* out) {
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) store(out + i, load(in + i) * factor);
-  if (i < n) store(out + i, load_partial(in + i, n - i) * factor);
+inline void widen_row(const T* in, int64_t n, Vec factor, int64_t width, float* out) {
+  int64_t d = 0;
+  for (; d + kPairWidth <= n; d += kPairWidth) store_kept(out + d, load_pair(in + d) * factor);
+  if (d < n) {
+    store_kept(out + d, load_pair_partial(in + d, n - d) * factor);
+    d += kPairWidth;
+  }
+  for (; d < width; d += kPairWidth) store_kept(out + d, {zero(), zero()});
 }
 
 // out[i] = sum(x[i]), each sum in the same order.
@@ -113,75 +133,105 @@ inline void sum_four(const Vec* x, float* out) {
 #endif
 }
 
+// Asks for n elements of a row that is read next, into the second-level cache: a block outgrows the
+// first. Pages lie anywhere, and a head's slots a row of all heads apart, so the hardware does not
+// guess them.
+template <typename T>
+inline void prefetch_row(const T* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
+    __builtin_prefetch(row + i, 0, 2);
+  }
+}
+
 // scores[r][j] = q[r] . k[j] for j in [begin, end), both multiples of kGroupKeys.
 template <int kRows, typename T>
-void score_keys(const float* q, int64_t width, int64_t head_dim, const T* const* k, int64_t begin,
-                int64_t end, float* scores) {
-  const int64_t whole = head_dim / kWidth * kWidth;
+void score_keys(const float* q, int64_t width, int64_t head_dim, HeadBlock<T> block,
+                HeadBlock<T> next, int64_t begin, int64_t end, float* scores) {
+  const int64_t whole = head_dim / kPairWidth * kPairWidth;
   for (int64_t j = begin; j < end; j += kGroupKeys) {
+    if (next.rows != nullptr) {
+      for (int i = 0; i < kGroupKeys; ++i) {
+        prefetch_row(next.rows->k[j + i] + next.offset, head_dim);
+      }
+    }
+    const T* k[kGroupKeys];
+    for (int i = 0; i < kGroupKeys; ++i) k[i] = block.rows->k[j + i] + block.offset;
     Vec dots[kRows][kGroupKeys];
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kGroupKeys; ++i) dots[r][i] = zero();
     }
-    for (int64_t d = 0; d < whole; d += kWidth) {
-      Vec keys[kGroupKeys];
-      for (int i = 0; i < kGroupKeys; ++i) keys[i] = load(k[j + i] + d);
+    const auto multiply = [&](const Pair* keys, int64_t d) {
       for (int r = 0; r < kRows; ++r) {
         const Vec query = load(q + r * width + d);
-        for (int i = 0; i < kGroupKeys; ++i) dots[r][i] = fma(query, keys[i], dots[r][i]);
+        for (int i = 0; i < kGroupKeys; ++i) dots[r][i] = fma(query, keys[i].a, dots[r][i]);
       }
+      for (int r = 0; r < kRows; ++r) {
+        const Vec query = load(q + r * width + d + kWidth);
+        for (int i = 0; i < kGroupKeys; ++i) dots[r][i] = fma(query, keys[i].b, dots[r][i]);
+      }
+    };
+    Pair keys[kGroupKeys];
+    for (int64_t d = 0; d < whole; d += kPairWidth) {
+      for (int i = 0; i < kGroupKeys; ++i) keys[i] = load_pair(k[i] + d);
+      multiply(keys, d);
     }
     if (whole < head_dim) {
       for (int i = 0; i < kGroupKeys; ++i) {
-        const Vec key = load_partial(k[j + i] + whole, head_dim - whole);
-        for (int r = 0; r < kRows; ++r) {
-          dots[r][i] = fma(load(q + r * width + whole), key, dots[r][i]);
-        }
+        keys[i] = load_pair_partial(k[i] + whole, head_dim - whole);
       }
+      multiply(keys, whole);
     }
     for (int r = 0; r < kRows; ++r) sum_four(dots[r], scores + r * kMaxBlock + j);
   }
 }
 
 // acc[r][d..] = acc[r][d..] * correction[r] + sum over j in [begin, end) of scores[r][j] *
-// v[j][d..], for kVectors vectors; of the last only `last` elements exist in v when kPartial.
-template <int kRows, int kVectors, bool kPartial, typename T>
-void add_value_columns(const float* scores, const Vec* correction, const T* const* v, int64_t d,
-                       int64_t last, int64_t begin, int64_t end, int64_t width, float* acc) {
-  Vec sums[kRows][kVectors];
+// v[j][d..], for kPairs pairs of vectors; of a partial one only `rest` elements exist in v.
+template <int kRows, int kPairs, bool kPartial, typename T>
+void add_value_columns(const float* scores, const Vec* correction, HeadBlock<T> block,
+                       HeadBlock<T> next, int64_t d, int64_t rest, int64_t begin, int64_t end,
+                       int64_t width, float* acc) {
+  Pair sums[kRows][kPairs];
   for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kVectors; ++i) {
-      sums[r][i] = load(acc + r * width + d + i * kWidth) * correction[r];
+    for (int i = 0; i < kPairs; ++i) {
+      sums[r][i] = load_kept(acc + r * width + d + i * kPairWidth) * correction[r];
     }
   }
   for (int64_t j = begin; j < end; ++j) {
-    Vec values[kVectors];
-    for (int i = 0; i < kVectors; ++i) {
-      const T* value = v[j] + d + i * kWidth;
-      values[i] = kPartial && i + 1 == kVectors ? load_partial(value, last) : load(value);
+    if (next.rows != nullptr) {
+      prefetch_row(next.rows->v[j] + next.offset + d, kPairs * kPairWidth);
+    }
+    const T* v = block.rows->v[j] + block.offset + d;
+    Pair values[kPairs];
+    for (int i = 0; i < kPairs; ++i) {
+      values[i] =
+          kPartial ? load_pair_partial(v + i * kPairWidth, rest) : load_pair(v + i * kPairWidth);
     }
     for (int r = 0; r < kRows; ++r) {
       const Vec weight = broadcast(scores[r * kMaxBlock + j]);
-      for (int i = 0; i < kVectors; ++i) sums[r][i] = fma(weight, values[i], sums[r][i]);
+      for (int i = 0; i < kPairs; ++i) {
+        sums[r][i] = {fma(weight, values[i].a, sums[r][i].a),
+                      fma(weight, values[i].b, sums[r][i].b)};
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kVectors; ++i) store(acc + r * width + d + i * kWidth, sums[r][i]);
+    for (int i = 0; i < kPairs; ++i) store_kept(acc + r * width + d + i * kPairWidth, sums[r][i]);
   }
 }
 
 template <int kRows, typename T>
-void add_values(const float* scores, const Vec* correction, const T* const* v, int64_t head_dim,
-                int64_t begin, int64_t end, int64_t width, float* acc) {
-  const auto columns = [&]<int kVectors, bool kPartial>(int64_t d, int64_t last) {
-    add_value_columns<kRows, kVectors, kPartial>(scores, correction, v, d, last, begin, end, width,
-                                                 acc);
+void add_values(const float* scores, const Vec* correction, HeadBlock<T> block, HeadBlock<T> next,
+                int64_t head_dim, int64_t begin, int64_t end, int64_t width, float* acc) {
+  const auto columns = [&]<int kPairs, bool kPartial>(int64_t d, int64_t rest) {
+    add_value_columns<kRows, kPairs, kPartial>(scores, correction, block, next, d, rest, begin, end,
+                                               width, acc);
   };
   int64_t d = 0;
-  for (; d + kGroupVectors * kWidth <= head_dim; d += kGroupVectors * kWidth) {
-    columns.template operator()<kGroupVectors, false>(d, 0);
+  for (; d + kGroupPairs * kPairWidth <= head_dim; d += kGroupPairs * kPairWidth) {
+    columns.template operator()<kGroupPairs, false>(d, 0);
   }
-  for (; d + kWidth <= head_dim; d += kWidth) columns.template operator()<1, false>(d, 0);
+  for (; d + kPairWidth <= head_dim; d += kPairWidth) columns.template operator()<1, false>(d, 0);
   if (d < head_dim) columns.template operator()<1, true>(d, head_dim - d);
 }
 
@@ -207,62 +257,66 @@ inline Vec softmax_row(float* scores, int64_t begin, int64_t end, float* maximum
   return correction;
 }
 
-// One block of keys, from block_begin on, for kRows rows of the tile from `row` on.
+// One block of keys for kRows rows of one kv head: rows `row`.. of the head, `at`.. of the scratch.
 template <int kRows, typename T>
-void attend_rows(Scratch& scratch, int64_t row, int64_t width, int64_t head_dim, Range block,
-                 const T* const* k, const T* const* v) {
+void attend_rows(Scratch& scratch, int64_t row, int64_t at, int64_t head_dim, Range keys,
+                 HeadBlock<T> block, HeadBlock<T> next) {
   // The keys of this block that any row sees; scores start at a whole vector.
-  Range seen{block.end, block.begin};
+  Range seen{keys.end, keys.begin};
   for (int r = 0; r < kRows; ++r) {
-    const Range visible = intersect(scratch.visible[row + r], block);
+    const Range visible = intersect(scratch.visible[row + r], keys);
     if (visible.empty()) continue;
     seen = {min_of(seen.begin, visible.begin), max_of(seen.end, visible.end)};
   }
   if (seen.empty()) return;
-  const int64_t begin = seen.begin - block.begin, end = seen.end - block.begin;
+  const int64_t width = row_width(head_dim);
+  const int64_t begin = seen.begin - keys.begin, end = seen.end - keys.begin;
   const int64_t vector_begin = begin / kWidth * kWidth;
   const int64_t vector_end = ceil_div(end, kWidth) * kWidth;
 
-  score_keys<kRows>(scratch.q + row * width, width, head_dim, k, vector_begin,
+  score_keys<kRows>(scratch.q + at * width, width, head_dim, block, next, vector_begin,
                     ceil_div(end, kGroupKeys) * kGroupKeys, scratch.scores);
   Vec correction[kRows];
   for (int r = 0; r < kRows; ++r) {
     float* scores = scratch.scores + r * kMaxBlock;
-    const Range visible = intersect(scratch.visible[row + r], block);
-    const int64_t first = min_of(visible.begin - block.begin, vector_end);
+    const Range visible = intersect(scratch.visible[row + r], keys);
+    const int64_t first = min_of(visible.begin - keys.begin, vector_end);
     for (int64_t i = vector_begin; i < first; ++i) scores[i] = -kInfinity;
-    const int64_t past = max_of(visible.end - block.begin, vector_begin);
+    const int64_t past = max_of(visible.end - keys.begin, vector_begin);
     for (int64_t i = past; i < vector_end; ++i) scores[i] = -kInfinity;
-    correction[r] = softmax_row(scores, vector_begin, vector_end, &scratch.maximum[row + r],
-                                scratch.weight_sum + (row + r) * kWidth);
+    correction[r] = softmax_row(scores, vector_begin, vector_end, &scratch.maximum[at + r],
+                                scratch.weight_sum + (at + r) * kWidth);
   }
-  add_values<kRows>(scratch.scores, correction, v, head_dim, begin, end, width,
-                    scratch.acc + row * width);
+  add_values<kRows>(scratch.scores, correction, block, next, head_dim, begin, end, width,
+                    scratch.acc + at * width);
 }
 
+// All rows of one kv head; the first of them ask for the next block.
 template <typename T>
-void attend_block(Scratch& scratch, int64_t num_rows, int64_t width, int64_t head_dim, Range block,
-                  const T* const* k, const T* const* v) {
+void attend_head(Scratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, Range keys,
+                 HeadBlock<T> block, HeadBlock<T> next) {
+  const auto rows = [&]<int kRows>(int64_t row) {
+    attend_rows<kRows>(scratch, row, at + row, head_dim, keys, block, next);
+    next.rows = nullptr;
+  };
   int64_t row = 0;
-  for (; row + kGroupRows <= num_rows; row += kGroupRows) {
-    attend_rows<kGroupRows>(scratch, row, width, head_dim, block, k, v);
-  }
+  for (; row + kGroupRows <= num_rows; row += kGroupRows) rows.template operator()<kGroupRows>(row);
   const int64_t rest = num_rows - row;
-  if (rest == 3) attend_rows<3>(scratch, row, width, head_dim, block, k, v);
-  if (rest == 2) attend_rows<2>(scratch, row, width, head_dim, block, k, v);
-  if (rest == 1) attend_rows<1>(scratch, row, width, head_dim, block, k, v);
+  if (kGroupRows > 3 && rest == 3) rows.template operator()<3>(row);
+  if (kGroupRows > 2 && rest == 2) rows.template operator()<2>(row);
+  if (rest == 1) rows.template operator()<1>(row);
 }
 
 // Where the keys and values of a block lie. Of its slots those outside `used` may belong to no one:
-// the nearest used key stands in for them, up to a whole group at the end.
+// the nearest used key stands in for them.
 template <typename T>
-void locate_block(const PagedAttentionParams& params, const Tile& tile, Range block, Range used,
-                  const T** k, const T** v) {
+void locate_block(const PagedAttentionParams& params, const Tile& tile, Range keys, Range used,
+                  BlockRows<T>& rows) {
   const int32_t* page_table = params.page_table + tile.seq.index * params.page_table_stride;
-  const T* k_cache = static_cast<const T*>(params.k_cache) + tile.kv_head * params.head_dim;
-  const T* v_cache = static_cast<const T*>(params.v_cache) + tile.kv_head * params.head_dim;
-  used = intersect(used, block);
-  const int64_t first = used.begin - block.begin, end = used.end - block.begin;
+  const T* k_cache = static_cast<const T*>(params.k_cache) + tile.first_head * params.head_dim;
+  const T* v_cache = static_cast<const T*>(params.v_cache) + tile.first_head * params.head_dim;
+  used = intersect(used, keys);
+  const int64_t first = used.begin - keys.begin, end = used.end - keys.begin;
   int64_t page_index = used.begin / params.page_size;
   int64_t offset = used.begin - page_index * params.page_size;
   for (int64_t j = first; j < end; ++page_index, offset = 0) {
@@ -271,30 +325,38 @@ void locate_block(const PagedAttentionParams& params, const Tile& tile, Range bl
     const T* v_slot = v_cache + page * params.v_page_stride + offset * params.v_slot_stride;
     const int64_t page_end = min_of(end, j + params.page_size - offset);
     for (; j < page_end; ++j, k_slot += params.k_slot_stride, v_slot += params.v_slot_stride) {
-      k[j] = k_slot;
-      v[j] = v_slot;
+      rows.k[j] = k_slot;
+      rows.v[j] = v_slot;
     }
   }
   for (int64_t j = 0; j < first; ++j) {
-    k[j] = k[first];
-    v[j] = v[first];
+    rows.k[j] = rows.k[first];
+    rows.v[j] = rows.v[first];
   }
-  for (int64_t j = end; j % kGroupKeys != 0; ++j) {
-    k[j] = k[end - 1];
-    v[j] = v[end - 1];
+  for (int64_t j = end; j < kMaxBlock; ++j) {
+    rows.k[j] = rows.k[end - 1];
+    rows.v[j] = rows.v[end - 1];
   }
 }
 
-// A bfloat16 block that many rows share is widened once; a few rows widen it as they read it.
-inline bool widens_block(const float*, int64_t) { return false; }
-inline bool widens_block(const BFloat16*, int64_t num_rows) { return num_rows > 2 * kGroupRows; }
+// Whether a block is widened once for all rows rather than by each group of rows as it reads.
+inline bool widens_block(const BlockRows<float>&, int64_t) { return false; }
+inline bool widens_block(const BlockRows<BFloat16>&, int64_t num_rows) {
+  return num_rows > 2 * kGroupRows;
+}
 
 template <typename T>
-void widen_block(const T* const* rows, int64_t num_rows, int64_t head_dim, int64_t width,
-                 float* out, const float** out_rows) {
-  for (int64_t j = 0; j < num_rows; ++j) {
-    widen_row(rows[j], head_dim, broadcast(1.0f), out + j * width);
-    out_rows[j] = out + j * width;
+void widen_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, Scratch& scratch,
+                 BlockRows<float>& wide) {
+  const int64_t width = row_width(head_dim);
+  const Vec one = broadcast(1.0f);
+  for (int64_t j = 0; j < num_keys; ++j) {
+    float* k = scratch.k_block + j * width;
+    float* v = scratch.v_block + j * width;
+    widen_row(block.rows->k[j] + block.offset, head_dim, one, width, k);
+    widen_row(block.rows->v[j] + block.offset, head_dim, one, width, v);
+    wide.k[j] = k;
+    wide.v[j] = v;
   }
 }
 
@@ -304,49 +366,54 @@ void attend_split(const PagedAttentionParams& params, const Tile& tile, Range sp
                   Scratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
   const int64_t block_keys = block_size(head_dim);
-  for (int64_t row = 0; row < tile.num_rows; ++row) {
+  const int64_t num_rows = tile.num_heads * tile.num_rows;
+  for (int64_t row = 0; row < num_rows; ++row) {
     scratch.maximum[row] = -kInfinity;
     store(scratch.weight_sum + row * kWidth, zero());
   }
-  for (int64_t i = 0; i < tile.num_rows * width; i += kWidth) store(scratch.acc + i, zero());
+  for (int64_t i = 0; i < num_rows * width; i += kWidth) store(scratch.acc + i, zero());
 
   // Whole blocks counted from the split's first key, from the one with the first key in use.
   const Range used = intersect(tile.used, split);
-  const int64_t skipped = (used.begin - split.begin) / block_keys * block_keys;
-  for (int64_t key = split.begin + skipped; key < used.end; key += block_keys) {
-    const Range block = {key, min_of(key + block_keys, used.end)};
-    const T* k[kMaxBlock];
-    const T* v[kMaxBlock];
-    locate_block(params, tile, block, used, k, v);
-    if (widens_block(k[0], tile.num_rows)) {
-      const float* wide_k[kMaxBlock];
-      const float* wide_v[kMaxBlock];
-      const int64_t num_keys = ceil_div(block.end - block.begin, kGroupKeys) * kGroupKeys;
-      widen_block(k, num_keys, head_dim, width, scratch.k_block, wide_k);
-      widen_block(v, num_keys, head_dim, width, scratch.v_block, wide_v);
-      attend_block(scratch, tile.num_rows, width, head_dim, block, wide_k, wide_v);
-    } else {
-      attend_block(scratch, tile.num_rows, width, head_dim, block, k, v);
+  const auto block_at = [&](int64_t key) { return Range{key, min_of(key + block_keys, used.end)}; };
+  int64_t key = split.begin + (used.begin - split.begin) / block_keys * block_keys;
+  BlockRows<T> rows[2];
+  locate_block(params, tile, block_at(key), used, rows[0]);
+  for (int current = 0; key < used.end; key += block_keys, current ^= 1) {
+    const Range keys = block_at(key);
+    const bool last = keys.end == used.end;
+    if (!last) locate_block(params, tile, block_at(keys.end), used, rows[current ^ 1]);
+
+    // Head by head within a block, so that memory is read in its own order.
+    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      const HeadBlock<T> block = {&rows[current], head * head_dim};
+      HeadBlock<T> next = {&rows[current], (head + 1) * head_dim};
+      if (head + 1 == tile.num_heads) next = {last ? nullptr : &rows[current ^ 1], 0};
+      const int64_t at = head * tile.num_rows;
+      if (widens_block(rows[current], tile.num_rows)) {
+        BlockRows<float> wide;
+        const int64_t num_keys = ceil_div(keys.end - keys.begin, kGroupKeys) * kGroupKeys;
+        widen_block(block, num_keys, head_dim, scratch, wide);
+        // A widened row is made of whole pairs.
+        attend_head<float>(scratch, tile.num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth,
+                           keys, {&wide, 0}, {nullptr, 0});
+      } else {
+        attend_head(scratch, tile.num_rows, at, head_dim, keys, block, next);
+      }
     }
   }
 }
 
 // Adds one split's (acc, maximum, weight) to the total of the splits before it. Splits are always
 // merged in ascending order, so the result does not depend on who computed them.
-inline void merge_split(const float* acc, float maximum, float weight, int64_t head_dim,
-                        float* total, float* total_maximum, float* total_weight) {
+inline void merge_split(const float* acc, float maximum, float weight, int64_t width, float* total,
+                        float* total_maximum, float* total_weight) {
   const float new_maximum = maximum > *total_maximum ? maximum : *total_maximum;
   if (new_maximum == -kInfinity) return;
   const Vec before = exp(broadcast(*total_maximum - new_maximum));
   const Vec now = exp(broadcast(maximum - new_maximum));
-  int64_t d = 0;
-  for (; d + kWidth <= head_dim; d += kWidth) {
+  for (int64_t d = 0; d < width; d += kWidth) {
     store(total + d, fma(load(acc + d), now, load(total + d) * before));
-  }
-  if (d < head_dim) {
-    const int64_t n = head_dim - d;
-    store_partial(total + d,
-                  fma(load_partial(acc + d, n), now, load_partial(total + d, n) * before), n);
   }
   float factors[2][kWidth];
   store(factors[0], before);
@@ -360,17 +427,16 @@ template <typename T>
 void write_row(const float* total, float weight, int64_t head_dim, T* out) {
   const Vec inverse = broadcast(weight > 0.0f ? 1.0f / weight : 0.0f);
   int64_t d = 0;
-  for (; d + kWidth <= head_dim; d += kWidth) store(out + d, load(total + d) * inverse);
-  if (d < head_dim) {
-    const int64_t n = head_dim - d;
-    store_partial(out + d, load_partial(total + d, n) * inverse, n);
+  for (; d + kPairWidth <= head_dim; d += kPairWidth) {
+    store_pair(out + d, load_kept(total + d) * inverse);
   }
+  if (d < head_dim) store_pair_partial(out + d, load_kept(total + d) * inverse, head_dim - d);
 }
 
 inline float* partial_of(const PagedAttentionParams& params, int64_t token, int64_t head,
                          int64_t split) {
   return params.partials +
-         ((token * params.num_q_heads + head) * params.max_splits + split) * (params.head_dim + 2);
+         ((token * params.num_q_heads + head) * params.max_splits + split) * params.partial_size;
 }
 
 template <typename T>
@@ -394,50 +460,53 @@ template <typename T>
 void attend_tile(const PagedAttentionParams& params, const Tile& tile, int64_t only_split,
                  Scratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
-  const auto token_of = [&](int64_t row) {
-    return tile.seq.first_token + (tile.first_row + row) / tile.group_size;
+  const int64_t num_rows = tile.num_heads * tile.num_rows;
+  const auto token_of = [&](int64_t at) {
+    return tile.seq.first_token + tile.query(at % tile.num_rows);
   };
-  const auto head_of = [&](int64_t row) {
-    return tile.kv_head * tile.group_size + (tile.first_row + row) % tile.group_size;
+  const auto head_of = [&](int64_t at) {
+    return (tile.first_head + at / tile.num_rows) * tile.group_size +
+           (tile.first_row + at % tile.num_rows) % tile.group_size;
   };
 
   // Queries times scale, and what each of them sees.
+  for (int64_t at = 0; at < num_rows; ++at) {
+    const T* q = static_cast<const T*>(params.q) + token_of(at) * params.q_token_stride +
+                 head_of(at) * params.q_head_stride;
+    widen_row(q, head_dim, broadcast(params.scale), width, scratch.q + at * width);
+  }
   for (int64_t row = 0; row < tile.num_rows; ++row) {
-    const T* q = static_cast<const T*>(params.q) + token_of(row) * params.q_token_stride +
-                 head_of(row) * params.q_head_stride;
-    widen_row(q, head_dim, broadcast(params.scale), scratch.q + row * width);
-    scratch.visible[row] = visible_keys(params, tile.seq, (tile.first_row + row) / tile.group_size);
+    scratch.visible[row] = visible_keys(params, tile.seq, tile.query(row));
   }
 
   const Range splits = splits_of(params, tile.used);
   if (params.partials != nullptr) {
     if (only_split < splits.begin || only_split >= splits.end) return;
     attend_split<T>(params, tile, keys_of_split(params, only_split), scratch);
-    for (int64_t row = 0; row < tile.num_rows; ++row) {
-      float* partial = partial_of(params, token_of(row), head_of(row), only_split);
-      __builtin_memcpy(partial, scratch.acc + row * width, head_dim * sizeof(float));
-      partial[head_dim] = scratch.maximum[row];
-      partial[head_dim + 1] = sum(load(scratch.weight_sum + row * kWidth));
+    for (int64_t at = 0; at < num_rows; ++at) {
+      float* partial = partial_of(params, token_of(at), head_of(at), only_split);
+      __builtin_memcpy(partial, scratch.acc + at * width, width * sizeof(float));
+      partial[width] = scratch.maximum[at];
+      partial[width + 1] = sum(load(scratch.weight_sum + at * kWidth));
     }
     return;
   }
-  for (int64_t row = 0; row < tile.num_rows; ++row) {
-    scratch.total_maximum[row] = -kInfinity;
-    scratch.total_weight[row] = 0.0f;
-    for (int64_t d = 0; d < width; d += kWidth) store(scratch.total + row * width + d, zero());
+  for (int64_t at = 0; at < num_rows; ++at) {
+    scratch.total_maximum[at] = -kInfinity;
+    scratch.total_weight[at] = 0.0f;
   }
+  for (int64_t i = 0; i < num_rows * width; i += kWidth) store(scratch.total + i, zero());
   for (int64_t split = splits.begin; split < splits.end; ++split) {
     attend_split<T>(params, tile, keys_of_split(params, split), scratch);
-    for (int64_t row = 0; row < tile.num_rows; ++row) {
-      merge_split(scratch.acc + row * width, scratch.maximum[row],
-                  sum(load(scratch.weight_sum + row * kWidth)), head_dim,
-                  scratch.total + row * width, &scratch.total_maximum[row],
-                  &scratch.total_weight[row]);
+    for (int64_t at = 0; at < num_rows; ++at) {
+      merge_split(scratch.acc + at * width, scratch.maximum[at],
+                  sum(load(scratch.weight_sum + at * kWidth)), width, scratch.total + at * width,
+                  &scratch.total_maximum[at], &scratch.total_weight[at]);
     }
   }
-  for (int64_t row = 0; row < tile.num_rows; ++row) {
-    write_row(scratch.total + row * width, scratch.total_weight[row], head_dim,
-              out_row<T>(params, token_of(row), head_of(row)));
+  for (int64_t at = 0; at < num_rows; ++at) {
+    write_row(scratch.total + at * width, scratch.total_weight[at], head_dim,
+              out_row<T>(params, token_of(at), head_of(at)));
   }
 }
 
@@ -448,14 +517,17 @@ inline Range keys_of_queries(const PagedAttentionParams& params, const Sequence&
 }
 
 // The work items of one sequence: splits, then kv heads, then tiles, so that the tiles of a head
-// find its keys in cache.
+// find its keys in cache. When all queries fit a tile it takes several kv heads.
 struct SequenceItems {
   Sequence seq;
-  int64_t group_size, num_tiles, num_splits, first_split;
+  int64_t group_size, num_tiles, tile_heads, num_head_groups, num_splits, first_split;
 
   SequenceItems(const PagedAttentionParams& params, int64_t index)
       : seq(sequence_at(params, index)), group_size(params.num_q_heads / params.num_kv_heads) {
-    num_tiles = ceil_div(seq.num_queries * group_size, params.tile_rows);
+    const int64_t rows = seq.num_queries * group_size;
+    num_tiles = ceil_div(rows, params.tile_rows);
+    tile_heads = rows == 0 ? 1 : max_of(min_of(params.tile_rows / rows, params.tile_heads), 1);
+    num_head_groups = ceil_div(params.num_kv_heads, tile_heads);
     Range splits = {0, 1};
     if (params.partials != nullptr && seq.num_queries > 0) {
       splits = splits_of(params, keys_of_queries(params, seq, 0, seq.num_queries - 1));
@@ -463,23 +535,22 @@ struct SequenceItems {
     first_split = splits.begin;
     num_splits = splits.end - splits.begin;
   }
-  int64_t count(const PagedAttentionParams& params) const {
-    return num_splits * params.num_kv_heads * num_tiles;
-  }
+  int64_t count() const { return num_splits * num_head_groups * num_tiles; }
 };
 
 template <typename T>
 void run_item(const PagedAttentionParams& params, const SequenceItems& items, int64_t item,
               Scratch& scratch) {
+  const int64_t head_group = item / items.num_tiles % items.num_head_groups;
+  const int64_t split = items.first_split + item / items.num_tiles / items.num_head_groups;
   Tile tile;
   tile.seq = items.seq;
   tile.group_size = items.group_size;
+  tile.first_head = head_group * items.tile_heads;
+  tile.num_heads = min_of(items.tile_heads, params.num_kv_heads - tile.first_head);
   tile.first_row = item % items.num_tiles * params.tile_rows;
   tile.num_rows = min_of(params.tile_rows, tile.seq.num_queries * tile.group_size - tile.first_row);
-  tile.kv_head = item / items.num_tiles % params.num_kv_heads;
-  tile.used = keys_of_queries(params, tile.seq, tile.first_row / tile.group_size,
-                              (tile.first_row + tile.num_rows - 1) / tile.group_size);
-  const int64_t split = items.first_split + item / items.num_tiles / params.num_kv_heads;
+  tile.used = keys_of_queries(params, tile.seq, tile.query(0), tile.query(tile.num_rows - 1));
   attend_tile<T>(params, tile, split, scratch);
 }
 
@@ -493,8 +564,8 @@ void run_items(const PagedAttentionParams& params, int64_t num_items, int64_t* n
   while (true) {
     const int64_t item = __atomic_fetch_add(next_item, 1, __ATOMIC_RELAXED);
     if (item >= num_items) return;
-    while (item - items_before >= items.count(params)) {
-      items_before += items.count(params);
+    while (item - items_before >= items.count()) {
+      items_before += items.count();
       items = SequenceItems(params, ++index);
     }
     run_item<T>(params, items, item - items_before, scratch);
@@ -504,6 +575,7 @@ void run_items(const PagedAttentionParams& params, int64_t num_items, int64_t* n
 // The second pass: every row merges the splits that it sees.
 template <typename T>
 void merge_rows(const PagedAttentionParams& params, int64_t begin, int64_t end) {
+  const int64_t width = row_width(params.head_dim);
   int64_t index = 0;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t token = row / params.num_q_heads, head = row % params.num_q_heads;
@@ -514,8 +586,7 @@ void merge_rows(const PagedAttentionParams& params, int64_t begin, int64_t end) 
     float maximum = -kInfinity, weight = 0.0f;
     for (int64_t split = splits.begin; split < splits.end; ++split) {
       const float* partial = partial_of(params, token, head, split);
-      merge_split(partial, partial[params.head_dim], partial[params.head_dim + 1], params.head_dim,
-                  total, &maximum, &weight);
+      merge_split(partial, partial[width], partial[width + 1], width, total, &maximum, &weight);
     }
     write_row(total, weight, params.head_dim, out_row<T>(params, token, head));
   }
@@ -525,7 +596,7 @@ template <typename T>
 void run(const PagedAttentionParams& params, const Parallel& parallel) {
   int64_t num_items = 0;
   for (int64_t index = 0; index < params.num_seqs; ++index) {
-    num_items += SequenceItems(params, index).count(params);
+    num_items += SequenceItems(params, index).count();
   }
   if (num_items > 0) {
     int64_t next_item = 0;

@@ -70,33 +70,42 @@ Work measure_work(const PagedAttentionParams& params) {
   return work;
 }
 
-// Tile and split sizes, and whether sequences are spread over threads. A fixed split size is kept
-// as it is, so that only who computes a split depends on the call.
+// Sizes of a work item, and whether sequences are split among several. Keys are split before heads,
+// because all heads of a slot lie side by side in memory. A fixed split size is kept as it is, so
+// that only who computes a split depends on the call.
 void plan(PagedAttentionParams& params, int64_t available_threads) {
   constexpr int64_t kTileFloats = 64 * 128;            // as many as the kernel's scratch holds
   constexpr int64_t kMultipliesPerThread = 1 << 16;    // worth waking a thread for
   constexpr int64_t kItemsPerThread = 4;               // so that the last ones even out
   constexpr int64_t kMinSplit = 256, kSplitStep = 64;  // keys
   constexpr int64_t kMaxPartials = 64 << 20;           // floats
-  const int64_t width = (params.head_dim + 15) / 16 * 16;
+  const int64_t width = (params.head_dim + 31) / 32 * 32;
+  params.partial_size = width + 2;
   params.tile_rows = std::min<int64_t>(64, kTileFloats / width);
   const Work work = measure_work(params);
   params.num_threads = std::clamp<int64_t>(work.total * params.head_dim / kMultipliesPerThread, 1,
                                            available_threads);
 
-  const int64_t item = std::max<int64_t>(work.total / (params.num_threads * kItemsPerThread),
-                                         1);  // what one should hold
-  bool spread = params.num_threads > 1 && work.largest_tile > 2 * item;
+  const int64_t rows = work.largest_tile_rows;
+  const int64_t wanted = std::max<int64_t>(work.total / (params.num_threads * kItemsPerThread), 1);
+  const int64_t most_heads = std::min(params.num_kv_heads, params.tile_rows / rows);
+  bool split = params.num_threads > 1 && work.largest_tile * most_heads > 2 * wanted;
   params.split_size = params.fixed_split_size;
   if (params.split_size == 0) {
-    const int64_t keys = item / work.largest_tile_rows / kSplitStep * kSplitStep;
-    params.split_size = spread ? std::max(keys, kMinSplit) : INT32_MAX;
+    const int64_t keys = wanted / (rows * most_heads) / kSplitStep * kSplitStep;
+    params.split_size = split ? std::max(keys, kMinSplit) : INT32_MAX;
   }
   params.max_splits = (work.longest + params.split_size - 1) / params.split_size;
-  spread = spread && params.max_splits > 1 &&
-           params.num_tokens * params.num_q_heads * params.max_splits * (params.head_dim + 2) <=
-               kMaxPartials;
-  if (!spread) params.max_splits = 0;
+  split =
+      split && params.num_tokens * params.num_q_heads * params.max_splits * params.partial_size <=
+                   kMaxPartials;
+  params.tile_heads = most_heads;
+  if (split) {
+    const int64_t keys = std::min(params.split_size, work.longest);
+    params.tile_heads = std::clamp<int64_t>(wanted / (rows * keys), 1, most_heads);
+  } else {
+    params.max_splits = 0;
+  }
 }
 #endif
 
@@ -164,7 +173,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   std::optional<Tensor> partials;
   if (params.max_splits > 0) {
     partials = torch::stable::new_empty(
-        q, {params.num_tokens, num_q_heads, params.max_splits, head_dim + 2}, ScalarType::Float);
+        q, {params.num_tokens, num_q_heads, params.max_splits, params.partial_size},
+        ScalarType::Float);
     params.partials = data<float>(*partials);
   }
 #endif

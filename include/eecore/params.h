@@ -101,10 +101,12 @@ struct PagedAttentionParams {
   int64_t sliding_window;    // keys a query sees, itself included; 0: all
   int64_t fixed_split_size;  // keys per split; 0: chosen from the shape of the call
   // The boundary's plan for the CPU. Split s holds the keys [s * split_size, (s + 1) * split_size).
-  float* partials;  // [num_tokens, num_q_heads, max_splits, head_dim + 2]: unscaled sum of
-                    // values, maximum, sum of weights; null: no sequence is spread over threads
-  int64_t split_size, max_splits;
-  int64_t tile_rows;    // rows (query, head of the group) that share each load of a key
+  float*
+      partials;  // [num_tokens, num_q_heads, max_splits, partial_size]: weighted values, then the
+                 // largest score and the sum of weights; null: no sequence is spread over threads
+  int64_t split_size, max_splits, partial_size;
+  int64_t tile_rows;    // most rows (query, query head) of a work item
+  int64_t tile_heads;   // most kv heads of a work item
   int64_t num_threads;  // that the work is worth
   float scale;
   bool causal;

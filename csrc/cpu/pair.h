@@ -1,0 +1,102 @@
+// Two vectors of consecutive elements in an order of their own, the same for load and store: plain
+// for float32, even and odd elements for bfloat16, which then widens with one shift and one mask.
+// Sums over pairs, and arithmetic between pairs of one storage type, need not know the order.
+#pragma once
+
+#include "vec.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+constexpr int kPairWidth = 2 * kWidth;
+struct Pair {
+  Vec a, b;
+};
+
+inline Pair operator*(Pair x, Vec y) { return {x.a * y, x.b * y}; }
+
+// A pair kept as float32.
+inline Pair load_kept(const float* p) { return {load(p), load(p + kWidth)}; }
+inline void store_kept(float* p, Pair x) {
+  store(p, x.a);
+  store(p + kWidth, x.b);
+}
+
+template <typename T>
+inline Pair load_pair(const T* p) {
+  return {load(p), load(p + kWidth)};
+}
+template <typename T>
+inline void store_pair(T* p, Pair x) {
+  store(p, x.a);
+  store(p + kWidth, x.b);
+}
+// The first n elements, n a multiple of 8 below kPairWidth; zeros in place of the rest.
+template <typename T>
+inline Pair load_pair_partial(const T* p, int64_t n) {
+  return {load_partial(p, min_of(n, kWidth)), load_partial(p + kWidth, max_of(n - kWidth, 0))};
+}
+template <typename T>
+inline void store_pair_partial(T* p, Pair x, int64_t n) {
+  store_partial(p, x.a, min_of(n, kWidth));
+  store_partial(p + kWidth, x.b, max_of(n - kWidth, 0));
+}
+
+#if defined(__AVX512F__)
+
+inline Pair split_pair(__m512i bits) {
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))},
+          {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)))}};
+}
+inline __m512i join_pair(Pair x) {
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(narrow(x.a)),
+                         _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x.b)), 16));
+}
+inline __mmask32 first_of_pair(int64_t n) { return static_cast<__mmask32>((1u << n) - 1u); }
+template <>
+inline Pair load_pair(const BFloat16* p) {
+  return split_pair(_mm512_loadu_si512(p));
+}
+template <>
+inline void store_pair(BFloat16* p, Pair x) {
+  _mm512_storeu_si512(p, join_pair(x));
+}
+template <>
+inline Pair load_pair_partial(const BFloat16* p, int64_t n) {
+  return split_pair(_mm512_maskz_loadu_epi16(first_of_pair(n), p));
+}
+template <>
+inline void store_pair_partial(BFloat16* p, Pair x, int64_t n) {
+  _mm512_mask_storeu_epi16(p, first_of_pair(n), join_pair(x));
+}
+
+#elif defined(__AVX2__)
+
+inline Pair split_pair(__m256i bits) {
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(-65536)))}};
+}
+inline __m256i join_pair(Pair x) {
+  return _mm256_or_si256(_mm256_cvtepu16_epi32(narrow(x.a)),
+                         _mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x.b)), 16));
+}
+template <>
+inline Pair load_pair(const BFloat16* p) {
+  return split_pair(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+template <>
+inline void store_pair(BFloat16* p, Pair x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), join_pair(x));
+}
+// n is 8, half of the pair.
+template <>
+inline Pair load_pair_partial(const BFloat16* p, int64_t) {
+  return split_pair(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+template <>
+inline void store_pair_partial(BFloat16* p, Pair x, int64_t) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(join_pair(x)));
+}
+
+#endif
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
