@@ -132,11 +132,24 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
         assert counted == sum(tensor.numel() for tensor in stored), family
 
 
-def test_a_tied_model_ignores_a_head_in_the_checkpoint(tmp_path: Path) -> None:
+def test_a_tied_model_shares_a_head_that_the_checkpoint_repeats(tmp_path: Path) -> None:
     directory = write_model(tmp_path, "llama_tied")
-    edit_tensors(directory, lambda t: t.update({"lm_head.weight": torch.zeros(320, 64)}))
-    weights = load_model(directory, "cpu")[1].weights
-    assert weights.lm_head is weights.embed_tokens
+    edit_tensors(
+        directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
+    config, model, _ = load_model(directory, "cpu")
+    assert config.tie_word_embeddings
+    assert model.weights.lm_head is model.weights.embed_tokens
+
+
+def test_a_head_that_differs_from_the_embeddings_is_not_tied(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "llama_tied")
+    head = torch.randn(320, 64)
+    edit_tensors(directory, lambda t: t.update({"lm_head.weight": head}))
+    config, model, _ = load_model(directory, "cpu")
+    assert not config.tie_word_embeddings
+    assert torch.equal(model.weights.lm_head, head)
+    assert not torch.equal(model.weights.embed_tokens, head)
 
 
 def test_tensors_of_no_layer_are_noted(model_dir: Path) -> None:

@@ -116,6 +116,31 @@ def test_a_layer_leaves_its_input_alone_and_skips_sublayers(tmp_path: Path) -> N
     assert not torch.allclose(no_attention, both, atol=1e-3)
 
 
+def test_sequences_in_one_call_do_not_see_each_other(tmp_path: Path) -> None:
+    """A chunk of one prompt beside one token of another sequence, and a sequence with none."""
+    _, model, _ = load_model(write_model(tmp_path, "qwen3"), "cpu")
+    first, second = tokens_for(model, 13), tokens_for(model, 30)[13:]
+    alone = [Session(model, 20).hidden(first)[-6:], Session(model, 20).hidden(second)[-1:]]
+
+    a, b = Session(model, 20), Session(model, 20)
+    a.hidden(first[:-6])
+    b.hidden(second[:-1])
+    kv = KVCache(torch.cat([a.kv.k, b.kv.k], 1), torch.cat([a.kv.v, b.kv.v], 1))
+    parts = [a.batch(6), b.batch(1)]
+    offset = a.kv.num_pages
+    batch = AttentionBatch(
+        positions=torch.cat([part.positions for part in parts]),
+        slot_mapping=torch.cat([parts[0].slot_mapping, parts[1].slot_mapping + offset * PAGE_SIZE]),
+        page_table=torch.cat([a.pages[None], b.pages[None] + offset, b.pages[None] * 0 - 1]),
+        seq_lens=torch.tensor([13, 17, 0], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 6, 7, 7], dtype=torch.int32),
+    )
+    hidden = model.embed(torch.cat([first[-6:], second[-1:]]))
+    for index in range(model.config.num_layers):
+        hidden = model.layer(index, hidden, kv, batch)
+    torch.testing.assert_close(hidden, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
 def test_zero_tokens_run_through_a_layer(tmp_path: Path) -> None:
     _, model, _ = load_model(write_model(tmp_path), "cpu")
     session = Session(model, 8)

@@ -93,6 +93,18 @@ def test_what_follows_a_prompt_keeps_its_leading_space(sentencepiece: Tokenizer)
     assert sentencepiece.decode_after(prompt[:1], new) == "world"  # <s> is no text
 
 
+def test_special_tokens_between_words_cost_no_space(sentencepiece: Tokenizer) -> None:
+    prompt, new = sentencepiece.encode("Hello"), sentencepiece.encode("Hello world")[-5:]
+    assert sentencepiece.decode_after(prompt, [2, *new]) == " world"
+    decoder = sentencepiece.incremental(prompt)
+    assert all(decoder.add(2) == "" for _ in range(1000))
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("Hello")
+    assert tokenizer.decode_after([], [*token_ids, 9999]) == "Hello"
+
+
 def test_bytes_that_never_become_a_character_are_given_at_the_end(tokenizer: Tokenizer) -> None:
     snowman = tokenizer.encode("H☃")
     decoder = tokenizer.incremental()
@@ -151,6 +163,9 @@ def test_the_file_decides_about_the_beginning_token(
 
 def test_a_directory_without_tokenizer_has_none(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(tmp_path) is None
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.warns(UserWarning, match=r"expected tokenizer.json, got tokenizer.model alone"):
+        assert Tokenizer.from_directory(tmp_path) is None
 
 
 def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,18 @@ class Checkpoint:
             raise UnsupportedModelError(f"{path}: {name}: supported are {expected}, got {stored}")
         return FLOAT_DTYPES[stored]
 
-    def read(self, name: str, into: torch.Tensor) -> None:
-        """Copy a tensor, converting to the dtype and device of ``into``."""
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored, on the CPU."""
         path, file = self._file_of[name]
         try:
-            into.copy_(file.get_tensor(name))
+            stored: torch.Tensor = file.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {name}: {error}") from None
+        return stored
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        """Copy a tensor, converting to the dtype and device of ``into``."""
+        into.copy_(self.tensor(name))
 
     def _open_all(self) -> None:
         index, whole = self.directory / INDEX, self.directory / WHOLE
@@ -117,6 +123,20 @@ class Checkpoint:
             ) from None
 
 
+def with_stored_tying(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """The config, untied where the checkpoint holds an LM head that differs from the embeddings.
+
+    So transformers reads a model that was tied once and then had its head trained alone.
+    """
+    embeddings, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not config.tie_word_embeddings or not {embeddings, head} <= set(checkpoint.names):
+        return config
+    tied = checkpoint.shape(embeddings) == checkpoint.shape(head) and torch.equal(
+        checkpoint.tensor(embeddings), checkpoint.tensor(head)
+    )
+    return config if tied else replace(config, tie_word_embeddings=False)
+
+
 def load_weights(
     checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> LlamaWeights:
@@ -155,15 +175,19 @@ def _refuse_unknown_layer_tensors(
         for name in checkpoint.names
         if name not in expected and name != "lm_head.weight" and not name.endswith(DERIVED)
     ]
-    layers = {name.rsplit(".", 3)[0] for name in expected if name.startswith("model.layers.")}
-    layers = {".".join(name.split(".")[:3]) for name in layers}
-    wrong = [name for name in unused if ".".join(name.split(".")[:3]) in layers]
+    layers = {_layer_of(name) for name in expected if name.startswith("model.layers.")}
+    wrong = [name for name in unused if _layer_of(name) in layers]
     if wrong:
         raise UnsupportedModelError(
             f"{checkpoint.directory}: config.json knows no {_some(wrong)}, which the checkpoint has"
         )
     if unused:
         warnings.warn(f"{checkpoint.directory}: unused: {_some(unused)}", stacklevel=4)
+
+
+def _layer_of(name: str) -> str:
+    """``model.layers.3`` of any tensor of that layer."""
+    return ".".join(name.split(".")[:3])
 
 
 def _some(names: list[str]) -> str:

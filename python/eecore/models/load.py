@@ -9,7 +9,7 @@ import torch
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.errors import ModelError
-from eecore.models.checkpoint import Checkpoint, load_weights
+from eecore.models.checkpoint import Checkpoint, load_weights, with_stored_tying
 from eecore.models.config_json import read_model_config
 from eecore.models.llama import LlamaModel
 from eecore.models.tokenizer import Tokenizer
@@ -39,6 +39,7 @@ def load_model(
     where = choose_device(device)
     tokenizer = Tokenizer.from_directory(directory)
     with Checkpoint(directory) as checkpoint:
+        config = with_stored_tying(config, checkpoint)
         what = choose_dtype(dtype, where, _stored_dtype(checkpoint, config))
         weights = load_weights(checkpoint, config, where, what)
     return config, LlamaModel(config, weights), tokenizer

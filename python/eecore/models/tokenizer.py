@@ -7,6 +7,7 @@ post-processor, as in transformers. Streaming goes through :class:`IncrementalDe
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,8 @@ from eecore.errors import CheckpointError, EecoreError, ModelError
 from eecore.models.config_json import read_json
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Files of tokenizers that are not read.
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 # How many tokens of a prompt are decoded with what follows it, for spaces between the two.
 CONTEXT_TOKENS = 8
 
@@ -53,6 +56,12 @@ class Tokenizer:
         """The directory's tokenizer, or None when it has no tokenizer.json."""
         path = directory / "tokenizer.json"
         if not path.is_file():
+            others = [name for name in OTHER_TOKENIZERS if (directory / name).is_file()]
+            if others:
+                warnings.warn(
+                    f"{directory}: expected tokenizer.json, got {others[0]} alone: ids only",
+                    stacklevel=3,
+                )
             return None
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -157,11 +166,13 @@ class IncrementalDecoder:
             return ""
         before = self._decode(self._window[: self._num_given]).rstrip(REPLACEMENT)
         text = self._decode(self._window)
-        if len(text) <= len(before) or (text.endswith(REPLACEMENT) and not whole):
+        if text.endswith(REPLACEMENT) and not whole:
             return ""
-        del self._window[: self._num_given]
+        new = text[len(before) :]
+        # Tokens without text of their own are no context: what came before them stays.
+        self._window = self._window[self._num_given if new else -CONTEXT_TOKENS :]
         self._num_given = len(self._window)
-        return text[len(before) :]
+        return new
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
