@@ -67,8 +67,8 @@ struct Scratch {
   alignas(64) float q[kTileFloats];                  // [rows, width], times scale
   alignas(64) float acc[kTileFloats];                // [rows, width]: weights times values
   alignas(64) float total[kTileFloats];              // the same, of the splits merged so far
-  alignas(64) float k_block[kTileFloats];            // [block, width], when widened
-  alignas(64) float v_block[kTileFloats];            // [block, width], when widened
+  alignas(64) float k_block[kTileFloats];            // [block, width], when gathered
+  alignas(64) float v_block[kTileFloats];            // [block, width], when gathered
   alignas(64) float scores[kGroupRows * kMaxBlock];  // [rows of a group, block]
   alignas(64) float weight_sum[kMaxTileRows * kWidth];
   float maximum[kMaxTileRows];
@@ -339,15 +339,13 @@ void locate_block(const PagedAttentionParams& params, const Tile& tile, Range ke
   }
 }
 
-// Whether a block is widened once for all rows rather than by each group of rows as it reads.
-inline bool widens_block(const BlockRows<float>&, int64_t) { return false; }
-inline bool widens_block(const BlockRows<BFloat16>&, int64_t num_rows) {
-  return num_rows > 2 * kGroupRows;
-}
+// Whether many rows share a block, so that it pays to lay it out as consecutive float32 rows first:
+// bfloat16 is widened once, and slots a power of two apart no longer fall into the same cache sets.
+inline bool gathers_block(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
 
 template <typename T>
-void widen_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, Scratch& scratch,
-                 BlockRows<float>& wide) {
+void gather_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, Scratch& scratch,
+                  BlockRows<float>& gathered) {
   const int64_t width = row_width(head_dim);
   const Vec one = broadcast(1.0f);
   for (int64_t j = 0; j < num_keys; ++j) {
@@ -355,8 +353,8 @@ void widen_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, Scratch
     float* v = scratch.v_block + j * width;
     widen_row(block.rows->k[j] + block.offset, head_dim, one, width, k);
     widen_row(block.rows->v[j] + block.offset, head_dim, one, width, v);
-    wide.k[j] = k;
-    wide.v[j] = v;
+    gathered.k[j] = k;
+    gathered.v[j] = v;
   }
 }
 
@@ -390,13 +388,13 @@ void attend_split(const PagedAttentionParams& params, const Tile& tile, Range sp
       HeadBlock<T> next = {&rows[current], (head + 1) * head_dim};
       if (head + 1 == tile.num_heads) next = {last ? nullptr : &rows[current ^ 1], 0};
       const int64_t at = head * tile.num_rows;
-      if (widens_block(rows[current], tile.num_rows)) {
-        BlockRows<float> wide;
+      if (gathers_block(tile.num_rows)) {
+        BlockRows<float> gathered;
         const int64_t num_keys = ceil_div(keys.end - keys.begin, kGroupKeys) * kGroupKeys;
-        widen_block(block, num_keys, head_dim, scratch, wide);
-        // A widened row is made of whole pairs.
+        gather_block(block, num_keys, head_dim, scratch, gathered);
+        // A gathered row is made of whole pairs.
         attend_head<float>(scratch, tile.num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth,
-                           keys, {&wide, 0}, {nullptr, 0});
+                           keys, {&gathered, 0}, {nullptr, 0});
       } else {
         attend_head(scratch, tile.num_rows, at, head_dim, keys, block, next);
       }
