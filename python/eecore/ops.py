@@ -282,7 +282,8 @@ def paged_attention(
     are never read.
 
     Args:
-        q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim.
+        q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
+            multiple of 8 up to 256.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim].
         v_cache: [num_pages, page_size, num_kv_heads, head_dim].
         page_table: int32 [num_seqs, max_pages_per_seq].
@@ -292,7 +293,9 @@ def paged_attention(
         causal: False for cross attention.
         sliding_window: how many keys a query sees, itself included; 0 for all.
         fixed_split_size: keys per split of a long context; 0 lets the call's shape decide. With a
-            fixed size a row's result does not depend on the rest of the batch.
+            fixed size a row's result on the CPU does not depend, to the bit, on the rest of the
+            batch, on the queries that come with it (one when decoding, several when verifying) or
+            on the number of threads.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:
