@@ -69,12 +69,18 @@ class SkipSearch:
 
     @staticmethod
     def load(path: str | Path) -> SkipSearch:
-        """Read what :meth:`save` wrote."""
-        steps = json.loads(Path(path).read_text())
-        for step in steps:
-            step["skip_attention"] = tuple(step["skip_attention"])
-            step["skip_mlp"] = tuple(step["skip_mlp"])
-        return SkipSearch(tuple(SkipStep(**step) for step in steps))
+        """Read what :meth:`save` wrote; RequestError for anything else."""
+        try:
+            steps = json.loads(Path(path).read_text())
+            for step in steps:
+                step["skip_attention"] = tuple(step["skip_attention"])
+                step["skip_mlp"] = tuple(step["skip_mlp"])
+            loaded = SkipSearch(tuple(SkipStep(**step) for step in steps))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"{path}: expected the path of a search, got: {error}") from None
+        if not loaded.path:
+            raise RequestError(f"{path}: expected the path of a search, got an empty one")
+        return loaded
 
 
 def predicted_speedup(agreement: float, draft_cost: float, max_drafts: int) -> tuple[float, int]:
@@ -110,6 +116,8 @@ def search_skipped_sublayers(
         candidates: how many of the most promising sublayers are tried at each step.
         progress: called with each step of the path.
     """
+    if max_skipped is not None and max_skipped < 1:
+        raise RequestError(f"max_skipped: expected 1 or more, got {max_skipped}")
     windows = [list(text) for text in texts if len(text) >= 2]
     if not windows:
         raise RequestError("texts: expected at least one of two or more tokens, got none")
