@@ -22,6 +22,9 @@ __all__ = [
 ]
 
 
+MIN_TEMPERATURE = 1e-30
+
+
 def needs_logits(sampling: SamplingParams) -> bool:
     """Whether a request needs logits in memory; the others get by with the fused head."""
     return (
@@ -59,7 +62,8 @@ def filtered_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """
     if sampling.temperature == 0.0:
         return torch.zeros_like(logits).scatter_(0, logits.argmax(keepdim=True), 1.0)
-    logits = (logits - logits.max()) / sampling.temperature  # at most 0: nothing overflows
+    # With the largest at 0, a temperature that float32 can hold makes no infinity but -inf.
+    logits = (logits - logits.max()) / max(sampling.temperature, MIN_TEMPERATURE)
     if 0 < sampling.top_k < logits.numel():
         kth = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < kth, -torch.inf)

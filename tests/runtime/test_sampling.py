@@ -1,0 +1,195 @@
+"""Filters as transformers', tokens drawn with the right frequencies, seeds that reproduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import eecore
+from eecore import SamplingParams, SelfSpeculative
+from eecore.engine.sampling import (
+    filtered_probs,
+    make_generator,
+    penalise_repetition,
+    pick,
+    top_logprobs,
+)
+from tiny_models import random_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = random_prompts(4, 19, 1, 8, seed=6)
+
+
+def random_logits(vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def probs_of_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers(None, logits[None])[0].softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.3},
+        {"temperature": 2.5},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 5000},
+        {"top_p": 0.05},
+        {"top_p": 0.5},
+        {"top_p": 0.99},
+        {"min_p": 0.01},
+        {"min_p": 1.0},
+        {"temperature": 0.7, "top_k": 40, "top_p": 0.8},
+        {"temperature": 1.7, "top_k": 100, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab_size", [2, 320, 1001])
+def test_filters_agree_with_transformers(fields: dict[str, Any], vocab_size: int) -> None:
+    params = SamplingParams(**{"temperature": 1.0, **fields})
+    for seed in range(5):
+        logits = random_logits(vocab_size, seed)
+        expected = probs_of_transformers(logits, params)
+        got = filtered_probs(logits, params)
+        assert torch.equal(got > 0, expected > 0)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
+        assert float(got.sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_repetition_penalty_agrees_with_transformers() -> None:
+    logits, context = random_logits(320), [5, 9, 9, 300, 5]
+    processor = RepetitionPenaltyLogitsProcessor(1.3)
+    expected = processor(torch.tensor([context]), logits[None].clone())[0]
+    before = logits.clone()
+    torch.testing.assert_close(penalise_repetition(logits, context, 1.3), expected)
+    assert torch.equal(logits, before)
+    assert penalise_repetition(logits, context, 1.0) is logits
+
+
+def test_temperature_zero_is_the_first_largest_logit() -> None:
+    logits = torch.tensor([1.0, 4.0, 4.0, -2.0])
+    assert filtered_probs(logits, SamplingParams()).tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    probs = filtered_probs(random_logits(50), SamplingParams(temperature=temperature))
+    assert probs.argmax() == random_logits(50).argmax()
+    assert float(probs.max()) == 1.0
+    assert float(probs.sum()) == 1.0
+
+
+def test_a_huge_temperature_is_uniform() -> None:
+    probs = filtered_probs(random_logits(50), SamplingParams(temperature=1e30))
+    torch.testing.assert_close(probs, torch.full((50,), 0.02))
+
+
+def test_picked_tokens_have_the_frequencies_of_the_distribution() -> None:
+    from scipy.stats import chisquare
+
+    probs = filtered_probs(random_logits(30), SamplingParams(temperature=1.5, top_k=12))
+    generator = make_generator(3)
+    counts = torch.zeros(30)
+    for _ in range(6000):
+        counts[pick(probs, generator)] += 1
+    kept = probs > 0
+    assert counts[~kept].sum() == 0
+    expected = probs[kept].double() / probs[kept].double().sum() * 6000
+    assert expected.min() > 5
+    assert chisquare(counts[kept], expected).pvalue > 1e-3
+
+
+def test_pick_never_gives_a_token_of_no_probability() -> None:
+    probs = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    generator = make_generator(0)
+    assert {pick(probs, generator) for _ in range(100)} == {2}
+
+
+def test_top_logprobs() -> None:
+    logits = random_logits(20)
+    expected = logits.log_softmax(-1)
+    own, best = top_logprobs(logits, 4, 3)
+    assert own == pytest.approx(float(expected[4]))
+    assert list(best) == logits.topk(3).indices.tolist()
+    assert list(best.values()) == pytest.approx(expected.topk(3).values.tolist())
+    assert len(top_logprobs(logits, 4, 100)[1]) == 20
+    assert top_logprobs(logits, 4, 0)[1] == {}
+
+
+# In a request
+
+HOT = SamplingParams(max_tokens=12, temperature=1.2, ignore_eos=True, seed=4)
+
+
+def test_logprobs_are_of_the_raw_distribution(tiny: eecore.Model) -> None:
+    """Before temperature, penalty and filters, whichever way the token came about."""
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 4},
+        {"logprobs": 4, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5, "seed": 0},
+    ]
+    for fields in kinds:
+        (output,) = eecore.generate(tiny, [PROMPTS[0]], max_tokens=6, ignore_eos=True, **fields)
+        assert output.logprobs is not None
+        assert output.top_logprobs is not None
+        for i, token in enumerate(output.token_ids):
+            (probe,) = eecore.generate(
+                tiny, [PROMPTS[0] + output.token_ids[:i]], max_tokens=1, logprobs=320
+            )
+            assert probe.top_logprobs is not None
+            whole = probe.top_logprobs[0]
+            assert output.logprobs[i] == pytest.approx(whole[token], abs=1e-4)
+            assert list(output.top_logprobs[i]) == list(whole)[:4]
+            values = list(whole.values())
+            assert list(output.top_logprobs[i].values()) == pytest.approx(values[:4], abs=1e-4)
+            assert sum(torch.tensor(values).exp()).item() == pytest.approx(1, abs=1e-4)
+
+
+def test_logprobs_are_reported_only_when_asked_for(tiny: eecore.Model) -> None:
+    (none,) = eecore.generate(tiny, [[1]], max_tokens=2)
+    assert (none.logprobs, none.top_logprobs) == (None, None)
+    for fields in ({}, {"temperature": 1.0, "seed": 0}):
+        (own,) = eecore.generate(tiny, [[1]], max_tokens=2, logprobs=0, **fields)
+        assert own.logprobs is not None
+        assert all(value < 0 for value in own.logprobs)
+        assert own.top_logprobs is None
+
+
+@pytest.mark.parametrize("policy", [eecore.Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+def test_seeds_reproduce_in_any_company(tiny: eecore.Model, policy: Any) -> None:
+    alone = eecore.generate(tiny, [PROMPTS[0]], exit=policy, sampling=HOT)[0].token_ids
+    again = eecore.generate(tiny, [PROMPTS[0]], exit=policy, sampling=HOT)[0].token_ids
+    other = SamplingParams(max_tokens=12, temperature=1.2, ignore_eos=True, seed=5)
+    together = eecore.generate(
+        tiny,
+        [PROMPTS[1], PROMPTS[0], PROMPTS[0], PROMPTS[3]],
+        exit=policy,
+        sampling=[HOT, HOT, other, other],
+    )
+    assert alone == again == together[1].token_ids
+    assert together[2].token_ids != alone
+
+
+def test_without_a_seed_each_request_draws_its_own(tiny: eecore.Model) -> None:
+    outputs = eecore.generate(tiny, [PROMPTS[0]] * 4, max_tokens=12, temperature=2.0)
+    assert len({tuple(output.token_ids) for output in outputs}) == 4
