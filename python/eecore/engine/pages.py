@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 __all__ = ["PageAllocator"]
@@ -42,13 +43,14 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back; ValueError for one that is not out."""
-        for page in pages:
-            if page not in self._used:
+        """Give pages back; ValueError, and nothing freed, for one that is not out."""
+        given = list(pages)
+        for page, count in Counter(given).items():
+            if page not in self._used or count > 1:
                 raise ValueError(f"page {page} is not allocated")
-            self._used.remove(page)
-            self._approximate.discard(page)
-            self._free.append(page)
+        self._used.difference_update(given)
+        self._approximate.difference_update(given)
+        self._free += given
 
     def mark_approximate(self, pages: Iterable[int]) -> None:
         """Remember that these pages hold KV filled from exit states."""

@@ -1,0 +1,243 @@
+"""Who runs in an iteration: order, budgets, chunks, preemption, drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eecore import EngineConfig, Full, SamplingParams, SelfSpeculative
+from eecore.engine.pages import PageAllocator
+from eecore.engine.scheduler import Scheduler, Work
+from eecore.engine.sequence import Sequence, SequenceStatus, TokenRecord
+from eecore.exits import Exit
+
+
+class Bench:
+    """A scheduler, and an engine's part played by hand."""
+
+    def __init__(self, **config: int) -> None:
+        self.config = EngineConfig(**{"kv_cache_tokens": 64, "page_size": 4, **config})
+        self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
+        self.scheduler = Scheduler(self.config, self.pages)
+        self.count = 0
+
+    def add(
+        self, prompt_tokens: int, max_tokens: int = 16, exit: Exit | None = None, **sampling: Any
+    ) -> Sequence:
+        sequence = Sequence(
+            request_id=str(self.count),
+            prompt_ids=[1] * prompt_tokens,
+            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+            exit=exit or Full(),
+            arrival=self.count,
+            eos_token_ids=frozenset(),
+        )
+        self.count += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self, emitted: int = 1) -> list[Work]:
+        """Schedule, and pretend that the model ran: decoding works emit ``emitted`` tokens."""
+        works = self.scheduler.schedule()
+        for work in works:
+            sequence = work.sequence
+            count = 0
+            if not work.is_prefill:
+                count = emitted
+                sequence.num_computed += emitted
+            else:
+                sequence.num_computed += work.num_tokens
+                if not sequence.output_ids and sequence.num_computed == sequence.num_prompt_tokens:
+                    count = 1
+            for _ in range(count):
+                sequence.output_ids.append(2)
+                sequence.records.append(TokenRecord(2, 1, 0.5))
+            self.scheduler.crop(sequence)
+        return works
+
+
+def summary(works: list[Work]) -> list[tuple[str, int]]:
+    return [(work.sequence.request_id, work.num_tokens) for work in works]
+
+
+def test_admission_is_first_come_first_served() -> None:
+    bench = Bench(max_num_seqs=2)
+    a, b, c = (bench.add(3) for _ in range(3))
+    assert summary(bench.step()) == [("0", 3), ("1", 3)]
+    assert (a.status, b.status, c.status) == (
+        SequenceStatus.RUNNING,
+        SequenceStatus.RUNNING,
+        SequenceStatus.WAITING,
+    )
+    bench.scheduler.finish(a)
+    assert summary(bench.step()) == [("1", 1), ("2", 3)]
+
+
+def test_a_large_request_is_not_overtaken() -> None:
+    bench = Bench()
+    bench.add(40)
+    bench.step()
+    bench.add(30)  # has to wait for pages
+    small = bench.add(2)
+    assert summary(bench.step()) == [("0", 1)]
+    assert small.status is SequenceStatus.WAITING
+
+
+def test_prefill_goes_in_chunks_next_to_decoding() -> None:
+    bench = Bench(max_prefill_chunk=5)
+    bench.add(2)
+    bench.step()
+    bench.add(12)
+    assert summary(bench.step()) == [("0", 1), ("1", 5)]
+    assert summary(bench.step()) == [("0", 1), ("1", 5)]
+    assert summary(bench.step()) == [("0", 1), ("1", 2)]
+    assert summary(bench.step()) == [("0", 1), ("1", 1)]
+
+
+def test_the_batch_budget_cuts_chunks_and_keeps_the_rest_waiting() -> None:
+    bench = Bench(max_batch_tokens=8)
+    bench.add(6)
+    bench.add(6)
+    bench.add(3)
+    assert summary(bench.step()) == [("0", 6), ("1", 2)]
+    assert summary(bench.step()) == [("0", 1), ("1", 4), ("2", 3)]
+
+
+def test_with_a_budget_of_one_the_oldest_goes_on() -> None:
+    bench = Bench(max_batch_tokens=1)
+    bench.add(1)
+    bench.add(1)
+    assert [summary(bench.step()) for _ in range(3)] == [[("0", 1)]] * 3
+
+
+def test_the_youngest_is_preempted_first_and_comes_back_first() -> None:
+    bench = Bench(kv_cache_tokens=24)
+    sequences = [bench.add(7) for _ in range(3)]
+    bench.step()  # 2 pages each: the cache is full
+    assert bench.pages.num_free == 0
+    bench.add(1)
+    bench.step()  # positions 7: still 2 pages each
+    works = bench.step()  # position 8 needs a third page
+    assert summary(works) == [("0", 1), ("1", 1)]
+    youngest = sequences[2]
+    assert youngest.status is SequenceStatus.WAITING
+    assert (youngest.num_computed, youngest.pages) == (0, [])
+    assert youngest.stats.preemptions == 1
+    assert [s.request_id for s in bench.scheduler.waiting] == ["2", "3"]
+    bench.scheduler.finish(sequences[0])
+    works = bench.step()
+    assert summary(works) == [("1", 1), ("2", 8), ("3", 1)]
+    # The replay is the prompt and the first of the two tokens; the second is yet to run.
+    assert youngest.prefill_target == 8
+    bench.step()
+    assert youngest.is_decoding
+
+
+def test_a_sequence_may_have_to_preempt_itself() -> None:
+    bench = Bench(kv_cache_tokens=16)
+    old, young = bench.add(8, 8), bench.add(4, 12)
+    bench.step()
+    for _ in range(4):
+        works = bench.step()
+    assert summary(works) == [("0", 1)]
+    assert young.stats.preemptions == 1
+    assert old.stats.preemptions == 0
+
+
+def test_preempted_requests_keep_their_order() -> None:
+    bench = Bench()
+    a, b, c = (bench.add(4) for _ in range(3))
+    bench.step()
+    bench.add(4)
+    bench.scheduler.preempt(c)
+    bench.scheduler.preempt(b)
+    assert [s.request_id for s in bench.scheduler.waiting] == ["1", "2", "3"]
+    assert bench.scheduler.running == [a]
+
+
+def test_drafts_take_what_pages_are_free() -> None:
+    bench = Bench(kv_cache_tokens=16)
+    bench.add(6, 10, SelfSpeculative(1, 6))
+    bench.step()
+    (work,) = bench.scheduler.schedule()
+    assert (work.num_tokens, work.max_drafts) == (1, 6)
+    assert len(work.sequence.pages) == 4  # positions 6..12
+
+
+def test_greedy_drafts_are_cut_rather_than_preempt() -> None:
+    bench = Bench(kv_cache_tokens=16)
+    spec, other = bench.add(6, 10, SelfSpeculative(1, 6)), bench.add(6, 10)
+    bench.step()
+    works = bench.scheduler.schedule()
+    assert [work.max_drafts for work in works] == [1, 0]  # only slot 7 of its two pages is free
+    assert other.stats.preemptions == spec.stats.preemptions == 0
+
+
+def test_sampled_drafts_preempt_rather_than_be_cut() -> None:
+    """The number of drafts decides which random numbers are drawn, so it must not vary."""
+    bench = Bench(kv_cache_tokens=16)
+    spec = bench.add(6, 10, SelfSpeculative(1, 6), temperature=1.0)
+    bench.scheduler.schedule()
+    spec.num_computed = 6
+    spec.output_ids.append(2)
+    other = bench.add(2, 10)
+    other_works = bench.step()
+    assert [(w.sequence, w.max_drafts) for w in other_works] == [(spec, 6)]
+    assert other.status is SequenceStatus.WAITING
+
+
+def test_drafts_never_pass_max_tokens() -> None:
+    bench = Bench()
+    sequence = bench.add(2, 5, SelfSpeculative(1, 6))
+    bench.step()
+    (work,) = bench.scheduler.schedule()
+    assert work.max_drafts == 3  # 4 left, and the verification gives one of them
+    sequence.output_ids += [2] * 3
+    sequence.num_computed += 3
+    (work,) = bench.scheduler.schedule()
+    assert work.max_drafts == 0
+
+
+def test_pages_behind_the_accepted_length_go_back() -> None:
+    bench = Bench(page_size=1)
+    sequence = bench.add(3, 16, SelfSpeculative(1, 6))
+    bench.step()
+    assert len(sequence.pages) == 3
+    bench.step(emitted=2)
+    assert len(sequence.pages) == sequence.num_computed == 5
+    assert bench.pages.num_free == 64 - 5
+
+
+@pytest.mark.parametrize("where", ["waiting", "running", "preempted"])
+def test_finish_from_anywhere(where: str) -> None:
+    bench = Bench()
+    sequence = bench.add(4)
+    if where != "waiting":
+        bench.step()
+    if where == "preempted":
+        bench.scheduler.preempt(sequence)
+    bench.scheduler.finish(sequence)
+    assert sequence.status is SequenceStatus.FINISHED
+    assert not bench.scheduler.has_unfinished
+    assert bench.pages.num_free == bench.pages.num_pages
+
+
+def test_a_request_that_takes_the_whole_cache_finishes() -> None:
+    bench = Bench(kv_cache_tokens=16)
+    sequence = bench.add(10, 6)
+    other = bench.add(10, 6)
+    while sequence.tokens_left:
+        assert bench.step()
+    bench.scheduler.finish(sequence)
+    while other.tokens_left:
+        assert bench.step()
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["kv_cache_tokens", "page_size", "max_num_seqs", "max_batch_tokens", "max_prefill_chunk"],
+)
+def test_engine_settings_below_one_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: expected 1 or more, got 0"):
+        EngineConfig(**{field: 0})
