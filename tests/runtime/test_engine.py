@@ -1,0 +1,548 @@
+"""The engine and ``eecore.generate``: batching, preemption, stopping, streaming, failing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from eecore import (
+    ConfidentExit,
+    DraftAndVerify,
+    EngineConfig,
+    ExitError,
+    FixedExit,
+    Full,
+    RequestError,
+    SamplingParams,
+    SelfSpeculative,
+)
+from eecore.engine.engine import Engine
+from eecore.engine.runner import Runner
+from eecore.exits import Exit
+from tiny_models import random_prompts, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES: dict[str, Exit] = {
+    "full": Full(),
+    "fixed": FixedExit(3),
+    "each": ConfidentExit(0.35, decay_tau=2.0),
+    "state": ConfidentExit(0.97, measure="state", thresholds={1: 1.0}),
+    "speculative": SelfSpeculative(2, 4),
+    "verify": DraftAndVerify({3}, {2, 4}),
+}
+GREEDY = SamplingParams(max_tokens=18, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=18, ignore_eos=True, temperature=0.8, top_p=0.9, seed=11)
+PROMPTS = random_prompts(5, 30, 1, 12, 44, 20, seed=2)
+
+
+def run_all(engine: Engine, requests: list[tuple[list[int], Exit, SamplingParams]]) -> list[Any]:
+    """Outputs in the order of the requests."""
+    ids = [engine.add_request(p, exit=e, sampling=s) for p, e, s in requests]
+    outputs = {step.request_id: step.output for step in engine.run()}
+    return [outputs[request_id] for request_id in ids]
+
+
+def alone(model: eecore.Model, prompt: list[int], policy: Exit, sampling: SamplingParams) -> Any:
+    return eecore.generate(model, [prompt], exit=policy, sampling=sampling)[0]
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is left: no request, no page."""
+    assert not engine.has_unfinished
+    assert engine.num_waiting == engine.num_running == 0
+    assert engine.pages.num_free == engine.pages.num_pages
+    assert not engine._sequences
+    assert not engine._texts
+
+
+@pytest.fixture(autouse=True)
+def _no_page_left(agreeing: eecore.Model) -> Iterator[None]:
+    yield
+    if agreeing._engine is not None:
+        assert_idle(agreeing._engine)
+
+
+# Batching
+
+
+def test_modes_in_one_batch_equal_single_runs(agreeing: eecore.Model) -> None:
+    requests = [
+        (prompt, policy, sampling)
+        for sampling in (GREEDY, SAMPLED)
+        for prompt, policy in zip(PROMPTS, MODES.values(), strict=True)
+    ]
+    engine = agreeing.engine()
+    together = run_all(engine, requests)
+    assert_idle(engine)
+    for output, (prompt, policy, sampling) in zip(together, requests, strict=True):
+        single = alone(agreeing, prompt, policy, sampling)
+        assert output.token_ids == single.token_ids
+        assert output.exit_layers == single.exit_layers
+        assert output.confidences == pytest.approx(single.confidences, abs=1e-4)
+        assert output.text == single.text
+        assert output.stats.contract == policy.contract
+        for name in ("layers_run", "prompt_layers_run", "layers_filled", "drafted", "accepted"):
+            assert getattr(output.stats, name) == getattr(single.stats, name)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_prompts_longer_than_the_prefill_chunk(agreeing: eecore.Model, chunk: int) -> None:
+    config = EngineConfig(kv_cache_tokens=512, max_prefill_chunk=chunk, max_batch_tokens=24)
+    requests = [(p, e, GREEDY) for p, e in zip(PROMPTS, MODES.values(), strict=True)]
+    outputs = run_all(agreeing.engine(config), requests)
+    for output, (prompt, policy, sampling) in zip(outputs, requests, strict=True):
+        assert output.token_ids == alone(agreeing, prompt, policy, sampling).token_ids
+
+
+def test_the_prompt_runs_through_all_layers_but_for_a_fixed_exit(agreeing: eecore.Model) -> None:
+    for policy in MODES.values():
+        output = alone(agreeing, PROMPTS[1], policy, GREEDY)
+        depth = 3 if isinstance(policy, FixedExit) else 5
+        assert output.stats.prompt_layers_run == 30 * depth
+        assert output.exit_layers[0] == depth
+
+
+# Preemption
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", MODES)
+def test_preemption_changes_no_output(
+    agreeing: eecore.Model, mode: str, sampling: SamplingParams
+) -> None:
+    """Pages for about two of the six requests, in small pages and small chunks of replay."""
+    policy = MODES[mode]
+    config = EngineConfig(kv_cache_tokens=96, page_size=4, max_prefill_chunk=9)
+    engine = agreeing.engine(config)
+    outputs = run_all(engine, [(prompt, policy, sampling) for prompt in PROMPTS])
+    assert_idle(engine)
+    assert sum(output.stats.preemptions for output in outputs) > 0
+    for output, prompt in zip(outputs, PROMPTS, strict=True):
+        single = alone(agreeing, prompt, policy, sampling)
+        assert output.token_ids == single.token_ids
+        assert output.text == single.text
+        if policy.max_drafts == 0 or sampling is SAMPLED:  # a greedy draft may be cut short
+            assert output.exit_layers == single.exit_layers
+            assert output.stats.layers_run == single.stats.layers_run
+
+
+def test_approximate_pages_are_known_also_after_a_replay(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4))
+    early = ConfidentExit(0.0, min_exit_layer=2)
+    for prompt, policy in (([1] * 8, early), ([2] * 8, Full()), ([3] * 8, FixedExit(2))):
+        engine.add_request(prompt, exit=policy, sampling=SamplingParams(max_tokens=6))
+    confident, full, fixed = engine._sequences.values()
+
+    def exactness(sequence: Any) -> list[bool]:
+        return [engine.pages.is_exact(page) for page in sequence.pages]
+
+    engine.step()
+    assert exactness(confident) == [True, True]
+    assert exactness(fixed) == [False, False]
+    engine.step()
+    engine.step()
+    assert exactness(confident) == [True, True, False]
+    assert exactness(full) == [True, True, True]
+    engine._scheduler.preempt(confident)
+    engine.step()
+    assert confident.num_computed == 10
+    assert exactness(confident) == [True, True, False]
+    for request_id in list(engine._sequences):
+        engine.cancel(request_id)
+    assert all(engine.pages.is_exact(page) for page in range(engine.pages.num_pages))
+
+
+# Cancelling
+
+
+def test_cancel_in_every_state(agreeing: eecore.Model) -> None:
+    config = EngineConfig(kv_cache_tokens=64, page_size=4, max_prefill_chunk=8, max_num_seqs=2)
+    engine = agreeing.engine(config)
+    decoding, prefilling, waiting = (
+        engine.add_request(p, sampling=GREEDY) for p in (PROMPTS[0], PROMPTS[1], PROMPTS[2])
+    )
+    engine.step()
+    engine.step()
+    sequences = engine._sequences
+    assert sequences[decoding].is_decoding
+    assert 0 < sequences[prefilling].num_computed < 30
+    assert sequences[waiting].num_computed == 0
+
+    output = engine.cancel(prefilling)
+    assert output is not None
+    assert (output.token_ids, output.text, output.finish_reason) == ([], "", "cancelled")
+    output = engine.cancel(waiting)
+    assert output is not None
+    assert output.finish_reason == "cancelled"
+    assert output.stats.mean_exit_layer == 0.0
+    output = engine.cancel(decoding)
+    assert output is not None
+    assert output.token_ids == alone(agreeing, PROMPTS[0], Full(), GREEDY).token_ids[:2]
+    assert len(output.exit_layers) == len(output.confidences) == 2
+    assert_idle(engine)
+    assert engine.cancel(decoding) is None
+    assert engine.cancel("nobody") is None
+    assert engine.step() == []
+
+
+def test_cancel_of_a_preempted_request(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4))
+    ids = [engine.add_request(PROMPTS[3], sampling=GREEDY) for _ in range(4)]
+    preempted = None
+    while preempted is None:
+        engine.step()
+        waiting = [s for s in engine._scheduler.waiting if s.output_ids]
+        preempted = waiting[0] if waiting else None
+    output = engine.cancel(preempted.request_id)
+    assert output is not None
+    assert output.stats.preemptions == 1
+    finished = {step.request_id: step.output for step in engine.run() if step.output}
+    assert set(finished) == set(ids) - {preempted.request_id}
+    assert_idle(engine)
+
+
+# Stopping
+
+
+def expected_text(model: eecore.Model, prompt: list[int], policy: Exit) -> str:
+    text = alone(model, prompt, policy, GREEDY).text
+    assert text is not None
+    return text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stop_strings(agreeing: eecore.Model, mode: str) -> None:
+    """A stop string of several tokens ends the text before it, and is never streamed in part."""
+    for prompt in PROMPTS[:4]:
+        text = expected_text(agreeing, prompt, MODES[mode])
+        for start in (1, 4):
+            stop = text[start : start + 3]
+            sampling = SamplingParams(max_tokens=18, ignore_eos=True, stop=(stop, "never" * 9))
+            pieces, output = "", None
+            for step in eecore.stream(agreeing, [prompt], exit=MODES[mode], sampling=sampling):
+                pieces += step.text
+                output = step.output
+                assert text[: text.find(stop)].startswith(pieces)
+            assert output is not None
+            assert output.finish_reason == "stop"
+            assert output.text == pieces == text[: text.find(stop)]
+            assert len(output.token_ids) == len(output.exit_layers) <= 18
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back(agreeing: eecore.Model) -> None:
+    text = expected_text(agreeing, PROMPTS[0], Full())
+    sampling = SamplingParams(max_tokens=18, ignore_eos=True, stop=(text[2:5] + "\0never",))
+    shown = [""]
+    for step in eecore.stream(agreeing, [PROMPTS[0]], sampling=sampling):
+        shown.append(shown[-1] + step.text)
+    assert text[:2] in shown
+    assert not {text[:3], text[:4], text[:5]} & set(shown)
+    assert shown[-1] == text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stop_tokens_and_end_of_sequence(agreeing: eecore.Model, mode: str) -> None:
+    full = alone(agreeing, PROMPTS[0], MODES[mode], GREEDY)
+    token = full.token_ids[4]
+    length = full.token_ids.index(token) + 1
+    stopped = alone(
+        agreeing,
+        PROMPTS[0],
+        MODES[mode],
+        SamplingParams(max_tokens=18, ignore_eos=True, stop_token_ids=(token,)),
+    )
+    assert stopped.token_ids == full.token_ids[:length]
+    assert stopped.finish_reason == "stop"
+    assert agreeing.tokenizer is not None
+    # The stop token is in the ids, not in the text.
+    text = agreeing.tokenizer.decode_after(PROMPTS[0], full.token_ids[: length - 1])
+    assert stopped.text == text
+
+
+def test_the_models_own_end_of_sequence(tmp_path: Path, tiny: eecore.Model) -> None:
+    (free,) = eecore.generate(tiny, [[1, 2, 3]], max_tokens=12, ignore_eos=True)
+    token = free.token_ids[5]
+    directory = write_model(tmp_path, eos_token_id=[300, token])
+    model = eecore.load(directory, device="cpu", kv_cache_tokens=256)
+    for policy in (Full(), SelfSpeculative(2, 8)):
+        (output,) = eecore.generate(model, [[1, 2, 3]], exit=policy, max_tokens=12)
+        assert output.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
+        assert output.finish_reason == "stop"
+        (output,) = eecore.generate(model, [[1, 2, 3]], exit=policy, max_tokens=12, ignore_eos=True)
+        assert output.token_ids == free.token_ids
+        assert output.finish_reason == "length"
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_streamed_pieces_add_up(agreeing: eecore.Model, mode: str) -> None:
+    """Random bytes: many tokens complete no character, and some never will."""
+    pieces: dict[str, Any] = {}
+    outputs = {}
+    order: list[str] = []
+    for step in eecore.stream(agreeing, PROMPTS, exit=MODES[mode], sampling=GREEDY, order=order):
+        text, tokens, layers, confidences = pieces.get(step.request_id, ("", [], [], []))
+        pieces[step.request_id] = (
+            text + step.text,
+            tokens + step.token_ids,
+            layers + step.exit_layers,
+            confidences + step.confidences,
+        )
+        if step.finished:
+            outputs[step.request_id] = step.output
+    assert set(outputs) == set(order)
+    for request_id, output in outputs.items():
+        assert output is not None
+        assert pieces[request_id] == (
+            output.text,
+            output.token_ids,
+            output.exit_layers,
+            output.confidences,
+        )
+        assert agreeing.tokenizer is not None
+        assert output.text == agreeing.tokenizer.decode_after(
+            output.prompt_token_ids, output.token_ids
+        )
+
+
+def test_closing_a_stream_early_cancels_the_rest(agreeing: eecore.Model) -> None:
+    stream = eecore.stream(agreeing, PROMPTS, sampling=GREEDY)
+    next(stream)
+    next(stream)
+    stream.close()
+    assert agreeing._engine is not None
+    assert_idle(agreeing._engine)
+
+
+def test_streams_of_one_model_may_overlap(agreeing: eecore.Model) -> None:
+    expected = [alone(agreeing, p, Full(), GREEDY).token_ids for p in PROMPTS[:2]]
+    one, two = (eecore.stream(agreeing, [p], sampling=GREEDY) for p in PROMPTS[:2])
+    got: list[list[int]] = [[], []]
+    for first, second in zip(one, two, strict=True):
+        got[0] += first.token_ids
+        got[1] += second.token_ids
+        if len(got[0]) == 5:
+            assert alone(agreeing, PROMPTS[0], Full(), GREEDY).token_ids == expected[0]
+    assert got == expected
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ("", {}, "prompt: expected some text, got an empty string"),
+        ([[]], {}, "prompt: expected at least one token, got none"),
+        ([[1, 320]], {}, r"prompt: expected token ids 0\.\.319, got 320"),
+        ([[-1]], {}, r"prompt: expected token ids 0\.\.319, got -1"),
+        ([[1.5]], {}, r"prompt: expected token ids 0\.\.319, got 1\.5"),
+        ([["a"]], {}, r"prompt: expected token ids 0\.\.319, got 'a'"),
+        ([None], {}, "prompts: expected strings or lists of token ids, got None"),
+        (7, {}, "prompts: expected a string or a list, got 7"),
+        ([[1] * 500], {"max_tokens": 13}, "most 512 together, the size of the model's context"),
+        ([[1]], {"max_token": 5}, "unknown setting 'max_token': expected one of .*'max_tokens'"),
+        ([[1]], {"sampling": SamplingParams(), "top_k": 3}, "expected either sampling= or single"),
+        ([[1]], {"sampling": "greedy"}, "sampling: expected SamplingParams objects, got 'greedy'"),
+        ([[1]], {"exit": "full"}, "exit: expected Exit objects, got 'full'"),
+        ([[1], [2]], {"exit": [Full()]}, r"exit: expected one, or one per prompt \(2\), got 1"),
+        ([[1]], {"exit": SelfSpeculative(5)}, r"SelfSpeculative.exit_layer: expected 1\.\.4"),
+        ([[1]], {"exit": FixedExit(0)}, r"FixedExit.exit_layer: expected 1\.\.5"),
+    ],
+)
+def test_bad_requests(
+    agreeing: eecore.Model, prompts: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        eecore.generate(agreeing, prompts, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens: expected a whole number, 1 or more, got 0"),
+        ({"max_tokens": 2.5}, "max_tokens: expected a whole number, 1 or more, got 2.5"),
+        ({"max_tokens": "9"}, "max_tokens: expected a whole number, 1 or more, got '9'"),
+        ({"temperature": -0.1}, "temperature: expected 0 or more, got -0.1"),
+        ({"temperature": float("nan")}, "temperature: expected 0 or more, got nan"),
+        ({"temperature": None}, "temperature: expected 0 or more, got None"),
+        ({"top_k": -1}, "top_k: expected a whole number, 0 or more, got -1"),
+        ({"top_p": 0.0}, "top_p: expected above 0, at most 1, got 0.0"),
+        ({"top_p": 1.1}, "top_p: expected above 0, at most 1, got 1.1"),
+        ({"min_p": 1.5}, r"min_p: expected 0\.\.1, got 1\.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected above 0, got 0"),
+        ({"seed": 2**64}, "seed: expected None or 0"),
+        ({"seed": -1}, "seed: expected None or 0"),
+        ({"logprobs": -1}, "logprobs: expected None or 0 or more, got -1"),
+        ({"stop": ("a", "")}, "stop: expected strings, none empty"),
+        ({"stop": [3]}, "stop: expected strings, none empty"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: expected token ids"),
+    ],
+)
+def test_bad_sampling(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**settings)
+
+
+def test_single_values_are_taken_as_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop_token_ids=7).stop_token_ids == (7,)  # type: ignore[arg-type]
+
+
+def test_what_never_fits_is_refused_at_once_and_the_rest_goes_on(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine(EngineConfig(kv_cache_tokens=32, page_size=8))
+    first = engine.add_request([1] * 14, sampling=GREEDY)
+    with pytest.raises(RequestError, match=r"at most 32 together, the size of the KV cache.*got 3"):
+        engine.add_request([1] * 15, sampling=GREEDY)
+    with pytest.raises(ExitError):
+        engine.add_request([1], exit=FixedExit(6))
+    with pytest.raises(RequestError, match="exit: expected an exit policy"):
+        engine.add_request([1], exit=3)  # type: ignore[arg-type]
+    outputs = [step.output for step in engine.run() if step.output]
+    assert [output.request_id for output in outputs] == [first]
+    assert_idle(engine)
+
+
+def test_one_bad_prompt_of_many_leaves_nothing_behind(agreeing: eecore.Model) -> None:
+    with pytest.raises(RequestError, match="got 999"):
+        eecore.generate(agreeing, [[1], [2], [999]])
+    assert len(eecore.generate(agreeing, [[1], [2]], max_tokens=2)) == 2
+
+
+def test_request_ids(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine()
+    sampling = SamplingParams(max_tokens=2)
+    assert engine.add_request([1], sampling=sampling, request_id="request-1") == "request-1"
+    with pytest.raises(RequestError, match="request_id: 'request-1' is in use"):
+        engine.add_request([1], request_id="request-1")
+    ids = {engine.add_request([1], sampling=sampling) for _ in range(3)}
+    assert len(ids) == 3
+    assert "request-1" not in ids
+    list(engine.run())
+    assert engine.add_request([1], sampling=sampling, request_id="request-1") == "request-1"
+    list(engine.run())
+    assert_idle(engine)
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    model = eecore.load(write_model(tmp_path, tokenizer=False), device="cpu", kv_cache_tokens=256)
+    assert model.tokenizer is None
+    (output,) = eecore.generate(model, [1, 2, 3], max_tokens=4, ignore_eos=True)
+    assert output.text is None
+    assert len(output.token_ids) == 4
+    with pytest.raises(RequestError, match="prompt: expected token ids, since the model has no"):
+        eecore.generate(model, "text")
+    with pytest.raises(RequestError, match="stop: expected a model with a tokenizer"):
+        eecore.generate(model, [1], stop="x")
+
+
+# generate's conveniences
+
+
+def test_prompts_come_in_many_shapes(agreeing: eecore.Model) -> None:
+    assert agreeing.tokenizer is not None
+    ids = agreeing.tokenizer.encode("abc")
+    wanted = eecore.generate(agreeing, [ids], max_tokens=3)[0].token_ids
+    for prompts in ("abc", ["abc"], ids, tuple(ids), [tuple(ids)]):
+        (output,) = eecore.generate(agreeing, prompts, max_tokens=3)
+        assert output.token_ids == wanted
+        assert output.prompt_token_ids == ids
+    assert eecore.generate(agreeing, []) == []
+
+
+def test_settings_of_single_prompts(agreeing: eecore.Model) -> None:
+    outputs = eecore.generate(
+        agreeing,
+        PROMPTS[:3],
+        exit=[Full(), FixedExit(2), SelfSpeculative(2)],
+        sampling=[SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 4, 5)],
+    )
+    assert [len(output.token_ids) for output in outputs] == [3, 4, 5]
+    assert outputs[1].exit_layers == [2] * 4
+    assert outputs[1].stats.layers_run == 2 * 3
+    assert [output.stats.contract for output in outputs] == [
+        "full: every layer",
+        "fixed exit after layer 2: no promise about quality",
+        "self-speculation (exit layer 2, 6 drafts): lossless",
+    ]
+
+
+def test_stats_add_up(agreeing: eecore.Model) -> None:
+    (output,) = eecore.generate(agreeing, [PROMPTS[0]], sampling=GREEDY)
+    stats = output.stats
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.num_layers) == (5, 18, 5)
+    assert (stats.prompt_layers_run, stats.layers_run) == (25, 17 * 5)
+    assert stats.mean_exit_layer == 5.0
+    assert 0 < stats.time_to_first_token_s <= stats.total_s
+    assert stats.tokens_per_s == 18 / stats.total_s
+    assert stats.inner_token_latency_s == (stats.total_s - stats.time_to_first_token_s) / 18
+
+
+# Failing
+
+
+class Bomb:
+    """Makes the n-th pass through the layers raise, once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, passes: int) -> None:
+        self._left = passes
+        sweep = Runner.sweep
+
+        def explosive(runner: Runner, *args: Any, **kwargs: Any) -> Any:
+            self._left -= 1
+            if self._left == 0:
+                sweep(runner, *args, **kwargs)  # the cache has been written to already
+                raise error
+            return sweep(runner, *args, **kwargs)
+
+        monkeypatch.setattr(Runner, "sweep", explosive)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+@pytest.mark.parametrize("passes", [1, 4])
+def test_generate_after_a_failure(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, error: BaseException, passes: int
+) -> None:
+    expected = [alone(agreeing, prompt, Full(), GREEDY).token_ids for prompt in PROMPTS]
+    with monkeypatch.context() as patch:
+        Bomb(patch, error, passes)
+        with pytest.raises(type(error)):
+            eecore.generate(agreeing, PROMPTS, exit=SelfSpeculative(2), sampling=GREEDY)
+    assert agreeing._engine is not None
+    assert_idle(agreeing._engine)
+    outputs = eecore.generate(agreeing, PROMPTS, sampling=GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5, 9, 14])
+def test_a_failed_step_changes_no_request(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    requests = [
+        (prompt, policy, sampling)
+        for sampling in (GREEDY, SAMPLED)
+        for prompt, policy in zip(PROMPTS, MODES.values(), strict=True)
+    ]
+    config = EngineConfig(kv_cache_tokens=512, page_size=4, max_prefill_chunk=16)
+    expected = run_all(agreeing.engine(config), requests)
+    engine = agreeing.engine(config)
+    ids = [engine.add_request(p, exit=e, sampling=s) for p, e, s in requests]
+    Bomb(monkeypatch, RuntimeError("broken"), passes)
+    outputs: dict[str, Any] = {}
+    failures = 0
+    while engine.has_unfinished:
+        try:
+            outputs |= {step.request_id: step.output for step in engine.step()}
+        except RuntimeError:
+            failures += 1
+    assert failures == 1
+    assert_idle(engine)
+    assert [outputs[i].token_ids for i in ids] == [output.token_ids for output in expected]
+    assert [outputs[i].exit_layers for i in ids] == [output.exit_layers for output in expected]

@@ -1,0 +1,151 @@
+"""Thousands of random steps with small caches: no page is lost and no output changes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from test_confident_exit import mlp_classifier
+
+import eecore
+from eecore import (
+    ConfidentExit,
+    DraftAndVerify,
+    EngineConfig,
+    ExitClassifier,
+    FixedExit,
+    Full,
+    Output,
+    SamplingParams,
+    SelfSpeculative,
+)
+from eecore.exits import Exit
+from tiny_models import random_prompts, scale_layers, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 10_000
+CLASSIFIER: ExitClassifier = mlp_classifier()
+POLICIES: list[Exit] = [
+    Full(),
+    FixedExit(1),
+    ConfidentExit(0.35, decay_tau=1.0),
+    ConfidentExit(0.96, measure="state", exit_points=(1, 2)),
+    ConfidentExit(0.5, measure="classifier", classifier=CLASSIFIER, min_exit_layer=2),
+    SelfSpeculative(2, 4),
+    SelfSpeculative(1, 2, draft_threshold=0.2),
+    DraftAndVerify({2}, {1, 2}),
+]
+# Very small caches: few pages, pages of one position, chunks, and batches cut short by the budget.
+CONFIGS = [
+    EngineConfig(kv_cache_tokens=40, page_size=4, max_num_seqs=4, max_prefill_chunk=5),
+    EngineConfig(kv_cache_tokens=48, page_size=1, max_batch_tokens=9, max_num_seqs=5),
+    EngineConfig(kv_cache_tokens=64, page_size=16, max_num_seqs=5),
+    EngineConfig(kv_cache_tokens=44, page_size=2, max_num_seqs=5, max_batch_tokens=8),
+]
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    exit: Exit
+    sampling: SamplingParams
+
+
+def make_requests(count: int) -> list[Request]:
+    rng = random.Random(4)
+    requests = []
+    for i, prompt in enumerate(
+        random_prompts(*(rng.choice((1, 2, 5, 9, 17)) for _ in range(count)))
+    ):
+        sampling = SamplingParams(
+            max_tokens=rng.choice((1, 2, 5, 9, 14)),
+            ignore_eos=True,
+            temperature=rng.choice((0.0, 0.0, 0.7)),
+            top_k=rng.choice((0, 20)),
+            repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+            stop_token_ids=rng.sample(range(320), 6),
+            seed=i,
+        )
+        requests.append(Request(prompt, POLICIES[i % len(POLICIES)], sampling))
+    return requests
+
+
+REQUESTS = make_requests(64)
+
+
+def same(output: Output, alone: Output) -> bool:
+    """Equal in all but what a shortened greedy draft changes: which tokens were drafted."""
+    drafting = output.stats.drafted or alone.stats.drafted
+    layers_equal = output.exit_layers == alone.exit_layers
+    return (
+        output.token_ids == alone.token_ids
+        and output.text == alone.text
+        and output.finish_reason == alone.finish_reason
+        and (layers_equal or bool(drafting))
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+    directory = write_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=3, seed=8)
+    return eecore.load(scale_layers(directory, {1: 0.3, 2: 0.3}), device="cpu", kv_cache_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def alone(model: eecore.Model) -> list[Output]:
+    """What each request gives when nobody else is there."""
+    return [
+        eecore.generate(model, [r.prompt], exit=r.exit, sampling=r.sampling)[0] for r in REQUESTS
+    ]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_random_steps(model: eecore.Model, alone: list[Output], config: EngineConfig) -> None:
+    rng = random.Random(7)
+    engine = model.engine(config)
+    running: dict[str, int] = {}
+    finished = cancelled = preemptions = steps = 0
+
+    def check(output: Output) -> None:
+        nonlocal preemptions
+        preemptions += output.stats.preemptions
+        expected = alone[running.pop(output.request_id)]
+        if output.finish_reason == "cancelled":
+            count = len(output.token_ids)
+            assert output.token_ids == expected.token_ids[:count]
+        else:
+            assert same(output, expected), (output, expected)
+
+    while steps < NUM_STEPS // len(CONFIGS):
+        # Keep a few requests waiting; now and then cancel one, whatever it is doing.
+        while len(running) < 7 and rng.random() < 0.5:
+            chosen = rng.randrange(len(REQUESTS))
+            request = REQUESTS[chosen]
+            request_id = engine.add_request(
+                request.prompt, exit=request.exit, sampling=request.sampling
+            )
+            running[request_id] = chosen
+        if running and rng.random() < 0.02:
+            output = engine.cancel(rng.choice(list(running)))
+            assert output is not None
+            check(output)
+            cancelled += 1
+        for step in engine.step():
+            if step.output is not None:
+                check(step.output)
+                finished += 1
+        steps += 1
+        held = [page for s in engine._sequences.values() for page in s.pages]
+        assert len(held) == len(set(held)) == engine.pages.num_pages - engine.pages.num_free
+
+    for step in engine.run():
+        if step.output is not None:
+            check(step.output)
+    assert not running
+    assert not engine.has_unfinished
+    assert engine.pages.num_free == engine.pages.num_pages
+    assert finished > 200
+    assert cancelled > 20
+    assert preemptions > 20
