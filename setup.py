@@ -47,11 +47,22 @@ def fresh_build_dir(build_dir: Path, path: str) -> Path:
     return build_dir
 
 
+def require_tools(path: str) -> None:
+    missing = [name for name in ("cmake", "ninja") if shutil.which(name, path=path) is None]
+    missing += [name for name in ("pybind11", "torch") if not origin(name)]
+    if missing:
+        sys.exit(
+            f"eecore is built with {', '.join(missing)}, not found for {sys.executable}: "
+            f"pip install {' '.join(missing)} first, or build without --no-build-isolation"
+        )
+
+
 class CMakeBuild(build_ext):
     """One CMake run makes every module; setuptools only learns where they went."""
 
     def run(self) -> None:
         environment = tool_environment()
+        require_tools(environment["PATH"])
         if self.inplace:
             build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
             fresh_build_dir(build_dir, environment["PATH"])
