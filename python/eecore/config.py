@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from eecore.errors import ModelError, RequestError
@@ -189,24 +190,24 @@ class SamplingParams:
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _as_tuple(stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         for name, ok, expected in (
-            ("max_tokens", _is_int(self.max_tokens, 1), "a whole number, 1 or more"),
-            ("temperature", _is_within(self.temperature, 0.0, sys.float_info.max), "0 or more"),
-            ("top_k", _is_int(self.top_k, 0), "a whole number, 0 or more"),
-            ("top_p", _is_within(self.top_p, MIN_POSITIVE, 1.0), "above 0, at most 1"),
-            ("min_p", _is_within(self.min_p, 0.0, 1.0), "0..1"),
+            ("max_tokens", is_whole(self.max_tokens, 1), "a whole number, 1 or more"),
+            ("temperature", is_within(self.temperature, 0.0, sys.float_info.max), "0 or more"),
+            ("top_k", is_whole(self.top_k, 0), "a whole number, 0 or more"),
+            ("top_p", is_within(self.top_p, MIN_POSITIVE, 1.0), "above 0, at most 1"),
+            ("min_p", is_within(self.min_p, 0.0, 1.0), "0..1"),
             (
                 "repetition_penalty",
-                _is_within(self.repetition_penalty, MIN_POSITIVE, sys.float_info.max),
+                is_within(self.repetition_penalty, MIN_POSITIVE, sys.float_info.max),
                 "above 0",
             ),
-            ("seed", self.seed is None or _is_int(self.seed, 0, 2**64 - 1), "None or 0..2**64-1"),
-            ("logprobs", self.logprobs is None or _is_int(self.logprobs, 0), "None or 0 or more"),
+            ("seed", self.seed is None or is_whole(self.seed, 0, 2**64 - 1), "None or 0..2**64-1"),
+            ("logprobs", self.logprobs is None or is_whole(self.logprobs, 0), "None or 0 or more"),
             (
                 "stop",
                 all(s and isinstance(s, str) for s in self.stop),
                 "strings, none empty",
             ),
-            ("stop_token_ids", all(_is_int(t, 0) for t in self.stop_token_ids), "token ids"),
+            ("stop_token_ids", all(is_whole(t, 0) for t in self.stop_token_ids), "token ids"),
         ):
             if not ok:
                 raise RequestError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
@@ -219,12 +220,14 @@ def _as_tuple(values: object) -> tuple[Any, ...]:
     return tuple(values) if isinstance(values, Iterable) else (values,)
 
 
-def _is_int(value: object, low: int, high: int | None = None) -> bool:
-    return isinstance(value, int) and low <= value and (high is None or value <= high)
+def is_whole(value: object, low: int, high: int | None = None) -> bool:
+    """Whether it is an integer, numpy's included, of low..high."""
+    return isinstance(value, Integral) and low <= int(value) and (high is None or value <= high)
 
 
-def _is_within(value: object, low: float, high: float) -> bool:
-    return isinstance(value, (int, float)) and low <= value <= high
+def is_within(value: object, low: float, high: float) -> bool:
+    """Whether it is a real number, numpy's included, of low..high."""
+    return isinstance(value, Real) and low <= float(value) <= high
 
 
 @dataclass(frozen=True)
@@ -253,8 +256,8 @@ class EngineConfig:
             "max_batch_tokens",
             "max_prefill_chunk",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+            if not is_whole(getattr(self, name), 1):
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)!r}")
 
     @property
     def num_pages(self) -> int:

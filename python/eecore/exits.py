@@ -7,6 +7,7 @@ so E runs from 1 to the model's number of layers.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eecore.config import is_whole, is_within
 from eecore.errors import ExitError
 
 __all__ = [
@@ -32,14 +34,14 @@ BatchMode = Literal["each", "all"]
 
 
 def _check_layer(name: str, value: int, low: int, high: int, num_layers: int) -> None:
-    if not isinstance(value, int) or not low <= value <= high:
+    if not is_whole(value, low, high):
         raise ExitError(
             f"{name}: expected {low}..{high} for a model of {num_layers} layers, got {value!r}"
         )
 
 
 def _check_num_drafts(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
+    if not is_whole(value, 1):
         raise ExitError(f"{name}: expected 1 or more, got {value!r}")
 
 
@@ -178,8 +180,8 @@ class ConfidentExit(Exit):
             ("threshold", self.threshold),
             *((f"thresholds[{layer}]", value) for layer, value in self.thresholds.items()),
         ]:
-            if not 0.0 <= value <= 1.0:
-                raise ExitError(f"ConfidentExit.{name}: expected 0..1, got {value}")
+            if not is_within(value, 0.0, 1.0):
+                raise ExitError(f"ConfidentExit.{name}: expected 0..1, got {value!r}")
         if self.measure not in ("softmax", "state", "classifier"):
             raise ExitError(
                 "ConfidentExit.measure: expected softmax, state or classifier, "
@@ -197,7 +199,7 @@ class ConfidentExit(Exit):
                     f"ConfidentExit.thresholds: expected layers of exit_points={self.exit_points}, "
                     f"got {strangers[0]}"
                 )
-        if not (self.decay_tau >= 0.0 and math.isfinite(self.decay_tau)):
+        if not is_within(self.decay_tau, 0.0, sys.float_info.max):
             raise ExitError(f"ConfidentExit.decay_tau: expected 0 or more, got {self.decay_tau}")
         if (self.measure == "classifier") != (self.classifier is not None):
             raise ExitError(
@@ -256,7 +258,7 @@ class SelfSpeculative(Exit):
 
     def __post_init__(self) -> None:
         _check_num_drafts("SelfSpeculative.num_drafts", self.num_drafts)
-        if self.draft_threshold is not None and not 0.0 <= self.draft_threshold <= 1.0:
+        if self.draft_threshold is not None and not is_within(self.draft_threshold, 0.0, 1.0):
             raise ExitError(
                 f"SelfSpeculative.draft_threshold: expected 0..1, got {self.draft_threshold}"
             )
@@ -305,7 +307,7 @@ class DraftAndVerify(Exit):
         if not self.skip_attention and not self.skip_mlp:
             raise ExitError("DraftAndVerify: expected at least one sublayer to skip, got none")
         _check_num_drafts("DraftAndVerify.num_drafts", self.num_drafts)
-        if self.initial_threshold is not None and not 0.0 <= self.initial_threshold <= 1.0:
+        if self.initial_threshold is not None and not is_within(self.initial_threshold, 0.0, 1.0):
             raise ExitError(
                 f"DraftAndVerify.initial_threshold: expected 0..1, got {self.initial_threshold}"
             )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import eecore
@@ -32,12 +34,13 @@ MODES: dict[str, Exit] = {
     "fixed": FixedExit(3),
     "each": ConfidentExit(0.35, decay_tau=2.0),
     "state": ConfidentExit(0.97, measure="state", thresholds={1: 1.0}),
+    "all": ConfidentExit(0.0, batch="all", min_exit_layer=3),
     "speculative": SelfSpeculative(2, 4),
     "verify": DraftAndVerify({3}, {2, 4}),
 }
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=18, ignore_eos=True, temperature=0.8, top_p=0.9, seed=11)
-PROMPTS = random_prompts(5, 30, 1, 12, 44, 20, seed=2)
+PROMPTS = random_prompts(5, 30, 1, 12, 44, 20, 3, seed=2)
 
 
 def run_all(engine: Engine, requests: list[tuple[list[int], Exit, SamplingParams]]) -> list[Any]:
@@ -333,6 +336,16 @@ def test_streams_of_one_model_may_overlap(agreeing: eecore.Model) -> None:
     assert got == expected
 
 
+def test_generate_from_several_threads(agreeing: eecore.Model) -> None:
+    def run(policy: Exit) -> list[list[int]]:
+        outputs = eecore.generate(agreeing, PROMPTS, exit=policy, sampling=GREEDY)
+        return [output.token_ids for output in outputs]
+
+    expected = [run(policy) for policy in MODES.values()]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run, MODES.values())) == expected
+
+
 # What is refused
 
 
@@ -389,6 +402,21 @@ def test_bad_requests(
 def test_bad_sampling(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**settings)
+
+
+def test_numbers_of_numpy_are_numbers(agreeing: eecore.Model) -> None:
+    plain, numpy = (
+        eecore.generate(
+            agreeing,
+            [[whole(1), whole(2)]],
+            exit=SelfSpeculative(whole(2), whole(3), draft_threshold=real(0.25)),
+            sampling=SamplingParams(
+                max_tokens=whole(6), temperature=real(0.5), top_k=whole(9), seed=whole(3)
+            ),
+        )[0].token_ids
+        for whole, real in ((int, float), (np.int64, np.float32))
+    )
+    assert plain == numpy
 
 
 def test_single_values_are_taken_as_one() -> None:

@@ -28,6 +28,7 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
     ("policy", "message"),
     [
         (lambda: ConfidentExit(1.5), r"threshold: expected 0\.\.1, got 1\.5"),
+        (lambda: ConfidentExit("0.5"), r"threshold: expected 0\.\.1, got '0\.5'"),
         (lambda: ConfidentExit(-0.1), r"threshold: expected 0\.\.1, got -0\.1"),
         (lambda: ConfidentExit(math.nan), r"threshold: expected 0\.\.1, got nan"),
         (lambda: ConfidentExit(thresholds={2: 1.01}), r"thresholds\[2\]: expected 0\.\.1, got 1\."),

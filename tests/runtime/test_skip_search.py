@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -82,6 +83,24 @@ def test_the_found_policy_is_lossless_and_always_accepted(model: eecore.Model) -
     for one, other in zip(full, drafted, strict=True):
         assert one.token_ids == other.token_ids
         assert other.stats.draft_acceptance == 1.0
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 1}])
+def test_drafts_are_filtered_and_penalised_like_the_model(
+    model: eecore.Model, fields: dict[str, Any]
+) -> None:
+    """Where draft and model are the same, each draft must be accepted."""
+    (output,) = eecore.generate(
+        model,
+        [[1, 2, 1, 2]],
+        exit=DraftAndVerify({1}, {2}, num_drafts=4, adaptive=False),
+        max_tokens=24,
+        repetition_penalty=1.7,
+        ignore_eos=True,
+        **fields,
+    )
+    assert output.stats.drafted > 15
+    assert output.stats.draft_acceptance == 1.0
 
 
 def test_save_and_load(model: eecore.Model, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ POLICIES: list[Exit] = [
     ConfidentExit(0.35, decay_tau=1.0),
     ConfidentExit(0.96, measure="state", exit_points=(1, 2)),
     ConfidentExit(0.5, measure="classifier", classifier=CLASSIFIER, min_exit_layer=2),
+    ConfidentExit(0.0, batch="all", min_exit_layer=2),
     SelfSpeculative(2, 4),
     SelfSpeculative(1, 2, draft_threshold=0.2),
     DraftAndVerify({2}, {1, 2}),

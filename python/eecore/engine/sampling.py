@@ -34,7 +34,7 @@ def needs_logits(sampling: SamplingParams) -> bool:
 
 def make_generator(seed: int) -> torch.Generator:
     """A request's own source of random numbers, on the host whatever the device."""
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator().manual_seed(int(seed))
 
 
 def penalise_repetition(logits: Tensor, token_ids: list[int], penalty: float) -> Tensor:
