@@ -137,6 +137,12 @@ def test_top_logprobs() -> None:
     assert top_logprobs(logits, 4, 0)[1] == {}
 
 
+def test_nothing_is_drawn_from_nan() -> None:
+    logits = torch.full((9,), torch.nan)
+    with pytest.raises(RuntimeError, match="got logits of NaN from the model"):
+        pick(filtered_probs(logits, SamplingParams(temperature=1.0)), make_generator(0))
+
+
 # In a request
 
 HOT = SamplingParams(max_tokens=12, temperature=1.2, ignore_eos=True, seed=4)

@@ -18,7 +18,7 @@ from eecore import ops
 from eecore.decoding.heads import Heads, read_heads
 from eecore.engine.batch import RowBuilder
 from eecore.engine.runner import Runner
-from eecore.engine.sampling import filtered_probs, make_generator, pick
+from eecore.engine.sampling import NO_TOKEN, filtered_probs, make_generator, pick
 from eecore.engine.scheduler import Work
 from eecore.engine.sequence import Sequence
 from eecore.exits import DraftAndVerify, Exit, SelfSpeculative
@@ -211,6 +211,8 @@ def accept(heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]) -> list[tu
                     [torch.rand(len(d.tokens) + 1, generator=generator_of(s)) for s, d, _ in group]
                 ),
             )
+        if bool((got.next_token < 0).any()):
+            raise RuntimeError(NO_TOKEN)
         outcomes = zip(got.num_accepted.tolist(), got.next_token.tolist(), strict=True)
         for i, outcome in zip(chosen, outcomes, strict=True):
             results[i] = outcome

@@ -13,6 +13,7 @@ from torch import Tensor
 from eecore.config import SamplingParams
 
 __all__ = [
+    "NO_TOKEN",
     "filtered_probs",
     "make_generator",
     "needs_logits",
@@ -23,6 +24,7 @@ __all__ = [
 
 
 MIN_TEMPERATURE = 1e-30
+NO_TOKEN = "expected a probability above 0 for some token, got logits of NaN from the model"
 
 
 def needs_logits(sampling: SamplingParams) -> bool:
@@ -80,8 +82,10 @@ def filtered_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def pick(probs: Tensor, generator: torch.Generator) -> int:
-    """Draws a token from probs [vocab_size] by inversion, in float64."""
+    """Draws a token from probs [vocab_size] by inversion, in float64; RuntimeError for NaN."""
     cumulative = probs.double().cumsum(dim=-1).cpu()
+    if not cumulative[-1] > 0.0:
+        raise RuntimeError(NO_TOKEN)
     u = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
     index = int(torch.searchsorted(cumulative, u, right=True))
     if index >= probs.numel() or probs[index] == 0.0:  # u rounded up to the total
