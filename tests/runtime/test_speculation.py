@@ -10,7 +10,7 @@ import pytest
 
 import eecore
 from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative
-from eecore.decoding.speculation import AdaptiveDraftStop
+from eecore.decoding.draft_stop import AdaptiveDraftStop
 from eecore.exits import Exit
 from eecore.models import AttentionBatch, LlamaModel
 from reference_decoding import ReferenceModel

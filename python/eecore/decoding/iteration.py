@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from eecore.decoding.confident import ConfidentController
+from eecore.decoding.draft import Draft, draft, draft_path
 from eecore.decoding.heads import Heads, read_heads
-from eecore.decoding.speculation import Draft, accept, draft, draft_path, generator_of
+from eecore.decoding.verify import accept
 from eecore.engine.batch import RowBuilder, Rows
 from eecore.engine.runner import Runner, Sweep
-from eecore.engine.sampling import filtered_probs, needs_logits, pick
+from eecore.engine.sampling import filtered_probs, generator_of, needs_logits, pick
 from eecore.engine.scheduler import Work
 from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.exits import ConfidentExit, FixedExit

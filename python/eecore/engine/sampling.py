@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from eecore.config import SamplingParams
+from eecore.engine.sequence import Sequence
 
 __all__ = [
     "NO_TOKEN",
     "filtered_probs",
+    "generator_of",
     "make_generator",
     "needs_logits",
     "penalise_repetition",
@@ -37,6 +39,15 @@ def needs_logits(sampling: SamplingParams) -> bool:
 def make_generator(seed: int) -> torch.Generator:
     """A request's own source of random numbers, on the host whatever the device."""
     return torch.Generator().manual_seed(int(seed))
+
+
+def generator_of(sequence: Sequence) -> torch.Generator:
+    """The request's own random numbers, made at first use and kept across preemptions."""
+    if sequence.generator is None:
+        assert sequence.sampling.seed is not None
+        sequence.generator = make_generator(sequence.sampling.seed)
+    generator: torch.Generator = sequence.generator
+    return generator
 
 
 def penalise_repetition(logits: Tensor, token_ids: list[int], penalty: float) -> Tensor:

@@ -1,0 +1,94 @@
+"""The second half of self-speculation: how many drafts stand, and the token after them.
+
+(LayerSkip §4.3.2; Leviathan et al. 2023.) The rows of a verification go through the layers with
+everybody else's; here their heads are compared with the drafts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.decoding.draft import Draft
+from eecore.decoding.draft_stop import stop_rule
+from eecore.decoding.heads import Heads
+from eecore.engine.sampling import NO_TOKEN, filtered_probs, generator_of
+from eecore.engine.sequence import Sequence
+from eecore.exits import DraftAndVerify
+
+__all__ = ["accept"]
+
+
+def accept(heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]) -> list[tuple[int, int]]:
+    """(number of accepted drafts, next token) of each verified sequence.
+
+    Args:
+        heads: of the verified rows.
+        rounds: sequence, its drafts, and where its rows are: one per draft and one more.
+    """
+    results: list[tuple[int, int]] = [(0, 0)] * len(rounds)
+    for greedy in (True, False):
+        chosen = [
+            i for i, (s, _, _) in enumerate(rounds) if (s.sampling.temperature == 0.0) == greedy
+        ]
+        if not chosen:
+            continue
+        group = [rounds[i] for i in chosen]
+        tokens = torch.tensor([t for _, d, _ in group for t in d.tokens], dtype=torch.int64)
+        lengths = torch.tensor([0] + [len(d.tokens) for _, d, _ in group])
+        starts = lengths.cumsum(0).to(torch.int32)
+        if greedy:
+            target = [t for s, d, at in group for t in _target_tokens(heads, s, d, at)]
+            got = ops.speculative_accept(
+                tokens, starts, target_tokens=torch.tensor(target, dtype=torch.int64)
+            )
+        else:
+            target_probs = torch.stack(
+                [p for s, d, at in group for p in _target_probs(heads, s, d, at)]
+            ).cpu()
+            drafted = [p for _, d, _ in group for p in d.probs]
+            got = ops.speculative_accept(
+                tokens,
+                starts,
+                draft_probs=torch.stack(drafted).cpu() if drafted else target_probs[:0],
+                target_probs=target_probs,
+                uniform=torch.cat(
+                    [torch.rand(len(d.tokens) + 1, generator=generator_of(s)) for s, d, _ in group]
+                ),
+            )
+        if bool((got.next_token < 0).any()):
+            raise RuntimeError(NO_TOKEN)
+        outcomes = zip(got.num_accepted.tolist(), got.next_token.tolist(), strict=True)
+        for i, outcome in zip(chosen, outcomes, strict=True):
+            results[i] = outcome
+    for (sequence, draft, _), (accepted, _) in zip(rounds, results, strict=True):
+        if isinstance(sequence.exit, DraftAndVerify) and sequence.exit.adaptive:
+            stop_rule(sequence).update(len(draft.tokens), accepted, sequence.exit.num_drafts)
+    return results
+
+
+def _context(sequence: Sequence, draft: Draft, count: int) -> list[int]:
+    return sequence.prompt_ids + sequence.output_ids + draft.tokens[:count]
+
+
+def _target_tokens(heads: Heads, sequence: Sequence, draft: Draft, at: slice) -> list[int]:
+    """The full model's greedy token at each verified position."""
+    tokens = []
+    for i, row in enumerate(range(at.start, at.stop)):
+        if row in heads.logits:
+            context = _context(sequence, draft, i)
+            tokens.append(int(heads.adjusted(row, sequence, context).argmax()))
+        else:
+            tokens.append(heads.token[row])
+    return tokens
+
+
+def _target_probs(heads: Heads, sequence: Sequence, draft: Draft, at: slice) -> list[Tensor]:
+    """The full model's filtered distribution at each verified position."""
+    return [
+        filtered_probs(
+            heads.adjusted(row, sequence, _context(sequence, draft, i)), sequence.sampling
+        )
+        for i, row in enumerate(range(at.start, at.stop))
+    ]
