@@ -65,9 +65,15 @@ class Checker {
   // The dtype shared by every tensor checked with Accept::kModel.
   DType dtype() const;
 
-  // Throws "<op>: <message>" unless `ok`.
-  void require(bool ok, const std::string& message) const {
-    if (!ok) fail(message);
+  // Throws "<op>: <message>" unless `ok`. The message is put together from its parts, texts and
+  // numbers, only then.
+  template <typename... Parts>
+  void require(bool ok, const Parts&... parts) const {
+    if (ok) [[likely]]
+      return;
+    std::string message;
+    (append(message, parts), ...);
+    fail(message);
   }
   [[noreturn]] void fail(const std::string& message) const;
 
@@ -76,6 +82,11 @@ class Checker {
     const char* name;
     int64_t size;
   };
+  static void append(std::string& message, const char* text) { message += text; }
+  template <typename Number>
+  static void append(std::string& message, Number number) {
+    message += std::to_string(number);
+  }
   const Binding* find(const char* name) const;
   [[noreturn]] void mismatch(const Tensor& tensor, const char* name, Accept accept,
                              const std::initializer_list<Dim>& shape) const;

@@ -27,6 +27,12 @@ STABLE_TORCH_LIBRARY(eecore, m) {
       "Tensor? kv_bias, Tensor? k_norm_weight, Tensor? positions, Tensor? cos_sin, "
       "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, float eps) -> ()");
   m.def(
+      "skinny_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, "
+      "Tensor? residual, Tensor(a!) out) -> ()");
+  m.def(
+      "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, "
+      "Tensor(a!) out) -> ()");
+  m.def(
       "speculative_accept(Tensor draft_tokens, Tensor draft_start_loc, Tensor? target_tokens, "
       "Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, Tensor(a!) num_accepted, "
       "Tensor(b!) next_token) -> ()");

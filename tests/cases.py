@@ -51,6 +51,19 @@ ACCEPT_VOCAB_SIZES = (1, 17, 257, 49153)
 # Batch sizes around the register blocks of the skinny matrix products.
 SKINNY_BATCH_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9)
 
+# (in_features, out_features) of skinny linear layers: partial vectors, blocks and tiles, and no
+# rows at all; layers of real models.
+SKINNY_LINEARS = (
+    (1, 1),
+    (7, 3),
+    (33, 0),
+    (64, 65),
+    (100, 37),
+    (576, 192),
+    (1536, 576),
+    (2048, 129),
+)
+
 # (hidden_size, vocab_size): partial vectors, partial tiles, the vocabularies of real models.
 LM_HEADS = (
     (64, 2),

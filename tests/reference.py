@@ -220,3 +220,36 @@ def paged_attention(
         weights = scores.masked_fill(~seen[rows][:, used], -torch.inf).softmax(-1)
         out[begin:end][rows] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Norm, linear layer, residual; each rounded to x's dtype; see eecore.ops.skinny_linear."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    projected = x.double() @ weight.double().T
+    if bias is not None:
+        projected = projected + bias.double()
+    projected = projected.to(x.dtype)
+    return projected if residual is None else projected + residual
+
+
+def skinny_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """silu(gate) * up, each rounded to x's dtype; see eecore.ops.skinny_gated_linear."""
+    projected = skinny_linear(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
+    gate, up = projected.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate.double()).to(x.dtype) * up

@@ -15,6 +15,8 @@
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
   X(kv_fill, KvFillParams) \
   X(paged_attention, PagedAttentionParams) \
+  X(skinny_gated_linear, SkinnyGatedLinearParams) \
+  X(skinny_linear, SkinnyLinearParams) \
   X(speculative_accept, SpeculativeAcceptParams)
 
 // Everything that is compiled once per capability.

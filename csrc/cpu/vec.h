@@ -74,6 +74,7 @@ inline void store_partial(BFloat16* p, Vec x, int64_t n) {
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
@@ -134,6 +135,7 @@ inline void store_partial(BFloat16* p, Vec x, int64_t n) {
 inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
@@ -204,6 +206,7 @@ inline void store(T* p, Vec x) {
 EECORE_BINARY(operator+, a.v[i] + b.v[i])
 EECORE_BINARY(operator-, a.v[i] - b.v[i])
 EECORE_BINARY(operator*, a.v[i] * b.v[i])
+EECORE_BINARY(operator/, a.v[i] / b.v[i])
 EECORE_BINARY(max, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
 EECORE_BINARY(min, a.v[i] < b.v[i] ? a.v[i] : b.v[i])
 #undef EECORE_BINARY

@@ -14,9 +14,8 @@ void accept_mask(const Tensor& confidence, const Tensor& thresholds, int64_t lay
   check(survivors, "survivors", Accept::kInt32, {"num_seqs"});
   check(num_survivors, "num_survivors", Accept::kInt32, {1});
   check(all_accepted, "all_accepted", Accept::kBool, {1});
-  check.require(
-      layer >= 1 && layer <= INT32_MAX,
-      "layer: expected a positive number of layers that have run, got " + std::to_string(layer));
+  check.require(layer >= 1 && layer <= INT32_MAX,
+                "layer: expected a positive number of layers that have run, got ", layer);
 
   AcceptMaskParams params{};
   params.confidence = data<const float>(confidence);

@@ -42,17 +42,15 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
   params.num_q_heads = has_q ? check["num_q_heads"] : 0;
   params.num_kv_heads = check["num_kv_heads"];
   params.head_dim = check["head_dim"];
-  check.require(params.head_dim <= kMaxHeadDim, "k: expected head_dim of at most " +
-                                                    std::to_string(kMaxHeadDim) + ", got " +
-                                                    std::to_string(params.head_dim));
+  check.require(params.head_dim <= kMaxHeadDim, "k: expected head_dim of at most ", kMaxHeadDim,
+                ", got ", params.head_dim);
   check.require(!has_positions || has_cos_sin,
                 "cos_sin: expected float32 [max_position, rotary_dim] with positions, got None");
   if (has_positions) {
     params.rotary_dim = check["rotary_dim"];
     check.require(params.rotary_dim % 2 == 0 && params.rotary_dim <= params.head_dim,
-                  "cos_sin: expected an even rotary_dim of at most head_dim=" +
-                      std::to_string(params.head_dim) + ", got " +
-                      std::to_string(params.rotary_dim));
+                  "cos_sin: expected an even rotary_dim of at most head_dim=", params.head_dim,
+                  ", got ", params.rotary_dim);
   }
   params.k_cache_slot_stride = check.slot_stride(k_cache, "k_cache");
   params.v_cache_slot_stride = check.slot_stride(v_cache, "v_cache");

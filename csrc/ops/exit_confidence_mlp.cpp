@@ -16,8 +16,8 @@ void exit_confidence_mlp(const Tensor& hidden, const Tensor& weight1,
   check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
   check.require(check["inner_size"] >= 1, "weight1: expected inner_size >= 1, got 0");
   check.require(has_hidden_layer || check["inner_size"] == 2,
-                "weight1: expected inner_size=2 without weight2 (one linear layer), got " +
-                    std::to_string(check["inner_size"]));
+                "weight1: expected inner_size=2 without weight2 (one linear layer), got ",
+                check["inner_size"]);
   check.require(has_hidden_layer || !bias2.has_value(),
                 "bias2: expected only together with weight2, got bias2 and no weight2");
 

@@ -17,9 +17,8 @@ void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& 
   check(top_logit, "top_logit", Accept::kFloat32, {"num_seqs"});
   check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
   check.require(check["vocab_size"] >= 2 && check["vocab_size"] <= INT32_MAX,
-                "lm_head: expected vocab_size of 2 to 2147483647, got " +
-                    std::to_string(check["vocab_size"]));
-  check.require(eps >= 0, "eps: expected a number >= 0, got " + std::to_string(eps));
+                "lm_head: expected vocab_size of 2 to 2147483647, got ", check["vocab_size"]);
+  check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
   ExitConfidenceSoftmaxParams params{};
   params.hidden = data<const void>(hidden);

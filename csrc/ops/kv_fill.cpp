@@ -8,10 +8,9 @@ namespace {
 int64_t slot_stride(const Checker& check, const Tensor& cache, const char* name) {
   const int64_t num_pages = cache.size(1), page_size = cache.size(2);
   if (page_size <= 1) return cache.stride(1);
-  check.require(num_pages <= 1 || cache.stride(1) == page_size * cache.stride(2),
-                std::string(name) + ": expected pages one after the other, " +
-                    std::to_string(page_size) + " slots of " + std::to_string(cache.stride(2)) +
-                    " elements, got page stride " + std::to_string(cache.stride(1)));
+  check.require(num_pages <= 1 || cache.stride(1) == page_size * cache.stride(2), name,
+                ": expected pages one after the other, ", page_size, " slots of ", cache.stride(2),
+                " elements, got page stride ", cache.stride(1));
   return cache.stride(2);
 }
 
@@ -55,11 +54,11 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
                 "cos_sin: expected together with positions, or neither");
   const int64_t rotary_dim = cos_sin.has_value() ? check["rotary_dim"] : 0;
   check.require(rotary_dim % 2 == 0 && rotary_dim <= head_dim,
-                "cos_sin: expected an even rotary_dim of at most head_dim=" +
-                    std::to_string(head_dim) + ", got " + std::to_string(rotary_dim));
+                "cos_sin: expected an even rotary_dim of at most head_dim=", head_dim, ", got ",
+                rotary_dim);
   check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
   check.require(kv_size >= 2, "k_cache: expected at least one head of one element, got none");
-  check.require(eps >= 0, "eps: expected a number >= 0, got " + std::to_string(eps));
+  check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
   KvFillParams params{};
   params.k_cache_slot_stride = slot_stride(check, k_cache, "k_cache");

@@ -12,36 +12,32 @@ constexpr int64_t kMaxHeadDim = 256;
 // Every length, and every page-table entry that a query's keys need, must be usable, or nothing is
 // written.
 void check_indices(const Checker& check, const PagedAttentionParams& params, int64_t max_pages) {
-  const auto require = [&](bool ok, const std::string& expected, int64_t got, int64_t seq) {
-    if (ok) return;
-    check.fail(expected + ", got " + std::to_string(got) + " for sequence " + std::to_string(seq));
+  const auto require = [&](bool ok, int64_t got, int64_t seq, const auto&... expected) {
+    check.require(ok, expected..., ", got ", got, " for sequence ", seq);
   };
   const int32_t* starts = params.query_start_loc;
-  require(starts[0] == 0, "query_start_loc: expected to start at 0", starts[0], 0);
+  require(starts[0] == 0, starts[0], 0, "query_start_loc: expected to start at 0");
   const int64_t capacity = max_pages * params.page_size;
   for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
     const int64_t num_queries = int64_t{starts[seq + 1]} - starts[seq];
-    require(num_queries >= 0, "query_start_loc: expected ascending values", starts[seq + 1], seq);
+    require(num_queries >= 0, starts[seq + 1], seq, "query_start_loc: expected ascending values");
     const int64_t length = params.seq_lens[seq];
-    require(length >= 0 && length <= capacity,
-            "seq_lens: expected values in [0, max_pages_per_seq * page_size=" +
-                std::to_string(capacity) + "]",
-            length, seq);
+    require(length >= 0 && length <= capacity, length, seq,
+            "seq_lens: expected values in [0, max_pages_per_seq * page_size=", capacity, "]");
     if (num_queries == 0 || length == 0) continue;
     const int64_t first_seen =
         params.sliding_window > 0 ? length - num_queries + 1 - params.sliding_window : 0;
     const int32_t* entries = params.page_table + seq * params.page_table_stride;
     for (int64_t page = std::max<int64_t>(first_seen, 0) / params.page_size;
          page * params.page_size < length; ++page) {
-      require(entries[page] >= 0 && entries[page] < params.num_pages,
-              "page_table: expected entries in [0, num_pages=" + std::to_string(params.num_pages) +
-                  ") in column " + std::to_string(page),
-              entries[page], seq);
+      require(entries[page] >= 0 && entries[page] < params.num_pages, entries[page], seq,
+              "page_table: expected entries in [0, num_pages=", params.num_pages, ") in column ",
+              page);
     }
   }
-  require(starts[params.num_seqs] == params.num_tokens,
-          "query_start_loc: expected to end at num_tokens=" + std::to_string(params.num_tokens),
-          starts[params.num_seqs], params.num_seqs - 1);
+  require(starts[params.num_seqs] == params.num_tokens, starts[params.num_seqs],
+          params.num_seqs - 1,
+          "query_start_loc: expected to end at num_tokens=", params.num_tokens);
 }
 
 // Work in (row, key) pairs of one sequence and kv head, of its largest tile, and of the call.

@@ -28,8 +28,7 @@ bool is_greedy(const Checker& check, const OptionalTensor& target_tokens,
 // What the kernel uses as an index or a probability, checked before anything is written.
 void check_values(const Checker& check, const SpeculativeAcceptParams& params) {
   const int32_t* start = params.draft_start_loc;
-  check.require(start[0] == 0,
-                "draft_start_loc: expected to start at 0, got " + std::to_string(start[0]));
+  check.require(start[0] == 0, "draft_start_loc: expected to start at 0, got ", start[0]);
   for (int64_t s = 0; s < params.num_seqs; ++s) {
     if (start[s + 1] < start[s]) {
       check.fail("draft_start_loc: expected a non-decreasing list, got " +

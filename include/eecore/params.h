@@ -136,6 +136,34 @@ struct KvFillParams {
   DType dtype;
 };
 
+// out = norm(x) weight^T + bias + residual for few rows of x; weight is read once.
+struct SkinnyLinearParams {
+  const void* x;            // [num_tokens, in_features], row stride x_stride
+  const void* norm_weight;  // [in_features]; may be null: x is not normed
+  const void* weight;       // [out_features, in_features], row stride weight_stride
+  const void* bias;         // [out_features]; may be null
+  const void* residual;     // [num_tokens, out_features], row stride residual_stride; may be null,
+                            // may be out itself
+  void* out;                // [num_tokens, out_features], row stride out_stride
+  int64_t num_tokens, in_features, out_features;
+  int64_t x_stride, weight_stride, residual_stride, out_stride;
+  float eps;
+  DType dtype;
+};
+
+// out = silu(gate) * up of the two halves of norm(x) weight^T + bias, for few rows of x.
+struct SkinnyGatedLinearParams {
+  const void* x;            // [num_tokens, in_features], row stride x_stride
+  const void* norm_weight;  // [in_features]; may be null: x is not normed
+  const void* weight;  // [2 * inner_size, in_features], row stride weight_stride: gate, then up
+  const void* bias;    // [2 * inner_size]; may be null
+  void* out;           // [num_tokens, inner_size], row stride out_stride
+  int64_t num_tokens, in_features, inner_size;
+  int64_t x_stride, weight_stride, out_stride;
+  float eps;
+  DType dtype;
+};
+
 // Longest accepted prefix of each sequence's drafts, and the token after it.
 // Sequence s holds drafts draft_start_loc[s]..draft_start_loc[s+1]-1 and, with its extra position,
 // target rows draft_start_loc[s]+s..draft_start_loc[s+1]+s.

@@ -36,6 +36,8 @@ __all__ = [
     "exit_confidence_softmax",
     "kv_fill",
     "paged_attention",
+    "skinny_gated_linear",
+    "skinny_linear",
     "speculative_accept",
 ]
 
@@ -48,6 +50,8 @@ OP_NAMES = (
     "exit_confidence_softmax",
     "kv_fill",
     "paged_attention",
+    "skinny_gated_linear",
+    "skinny_linear",
     "speculative_accept",
 )
 
@@ -86,6 +90,8 @@ _exit_confidence_mlp = torch.ops.eecore.exit_confidence_mlp.default
 _exit_confidence_softmax = torch.ops.eecore.exit_confidence_softmax.default
 _kv_fill = torch.ops.eecore.kv_fill.default
 _paged_attention = torch.ops.eecore.paged_attention.default
+_skinny_gated_linear = torch.ops.eecore.skinny_gated_linear.default
+_skinny_linear = torch.ops.eecore.skinny_linear.default
 _speculative_accept = torch.ops.eecore.speculative_accept.default
 
 
@@ -369,6 +375,72 @@ def kv_fill(
         slot_mapping,
         eps,
     )
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``norm(x) @ weight.T + bias + residual`` for few rows, the weight read once.
+
+    As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), the linear layer with its
+    bias and the sum with the residual are each rounded to that dtype. A row's result depends
+    neither on the other rows nor on the number of threads.
+
+    Args:
+        x: [num_tokens, in_features], any row stride.
+        weight: [out_features, in_features], any row stride.
+        norm_weight: [in_features].
+        eps: of the RMS norm.
+        bias: [out_features].
+        residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
+        out: [num_tokens, out_features], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = x.new_empty((x.shape[0], weight.shape[0]))
+    _skinny_linear(x, norm_weight, eps, weight, bias, residual, out)
+    return out
+
+
+def skinny_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``silu(gate) * up`` of ``gate, up = norm(x) @ weight.T + bias`` for few rows.
+
+    As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), gate and up, silu(gate)
+    and the product are each rounded to that dtype. A row's result depends neither on the other rows
+    nor on the number of threads.
+
+    Args:
+        x: [num_tokens, in_features], any row stride.
+        weight: [2 * inner_size, in_features], any row stride; gate rows, then up rows.
+        norm_weight: [in_features].
+        eps: of the RMS norm.
+        bias: [2 * inner_size].
+        out: [num_tokens, inner_size], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = x.new_empty((x.shape[0], weight.shape[0] // 2))
+    _skinny_gated_linear(x, norm_weight, eps, weight, bias, out)
+    return out
 
 
 class SpeculativeAccept(NamedTuple):

@@ -1,0 +1,46 @@
+"""skinny_linear of real layers: 128 MB of them in turn, and 8 MB that stay in cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import harness
+from eecore import ops
+
+WORKING_SET = 128 << 20
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("working_set", [8 << 20, WORKING_SET], ids=["8 MB", "128 MB"])
+@pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (2048, 2048)])
+@pytest.mark.parametrize("peer", [False, True], ids=["eecore", "torch"])
+def bench_skinny_linear(
+    benchmark,
+    peer: bool,
+    in_features: int,
+    out_features: int,
+    working_set: int,
+    dtype: torch.dtype,
+    num_tokens: int,
+) -> None:
+    x = torch.randn(num_tokens, in_features).to(dtype)
+    norm_weight = torch.ones(in_features, dtype=dtype)
+    residual = torch.randn(num_tokens, out_features).to(dtype)
+    layer_bytes = in_features * out_features * x.element_size()
+    weights = torch.randn(max(1, working_set // layer_bytes), out_features, in_features).to(dtype)
+    layers = weights.unbind(0)
+
+    def composed() -> None:
+        for weight in layers:
+            normed = functional.rms_norm(x, (in_features,), norm_weight, 1e-5)
+            functional.linear(normed, weight).add_(residual)
+
+    def fused() -> None:
+        for weight in layers:
+            ops.skinny_linear(x, weight, norm_weight=norm_weight, eps=1e-5, residual=residual)
+
+    benchmark(composed if peer else fused)
+    harness.report(benchmark, moved_bytes=weights.nbytes)

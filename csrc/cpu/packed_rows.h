@@ -1,0 +1,58 @@
+// The rows of x that a skinny product works on: normed where there is a weight for it, and packed.
+// Made once per call, before its threads part; from then on x itself is not read.
+#pragma once
+
+#include "rms_norm.h"
+#include "scratch.h"
+#include "skinny_gemm.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+template <typename T>
+class PackedRows {
+ public:
+  // x: [num_rows, n], row stride x_stride; norm_weight: [n], may be null.
+  PackedRows(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, const T* norm_weight,
+             float eps)
+      : stride_(packed_size<T>(n)), rows_(num_rows * stride_) {
+    Scratch<T> normed(norm_weight ? stride_ : 0);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const T* values = x + row * x_stride;
+      if (norm_weight) {
+        scale_row(values, norm_weight, inverse_rms(values, n, eps), n, normed.data());
+        values = normed.data();
+      }
+      pack_row(values, n, rows_.data() + row * stride_);
+    }
+  }
+
+  int64_t stride() const { return stride_; }
+  const PackedX<T>* row(int64_t i) const { return rows_.data() + i * stride_; }
+
+ private:
+  int64_t stride_;
+  Scratch<PackedX<T>> rows_;  // [num_rows, stride]
+};
+
+// Rows of a weight and of x that meet in one buffer on the stack, and what a thread should have to
+// read to be worth waking.
+constexpr int64_t kTileRows = 32;
+constexpr int64_t kTileBatch = 32;
+constexpr int64_t kBytesPerThread = 96 << 10;
+
+// The rows of a weight whose row takes row_bytes that are one thread's least share.
+inline int64_t rows_per_thread(int64_t row_bytes) {
+  return ceil_div(ceil_div(kBytesPerThread, row_bytes), kRows) * kRows;
+}
+
+// values + bias, rounded to T as the result of a model's linear layer; lanes of values: [n].
+template <typename T>
+inline Vec finish(const float* values, const T* bias, int64_t n) {
+  Vec result = load_partial(values, n);
+  if (bias) result = result + load_partial(bias, n);
+  T rounded[kWidth];
+  store(rounded, result);
+  return load(rounded);
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

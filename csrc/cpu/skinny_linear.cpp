@@ -1,0 +1,65 @@
+// skinny_linear on the CPU: the weight is read once, in row order, each thread a contiguous range
+// of its rows. A tile of products is finished with bias and residual while it is in cache.
+#include "packed_rows.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+namespace {
+
+// Finishes values: [n] into out[n], which may be residual[n].
+template <typename T>
+void finish_row(const float* values, const T* bias, const T* residual, int64_t n, T* out) {
+  for (int64_t i = 0; i < n; i += kWidth) {
+    const int64_t lanes = min_of(n - i, kWidth);
+    Vec result = finish(values + i, bias ? bias + i : nullptr, lanes);
+    if (residual) result = load_partial(residual + i, lanes) + result;
+    store_partial(out + i, result, lanes);
+  }
+}
+
+// Columns [begin, end) of out.
+template <typename T>
+void multiply_range(const SkinnyLinearParams& params, const PackedRows<T>& x, int64_t begin,
+                    int64_t end) {
+  const T* weight = static_cast<const T*>(params.weight);
+  const T* bias = static_cast<const T*>(params.bias);
+  const T* residual = static_cast<const T*>(params.residual);
+  float products[kTileBatch][kTileRows];
+  for (int64_t r = begin; r < end; r += kTileRows) {
+    const int64_t count = min_of(kTileRows, end - r);
+    const T* w = weight + r * params.weight_stride;
+    for (int64_t b = 0; b < params.num_tokens; b += kTileBatch) {
+      const int64_t batch = min_of(kTileBatch, params.num_tokens - b);
+      // The last rows of x prefetch; the others find this part of the weight in cache.
+      const bool more = b + kTileBatch >= params.num_tokens && r + count < end;
+      multiply(w, params.weight_stride, count, x.row(b), x.stride(), batch, params.in_features,
+               more ? w + count * params.weight_stride : nullptr, products[0], kTileRows);
+      for (int64_t i = 0; i < batch; ++i) {
+        finish_row(products[i], bias ? bias + r : nullptr,
+                   residual ? residual + (b + i) * params.residual_stride + r : nullptr, count,
+                   static_cast<T*>(params.out) + (b + i) * params.out_stride + r);
+      }
+    }
+  }
+}
+
+template <typename T>
+void run(const SkinnyLinearParams& params, const Parallel& parallel) {
+  const PackedRows<T> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
+                        params.in_features, static_cast<const T*>(params.norm_weight), params.eps);
+  const int64_t grain = rows_per_thread(params.in_features * static_cast<int64_t>(sizeof(T)));
+  parallel_for(parallel, params.out_features, grain,
+               [&](int64_t begin, int64_t end) { multiply_range<T>(params, x, begin, end); });
+}
+
+}  // namespace
+
+void run_skinny_linear(const SkinnyLinearParams& params, const Parallel& parallel) {
+  if (params.num_tokens == 0) return;
+  if (params.dtype == DType::kFloat32) {
+    run<float>(params, parallel);
+  } else {
+    run<BFloat16>(params, parallel);
+  }
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

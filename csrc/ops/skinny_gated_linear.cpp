@@ -1,0 +1,41 @@
+// skinny_gated_linear: norm, gate and up projections and silu(gate) * up for few rows.
+#include "backend.h"
+
+namespace eecore {
+namespace {
+
+void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
+                         const Tensor& weight, const std::optional<Tensor>& bias, Tensor out) {
+  Checker check("skinny_gated_linear");
+  check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
+  check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
+  check(out, "out", Accept::kModel, {"num_tokens", "inner_size"}, 1);
+  const int64_t inner_size = check["inner_size"];
+  check(weight, "weight", Accept::kModel, {2 * inner_size, "in_features"}, 1);
+  check(bias, "bias", Accept::kModel, {2 * inner_size});
+  check.require(check["in_features"] >= 1, "x: expected in_features >= 1, got 0");
+  check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
+  check.require(check["num_tokens"] <= 1 || out.stride(0) >= inner_size,
+                "out: expected rows that do not overlap, got row stride ", out.stride(0));
+
+  SkinnyGatedLinearParams params{};
+  params.x = data<const void>(x);
+  params.norm_weight = data_or_null<const void>(norm_weight);
+  params.weight = data<const void>(weight);
+  params.bias = data_or_null<const void>(bias);
+  params.out = data<void>(out);
+  params.num_tokens = check["num_tokens"];
+  params.in_features = check["in_features"];
+  params.inner_size = inner_size;
+  params.x_stride = x.stride(0);
+  params.weight_stride = weight.stride(0);
+  params.out_stride = out.stride(0);
+  params.eps = static_cast<float>(eps);
+  params.dtype = check.dtype();
+  EECORE_RUN(skinny_gated_linear, params, x);
+}
+
+EECORE_IMPL(skinny_gated_linear, skinny_gated_linear)
+
+}  // namespace
+}  // namespace eecore

@@ -1,0 +1,62 @@
+// skinny_linear: norm, linear layer and residual for few rows.
+#include "backend.h"
+
+namespace eecore {
+namespace {
+
+// One past the last byte of a tensor [rows, columns] with contiguous columns.
+const char* end_of(const Tensor& tensor, int64_t element_size) {
+  const int64_t elements = (tensor.size(0) - 1) * tensor.stride(0) + tensor.size(1);
+  return data<const char>(tensor) + elements * element_size;
+}
+
+// Whether residual is out itself, or lies before or after it.
+bool same_or_apart(const Tensor& residual, const Tensor& out, int64_t element_size) {
+  if (out.numel() == 0) return true;
+  if (residual.data_ptr() == out.data_ptr()) {
+    return out.size(0) == 1 || residual.stride(0) == out.stride(0);
+  }
+  return end_of(residual, element_size) <= data<const char>(out) ||
+         end_of(out, element_size) <= data<const char>(residual);
+}
+
+void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
+                   const Tensor& weight, const std::optional<Tensor>& bias,
+                   const std::optional<Tensor>& residual, Tensor out) {
+  Checker check("skinny_linear");
+  check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
+  check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
+  check(weight, "weight", Accept::kModel, {"out_features", "in_features"}, 1);
+  check(bias, "bias", Accept::kModel, {"out_features"});
+  check(residual, "residual", Accept::kModel, {"num_tokens", "out_features"}, 1);
+  check(out, "out", Accept::kModel, {"num_tokens", "out_features"}, 1);
+  check.require(check["in_features"] >= 1, "x: expected in_features >= 1, got 0");
+  check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
+  check.require(check["num_tokens"] <= 1 || out.stride(0) >= check["out_features"],
+                "out: expected rows that do not overlap, got row stride ", out.stride(0));
+
+  SkinnyLinearParams params{};
+  params.dtype = check.dtype();
+  check.require(!residual || same_or_apart(*residual, out, params.dtype == DType::kFloat32 ? 4 : 2),
+                "residual: expected out itself or memory apart from it, got an overlap");
+  params.x = data<const void>(x);
+  params.norm_weight = data_or_null<const void>(norm_weight);
+  params.weight = data<const void>(weight);
+  params.bias = data_or_null<const void>(bias);
+  params.residual = data_or_null<const void>(residual);
+  params.out = data<void>(out);
+  params.num_tokens = check["num_tokens"];
+  params.in_features = check["in_features"];
+  params.out_features = check["out_features"];
+  params.x_stride = x.stride(0);
+  params.weight_stride = weight.stride(0);
+  params.residual_stride = residual ? residual->stride(0) : 0;
+  params.out_stride = out.stride(0);
+  params.eps = static_cast<float>(eps);
+  EECORE_RUN(skinny_linear, params, x);
+}
+
+EECORE_IMPL(skinny_linear, skinny_linear)
+
+}  // namespace
+}  // namespace eecore

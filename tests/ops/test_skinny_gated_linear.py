@@ -1,0 +1,160 @@
+"""skinny_gated_linear: norm, gate and up projections, silu(gate) * up, rounded as a model does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from cases import DTYPES, SKINNY_BATCH_SIZES, SKINNY_LINEARS, TOLERANCES
+from eecore import ops
+
+OPTIONS = ("plain", "all")
+
+
+def random_call(
+    num_tokens: int,
+    in_features: int,
+    inner_size: int,
+    options: str = "all",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+    weight = normal(2 * inner_size, in_features) / math.sqrt(in_features)
+    call: dict[str, Any] = {"x": 3 * normal(num_tokens, in_features), "weight": weight}
+    if options == "all":
+        call["norm_weight"] = 1 + normal(in_features) / 8
+        call["eps"] = 1e-5
+        call["bias"] = normal(2 * inner_size)
+    return call
+
+
+def check_against_reference(got: torch.Tensor, call: dict[str, Any]) -> None:
+    tolerance = TOLERANCES[got.dtype]
+    torch.testing.assert_close(
+        got, reference.skinny_gated_linear(**call), rtol=tolerance.rtol, atol=2 * tolerance.atol
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("num_tokens", SKINNY_BATCH_SIZES)
+def test_matches_the_reference(
+    num_tokens: int, options: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    for in_features, inner_size in SKINNY_LINEARS:
+        call = random_call(num_tokens, in_features, inner_size, options, dtype, device)
+        check_against_reference(ops.skinny_gated_linear(**call), call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_rows_than_a_tile_holds(dtype: torch.dtype, device: torch.device) -> None:
+    call = random_call(70, 100, 75, dtype=dtype, device=device)
+    check_against_reference(ops.skinny_gated_linear(**call), call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_of_every_size(dtype: torch.dtype, device: torch.device) -> None:
+    """silu(0) = 0, silu(large) = large, silu(-large) = 0, and what is not a number stays so."""
+    gates = [0.0, -0.0, 1e-30, 20, -20, 87, -87, 89, -89, 200, -200, 1e30, -1e30, torch.inf]
+    gates += [-torch.inf, torch.nan]
+    x = torch.ones(1, 1, dtype=dtype, device=device)
+    weight = torch.tensor([*gates, *[1.0] * len(gates)], dtype=dtype, device=device)[:, None]
+    got = ops.skinny_gated_linear(x, weight)
+    expected = torch.nn.functional.silu(weight[: len(gates), 0])[None]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(dtype: torch.dtype, device: torch.device) -> None:
+    call = random_call(5, 72, 41, dtype=dtype, device=device)
+    expected = reference.skinny_gated_linear(**call)
+    for name in ("x", "weight"):
+        width = call[name].shape[1]
+        call[name] = torch.cat((call[name], torch.full_like(call[name], torch.nan)), 1)[:, :width]
+        assert not call[name].is_contiguous()
+    both = torch.full((5, 60), torch.nan, dtype=dtype, device=device)
+    out = both[:, 3:44]
+    assert ops.skinny_gated_linear(**call, out=out) is out
+    torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=2e-2)
+    assert both[:, :3].isnan().all()
+    assert both[:, 44:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
+    call = random_call(41, 100, 75, dtype=dtype, device=device)
+    together = ops.skinny_gated_linear(**call)
+    for row in range(41):
+        one = {**call, "x": call["x"][row : row + 1]}
+        assert torch.equal(ops.skinny_gated_linear(**one)[0], together[row])
+
+
+def test_not_a_number_stays_in_its_row(device: torch.device) -> None:
+    call = random_call(5, 64, 33, device=device)
+    expected = ops.skinny_gated_linear(**call)
+    call["x"][2, 7] = torch.nan
+    got = ops.skinny_gated_linear(**call)
+    assert got[2].isnan().all()
+    rest = [0, 1, 3, 4]
+    assert torch.equal(got[rest], expected[rest])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_number_of_threads_changes_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    call = random_call(5, 576, 1001, dtype=dtype, device=device)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = ops.skinny_gated_linear(**call)
+        torch.set_num_threads(2)
+        two = ops.skinny_gated_linear(**call)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 8).long()}, r"x: expected float32, bfloat16 .* got int64"),
+        ({"x": torch.zeros(2, 8).half()}, r"x: expected float32 or bfloat16 on the CPU"),
+        ({"x": torch.zeros(8, 2).T}, r"x: expected the last 1 .* contiguous"),
+        ({"x": torch.zeros(2, 0), "weight": torch.zeros(12, 0), "norm_weight": None},
+         r"x: expected in_features >= 1, got 0"),
+        ({"norm_weight": torch.zeros(7)}, r"norm_weight: expected float32 \[in_features=8\], got"),
+        ({"norm_weight": torch.zeros(8).bfloat16()}, r"norm_weight: expected float32 .* bfloat16"),
+        ({"weight": torch.zeros(12, 7)}, r"weight: expected float32 \[12, in_features=8\], got"),
+        ({"weight": torch.zeros(11, 8)}, r"weight: expected float32 \[12, in_features=8\], got"),
+        ({"weight": torch.zeros(8, 12).T}, r"weight: expected the last 1 .* contiguous"),
+        ({"bias": torch.zeros(6)}, r"bias: expected float32 \[12\], got"),
+        ({"out": torch.zeros(3, 6)}, r"out: expected float32 \[num_tokens=2, inner_size\], got"),
+        ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected rows that do not overlap, got row "),
+        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    call = {**random_call(2, 8, 6), "out": torch.zeros(2, 6), **change}
+    with pytest.raises(RuntimeError, match=f"skinny_gated_linear: {message}"):
+        ops.skinny_gated_linear(**call)
+    assert not call["out"].any()
+
+
+def test_opcheck(device: torch.device) -> None:
+    call = random_call(3, 40, 9, device=device)
+    call["out"] = torch.zeros(3, 9, device=device)
+    torch.library.opcheck(torch.ops.eecore.skinny_gated_linear.default, (), call)
+
+
+def test_compiles() -> None:
+    call = random_call(3, 40, 9)
+    compiled = torch.compile(ops.skinny_gated_linear, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**call), ops.skinny_gated_linear(**call))
