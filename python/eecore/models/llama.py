@@ -19,6 +19,9 @@ from eecore.models.attention import AttentionBatch
 from eecore.models.kv_cache import KVCache
 from eecore.models.rope import cos_sin_table
 
+# Up to so many rows a product is bound by reading its weight, and the skinny ops read it best.
+MAX_SKINNY_ROWS = 16
+
 
 @dataclass(frozen=True)
 class LlamaWeights:
@@ -155,6 +158,7 @@ class LlamaModel:
         self.weights = weights
         self.device = weights.embed_tokens.device
         self.dtype = weights.embed_tokens.dtype
+        self._on_cpu = self.device.type == "cpu"
         self.cos_sin = cos_sin_table(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
@@ -183,16 +187,15 @@ class LlamaModel:
         not changed (and is what comes back when both sublayers are skipped).
         """
         if not skip_attention:
-            hidden = self._attention(index, hidden, kv, batch).add_(hidden)
+            hidden = self._attention(index, hidden, kv, batch)
         if not skip_mlp:
-            hidden = self._mlp(index, hidden).add_(hidden)
+            hidden = self._mlp(index, hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [num_rows, vocab_size]: final norm and LM head."""
-        return functional.linear(
-            self._norm(hidden, self.weights.final_norm), self.weights.lm_head
-        ).float()
+        weights = self.weights
+        return self._linear(hidden, weights.lm_head, norm=weights.final_norm).float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
@@ -232,8 +235,7 @@ class LlamaModel:
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         config, layer = self.config, self._layers[index]
         k_cache, v_cache = kv.layers[index]
-        normed = self._norm(hidden, layer.attention_norm)
-        qkv = functional.linear(normed, layer.qkv_weight, layer.qkv_bias)
+        qkv = self._linear(hidden, layer.qkv_weight, layer.qkv_bias, norm=layer.attention_norm)
         num_tokens, head_counts = hidden.shape[0], self._head_counts
         q, k, v = qkv.view(num_tokens, sum(head_counts), config.head_dim).split_with_sizes(
             head_counts, 1
@@ -261,21 +263,51 @@ class LlamaModel:
             scale=self._scale,
             sliding_window=layer.window,
         )
-        return functional.linear(
-            attended.view(num_tokens, config.q_size), layer.o_weight, layer.o_bias
-        )
+        attended = attended.view(num_tokens, config.q_size)
+        return self._linear(attended, layer.o_weight, layer.o_bias, residual=hidden)
 
     def _mlp(self, index: int, hidden: Tensor) -> Tensor:
         layer = self._layers[index]
-        normed = self._norm(hidden, layer.mlp_norm)
-        gate, up = functional.linear(normed, layer.gate_up_weight, layer.gate_up_bias).chunk(
-            2, dim=1
+        gated = self._gated_linear(
+            hidden, layer.gate_up_weight, layer.gate_up_bias, norm=layer.mlp_norm
         )
-        return functional.linear(functional.silu(gate).mul_(up), layer.down_weight, layer.down_bias)
+        return self._linear(gated, layer.down_weight, layer.down_bias, residual=hidden)
 
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm, computed in float32."""
-        return functional.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
+    # The two products that layers are made of, as one op each for few rows on the CPU.
+
+    def _is_skinny(self, x: Tensor) -> bool:
+        return self._on_cpu and x.shape[0] <= MAX_SKINNY_ROWS
+
+    def _linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Linear layer of x, normed first when there is a norm, added to the residual if any."""
+        eps = self.config.rms_norm_eps
+        if self._is_skinny(x):
+            return ops.skinny_linear(
+                x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual
+            )
+        if norm is not None:
+            x = functional.rms_norm(x, norm.shape, norm, eps)
+        out = functional.linear(x, weight, bias)
+        return out if residual is None else out.add_(residual)
+
+    def _gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor
+    ) -> Tensor:
+        """silu(gate) * up of normed x; gate rows of weight and bias come before up rows."""
+        eps = self.config.rms_norm_eps
+        if self._is_skinny(x):
+            return ops.skinny_gated_linear(x, weight, norm_weight=norm, eps=eps, bias=bias)
+        normed = functional.rms_norm(x, norm.shape, norm, eps)
+        gate, up = functional.linear(normed, weight, bias).chunk(2, dim=1)
+        return functional.silu(gate).mul_(up)
 
 
 def _layer_views(config: ModelConfig, weights: LlamaWeights) -> list[_Layer]:
