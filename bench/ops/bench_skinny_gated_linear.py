@@ -9,13 +9,14 @@ from torch.nn import functional
 import harness
 from eecore import ops
 
-WORKING_SET = 128 << 20
-
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("working_set", [8 << 20, WORKING_SET], ids=["8 MB", "128 MB"])
-@pytest.mark.parametrize(("in_features", "inner_size"), [(576, 1536), (2048, 8192)])
+@pytest.mark.parametrize(
+    ("in_features", "inner_size", "working_set"),
+    [(576, 1536, 8 << 20), (2048, 8192, 128 << 20)],
+    ids=["8 MB", "128 MB"],
+)
 @pytest.mark.parametrize("peer", [False, True], ids=["eecore", "torch"])
 def bench_skinny_gated_linear(
     benchmark,

@@ -20,7 +20,7 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.rope import cos_sin_table
 
 # Up to so many rows a product is bound by reading its weight, and the skinny ops read it best.
-MAX_SKINNY_ROWS = 16
+MAX_SKINNY_ROWS = 32
 
 
 @dataclass(frozen=True)
