@@ -34,11 +34,13 @@ class PackedRows {
   Scratch<PackedX<T>> rows_;  // [num_rows, stride]
 };
 
-// Rows of a weight and of x that meet in one buffer on the stack, and what a thread should have to
-// read to be worth waking.
+// Rows of a weight and of x that meet in one buffer on the stack.
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileBatch = 32;
-constexpr int64_t kBytesPerThread = 96 << 10;
+
+// What a thread should have to read to be worth waking: a sleeping one takes about 50 us, in which
+// the thread that is awake reads a megabyte or more.
+constexpr int64_t kBytesPerThread = 1 << 20;
 
 // The rows of a weight whose row takes row_bytes that are one thread's least share.
 inline int64_t rows_per_thread(int64_t row_bytes) {
