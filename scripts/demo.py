@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eecore
-from eecore.cli.depth import DepthPainter, depth_legend, runs
+from eecore.cli.depth import DepthPainter, depth_legend, has_colours, runs
 from get_smollm2 import get_smollm2
 
 PROMPTS = (
@@ -119,7 +119,7 @@ def show(console: Console, prompts: list[str], max_tokens: int, done: list[Mode]
         f"{str(model.network.dtype).removeprefix('torch.')} on {model.network.device.type} "
         f"({build['cpu_capability']}, {torch.get_num_threads()} threads)"
     )
-    if console.color_system is not None:
+    if has_colours(console):
         console.print(depth_legend(COLOURS_FROM, model.config.num_layers))
     for mode in modes(model.config.num_layers):
         console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}")
@@ -148,7 +148,7 @@ def stream(
             mode.outputs.append(step.output)
     mode.seconds += time.perf_counter() - started
     console.print()
-    if console.color_system is None:
+    if not has_colours(console):
         console.print(f"(exit layers: {runs(mode.outputs[-1].exit_layers)})")
 
 

@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.output import StepOutput
 
-__all__ = ["DepthPainter", "depth_legend", "depth_style", "runs"]
+__all__ = ["DepthPainter", "depth_legend", "depth_style", "has_colours", "runs"]
 
 STOPS = ((56, 189, 248), (167, 139, 250), (251, 146, 60))
+
+
+def has_colours(console: Console) -> bool:
+    """Whether colours show: a terminal that has them, and no NO_COLOR."""
+    return console.color_system is not None and not console.no_color
 
 
 def depth_style(layer: int, lowest: int, num_layers: int) -> Style:

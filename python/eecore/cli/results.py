@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from eecore.cli.depth import DepthPainter, runs
+from eecore.cli.depth import DepthPainter, has_colours, runs
 from eecore.cli.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TextByPrompt(Results):
         text = output.text if output.text is not None else " ".join(map(str, output.token_ids))
         if self._lowest is None or output.text is None:
             self._print(text)
-        elif (console := self._console or Console(soft_wrap=True)).color_system is None:
+        elif not has_colours(console := self._console or Console(soft_wrap=True)):
             self._print(f"{text}\n[exit layers: {runs(output.exit_layers)}]")
         else:
             paint_output(console, self._model, output, self._lowest)
@@ -110,7 +110,7 @@ class StreamedText(Results):
 
     def begin(self, prompt_ids: list[int]) -> None:
         """The prompt's tokens, once they are known."""
-        colours = self._console.color_system is not None
+        colours = has_colours(self._console)
         if self._lowest is not None and colours and self._model.tokenizer is not None:
             self._painter = DepthPainter(self._console, self._model, prompt_ids, self._lowest)
 

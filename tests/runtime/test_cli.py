@@ -1,0 +1,549 @@
+"""The command line as a user meets it: what is printed, where, and the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eecore
+from eecore.cli.app import run
+from eecore.cli.depth import depth_style, runs
+from eecore.cli.exit_options import ExitOptions, parse_layers
+from tiny_models import write_model
+
+FAILED, USAGE, MODEL, REQUEST, INTERRUPTED, NO_READER = 1, 2, 3, 4, 130, 141
+LONG = 20_000
+SKIPS = [
+    {
+        "skip_attention": [1],
+        "skip_mlp": [2],
+        "agreement": 0.7,
+        "draft_cost": 0.8,
+        "predicted_speedup": 1.1,
+        "num_drafts": 3,
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("cli") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that still writes when a test has long made its point."""
+    directory = tmp_path_factory.mktemp("cli") / "endless"
+    return str(write_model(directory, max_position_embeddings=4 * LONG))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Callable[[str, str], str]:
+    def write(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def pipe_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """The command in a process of its own, which heeds Ctrl-C whatever the shell said to pytest."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "eecore", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=options.pop("stdout", subprocess.PIPE),
+        stderr=options.pop("stderr", subprocess.PIPE),
+        text=True,
+        errors="replace",
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "",
+            **options.pop("env", {}),
+        },
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **options,
+    )
+
+
+def error_of(captured: Any) -> str:
+    """The one line on stderr."""
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+# What is asked for comes out
+
+
+def test_generate_prints_the_text_of_the_library(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", model, "Once upon", "--max-tokens", "12"]) == 0
+    expected = eecore.generate(eecore.load(model), "Once upon", max_tokens=12)[0].text
+    captured = capsys.readouterr()
+    assert captured.out.removesuffix("\n") == (expected or "").removesuffix("\n")
+    assert captured.err == ""
+
+
+def test_json_has_everything_of_an_output(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", model, "Once upon", "-n", "6", "--ignore-eos", "--json"]
+    assert run([*command, "--logprobs", "2"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    expected = eecore.generate(
+        eecore.load(model), "Once upon", max_tokens=6, ignore_eos=True, logprobs=2
+    )[0]
+    assert record["index"] == 0
+    assert record["prompt"] == "Once upon"
+    assert record["text"] == expected.text
+    assert record["token_ids"] == expected.token_ids
+    assert record["exit_layers"] == [4] * 6
+    assert record["finish_reason"] == "length"
+    assert record["logprobs"] == pytest.approx(expected.logprobs)
+    assert [len(top) for top in record["top_logprobs"]] == [2] * 6
+    assert record["stats"]["contract"] == expected.stats.contract
+    assert record["stats"]["layers_run"] == expected.stats.layers_run
+    assert record["stats"]["tokens_per_s"] > 0
+    assert record["stats"]["draft_acceptance"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "contract"),
+    [
+        (["full"], "full: every layer"),
+        (["fixed:2"], "fixed exit after layer 2"),
+        (["confident"], "confident exit (softmax, threshold 0.9)"),
+        (["confident:0.2", "--batch-mode", "all"], "confident exit (softmax, threshold 0.2)"),
+        (["confident:0.8", "--measure", "state", "--exit-points", "1,3"], "confident exit (state"),
+        (["confident:0.5", "--min-exit-layer", "2", "--decay-tau", "4"], "confident exit (softmax"),
+        (["speculative:2,3"], "self-speculation (exit layer 2, 3 drafts): lossless"),
+        (["speculative:2,3", "--draft-threshold", "0.4"], "self-speculation (exit layer 2"),
+        (["draft-verify:4", "--skip-attention", "1-2", "--skip-mlp", "2"], "draft and verify (3"),
+    ],
+)
+def test_every_exit_mode_runs(
+    model: str, options: list[str], contract: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", model, "abc", "-n", "10", "--json", "--exit"]
+    assert run([*command, *options]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["stats"]["contract"].startswith(contract)
+    if "lossless" in record["stats"]["contract"]:
+        assert run([*command, "full"]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == record["token_ids"]
+
+
+def test_draft_verify_takes_a_file_of_the_search(
+    model: str, lines: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    skips = lines("skips.json", json.dumps(SKIPS))
+    command = ["generate", model, "abc", "-n", "4", "--json", "--exit"]
+    assert run([*command, "draft-verify", "--skips", skips]) == 0
+    assert "(2 sublayers skipped)" in json.loads(capsys.readouterr().out)["stats"]["contract"]
+
+
+def test_the_classifier_measure_reads_its_file(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "classifier.safetensors"
+    save_file({"weight1": torch.zeros(2, 64), "bias1": torch.tensor([0.0, 5.0])}, file)
+    command = ["generate", model, "abc", "-n", "4", "--ignore-eos", "--json"]
+    assert run([*command, "--exit", "confident:0.9", "--classifier", str(file)]) == 0
+    # The first token comes from the prompt, which always runs all layers.
+    assert json.loads(capsys.readouterr().out)["exit_layers"] == [4, 1, 1, 1]
+
+
+def test_a_file_of_prompts_comes_back_in_order(
+    model: str, lines: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = lines("prompts.txt", "first\n\nsecond one\nthird\n")
+    assert run(["generate", model, "--file", file, "-n", "5", "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2]
+    assert [record["prompt"] for record in records] == ["first", "second one", "third"]
+    assert run(["generate", model, "--file", file, "-n", "5", "--stats"]) == 0
+    captured = capsys.readouterr()
+    heads = [line for line in captured.out.splitlines() if line.startswith("==> ")]
+    assert heads == ["==> 1/3: first", "==> 2/3: second one", "==> 3/3: third"]
+    assert "mean exit layer" in captured.err
+
+
+def test_json_lines_of_prompts_may_be_strings_tokens_or_objects(
+    model: str, lines: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = lines("prompts.jsonl", '"abc"\n[97, 98, 99]\n{"prompt": "abc", "id": 3}\n')
+    assert run(["generate", model, "-f", file, "-n", "5", "--json"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(records) == 3
+    assert records[0]["token_ids"] == records[2]["token_ids"]
+
+
+def test_stdin_is_one_prompt_and_with_file_dash_one_a_line(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, "two\nlines\n")
+    assert run(["generate", model, "-n", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "two\nlines"
+    pipe_in(monkeypatch, "two\nlines\n")
+    assert run(["generate", model, "-f", "-", "-n", "2", "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_ids(
+    tmp_path: Path, lines: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = str(write_model(tmp_path / "bare", tokenizer=False))
+    file = lines("ids.jsonl", "[1, 2, 3]\n")
+    assert run(["generate", bare, "-f", file, "-n", "4", "--ignore-eos", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["text"] is None
+    assert run(["generate", bare, "-f", file, "-n", "4", "--ignore-eos"]) == 0
+    assert capsys.readouterr().out.split() == [str(token) for token in record["token_ids"]]
+    assert run(["generate", bare, "text"]) == REQUEST
+    assert "no tokenizer" in error_of(capsys.readouterr())
+
+
+def test_chat_puts_the_prompt_into_the_template(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(["generate", model, "hi", "--chat", "--system", "be short", "-n", "3", "--json"]) == 0
+    )
+    record = json.loads(capsys.readouterr().out)
+    written = (
+        "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    tokenizer = eecore.load(model).tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.encode(written, add_special_tokens=False)
+    assert record["prompt"] == "hi"
+    assert record["stats"]["prompt_tokens"] == len(prompt)
+
+
+def test_same_seed_same_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("7", "7", "8"):
+        command = ["generate", model, "abc", "-n", "24", "--ignore-eos", "--json"]
+        assert run([*command, "--temperature", "1.5", "--seed", seed]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_depth_comes_as_numbers_where_there_are_no_colours(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(["generate", model, "abc", "-n", "3", "--ignore-eos", "--exit", "fixed:2", "--depth"])
+        == 0
+    )
+    captured = capsys.readouterr()
+    assert captured.err == "[exit layers: 2x3]\n"
+    assert "\x1b" not in captured.out
+
+
+def test_depth_runs_and_colours() -> None:
+    assert runs([30, 30, 12, 30]) == "30x2 12 30"
+    assert runs([]) == ""
+    colours = {str(depth_style(layer, 1, 30).color) for layer in range(1, 31)}
+    assert len(colours) == 30
+    assert depth_style(5, 5, 5) == depth_style(1, 5, 5)
+
+
+def test_info_says_what_the_model_is(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["info", model, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["config"]["architecture"] == "LlamaForCausalLM"
+    assert facts["exit_layers"] == [1, 4]
+    assert facts["kv_bytes_per_token"] == 4 * 2 * 2 * 64 * 4
+    assert facts["num_parameters"] == eecore.load(model).config.num_parameters
+    assert facts["tokenizer"]["chat_template"] is True
+    assert facts["build"]["cpu_capability"]
+    assert run(["info", model]) == 0
+    assert "exit layers 1..4" in capsys.readouterr().out
+
+
+def test_search_writes_what_generate_reads(
+    model: str,
+    tmp_path: Path,
+    lines: Callable[[str, str], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, out = lines("text.txt", "some text to look at, twice over"), tmp_path / "skips.json"
+    command = ["search", model, "--text", text, "--out", str(out), "--max-tokens", "24"]
+    assert run([*command, "--max-skipped", "2"]) == 0
+    captured = capsys.readouterr()
+    assert "predicted speed-up" in captured.err
+    assert f"wrote {out}" in captured.out
+    assert len(json.loads(out.read_text())) >= 1
+    assert (
+        run(["generate", model, "a", "-n", "3", "--exit", "draft-verify", "--skips", str(out)]) == 0
+    )
+
+
+def test_version_and_help_need_no_torch() -> None:
+    check = (
+        "import sys; from eecore.cli.app import run; code = run(sys.argv[1:]); "
+        "sys.exit(1 if 'torch' in sys.modules else code)"
+    )
+    for arguments in (["--help"], ["generate", "--help"], ["generate", "missing-model", "hi"]):
+        done = subprocess.run(
+            [sys.executable, "-c", check, *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == (MODEL if "missing-model" in arguments else 0), done.stderr
+        if not done.returncode:
+            assert "Exit codes" in done.stdout
+
+
+def test_python_m_eecore_is_eecore() -> None:
+    command = start(["--version"])
+    out, _ = command.communicate(timeout=60)
+    assert command.returncode == 0
+    assert out == f"eecore {eecore.build_info()['version']}\n"
+
+
+# What cannot be done is said in one line
+
+
+def test_a_model_that_cannot_be_loaded(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(path: str, *said: str) -> None:
+        assert run(["generate", path, "hi"]) == MODEL
+        message = error_of(capsys.readouterr())
+        assert message.startswith("error: ")
+        for words in said:
+            assert words in message
+
+    fails(str(tmp_path / "nowhere"), "nowhere", "got nothing")
+    fails("owner/name", "eecore downloads nothing")
+    (tmp_path / "file.gguf").write_text("")
+    fails(str(tmp_path / "file.gguf"), "convert")
+    (tmp_path / "empty").mkdir()
+    fails(str(tmp_path / "empty"), "config.json")
+    other = write_model(tmp_path / "other", architectures=["MambaForCausalLM"])
+    fails(str(other), "MambaForCausalLM", "LlamaForCausalLM")
+    corrupt = write_model(tmp_path / "corrupt")
+    (corrupt / "config.json").write_text('{"architectures": [')
+    fails(str(corrupt), "config.json", "JSON")
+    truncated = write_model(tmp_path / "truncated") / "model.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:-1000])
+    fails(str(truncated.parent), "model.safetensors")
+    assert run(["info", str(truncated.parent)]) == MODEL
+    capsys.readouterr()
+    assert run(["generate", model, "hi", "--dtype", "int4"]) == MODEL
+    assert "int4" in error_of(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hi", "--exit", "fixed:5"], "exit_layer: expected 1..4"),
+        (["hi", "--exit", "fixed:0"], "exit_layer: expected 1..4"),
+        (["hi", "--exit", "speculative:4,2"], "exit_layer: expected 1..3"),
+        (["hi", "--exit", "speculative:2,0"], "num_drafts"),
+        (["hi", "--exit", "confident:1.5"], "threshold: expected 0..1"),
+        (["hi", "--exit", "confident", "--min-exit-layer", "9"], "min_exit_layer"),
+        (["hi", "--exit", "draft-verify", "--skip-mlp", "7"], "skip_mlp"),
+        ([""], "prompt: expected some text"),
+        (["hi", "--temperature", "-1"], "temperature"),
+        (["hi", "--max-tokens", "600"], "512 together"),
+        (["hi", "--kv-cache-tokens", "16"], "kv_cache_tokens"),
+        (["\udcff"], "UTF-8"),
+        (["--file", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_a_request_that_cannot_be_served(
+    model: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", model, *arguments]) == REQUEST
+    assert said in error_of(capsys.readouterr())
+
+
+def test_a_bad_line_in_a_file_is_named(
+    model: str, lines: Callable[[str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, said in (
+        ('"ok"\n{"prompt": \n', "prompts.jsonl:2: expected JSON"),
+        ('{"text": "hi"}\n', "prompts.jsonl:1"),
+        ('{"prompt": ""}\n', "prompts.jsonl:1"),
+        ("\n\n", "at least one prompt"),
+    ):
+        assert run(["generate", model, "--file", lines("prompts.jsonl", text)]) == REQUEST
+        assert said in error_of(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hi", "--exit", "deep"], "--exit: expected full"),
+        (["hi", "--exit", "fixed"], "fixed:E"),
+        (["hi", "--exit", "fixed:two"], "whole numbers"),
+        (["hi", "--exit", "confident:high"], "expected a number"),
+        (["hi", "--exit", "speculative:4"], "speculative:E,D"),
+        (["hi", "--exit", "draft-verify"], "--skips"),
+        (["hi", "--exit", "draft-verify", "--skips", "no-such-file"], "no-such-file"),
+        (["hi", "--exit", "confident", "--exit-points", "a-b"], "--exit-points"),
+        (["hi", "--exit", "confident", "--measure", "classifier"], "--classifier"),
+        (["hi", "--measure", "state"], "--measure: goes with --exit confident"),
+        (["hi", "--file", "prompts.txt"], "got both"),
+        (["hi", "--json", "--depth"], "--depth"),
+        (["hi", "--system", "x"], "--chat"),
+        (["hi", "--no-such-option"], "--no-such-option"),
+        (["hi", "--threads", "many"], "--threads"),
+    ],
+)
+def test_wrong_usage(
+    model: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", model, *arguments]) == USAGE
+    message = error_of(capsys.readouterr())
+    assert message.startswith("error: ")
+    assert said in message
+    assert "eecore generate --help" in message
+
+
+def test_debug_shows_the_traceback(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", model, "hi", "--exit", "fixed:9", "--debug"]) == REQUEST
+    captured = capsys.readouterr().err
+    assert "Traceback" in captured
+    assert captured.splitlines()[-1].startswith("error: ")
+
+
+def test_an_unexpected_error_is_one_line_too(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("out of luck\nand a long story")
+
+    monkeypatch.setattr(eecore, "load", broken)
+    assert run(["generate", model, "hi"]) == FAILED
+    message = error_of(capsys.readouterr())
+    assert message == "error: RuntimeError: out of luck (--debug shows where)"
+
+
+def test_layers_and_options_without_a_command_line() -> None:
+    assert parse_layers("--skip-mlp", "4,8,12-14,8") == (4, 8, 12, 13, 14)
+    assert ExitOptions("draft-verify", skip_mlp="1").policy() == eecore.DraftAndVerify(
+        frozenset(), frozenset({1})
+    )
+
+
+def test_convert_says_what_is_wrong(
+    model: str, lines: Callable[[str, str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["convert", str(tmp_path / "nothing.gguf"), str(tmp_path / "out")]) == MODEL
+    assert "nothing.gguf" in error_of(capsys.readouterr())
+    assert run(["convert", lines("text.gguf", "not a GGUF file"), str(tmp_path / "out")]) == MODEL
+    assert "GGUF" in error_of(capsys.readouterr())
+    assert not (tmp_path / "out").exists()
+    assert run(["convert", lines("text.gguf", ""), model]) == USAGE
+    assert "new or empty directory" in error_of(capsys.readouterr())
+
+
+# Being stopped
+
+
+def test_ctrl_c_keeps_the_text_so_far(endless: str) -> None:
+    command = start(["generate", endless, "hi", "-n", str(LONG), "--ignore-eos"])
+    assert command.stdout is not None
+    first = command.stdout.read(1)
+    command.send_signal(signal.SIGINT)
+    rest, error = command.communicate(timeout=60)
+    assert command.returncode == INTERRUPTED
+    assert first + rest
+    assert error == "interrupted\n"
+
+
+def test_ctrl_c_with_many_prompts_writes_what_there_is(
+    model: str,
+    lines: Callable[[str, str], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = iter(range(100))
+    step = eecore.Engine.step
+
+    def interrupted(engine: eecore.Engine) -> list[eecore.StepOutput]:
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(eecore.Engine, "step", interrupted)
+    file = lines("prompts.txt", "a\nb\nc\n")
+    command = ["generate", model, "-f", file, "-n", "50", "--ignore-eos", "--json", "--stats"]
+    assert run(command) == INTERRUPTED
+    captured = capsys.readouterr()
+    assert captured.err.endswith("interrupted\n")
+    records = [json.loads(line) for line in captured.out.splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2]
+    assert {record["finish_reason"] for record in records} == {"cancelled"}
+    assert {len(record["token_ids"]) for record in records} == {5}
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(endless: str) -> None:
+    command = start(["generate", endless, "hi", "-n", str(LONG), "--ignore-eos"])
+    assert command.stdout is not None
+    command.stdout.read(1)
+    command.stdout.close()
+    assert command.stderr is not None
+    assert command.stderr.read() == ""
+    assert command.wait(timeout=60) == NO_READER
+
+
+# On a terminal
+
+
+def on_a_terminal(arguments: list[str], **env: str) -> str:
+    """Everything that the command shows on a terminal of its own."""
+    ours, theirs = pty.openpty()
+    env = {"TERM": "xterm-256color", "COLORTERM": "truecolor", **env}
+    command = start(arguments, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:  # the other side is closed
+        pass
+    os.close(ours)
+    assert command.wait(timeout=60) == 0, shown
+    return shown.decode(errors="replace")
+
+
+def test_depth_is_colour_on_a_terminal(model: str) -> None:
+    command = ["generate", model, "abc", "-n", "8", "--ignore-eos", "--depth"]
+    shown = on_a_terminal([*command, "--exit", "speculative:2,2"])
+    assert "\x1b[38;2;" in shown
+    assert "exit layers" not in shown
+    plain = on_a_terminal([*command, "--exit", "speculative:2,2"], NO_COLOR="1")
+    assert "\x1b[38;2;" not in plain
+    assert "[exit layers: " in plain
+
+
+def test_many_prompts_have_a_progress_bar_on_a_terminal(
+    model: str, lines: Callable[[str, str], str]
+) -> None:
+    file = lines("prompts.txt", "one\ntwo\nthree\n")
+    shown = on_a_terminal(["generate", model, "-f", file, "-n", "4"])
+    assert "generating" in shown
+    for head in ("==> 1/3: one", "==> 2/3: two", "==> 3/3: three"):
+        assert head in shown
