@@ -74,12 +74,12 @@ def modes(num_layers: int) -> list[Mode]:
     ]
 
 
-def main() -> int:
+def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("prompts", nargs="*", default=PROMPTS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     console = Console(highlight=False, soft_wrap=True)
