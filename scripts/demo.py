@@ -140,10 +140,10 @@ def stream(
     console: Console, model: eecore.Model, prompt: list[int], mode: Mode, max_tokens: int
 ) -> None:
     """Generate one text, printed as it comes, each token in the colour of its exit layer."""
-    painter = DepthPainter(console, model, prompt, COLOURS_FROM)
+    painter = DepthPainter(model, prompt, COLOURS_FROM)
     started = time.perf_counter()
     for step in eecore.stream(model, prompt, exit=mode.exit, max_tokens=max_tokens):
-        painter.add(step)
+        console.print(painter.add(step.token_ids, step.exit_layers, step.text), end="")
         if step.output is not None:
             mode.outputs.append(step.output)
     mode.seconds += time.perf_counter() - started

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -543,7 +544,15 @@ def test_many_prompts_have_a_progress_bar_on_a_terminal(
     model: str, lines: Callable[[str, str], str]
 ) -> None:
     file = lines("prompts.txt", "one\ntwo\nthree\n")
-    shown = on_a_terminal(["generate", model, "-f", file, "-n", "4"])
+    shown = on_a_terminal(["generate", model, "-f", file, "-n", "4", "--depth"])
     assert "generating" in shown
-    for head in ("==> 1/3: one", "==> 2/3: two", "==> 3/3: three"):
-        assert head in shown
+    assert "\x1b[38;2;" in shown
+    expected = eecore.generate(eecore.load(model), ["one", "two", "three"], max_tokens=4)
+    lines_shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).splitlines()
+    for index, (word, output) in enumerate(zip(("one", "two", "three"), expected, strict=True), 1):
+        at = lines_shown.index(f"==> {index}/3: {word}")
+        assert output.text is not None
+        # Random bytes: those that move the cursor are rich's to drop.
+        assert [c for c in lines_shown[at + 1] if c.isalnum()] == [
+            c for c in output.text.splitlines()[0] if c.isalnum()
+        ]

@@ -17,7 +17,6 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from eecore.generation import Model
-    from eecore.output import StepOutput
 
 __all__ = ["DepthPainter", "depth_legend", "depth_style", "has_colours", "runs"]
 
@@ -56,16 +55,13 @@ def runs(layers: Sequence[int]) -> str:
 
 
 class DepthPainter:
-    """Prints one request's text as it grows, each token in the colour of its exit layer.
+    """Colours one request's text as it grows, each token by its exit layer.
 
     The text is the engine's. It may come later than its tokens (half a character, the beginning of
     a stop string), so how much of it belongs to each token is counted from the tokens themselves.
     """
 
-    def __init__(
-        self, console: Console, model: Model, prompt_ids: Sequence[int], lowest: int = 1
-    ) -> None:
-        self._console = console
+    def __init__(self, model: Model, prompt_ids: Sequence[int], lowest: int = 1) -> None:
         self._num_layers = model.config.num_layers
         self._lowest = lowest
         assert model.tokenizer is not None
@@ -73,14 +69,15 @@ class DepthPainter:
         self._pieces: deque[list[int]] = deque()  # [exit layer, characters still to come]
         self._layer = self._num_layers
 
-    def add(self, step: StepOutput) -> None:
-        """Print what a step added."""
-        for token, layer in zip(step.token_ids, step.exit_layers, strict=True):
+    def add(self, token_ids: Sequence[int], exit_layers: Sequence[int], text: str) -> Text:
+        """The text that a step added, in colour."""
+        for token, layer in zip(token_ids, exit_layers, strict=True):
             self._pieces.append([layer, len(self._decoder.add(token))])
-        self.write(step.text)
+        return self.paint(text)
 
-    def write(self, text: str) -> None:
-        """Print text, which belongs to the oldest tokens whose text has not come yet."""
+    def paint(self, text: str) -> Text:
+        """Text that belongs to the oldest tokens whose text has not come yet."""
+        painted = Text()
         while text:
             taken = len(text)
             while self._pieces and not self._pieces[0][1]:
@@ -90,8 +87,6 @@ class DepthPainter:
                 taken = min(count, taken)
                 self._pieces[0][1] -= taken
             style = depth_style(self._layer, self._lowest, self._num_layers)
-            # soft_wrap: the terminal breaks lines, rich leaves the text alone.
-            self._console.print(
-                Text(text[:taken], style), end="", soft_wrap=True, highlight=False, markup=False
-            )
+            painted.append(text[:taken], style)
             text = text[taken:]
+        return painted

@@ -242,13 +242,13 @@ def _results(
             TimeElapsedColumn(),
             TextColumn("{task.fields[speed]}"),
             console=console,
-            redirect_stdout=json and sys.stdout.isatty(),
+            redirect_stdout=False,
             redirect_stderr=False,
             transient=True,
         )
-    if json:
-        return JsonLines(prompts), progress
     shared = console if progress is not None and sys.stdout.isatty() else None
+    if json:
+        return JsonLines(prompts, shared), progress
     return TextByPrompt(prompts, shared, model, lowest), progress
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from eecore.cli.depth import DepthPainter, has_colours, runs
 from eecore.cli.prompts import Prompt
@@ -22,10 +23,14 @@ __all__ = ["JsonLines", "Results", "StreamedText", "TextByPrompt", "print_stats"
 
 
 class Results:
-    """Where outputs go: in the order of the prompts, each as soon as those before it are there."""
+    """Where outputs go: in the order of the prompts, each as soon as those before it are there.
 
-    def __init__(self, prompts: list[Prompt]) -> None:
+    ``console`` is given where a progress bar lives on the terminal that the outputs go to.
+    """
+
+    def __init__(self, prompts: list[Prompt], console: Console | None = None) -> None:
         self.prompts = prompts
+        self._shared = console
         self._waiting: dict[int, Output] = {}
         self._next = 0
 
@@ -45,6 +50,15 @@ class Results:
         """Print one output."""
         raise NotImplementedError
 
+    def line(self, text: str | Text) -> None:
+        """Print text and the end of its line."""
+        if self._shared is not None or isinstance(text, Text):
+            console = self._shared or Console()
+            # soft_wrap: the terminal breaks lines, rich leaves the text alone.
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
 
 class JsonLines(Results):
     """One JSON object a line and prompt."""
@@ -58,8 +72,7 @@ class JsonLines(Results):
         if output.top_logprobs is not None:
             record["top_logprobs"] = output.top_logprobs
         record["stats"] = stats_dict(output)
-        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
-        print(line, flush=True)
+        self.line(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False))
 
 
 class TextByPrompt(Results):
@@ -68,8 +81,7 @@ class TextByPrompt(Results):
     def __init__(
         self, prompts: list[Prompt], console: Console | None, model: Model, lowest: int | None
     ) -> None:
-        super().__init__(prompts)
-        self._console = console  # where a progress bar lives on the same terminal
+        super().__init__(prompts, console)
         self._model = model
         self._lowest = lowest  # paint by depth from this layer up
 
@@ -78,21 +90,16 @@ class TextByPrompt(Results):
         words = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} tokens"
         words = words if len(words) <= 60 else words[:57] + "..."
         lead = "\n" if index else ""
-        self._print(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}\n")
-        text = output.text if output.text is not None else " ".join(map(str, output.token_ids))
-        if self._lowest is None or output.text is None:
-            self._print(text)
-        elif not has_colours(console := self._console or Console(soft_wrap=True)):
-            self._print(f"{text}\n[exit layers: {runs(output.exit_layers)}]")
+        self.line(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}")
+        if output.text is None:
+            self.line(" ".join(map(str, output.token_ids)))
+        elif self._lowest is not None and has_colours(self._shared or Console()):
+            painter = DepthPainter(self._model, output.prompt_token_ids, self._lowest)
+            self.line(painter.add(output.token_ids, output.exit_layers, output.text))
         else:
-            paint_output(console, self._model, output, self._lowest)
-        self._print("\n")
-
-    def _print(self, text: str) -> None:
-        if self._console is None:
-            print(text, end="", flush=True)
-        else:
-            self._console.print(text, end="", soft_wrap=True, highlight=False, markup=False)
+            self.line(output.text)
+            if self._lowest is not None:
+                self.line(f"[exit layers: {runs(output.exit_layers)}]")
 
 
 class StreamedText(Results):
@@ -102,17 +109,16 @@ class StreamedText(Results):
         super().__init__(prompts)
         self._model = model
         self._lowest = lowest
-        self._console = Console(soft_wrap=True)
+        self._console = Console()
         self._painter: DepthPainter | None = None
         self._layers: list[int] = []
-        self._written = 0
-        self._last = ""
+        self._written = ""
 
     def begin(self, prompt_ids: list[int]) -> None:
         """The prompt's tokens, once they are known."""
         colours = has_colours(self._console)
         if self._lowest is not None and colours and self._model.tokenizer is not None:
-            self._painter = DepthPainter(self._console, self._model, prompt_ids, self._lowest)
+            self._painter = DepthPainter(self._model, prompt_ids, self._lowest)
 
     def step(self, index: int, step: StepOutput) -> None:
         self._layers += step.exit_layers
@@ -120,45 +126,26 @@ class StreamedText(Results):
         if self._model.tokenizer is None:
             text = "".join(f"{token} " for token in step.token_ids)
         if self._painter is not None:
-            self._painter.add(step)
-            self._written += len(text)
-            self._last = text[-1:] or self._last
+            self._put(self._painter.add(step.token_ids, step.exit_layers, text))
         else:
             self._put(text)
         super().step(index, step)
 
     def write(self, index: int, output: Output) -> None:  # noqa: ARG002
-        if self._painter is None and output.text is not None:
-            self._put(output.text[self._written :])  # what was held back when it was cut short
-        elif self._painter is not None and output.text is not None:
-            self._painter.write(output.text[self._written :])
-        if self._last != "\n":
+        if output.text is not None:  # what was held back when it was cut short
+            rest = output.text[len(self._written) :]
+            self._put(rest if self._painter is None else self._painter.paint(rest))
+        if not self._written.endswith("\n"):
             print(flush=True)
         if self._lowest is not None and self._painter is None:
             print(f"[exit layers: {runs(self._layers)}]", file=sys.stderr)
 
-    def _put(self, text: str) -> None:
-        if text:
+    def _put(self, text: str | Text) -> None:
+        self._written += str(text)
+        if isinstance(text, Text):
+            self._console.print(text, end="", soft_wrap=True, highlight=False)
+        elif text:
             print(text, end="", flush=True)
-            self._written += len(text)
-            self._last = text[-1]
-
-
-def paint_output(console: Console, model: Model, output: Output, lowest: int) -> None:
-    """Print a whole output coloured by depth."""
-    from eecore.output import StepOutput
-
-    painter = DepthPainter(console, model, output.prompt_token_ids, lowest)
-    painter.add(
-        StepOutput(
-            request_id=output.request_id,
-            token_ids=output.token_ids,
-            exit_layers=output.exit_layers,
-            confidences=output.confidences,
-            text=output.text or "",
-            output=None,
-        )
-    )
 
 
 def stats_dict(output: Output) -> dict[str, Any]:
