@@ -19,7 +19,7 @@ import torch
 
 import eecore
 from eecore.cli.app import run
-from eecore.cli.depth import depth_style, runs
+from eecore.cli.depth import DepthPainter, depth_style, runs
 from eecore.cli.exit_options import ExitOptions, parse_layers
 from tiny_models import write_model
 
@@ -541,18 +541,36 @@ def test_depth_is_colour_on_a_terminal(model: str) -> None:
 
 
 def test_many_prompts_have_a_progress_bar_on_a_terminal(
-    model: str, lines: Callable[[str, str], str]
+    tmp_path: Path, lines: Callable[[str, str], str]
 ) -> None:
-    file = lines("prompts.txt", "one\ntwo\nthree\n")
-    shown = on_a_terminal(["generate", model, "-f", file, "-n", "4", "--depth"])
+    bare = str(write_model(tmp_path / "bare", tokenizer=False))  # tokens show as plain numbers
+    prompts = [[1], [2, 3], [4, 5, 6]]
+    file = lines("prompts.jsonl", "".join(f"{prompt}\n" for prompt in prompts))
+    shown = on_a_terminal(["generate", bare, "-f", file, "-n", "4", "--ignore-eos"])
     assert "generating" in shown
-    assert "\x1b[38;2;" in shown
-    expected = eecore.generate(eecore.load(model), ["one", "two", "three"], max_tokens=4)
-    lines_shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).splitlines()
-    for index, (word, output) in enumerate(zip(("one", "two", "three"), expected, strict=True), 1):
-        at = lines_shown.index(f"==> {index}/3: {word}")
-        assert output.text is not None
-        # Random bytes: those that move the cursor are rich's to drop.
-        assert [c for c in lines_shown[at + 1] if c.isalnum()] == [
-            c for c in output.text.splitlines()[0] if c.isalnum()
-        ]
+    shown_lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).replace("\r", "\n").splitlines()
+    outputs = eecore.generate(eecore.load(bare), prompts, max_tokens=4, ignore_eos=True)
+    for index, output in enumerate(outputs):
+        at = shown_lines.index(f"==> {index + 1}/3: {len(prompts[index])} token ids")
+        assert " ".join(map(str, output.token_ids)) in shown_lines[at:]
+
+
+def test_painted_text_is_the_text(model: str) -> None:
+    loaded = eecore.load(model)
+    painter = DepthPainter(loaded, [104, 105])
+    steps = list(eecore.stream(loaded, [104, 105], max_tokens=40, stop=("zz", "qqq")))
+    painted = [painter.add(step.token_ids, step.exit_layers, step.text) for step in steps]
+    assert steps[-1].output is not None
+    assert "".join(text.plain for text in painted) == steps[-1].output.text
+
+
+def test_each_token_has_the_colour_of_its_own_layer(model: str) -> None:
+    loaded = eecore.load(model)
+    assert loaded.tokenizer is not None
+    ids = loaded.tokenizer.encode("aé b")  # é is two tokens, the first of which has no text yet
+    layers = [1, 2, 3, 4, 2]
+    painter = DepthPainter(loaded, [])
+    late = painter.add(ids[:3], layers[:3], "a"), painter.add(ids[3:], layers[3:], "é b")
+    spans = [(text.plain[s.start : s.end], s.style) for text in late for s in text.spans]
+    colours = [("a", 1), ("é", 3), (" ", 4), ("b", 2)]
+    assert spans == [(char, depth_style(layer, 1, 4)) for char, layer in colours]

@@ -87,7 +87,7 @@ class TextByPrompt(Results):
 
     def write(self, index: int, output: Output) -> None:
         prompt = self.prompts[index]
-        words = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} tokens"
+        words = " ".join(prompt.split()) if isinstance(prompt, str) else f"{len(prompt)} token ids"
         words = words if len(words) <= 60 else words[:57] + "..."
         lead = "\n" if index else ""
         self.line(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}")
