@@ -9,6 +9,7 @@ import torch
 
 from eecore import ops
 from eecore.models import AttentionBatch, KVCache, LlamaModel, load_model
+from eecore.models.llama import KEYS_PER_SPLIT, MAX_SKINNY_ROWS
 from tiny_models import FAMILIES, write_model
 
 PAGE_SIZE = 8
@@ -139,6 +140,23 @@ def test_sequences_in_one_call_do_not_see_each_other(tmp_path: Path) -> None:
     for index in range(model.config.num_layers):
         hidden = model.layer(index, hidden, kv, batch)
     torch.testing.assert_close(hidden, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_are_the_same_bit_for_bit_in_any_company(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Decoding, verification and small chunks round alike, beyond one split of the context too."""
+    directory = write_model(tmp_path, "qwen3", num_hidden_layers=2, max_position_embeddings=1024)
+    _, model, _ = load_model(directory, "cpu", dtype)
+    count = KEYS_PER_SPLIT + 30
+    token_ids = tokens_for(model, count)
+    long, short = Session(model, count), Session(model, count)
+    chunks = [MAX_SKINNY_ROWS] * (KEYS_PER_SPLIT // MAX_SKINNY_ROWS)
+    start = [s.logits(token_ids[:KEYS_PER_SPLIT], chunks) for s in (long, short)]
+    assert torch.equal(*start)
+    end = token_ids[KEYS_PER_SPLIT:]
+    assert torch.equal(long.logits(end, [1] * 30), short.logits(end, [5, 1, 24]))
 
 
 def test_zero_tokens_run_through_a_layer(tmp_path: Path) -> None:

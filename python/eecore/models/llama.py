@@ -21,6 +21,9 @@ from eecore.models.rope import cos_sin_table
 
 # Up to so many rows a product is bound by reading its weight, and the skinny ops read it best.
 MAX_SKINNY_ROWS = 32
+# Keys per split of a long context. A fixed size, with the skinny ops, makes a row's result the same
+# bit for bit whatever runs beside it: verification then repeats full decoding exactly.
+KEYS_PER_SPLIT = 512
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,7 @@ class LlamaModel:
             batch.query_start_loc,
             scale=self._scale,
             sliding_window=layer.window,
+            fixed_split_size=KEYS_PER_SPLIT,
         )
         attended = attended.view(num_tokens, config.q_size)
         return self._linear(attended, layer.o_weight, layer.o_bias, residual=hidden)
