@@ -37,10 +37,11 @@ format:  ## rewrite the sources as make lint wants them
 	@$(PYTHON_IN_VENV) -m ruff format .
 	@.venv/bin/clang-format -i $(CXX_SOURCES)
 
-bench:  ## the microbenchmarks of the ops
+bench:  ## the microbenchmarks of the ops, into bench/RESULTS.md
 	@$(SETUP) test
 	@$(PYTHON_IN_VENV) -m pytest bench --benchmark-columns=min,median,rounds \
-	  --benchmark-sort=fullname --benchmark-max-time=0.5 $(ARGS)
+	  --benchmark-sort=fullname --benchmark-max-time=0.3 --benchmark-json=build/bench.json $(ARGS)
+	@$(PYTHON_IN_VENV) bench/ops_table.py build/bench.json
 
 clean:  ## remove .venv, build products and caches
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

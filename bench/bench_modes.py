@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from get_smollm2 import get_smollm2  # noqa: E402
+from harness import insert  # noqa: E402
 
 QUESTIONS = (
     "What is photosynthesis, in simple words?",
     "Write a Python function that checks whether a number is prime.",
 )
 RESULTS = ROOT / "bench" / "results" / "modes.json"
-BEGIN, END = "<!-- modes -->", "<!-- end of modes -->"
 
 Generate = Callable[[list[int]], tuple[list[int], "eecore.Output | None"]]
 
@@ -163,16 +163,6 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", about])
 
 
-def insert(file: Path, table: str) -> None:
-    """Replace what stands between the marks of a Markdown file."""
-    text = file.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{file}: expected {BEGIN} and {END}")
-    file.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -216,7 +206,7 @@ def main() -> None:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
         for file in (ROOT / "bench" / "RESULTS.md", ROOT / "README.md"):
-            insert(file, table)
+            insert(file, "modes", table)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What a benchmark result is held against: ceilings of this machine, measured in the same run.
+"""What a benchmark result is held against: ceilings of this machine, measured beside it.
 
 An absolute time on a shared machine says little; a share of what the machine can do says a lot.
-Every benchmark reports through :func:`report`, which puts GB/s or GFLOP/s and the fraction of the
-ceiling into pytest-benchmark's extra_info, next to the minimum and the median.
+Every benchmark reports through :func:`report`, which measures the ceiling right after the benchmark
+and puts GB/s, GFLOP/s and the fraction of the ceiling into pytest-benchmark's extra_info.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,25 +17,7 @@ from eecore import _C
 
 DRAM_FLOATS = 64 << 20  # 256 MB, beyond every cache
 L3_FLOATS = 2 << 20  # 8 MB, beyond the second-level cache
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The machine's limits with a number of threads."""
-
-    num_threads: int
-    dram_read: float
-    """Bytes per second."""
-    l3_read: float
-    """Bytes per second."""
-    fp32: float
-    """Floating-point operations per second."""
-    bf16: float
-    """Likewise, bfloat16 pairs into float32; that of fp32 where the CPU has no such instruction."""
-
-    def read(self, working_set: int) -> float:
-        """The ceiling of a kernel that reads ``working_set`` bytes a call."""
-        return self.l3_read if working_set < 24 << 20 else self.dram_read
+L3_BYTES = 24 << 20  # working sets up to here are held against L3
 
 
 @functools.cache
@@ -43,32 +25,51 @@ def _buffer() -> torch.Tensor:
     return torch.ones(DRAM_FLOATS)
 
 
-def measure(num_threads: int | None = None) -> Ceilings:
-    """Best of several runs of the plainest read and multiply-add loops."""
-    return _measure(num_threads or torch.get_num_threads())
+def read_ceiling(working_set: int) -> float:
+    """Bytes per second of the plainest read loop, from L3 or from memory, on torch's threads."""
+    floats, runs = (L3_FLOATS, 50) if working_set <= L3_BYTES else (DRAM_FLOATS, 4)
+    return float(max(_C.read_rate(_buffer().data_ptr(), floats) for _ in range(runs)))
 
 
-@functools.cache
-def _measure(num_threads: int) -> Ceilings:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    data = _buffer().data_ptr()
-    ceilings = Ceilings(
-        num_threads=num_threads,
-        dram_read=max(_C.read_rate(data, DRAM_FLOATS) for _ in range(8)),
-        l3_read=max(_C.read_rate(data, L3_FLOATS) for _ in range(100)),
-        fp32=max(_C.multiply_rate(False, 2_000_000) for _ in range(5)),
-        bf16=max(_C.multiply_rate(True, 2_000_000) for _ in range(5)),
-    )
-    torch.set_num_threads(before)
-    return ceilings
+def multiply_ceiling(dtype: torch.dtype) -> float:
+    """Operations per second of multiply-adds, of bfloat16 pairs where the CPU can."""
+    is_bfloat16 = dtype == torch.bfloat16
+    return float(max(_C.multiply_rate(is_bfloat16, 1_000_000) for _ in range(4)))
 
 
-def report(benchmark: Any, *, moved_bytes: int, working_set: int | None = None) -> None:
-    """Add GB/s and the fraction of the read ceiling to a finished benchmark."""
+def report(
+    benchmark: Any,
+    *,
+    moved_bytes: int,
+    working_set: int | None = None,
+    flops: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Add rates and fractions of the ceilings to a finished benchmark, by its fastest round.
+
+    Args:
+        moved_bytes: what the op must read and write.
+        working_set: what it goes through again and again; ``moved_bytes`` when None.
+        flops: operations, for an op that multiplication may bound.
+        dtype: of those operations.
+    """
     if benchmark.stats is None:  # --benchmark-disable
         return
-    ceiling = measure().read(working_set or moved_bytes)
-    rate = moved_bytes / benchmark.stats.stats.min
+    seconds = benchmark.stats.stats.min
+    rate = moved_bytes / seconds
+    share = rate / read_ceiling(working_set or moved_bytes)
+    if flops is not None:
+        benchmark.extra_info["GFLOP/s"] = round(flops / seconds / 1e9, 1)
+        share = max(share, flops / seconds / multiply_ceiling(dtype))
     benchmark.extra_info["GB/s"] = round(rate / 1e9, 2)
-    benchmark.extra_info["of ceiling"] = round(rate / ceiling, 3)
+    benchmark.extra_info["of ceiling"] = round(share, 2)
+
+
+def insert(file: Path, section: str, text: str) -> None:
+    """Replace what stands between the marks of a section in a Markdown file."""
+    begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
+    before, found_begin, rest = file.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"{file}: expected {begin} and {end}")
+    file.write_text(f"{before}{begin}\n{text}\n{end}{after}")

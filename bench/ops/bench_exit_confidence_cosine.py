@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import harness
 from eecore import ops
 
 
@@ -17,5 +18,4 @@ def bench_exit_confidence_cosine(
     previous = torch.randn(num_seqs, hidden_size).to(dtype)
     hidden = torch.randn(num_seqs, hidden_size).to(dtype)
     benchmark(ops.exit_confidence_cosine, previous, hidden)
-    num_bytes = 2 * hidden.nbytes + 4 * num_seqs
-    benchmark.extra_info["GB/s"] = num_bytes / benchmark.stats["median"] / 1e9
+    harness.report(benchmark, moved_bytes=2 * hidden.nbytes + 4 * num_seqs)

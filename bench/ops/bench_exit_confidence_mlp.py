@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import harness
 from eecore import ops
 
 
@@ -21,7 +22,8 @@ def bench_exit_confidence_mlp(
     if inner_size is not None:
         weights += [torch.randn(2, inner_size), torch.randn(2)]
     benchmark(ops.exit_confidence_mlp, hidden, *weights)
-    median = benchmark.stats["median"]
-    num_bytes = hidden.nbytes + sum(weight.nbytes for weight in weights) + 4 * num_seqs
-    benchmark.extra_info["GB/s"] = num_bytes / median / 1e9
-    benchmark.extra_info["GFLOP/s"] = 2 * num_seqs * rows * hidden_size / median / 1e9
+    harness.report(
+        benchmark,
+        moved_bytes=hidden.nbytes + sum(weight.nbytes for weight in weights) + 4 * num_seqs,
+        flops=2 * num_seqs * rows * hidden_size,
+    )

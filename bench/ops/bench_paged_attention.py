@@ -37,16 +37,17 @@ def contiguous_call(
     }
 
 
-def report_reads(benchmark: Any, call: dict[str, Any]) -> None:
+def report_reads(benchmark: Any, call: dict[str, Any], flops: float | None = None) -> None:
     """Keys and values read once, queries read and their results written."""
     cache = call["k_cache"].nbytes + call["v_cache"].nbytes
-    harness.report(benchmark, moved_bytes=cache + 2 * call["q"].nbytes, working_set=cache)
+    moved = cache + 2 * call["q"].nbytes
+    harness.report(benchmark, moved_bytes=moved, working_set=cache, flops=flops)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize(("num_seqs", "seq_len"), [(1, 4096), (8, 1024)])
-def bench_decode(
+def bench_paged_attention_decode(
     benchmark,
     num_seqs: int,
     seq_len: int,
@@ -60,11 +61,10 @@ def bench_decode(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_queries", "seq_len"), [(7, 1024), (512, 2048)])
-def bench_verify_and_prefill(benchmark, num_queries: int, seq_len: int, dtype: torch.dtype) -> None:
+def bench_paged_attention_queries(
+    benchmark, num_queries: int, seq_len: int, dtype: torch.dtype
+) -> None:
     call = contiguous_call(num_queries, seq_len, 1, (9, 3, 64), dtype)
     benchmark(ops.paged_attention, **call)
     keys = seq_len - (num_queries - 1) / 2  # that a query sees, on average
-    report_reads(benchmark, call)
-    if benchmark.stats is not None:
-        flops = 4 * call["q"].numel() * keys
-        benchmark.extra_info["GFLOP/s"] = round(flops / benchmark.stats.stats.min / 1e9, 1)
+    report_reads(benchmark, call, flops=4 * call["q"].numel() * keys)
