@@ -38,7 +38,8 @@ def table(results: dict[str, Any]) -> str:
         f"{info['cpu_capability']} kernels, torch {torch.__version__}. Times in microseconds; "
         "rates and shares by the fastest round; a share is of the read bandwidth (or, where it is "
         "larger, of the multiply-add rate) measured right after the case. Small cases are bound by "
-        "the cost of a call. `make bench`"
+        "the cost of a call; weights of 60 to 130 MB come from a large L3 in part, so shares of "
+        "memory bandwidth can pass 1. `OMP_NUM_THREADS=1 make bench`"
     )
     head = "| op | case | min | median | GB/s | GFLOP/s | of ceiling |"
     lines = [row(benchmark) for benchmark in results["benchmarks"]]

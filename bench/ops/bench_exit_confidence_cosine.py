@@ -9,7 +9,7 @@ import harness
 from eecore import ops
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("hidden_size", [576, 4096])
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
 def bench_exit_confidence_cosine(
