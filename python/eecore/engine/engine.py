@@ -240,7 +240,6 @@ class Engine:
         text = self._texts.pop(sequence.request_id, None)
         if text is not None:
             text.finish()
-        sequence.finish_reason = reason
         sequence.stats.finished = time.perf_counter()
         records = sequence.records
         asked = sequence.sampling.logprobs

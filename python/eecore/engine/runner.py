@@ -47,7 +47,6 @@ class Sweep:
     """[num_rows]: how many layers each row had behind it when it left."""
     captured: Tensor | None
     """[num_rows, hidden_size]: states after ``capture_after`` layers."""
-    fill_calls: int
 
 
 class Runner:
@@ -97,7 +96,6 @@ class Runner:
         exit_layer = rows.leave.copy()
         final: Tensor | None = None
         captured: Tensor | None = None
-        fill_calls = 0
         changes = {int(layer) for layer in np.concatenate((rows.enter, rows.leave))}
         first_layer = int(rows.enter.min())
         kept_rows = np.flatnonzero(rows.enter > 0)
@@ -150,7 +148,7 @@ class Runner:
                 hidden = hidden[self.tensor(np.flatnonzero(stays))]
                 active = active[stays]
             if fill_at_once is not None and layers_run < self.num_layers:
-                fill_calls += self._fill(rows, final, exit_layer, leaving[fill_at_once[leaving]])
+                self._fill(rows, final, exit_layer, leaving[fill_at_once[leaving]])
             if len(active):
                 batch = rows.attention_batch(active, self.device)
             elif not (rows.enter > layer).any():
@@ -161,14 +159,14 @@ class Runner:
         assert final is not None
         if fill_at_end is not None:
             early = np.flatnonzero(fill_at_end & (exit_layer < self.num_layers))
-            fill_calls += self._fill(rows, final, exit_layer, early)
-        return Sweep(final, exit_layer, captured, fill_calls)
+            self._fill(rows, final, exit_layer, early)
+        return Sweep(final, exit_layer, captured)
 
     def _states(
         self, rows: Rows, index: Int64Array, entering: Tensor | None, kept_rows: Int64Array
     ) -> Tensor:
         """The states with which rows come in: embeddings, or the kept ones."""
-        if not len(index) or rows.enter[index[0]] == 0:
+        if rows.enter[index[0]] == 0:
             return self.model.embed(self.tensor(rows.token_ids[index]))
         assert entering is not None
         return entering[self.tensor(np.searchsorted(kept_rows, index))]
@@ -183,10 +181,10 @@ class Runner:
         order = np.argsort(merged)
         return merged[order], torch.cat((hidden, states))[self.tensor(order)]
 
-    def _fill(self, rows: Rows, final: Tensor, exit_layer: Int64Array, index: Int64Array) -> int:
-        """One kv_fill for rows ``index``; returns the number of calls made."""
+    def _fill(self, rows: Rows, final: Tensor, exit_layer: Int64Array, index: Int64Array) -> None:
+        """One kv_fill for rows ``index``, none when there are none."""
         if not len(index):
-            return 0
+            return
         self.model.fill_kv(
             final[self.tensor(index)],
             self.tensor(exit_layer[index].astype(np.int32)),
@@ -194,4 +192,3 @@ class Runner:
             self.tensor(rows.positions[index]),
             self.tensor(rows.slots[index]),
         )
-        return 1

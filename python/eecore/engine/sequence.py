@@ -42,7 +42,6 @@ class SequenceStats:
     fill_calls: int = 0
     drafted: int = 0
     accepted: int = 0
-    rounds: int = 0
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -71,7 +70,6 @@ class Sequence:
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     stats: SequenceStats = field(default_factory=SequenceStats)
-    finish_reason: str | None = None
     generator: Any = None
     """The request's random generator, kept by the sampling code across preemptions."""
     draft_stop: Any = None
