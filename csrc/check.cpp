@@ -118,6 +118,19 @@ int64_t Checker::slot_stride(const Tensor& cache, const char* name) const {
   return stride;
 }
 
+void Checker::same_or_apart(const Tensor& rows, const char* name, const Tensor& out) const {
+  if (out.numel() == 0) return;
+  const int64_t element_size = dtype() == DType::kFloat32 ? 4 : 2;
+  const auto end_of = [element_size](const Tensor& tensor) {
+    const int64_t elements = (tensor.size(0) - 1) * tensor.stride(0) + tensor.size(1);
+    return data<const char>(tensor) + elements * element_size;
+  };
+  const bool same =
+      rows.data_ptr() == out.data_ptr() && (out.size(0) == 1 || rows.stride(0) == out.stride(0));
+  const bool apart = end_of(rows) <= data<const char>(out) || end_of(out) <= data<const char>(rows);
+  require(same || apart, name, ": expected out itself or memory apart from it, got an overlap");
+}
+
 DType Checker::dtype() const {
   if (model_dtype_ == ScalarType::Float) return DType::kFloat32;
   if (model_dtype_ == ScalarType::BFloat16) return DType::kBFloat16;

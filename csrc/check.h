@@ -62,6 +62,9 @@ class Checker {
   // whose slots must be evenly spaced across its pages.
   int64_t slot_stride(const Tensor& cache, const char* name) const;
 
+  // Holds rows [num_rows, num_columns] to be `out` itself or memory apart from it.
+  void same_or_apart(const Tensor& rows, const char* name, const Tensor& out) const;
+
   // The dtype shared by every tensor checked with Accept::kModel.
   DType dtype() const;
 

@@ -33,6 +33,14 @@ STABLE_TORCH_LIBRARY(eecore, m) {
       "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, "
       "Tensor(a!) out) -> ()");
   m.def(
+      "decoder_layers(Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
+      "Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, Tensor mlp_norm, "
+      "Tensor gate_up_weight, Tensor? gate_up_bias, Tensor down_weight, Tensor? down_bias, "
+      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor positions, "
+      "Tensor cos_sin, Tensor page_table, Tensor seq_lens, Tensor query_start_loc, "
+      "Tensor? sliding_window, Tensor? skip_attention, Tensor? skip_mlp, Tensor(c!) out, "
+      "int begin_layer, int end_layer, float scale, float eps, int fixed_split_size) -> ()");
+  m.def(
       "speculative_accept(Tensor draft_tokens, Tensor draft_start_loc, Tensor? target_tokens, "
       "Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, Tensor(a!) num_accepted, "
       "Tensor(b!) next_token) -> ()");

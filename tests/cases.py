@@ -171,3 +171,45 @@ ATTENTION_CASES = (
     AttentionCase((1, 3), (700, 250), 4, 2, 64, 8, sliding_window=130, fixed_split_size=32),
     AttentionCase((1,), (5000,), 4, 1, 64, 16),
 )
+
+
+@dataclass(frozen=True)
+class DecoderLayersCase:
+    """Shapes of one decoder_layers call: each sequence's queries are its last positions."""
+
+    num_queries: tuple[int, ...] = (1,)
+    seq_lens: tuple[int, ...] = (5,)
+    num_layers: int = 3
+    hidden_size: int = 64
+    inner_size: int = 96
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    rotary_dim: int = 64
+    page_size: int = 8
+    bias: bool = False
+    qk_norm: bool = False
+    sliding_window: tuple[int, ...] | None = None
+    skip_attention: tuple[int, ...] = ()
+    skip_mlp: tuple[int, ...] = ()
+    begin_layer: int = 0
+    end_layer: int = 3
+    fixed_split_size: int = 64
+
+
+DECODER_LAYERS_CASES = (
+    DecoderLayersCase((), ()),
+    DecoderLayersCase(begin_layer=2, end_layer=2),
+    DecoderLayersCase(),
+    DecoderLayersCase(bias=True, qk_norm=True, rotary_dim=32),
+    DecoderLayersCase((1,) * 8, (1, 9, 16, 17, 70, 200, 3, 8), hidden_size=72, begin_layer=1),
+    DecoderLayersCase((3, 1, 5), (3, 40, 150), num_q_heads=9, num_kv_heads=3, end_layer=2),
+    DecoderLayersCase((4, 1), (30, 90), sliding_window=(0, 7, 50), bias=True),
+    DecoderLayersCase((1, 2), (20, 9), skip_attention=(0, 1), skip_mlp=(0, 2)),
+    DecoderLayersCase((2,), (2,), skip_attention=(0, 1, 2), skip_mlp=(0, 1, 2)),
+    DecoderLayersCase((33,), (40,), head_dim=72, rotary_dim=20, qk_norm=True, page_size=1),
+    DecoderLayersCase(
+        (1, 1), (700, 40), hidden_size=576, inner_size=1536, num_q_heads=9, num_kv_heads=3
+    ),
+    DecoderLayersCase((1,), (900,), fixed_split_size=0, sliding_window=(0, 300, 0)),
+)

@@ -7,6 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from eecore.ops import DecoderWeights
+
 
 def accept_mask(
     confidence: Tensor, thresholds: Tensor, layer: int, status: Tensor, exit_layer: Tensor
@@ -253,3 +255,69 @@ def skinny_gated_linear(
     projected = skinny_linear(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
     gate, up = projected.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate.double()).to(x.dtype) * up
+
+
+def decoder_layers(
+    hidden: Tensor,
+    weights: DecoderWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    begin_layer: int,
+    end_layer: int,
+    scale: float,
+    eps: float = 1e-6,
+    sliding_window: Tensor | None = None,
+    skip_attention: Tensor | None = None,
+    skip_mlp: Tensor | None = None,
+) -> Tensor:
+    """The residual stream after the layers; keys and values are written in place."""
+    dtype = hidden.dtype
+    num_kv_heads, head_dim = k_cache.shape[-2:]
+    for layer in range(begin_layer, end_layer):
+        w = DecoderWeights(*(stacked if stacked is None else stacked[layer] for stacked in weights))
+        if skip_attention is None or not skip_attention[layer]:
+            qkv = skinny_linear(
+                hidden, w.qkv_weight, norm_weight=w.attention_norm, eps=eps, bias=w.qkv_bias
+            ).unflatten(1, (-1, head_dim))
+            num_q_heads = qkv.shape[1] - 2 * num_kv_heads
+            q, k, v = qkv.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
+            rotated, new_k, new_v = append_kv(
+                q,
+                k,
+                v,
+                k_cache[layer],
+                v_cache[layer],
+                slot_mapping,
+                positions,
+                cos_sin,
+                w.q_norm,
+                w.k_norm,
+                eps,
+            )
+            assert rotated is not None
+            k_cache[layer], v_cache[layer] = new_k.to(dtype), new_v.to(dtype)
+            attended = paged_attention(
+                rotated.to(dtype),
+                k_cache[layer],
+                v_cache[layer],
+                page_table,
+                seq_lens,
+                query_start_loc,
+                scale=scale,
+                sliding_window=0 if sliding_window is None else int(sliding_window[layer]),
+            )
+            attended = attended.to(dtype).flatten(1)
+            hidden = skinny_linear(attended, w.o_weight, bias=w.o_bias, residual=hidden)
+        if skip_mlp is None or not skip_mlp[layer]:
+            gated = skinny_gated_linear(
+                hidden, w.gate_up_weight, norm_weight=w.mlp_norm, eps=eps, bias=w.gate_up_bias
+            )
+            hidden = skinny_linear(gated, w.down_weight, bias=w.down_bias, residual=hidden)
+    return hidden

@@ -58,10 +58,10 @@ void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
 }  // namespace
 
 void run_append_kv(const AppendKvParams& params, const Parallel& parallel) {
-  // Enough elements a thread to outweigh waking it.
-  constexpr int64_t kElementsPerThread = 1 << 14;
+  constexpr int64_t kBytesPerElement = 64;  // that could be read while one is rotated
   const int64_t heads = params.num_q_heads + 2 * params.num_kv_heads;
-  const int64_t grain = ceil_div(kElementsPerThread, max_of(heads * params.head_dim, 1));
+  const int64_t grain =
+      ceil_div(parallel.bytes_per_range, max_of(heads * params.head_dim, 1) * kBytesPerElement);
   parallel_for(parallel, params.num_tokens, grain, [&](int64_t begin, int64_t end) {
     if (params.dtype == DType::kFloat32) {
       append_tokens<float>(params, begin, end);

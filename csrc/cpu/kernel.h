@@ -13,7 +13,7 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// Calls body(begin, end) on ranges that cover [0, n), on the pool's threads when there is more than
+// Calls body(begin, end) on ranges that cover [0, n), on several threads when there is more than
 // one grain of work.
 template <typename Body>
 void parallel_for(const Parallel& parallel, int64_t n, int64_t grain, const Body& body) {
@@ -22,7 +22,7 @@ void parallel_for(const Parallel& parallel, int64_t n, int64_t grain, const Body
     return;
   }
   parallel.run(
-      0, n, grain,
+      parallel.pool, 0, n, grain,
       [](int64_t begin, int64_t end, void* context) {
         (*static_cast<const Body*>(context))(begin, end);
       },

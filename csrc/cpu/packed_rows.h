@@ -38,13 +38,9 @@ class PackedRows {
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileBatch = 32;
 
-// What a thread should have to read to be worth waking: a sleeping one takes about 50 us, in which
-// the thread that is awake reads a megabyte or more.
-constexpr int64_t kBytesPerThread = 1 << 20;
-
-// The rows of a weight whose row takes row_bytes that are one thread's least share.
-inline int64_t rows_per_thread(int64_t row_bytes) {
-  return ceil_div(ceil_div(kBytesPerThread, row_bytes), kRows) * kRows;
+// The fewest rows of a weight, of row_bytes each, that are worth a range of their own.
+inline int64_t rows_per_range(const Parallel& parallel, int64_t row_bytes) {
+  return ceil_div(ceil_div(parallel.bytes_per_range, row_bytes), kRows) * kRows;
 }
 
 // values + bias, rounded to T as the result of a model's linear layer; lanes of values: [n].

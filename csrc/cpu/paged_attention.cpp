@@ -6,15 +6,15 @@
 // A row's arithmetic depends on its own keys and split_size alone: blocks start at multiples of the
 // block size within a split, every score is summed in one order whatever the tile, and keys that
 // only a neighbour sees weigh exactly 0.
+#include "attention_plan.h"
 #include "pair.h"
+#include "scratch.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxTileRows = 64;
-constexpr int64_t kMaxBlock = 64;          // keys
-constexpr int64_t kTileFloats = 64 * 128;  // of a tile of queries, or a block of keys
+constexpr int64_t kMaxBlock = 64;  // keys
 #if defined(__AVX512F__)
 constexpr int kGroupRows = 4;  // rows that share a key in registers
 #else
@@ -38,14 +38,14 @@ struct Sequence {
   int64_t index, first_token, num_queries, length;
 };
 
-inline Sequence sequence_at(const PagedAttentionParams& params, int64_t index) {
+inline Sequence sequence_at(const AttentionPlan& params, int64_t index) {
   const int64_t first_token = params.query_start_loc[index];
   return {index, first_token, params.query_start_loc[index + 1] - first_token,
           params.seq_lens[index]};
 }
 
 // The keys that a query of a sequence sees.
-inline Range visible_keys(const PagedAttentionParams& params, const Sequence& seq, int64_t query) {
+inline Range visible_keys(const AttentionPlan& params, const Sequence& seq, int64_t query) {
   const int64_t position = seq.length - seq.num_queries + query;
   const int64_t end = params.causal ? position + 1 : seq.length;
   const int64_t begin = params.sliding_window > 0 ? position + 1 - params.sliding_window : 0;
@@ -63,7 +63,7 @@ struct Tile {
 };
 
 // What a thread holds of a tile, the rows of one kv head after those of another.
-struct Scratch {
+struct TileScratch {
   alignas(64) float q[kTileFloats];                  // [rows, width], times scale
   alignas(64) float acc[kTileFloats];                // [rows, width]: weights times values
   alignas(64) float total[kTileFloats];              // the same, of the splits merged so far
@@ -259,7 +259,7 @@ inline Vec softmax_row(float* scores, int64_t begin, int64_t end, float* maximum
 
 // One block of keys for kRows rows of one kv head: rows `row`.. of the head, `at`.. of the scratch.
 template <int kRows, typename T>
-void attend_rows(Scratch& scratch, int64_t row, int64_t at, int64_t head_dim, Range keys,
+void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim, Range keys,
                  HeadBlock<T> block, HeadBlock<T> next) {
   // The keys of this block that any row sees; scores start at a whole vector.
   Range seen{keys.end, keys.begin};
@@ -293,7 +293,7 @@ void attend_rows(Scratch& scratch, int64_t row, int64_t at, int64_t head_dim, Ra
 
 // All rows of one kv head; the first of them ask for the next block.
 template <typename T>
-void attend_head(Scratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, Range keys,
+void attend_head(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, Range keys,
                  HeadBlock<T> block, HeadBlock<T> next) {
   const auto rows = [&]<int kRows>(int64_t row) {
     attend_rows<kRows>(scratch, row, at + row, head_dim, keys, block, next);
@@ -310,7 +310,7 @@ void attend_head(Scratch& scratch, int64_t num_rows, int64_t at, int64_t head_di
 // Where the keys and values of a block lie. Of its slots those outside `used` may belong to no one:
 // the nearest used key stands in for them.
 template <typename T>
-void locate_block(const PagedAttentionParams& params, const Tile& tile, Range keys, Range used,
+void locate_block(const AttentionPlan& params, const Tile& tile, Range keys, Range used,
                   BlockRows<T>& rows) {
   const int32_t* page_table = params.page_table + tile.seq.index * params.page_table_stride;
   const T* k_cache = static_cast<const T*>(params.k_cache) + tile.first_head * params.head_dim;
@@ -344,7 +344,7 @@ void locate_block(const PagedAttentionParams& params, const Tile& tile, Range ke
 inline bool gathers_block(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
 
 template <typename T>
-void gather_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, Scratch& scratch,
+void gather_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, TileScratch& scratch,
                   BlockRows<float>& gathered) {
   const int64_t width = row_width(head_dim);
   const Vec one = broadcast(1.0f);
@@ -360,8 +360,8 @@ void gather_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, Scratc
 
 // Adds the keys of one split to the rows' maximum, weight_sum and acc, which it sets up.
 template <typename T>
-void attend_split(const PagedAttentionParams& params, const Tile& tile, Range split,
-                  Scratch& scratch) {
+void attend_split(const AttentionPlan& params, const Tile& tile, Range split,
+                  TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
   const int64_t block_keys = block_size(head_dim);
   const int64_t num_rows = tile.num_heads * tile.num_rows;
@@ -431,32 +431,31 @@ void write_row(const float* total, float weight, int64_t head_dim, T* out) {
   if (d < head_dim) store_pair_partial(out + d, load_kept(total + d) * inverse, head_dim - d);
 }
 
-inline float* partial_of(const PagedAttentionParams& params, int64_t token, int64_t head,
-                         int64_t split) {
+inline float* partial_of(const AttentionPlan& params, int64_t token, int64_t head, int64_t split) {
   return params.partials +
          ((token * params.num_q_heads + head) * params.max_splits + split) * params.partial_size;
 }
 
 template <typename T>
-T* out_row(const PagedAttentionParams& params, int64_t token, int64_t head) {
+T* out_row(const AttentionPlan& params, int64_t token, int64_t head) {
   return static_cast<T*>(params.out) + token * params.out_token_stride +
          head * params.out_head_stride;
 }
 
 // The splits that hold any of `keys`, as a range.
-inline Range splits_of(const PagedAttentionParams& params, Range keys) {
+inline Range splits_of(const AttentionPlan& params, Range keys) {
   if (keys.empty()) return {0, 0};
   return {keys.begin / params.split_size, ceil_div(keys.end, params.split_size)};
 }
 
-inline Range keys_of_split(const PagedAttentionParams& params, int64_t split) {
+inline Range keys_of_split(const AttentionPlan& params, int64_t split) {
   return {split * params.split_size, (split + 1) * params.split_size};
 }
 
 // One work item: a tile with one split, written to `partials`, or with all of them, written to out.
 template <typename T>
-void attend_tile(const PagedAttentionParams& params, const Tile& tile, int64_t only_split,
-                 Scratch& scratch) {
+void attend_tile(const AttentionPlan& params, const Tile& tile, int64_t only_split,
+                 TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
   const int64_t num_rows = tile.num_heads * tile.num_rows;
   const auto token_of = [&](int64_t at) {
@@ -509,7 +508,7 @@ void attend_tile(const PagedAttentionParams& params, const Tile& tile, int64_t o
 }
 
 // The keys that any of the queries [first, last] of a sequence sees.
-inline Range keys_of_queries(const PagedAttentionParams& params, const Sequence& seq, int64_t first,
+inline Range keys_of_queries(const AttentionPlan& params, const Sequence& seq, int64_t first,
                              int64_t last) {
   return {visible_keys(params, seq, first).begin, visible_keys(params, seq, last).end};
 }
@@ -520,7 +519,7 @@ struct SequenceItems {
   Sequence seq;
   int64_t group_size, num_tiles, tile_heads, num_head_groups, num_splits, first_split;
 
-  SequenceItems(const PagedAttentionParams& params, int64_t index)
+  SequenceItems(const AttentionPlan& params, int64_t index)
       : seq(sequence_at(params, index)), group_size(params.num_q_heads / params.num_kv_heads) {
     const int64_t rows = seq.num_queries * group_size;
     num_tiles = ceil_div(rows, params.tile_rows);
@@ -537,8 +536,8 @@ struct SequenceItems {
 };
 
 template <typename T>
-void run_item(const PagedAttentionParams& params, const SequenceItems& items, int64_t item,
-              Scratch& scratch) {
+void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t item,
+              TileScratch& scratch) {
   const int64_t head_group = item / items.num_tiles % items.num_head_groups;
   const int64_t split = items.first_split + item / items.num_tiles / items.num_head_groups;
   Tile tile;
@@ -555,8 +554,8 @@ void run_item(const PagedAttentionParams& params, const SequenceItems& items, in
 // Takes items off the list until it is empty. Counters only grow, so one walk over the sequences
 // finds all of a thread's items.
 template <typename T>
-void run_items(const PagedAttentionParams& params, int64_t num_items, int64_t* next_item) {
-  Scratch scratch;
+void run_items(const AttentionPlan& params, int64_t num_items, int64_t* next_item) {
+  TileScratch scratch;
   int64_t index = 0, items_before = 0;
   SequenceItems items(params, 0);
   while (true) {
@@ -572,7 +571,7 @@ void run_items(const PagedAttentionParams& params, int64_t num_items, int64_t* n
 
 // The second pass: every row merges the splits that it sees.
 template <typename T>
-void merge_rows(const PagedAttentionParams& params, int64_t begin, int64_t end) {
+void merge_rows(const AttentionPlan& params, int64_t begin, int64_t end) {
   const int64_t width = row_width(params.head_dim);
   int64_t index = 0;
   for (int64_t row = begin; row < end; ++row) {
@@ -591,7 +590,10 @@ void merge_rows(const PagedAttentionParams& params, int64_t begin, int64_t end) 
 }
 
 template <typename T>
-void run(const PagedAttentionParams& params, const Parallel& parallel) {
+void run(AttentionPlan params, const Parallel& parallel) {
+  const Scratch<float> partials(params.num_tokens * params.num_q_heads * params.max_splits *
+                                params.partial_size);
+  if (params.max_splits > 0) params.partials = partials.data();
   int64_t num_items = 0;
   for (int64_t index = 0; index < params.num_seqs; ++index) {
     num_items += SequenceItems(params, index).count();
@@ -611,10 +613,12 @@ void run(const PagedAttentionParams& params, const Parallel& parallel) {
 }  // namespace
 
 void run_paged_attention(const PagedAttentionParams& params, const Parallel& parallel) {
+  if (params.num_tokens == 0 || params.num_q_heads == 0) return;
+  const AttentionPlan plan = plan_attention(params, parallel.num_threads);
   if (params.dtype == DType::kFloat32) {
-    run<float>(params, parallel);
+    run<float>(plan, parallel);
   } else {
-    run<BFloat16>(params, parallel);
+    run<BFloat16>(plan, parallel);
   }
 }
 

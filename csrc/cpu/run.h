@@ -10,6 +10,7 @@
 #define EECORE_FOR_EACH_OP(X) \
   X(accept_mask, AcceptMaskParams) \
   X(append_kv, AppendKvParams) \
+  X(decoder_layers, DecoderLayersParams) \
   X(exit_confidence_cosine, ExitConfidenceCosineParams) \
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
@@ -29,10 +30,13 @@ namespace eecore::cpu {
 
 using RangeFn = void (*)(int64_t begin, int64_t end, void* context);
 
-// A thread pool: `run` calls body on ranges that cover [begin, end), `grain` items or more each.
+// Threads: `run` calls body on ranges that cover [begin, end), `grain` items or more each but for
+// the last.
 struct Parallel {
   int num_threads;
-  void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context);
+  int64_t bytes_per_range;  // what a range should read to be worth handing to another thread
+  void (*run)(void* pool, int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context);
+  void* pool;
 };
 
 // Reads memory as fast as the machine can.

@@ -55,7 +55,8 @@ template <typename T>
 void run(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
   const PackedRows<T> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
                         params.in_features, static_cast<const T*>(params.norm_weight), params.eps);
-  const int64_t grain = rows_per_thread(2 * params.in_features * static_cast<int64_t>(sizeof(T)));
+  const int64_t grain =
+      rows_per_range(parallel, 2 * params.in_features * static_cast<int64_t>(sizeof(T)));
   parallel_for(parallel, params.inner_size, grain,
                [&](int64_t begin, int64_t end) { multiply_range<T>(params, x, begin, end); });
 }

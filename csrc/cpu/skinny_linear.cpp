@@ -46,7 +46,8 @@ template <typename T>
 void run(const SkinnyLinearParams& params, const Parallel& parallel) {
   const PackedRows<T> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
                         params.in_features, static_cast<const T*>(params.norm_weight), params.eps);
-  const int64_t grain = rows_per_thread(params.in_features * static_cast<int64_t>(sizeof(T)));
+  const int64_t grain =
+      rows_per_range(parallel, params.in_features * static_cast<int64_t>(sizeof(T)));
   parallel_for(parallel, params.out_features, grain,
                [&](int64_t begin, int64_t end) { multiply_range<T>(params, x, begin, end); });
 }

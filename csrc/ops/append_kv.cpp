@@ -1,23 +1,11 @@
 // append_kv: new keys and values to their cache slots, head norms and rotary embedding fused.
 #include "backend.h"
+#include "index_checks.h"
 
 namespace eecore {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
-
-#ifndef EECORE_BACKEND_CUDA
-// Every index must stay inside the table that it points into, or nothing is written.
-void check_range(const Checker& check, const char* name, const int64_t* values, int64_t count,
-                 int64_t begin, int64_t end) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (values[i] >= begin && values[i] < end) continue;
-    check.fail(std::string(name) + ": expected values in [" + std::to_string(begin) + ", " +
-               std::to_string(end) + "), got " + std::to_string(values[i]) + " at row " +
-               std::to_string(i));
-  }
-}
-#endif
 
 void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor k_cache,
                Tensor v_cache, const Tensor& slot_mapping, const std::optional<Tensor>& positions,

@@ -4,22 +4,6 @@
 namespace eecore {
 namespace {
 
-// One past the last byte of a tensor [rows, columns] with contiguous columns.
-const char* end_of(const Tensor& tensor, int64_t element_size) {
-  const int64_t elements = (tensor.size(0) - 1) * tensor.stride(0) + tensor.size(1);
-  return data<const char>(tensor) + elements * element_size;
-}
-
-// Whether residual is out itself, or lies before or after it.
-bool same_or_apart(const Tensor& residual, const Tensor& out, int64_t element_size) {
-  if (out.numel() == 0) return true;
-  if (residual.data_ptr() == out.data_ptr()) {
-    return out.size(0) == 1 || residual.stride(0) == out.stride(0);
-  }
-  return end_of(residual, element_size) <= data<const char>(out) ||
-         end_of(out, element_size) <= data<const char>(residual);
-}
-
 void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                    const Tensor& weight, const std::optional<Tensor>& bias,
                    const std::optional<Tensor>& residual, Tensor out) {
@@ -37,8 +21,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
 
   SkinnyLinearParams params{};
   params.dtype = check.dtype();
-  check.require(!residual || same_or_apart(*residual, out, params.dtype == DType::kFloat32 ? 4 : 2),
-                "residual: expected out itself or memory apart from it, got an overlap");
+  if (residual) check.same_or_apart(*residual, "residual", out);
   params.x = data<const void>(x);
   params.norm_weight = data_or_null<const void>(norm_weight);
   params.weight = data<const void>(weight);

@@ -100,14 +100,6 @@ struct PagedAttentionParams {
   int64_t v_page_stride, v_slot_stride;
   int64_t sliding_window;    // keys a query sees, itself included; 0: all
   int64_t fixed_split_size;  // keys per split; 0: chosen from the shape of the call
-  // The boundary's plan for the CPU. Split s holds the keys [s * split_size, (s + 1) * split_size).
-  float*
-      partials;  // [num_tokens, num_q_heads, max_splits, partial_size]: weighted values, then the
-                 // largest score and the sum of weights; null: no sequence is spread over threads
-  int64_t split_size, max_splits, partial_size;
-  int64_t tile_rows;    // most rows (query, query head) of a work item
-  int64_t tile_heads;   // most kv heads of a work item
-  int64_t num_threads;  // that the work is worth
   float scale;
   bool causal;
   DType dtype;
@@ -160,6 +152,40 @@ struct SkinnyGatedLinearParams {
   void* out;           // [num_tokens, inner_size], row stride out_stride
   int64_t num_tokens, in_features, inner_size;
   int64_t x_stride, weight_stride, out_stride;
+  float eps;
+  DType dtype;
+};
+
+// A linear layer of every layer of a decoder.
+struct StackedLinear {
+  const void* weight;  // [num_layers, out_features, in_features], strides layer_stride, row_stride
+  const void* bias;    // [num_layers, out_features]; may be null
+  int64_t in_features, out_features;
+  int64_t layer_stride, row_stride;
+};
+
+// Layers [begin_layer, end_layer) of a decoder for few rows. Each adds to the rows what attention
+// over their normed states gives, then what the gated MLP gives.
+struct DecoderLayersParams {
+  const void* hidden;             // [num_tokens, hidden_size], row stride hidden_stride
+  const void* attention_norm;     // [num_layers, hidden_size]
+  const void* q_norm;             // [num_layers, head_dim]; may be null
+  const void* k_norm;             // [num_layers, head_dim]; may be null
+  const void* mlp_norm;           // [num_layers, hidden_size]
+  StackedLinear qkv;              // to the heads of q, then of k, then of v
+  StackedLinear o;                // from the heads of q
+  StackedLinear gate_up;          // to gate, then up
+  StackedLinear down;             // from silu(gate) * up
+  AppendKvParams append;          // of layer 0, but for q, k, v and their norms
+  PagedAttentionParams attend;    // of layer 0, but for q, out and the sliding window
+  const int32_t* sliding_window;  // [num_layers], keys a query sees; 0: all; null: all in any layer
+  const uint8_t* skip_attention;  // [num_layers], 0 or 1; may be null: none is left out
+  const uint8_t* skip_mlp;        // [num_layers], 0 or 1; may be null: none is left out
+  void* out;                      // [num_tokens, hidden_size], row stride out_stride; may be hidden
+  int64_t begin_layer, end_layer;
+  int64_t num_tokens, hidden_size;
+  int64_t hidden_stride, out_stride;
+  int64_t k_cache_layer_stride, v_cache_layer_stride;
   float eps;
   DType dtype;
 };

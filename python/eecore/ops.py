@@ -25,12 +25,14 @@ if torch.cuda.is_available() and _C.build_info()["cuda"]:
 
 __all__ = [
     "AcceptMask",
+    "DecoderWeights",
     "SoftmaxConfidence",
     "SpeculativeAccept",
     "accept_mask",
     "append_kv",
     "build_info",
     "cpu_only_ops",
+    "decoder_layers",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
@@ -45,6 +47,7 @@ __all__ = [
 OP_NAMES = (
     "accept_mask",
     "append_kv",
+    "decoder_layers",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
@@ -85,6 +88,7 @@ for _name in OP_NAMES:
 
 _accept_mask = torch.ops.eecore.accept_mask.default
 _append_kv = torch.ops.eecore.append_kv.default
+_decoder_layers = torch.ops.eecore.decoder_layers.default
 _exit_confidence_cosine = torch.ops.eecore.exit_confidence_cosine.default
 _exit_confidence_mlp = torch.ops.eecore.exit_confidence_mlp.default
 _exit_confidence_softmax = torch.ops.eecore.exit_confidence_softmax.default
@@ -440,6 +444,120 @@ def skinny_gated_linear(
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0] // 2))
     _skinny_gated_linear(x, norm_weight, eps, weight, bias, out)
+    return out
+
+
+class DecoderWeights(NamedTuple):
+    """The weights of a decoder's layers, each of all layers at once."""
+
+    attention_norm: Tensor
+    """[num_layers, hidden_size]"""
+    qkv_weight: Tensor
+    """[num_layers, q_size + 2 * num_kv_heads * head_dim, hidden_size], any layer and row stride;
+    rows of the heads of q, then of k, then of v."""
+    qkv_bias: Tensor | None
+    """[num_layers, q_size + 2 * num_kv_heads * head_dim]"""
+    q_norm: Tensor | None
+    """[num_layers, head_dim], RMS norm of each query head."""
+    k_norm: Tensor | None
+    """[num_layers, head_dim], RMS norm of each key head."""
+    o_weight: Tensor
+    """[num_layers, hidden_size, q_size], any layer and row stride."""
+    o_bias: Tensor | None
+    """[num_layers, hidden_size]"""
+    mlp_norm: Tensor
+    """[num_layers, hidden_size]"""
+    gate_up_weight: Tensor
+    """[num_layers, 2 * inner_size, hidden_size], any layer and row stride; gate, then up rows."""
+    gate_up_bias: Tensor | None
+    """[num_layers, 2 * inner_size]"""
+    down_weight: Tensor
+    """[num_layers, hidden_size, inner_size], any layer and row stride."""
+    down_bias: Tensor | None
+    """[num_layers, hidden_size]"""
+
+
+def decoder_layers(
+    hidden: Tensor,
+    weights: DecoderWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    begin_layer: int,
+    end_layer: int,
+    scale: float,
+    eps: float = 1e-6,
+    sliding_window: Tensor | None = None,
+    skip_attention: Tensor | None = None,
+    skip_mlp: Tensor | None = None,
+    fixed_split_size: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A stretch of a decoder's layers for few rows, in one call that wakes its threads once.
+
+    Layer by layer, bit for bit as the single ops: :func:`skinny_linear` with the norm to queries,
+    keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
+    residual stream; :func:`skinny_gated_linear` with the norm, :func:`skinny_linear` onto the
+    residual stream.
+
+    Args:
+        hidden: [num_tokens, hidden_size], the residual stream, any row stride.
+        weights: of all layers.
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim]; head_dim is a multiple
+            of 8 up to 256.
+        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
+        positions: int64 [num_tokens].
+        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
+        page_table: int32 [num_seqs, max_pages_per_seq].
+        seq_lens: int32 [num_seqs], keys in the cache, this call's included.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        begin_layer: the first layer that runs.
+        end_layer: the layer before which it ends, up to num_layers.
+        scale: of the attention scores, usually head_dim ** -0.5.
+        eps: of all norms.
+        sliding_window: int32 [num_layers], how many keys a query sees, itself included; 0 for all.
+        skip_attention: bool [num_layers], layers whose attention is left out: they add nothing and
+            write no keys or values.
+        skip_mlp: bool [num_layers], layers whose MLP is left out.
+        fixed_split_size: keys per split of a long context, as in :func:`paged_attention`. With a
+            fixed size a row's result depends neither on the other sequences' rows nor on the
+            number of threads.
+        out: [num_tokens, hidden_size], any row stride that keeps rows apart; ``hidden`` itself, or
+            apart from it.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _decoder_layers(
+        hidden,
+        *weights,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        positions,
+        cos_sin,
+        page_table,
+        seq_lens,
+        query_start_loc,
+        sliding_window,
+        skip_attention,
+        skip_mlp,
+        out,
+        begin_layer,
+        end_layer,
+        scale,
+        eps,
+        fixed_split_size,
+    )
     return out
 
 

@@ -1,0 +1,122 @@
+"""decoder_layers: all layers of two small models while decoding, beside the single ops in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import harness
+from eecore import ops
+
+CONTEXT, PAGE_SIZE = 128, 16
+KEYS_PER_SPLIT, EPS = 512, 1e-5
+
+
+@dataclass(frozen=True)
+class Model:
+    num_layers: int
+    hidden_size: int
+    inner_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int = 64
+
+
+def random_weights(model: Model, dtype: torch.dtype) -> ops.DecoderWeights:
+    layers, hidden, inner = model.num_layers, model.hidden_size, model.inner_size
+    q_size = model.num_q_heads * model.head_dim
+    qkv_size = q_size + 2 * model.num_kv_heads * model.head_dim
+
+    def linear(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(layers, rows, columns).mul_(columns**-0.5).to(dtype)
+
+    return ops.DecoderWeights(
+        attention_norm=torch.ones(layers, hidden, dtype=dtype),
+        qkv_weight=linear(qkv_size, hidden),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        o_weight=linear(hidden, q_size),
+        o_bias=None,
+        mlp_norm=torch.ones(layers, hidden, dtype=dtype),
+        gate_up_weight=linear(2 * inner, hidden),
+        gate_up_bias=None,
+        down_weight=linear(hidden, inner),
+        down_bias=None,
+    )
+
+
+def decoding_call(model: Model, num_seqs: int, dtype: torch.dtype) -> dict[str, Any]:
+    pages = CONTEXT // PAGE_SIZE
+    cache_shape = (model.num_layers, num_seqs * pages, PAGE_SIZE, model.num_kv_heads, 64)
+    page_table = torch.arange(num_seqs * pages, dtype=torch.int32).view(num_seqs, pages)
+    angles = torch.randn(CONTEXT, model.head_dim // 2)
+    return {
+        "hidden": torch.randn(num_seqs, model.hidden_size).to(dtype),
+        "weights": random_weights(model, dtype),
+        "k_cache": torch.randn(cache_shape).to(dtype),
+        "v_cache": torch.randn(cache_shape).to(dtype),
+        "slot_mapping": page_table[:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1,
+        "positions": torch.full((num_seqs,), CONTEXT - 1),
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), 1),
+        "page_table": page_table,
+        "seq_lens": torch.full((num_seqs,), CONTEXT, dtype=torch.int32),
+        "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32),
+        "begin_layer": 0,
+        "end_layer": model.num_layers,
+        "scale": model.head_dim**-0.5,
+        "eps": EPS,
+        "fixed_split_size": KEYS_PER_SPLIT,
+    }
+
+
+def single_ops(model: Model, call: dict[str, Any]) -> Any:
+    """A function of no arguments that runs the same layers op by op, their views made before."""
+    unbound = [
+        [None] * model.num_layers if stacked is None else stacked.unbind(0)
+        for stacked in call["weights"]
+    ]
+    layers = [ops.DecoderWeights(*views) for views in zip(*unbound, strict=True)]
+    caches = list(zip(call["k_cache"].unbind(0), call["v_cache"].unbind(0), strict=True))
+    heads = (model.num_q_heads, model.num_kv_heads, model.num_kv_heads)
+    num_seqs = call["hidden"].shape[0]
+    batch = [call[name] for name in ("page_table", "seq_lens", "query_start_loc")]
+
+    def run() -> None:
+        hidden = call["hidden"]
+        for w, (k_cache, v_cache) in zip(layers, caches, strict=True):
+            qkv = ops.skinny_linear(hidden, w.qkv_weight, norm_weight=w.attention_norm, eps=EPS)
+            q, k, v = qkv.view(num_seqs, sum(heads), 64).split_with_sizes(heads, 1)
+            rotary = {"positions": call["positions"], "cos_sin": call["cos_sin"]}
+            ops.append_kv(q, k, v, k_cache, v_cache, call["slot_mapping"], **rotary)
+            attended = ops.paged_attention(
+                q, k_cache, v_cache, *batch, scale=call["scale"], fixed_split_size=KEYS_PER_SPLIT
+            )
+            hidden = ops.skinny_linear(attended.flatten(1), w.o_weight, residual=hidden)
+            gated = ops.skinny_gated_linear(
+                hidden, w.gate_up_weight, norm_weight=w.mlp_norm, eps=EPS
+            )
+            hidden = ops.skinny_linear(gated, w.down_weight, residual=hidden)
+
+    return run
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [Model(12, 256, 768, 4, 2), Model(30, 576, 1536, 9, 3)],
+    ids=["12 layers of 256", "SmolLM2-135M"],
+)
+@pytest.mark.parametrize("peer", [False, True], ids=["eecore", "single ops"])
+def bench_decoder_layers(
+    benchmark, peer: bool, model: Model, dtype: torch.dtype, num_seqs: int
+) -> None:
+    call = decoding_call(model, num_seqs, dtype)
+    with torch.inference_mode():
+        benchmark(single_ops(model, call) if peer else lambda: ops.decoder_layers(**call))
+    moved = sum(weight.nbytes for weight in call["weights"] if weight is not None)
+    harness.report(benchmark, moved_bytes=moved)

@@ -1,0 +1,87 @@
+// How a paged_attention call is cut into work items, and whether sequences are split among several.
+#pragma once
+
+#include "kernel.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+constexpr int64_t kMaxTileRows = 64;
+constexpr int64_t kTileFloats = 64 * 128;  // of a tile of queries, or a block of keys
+
+// A call with its plan. Split s holds the keys [s * split_size, (s + 1) * split_size).
+struct AttentionPlan : PagedAttentionParams {
+  // [num_tokens, num_q_heads, max_splits, partial_size]: weighted values, then the largest score
+  // and the sum of weights; null: no sequence is spread over threads.
+  float* partials;
+  int64_t split_size, max_splits, partial_size;
+  int64_t tile_rows;    // most rows (query, query head) of a work item
+  int64_t tile_heads;   // most kv heads of a work item
+  int64_t num_threads;  // that the work is worth
+};
+
+// Work in (row, key) pairs of one sequence and kv head, of its largest tile, and of the call.
+struct AttentionWork {
+  int64_t total = 0, largest_tile = 0, largest_tile_rows = 1, longest = 0;
+};
+
+inline AttentionWork measure_work(const AttentionPlan& plan) {
+  AttentionWork work;
+  const int64_t group_size = plan.num_q_heads / plan.num_kv_heads;
+  for (int64_t seq = 0; seq < plan.num_seqs; ++seq) {
+    const int64_t num_queries = plan.query_start_loc[seq + 1] - plan.query_start_loc[seq];
+    const int64_t length = plan.seq_lens[seq];
+    if (num_queries == 0) continue;
+    int64_t keys = length;
+    if (plan.sliding_window > 0) keys = min_of(keys, plan.sliding_window + num_queries);
+    const int64_t rows = num_queries * group_size;
+    const int64_t tile_rows = min_of(rows, plan.tile_rows);
+    work.total += rows * keys * plan.num_kv_heads;
+    work.longest = max_of(work.longest, length);
+    if (tile_rows * keys > work.largest_tile) {
+      work.largest_tile = tile_rows * keys;
+      work.largest_tile_rows = tile_rows;
+    }
+  }
+  return work;
+}
+
+// The plan of a call, without partials; max_splits is how many of them a row needs, or 0. Keys are
+// split before heads, because all heads of a slot lie side by side in memory. A fixed split size is
+// kept as it is, so that only who computes a split depends on the call.
+inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
+  constexpr int64_t kMultipliesPerThread = 1 << 16;    // worth waking a thread for
+  constexpr int64_t kItemsPerThread = 4;               // so that the last ones even out
+  constexpr int64_t kMinSplit = 256, kSplitStep = 64;  // keys
+  constexpr int64_t kMaxPartials = 64 << 20;           // floats
+  AttentionPlan plan{};
+  static_cast<PagedAttentionParams&>(plan) = params;
+  const int64_t width = ceil_div(plan.head_dim, 32) * 32;
+  plan.partial_size = width + 2;
+  plan.tile_rows = min_of(kMaxTileRows, kTileFloats / width);
+  const AttentionWork work = measure_work(plan);
+  plan.num_threads =
+      max_of(min_of(work.total * plan.head_dim / kMultipliesPerThread, num_threads), 1);
+
+  const int64_t rows = work.largest_tile_rows;
+  const int64_t wanted = max_of(work.total / (plan.num_threads * kItemsPerThread), 1);
+  const int64_t most_heads = min_of(plan.num_kv_heads, plan.tile_rows / rows);
+  bool split = plan.num_threads > 1 && work.largest_tile * most_heads > 2 * wanted;
+  plan.split_size = plan.fixed_split_size;
+  if (plan.split_size == 0) {
+    const int64_t keys = wanted / (rows * most_heads) / kSplitStep * kSplitStep;
+    plan.split_size = split ? max_of(keys, kMinSplit) : INT32_MAX;
+  }
+  plan.max_splits = ceil_div(work.longest, plan.split_size);
+  split = split &&
+          plan.num_tokens * plan.num_q_heads * plan.max_splits * plan.partial_size <= kMaxPartials;
+  plan.tile_heads = most_heads;
+  if (split) {
+    const int64_t keys = min_of(plan.split_size, work.longest);
+    plan.tile_heads = max_of(min_of(wanted / (rows * keys), most_heads), 1);
+  } else {
+    plan.max_splits = 0;
+  }
+  return plan;
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -1,0 +1,54 @@
+// Checks of the indices that a CPU kernel follows into memory, made before anything is written.
+// CUDA kernels read theirs on the device and are not checked.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "check.h"
+
+namespace eecore {
+
+// Every value must lie in [begin, end).
+inline void check_range(const Checker& check, const char* name, const int64_t* values,
+                        int64_t count, int64_t begin, int64_t end) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (values[i] >= begin && values[i] < end) continue;
+    check.fail(std::string(name) + ": expected values in [" + std::to_string(begin) + ", " +
+               std::to_string(end) + "), got " + std::to_string(values[i]) + " at row " +
+               std::to_string(i));
+  }
+}
+
+// Every length, and every page-table entry that a query's keys need, must be usable.
+inline void check_sequences(const Checker& check, const PagedAttentionParams& params,
+                            int64_t max_pages) {
+  const auto require = [&](bool ok, int64_t got, int64_t seq, const auto&... expected) {
+    check.require(ok, expected..., ", got ", got, " for sequence ", seq);
+  };
+  const int32_t* starts = params.query_start_loc;
+  require(starts[0] == 0, starts[0], 0, "query_start_loc: expected to start at 0");
+  const int64_t capacity = max_pages * params.page_size;
+  for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
+    const int64_t num_queries = int64_t{starts[seq + 1]} - starts[seq];
+    require(num_queries >= 0, starts[seq + 1], seq, "query_start_loc: expected ascending values");
+    const int64_t length = params.seq_lens[seq];
+    require(length >= 0 && length <= capacity, length, seq,
+            "seq_lens: expected values in [0, max_pages_per_seq * page_size=", capacity, "]");
+    if (num_queries == 0 || length == 0) continue;
+    const int64_t first_seen =
+        params.sliding_window > 0 ? length - num_queries + 1 - params.sliding_window : 0;
+    const int32_t* entries = params.page_table + seq * params.page_table_stride;
+    for (int64_t page = std::max<int64_t>(first_seen, 0) / params.page_size;
+         page * params.page_size < length; ++page) {
+      require(entries[page] >= 0 && entries[page] < params.num_pages, entries[page], seq,
+              "page_table: expected entries in [0, num_pages=", params.num_pages, ") in column ",
+              page);
+    }
+  }
+  require(starts[params.num_seqs] == params.num_tokens, starts[params.num_seqs],
+          params.num_seqs - 1,
+          "query_start_loc: expected to end at num_tokens=", params.num_tokens);
+}
+
+}  // namespace eecore

@@ -1,0 +1,191 @@
+// decoder_layers: a stretch of a decoder's layers in one call, for few rows.
+#include <algorithm>
+
+#include "backend.h"
+#include "crew.h"
+#include "index_checks.h"
+
+namespace eecore {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;
+
+// A linear layer of every layer; its sizes are bound by name, or are numbers.
+StackedLinear check_linear(Checker& check, const Tensor& weight, const char* weight_name,
+                           const std::optional<Tensor>& bias, const char* bias_name,
+                           Dim out_features, Dim in_features) {
+  check(weight, weight_name, Accept::kModel, {"num_layers", out_features, in_features}, 1);
+  check(bias, bias_name, Accept::kModel, {"num_layers", weight.size(1)});
+  return {data<const void>(weight), data_or_null<const void>(bias),
+          weight.size(2),           weight.size(1),
+          weight.stride(0),         weight.stride(1)};
+}
+
+// The widest window of the layers that attend: the keys that must be there. 0: all.
+int64_t widest_window(const Checker& check, const DecoderLayersParams& params) {
+  if (params.sliding_window == nullptr) return 0;
+  int64_t widest = 1;
+  bool sees_all = false;
+  for (int64_t layer = params.begin_layer; layer < params.end_layer; ++layer) {
+    const int64_t window = params.sliding_window[layer];
+    check.require(window >= 0, "sliding_window: expected 0 or more keys, got ", window,
+                  " for layer ", layer);
+    if (params.skip_attention != nullptr && params.skip_attention[layer]) continue;
+    sees_all |= window == 0;
+    widest = std::max(widest, window);
+  }
+  return sees_all ? 0 : widest;
+}
+
+// Bytes of weights that the call reads.
+int64_t weight_bytes(const DecoderLayersParams& params) {
+  int64_t elements = 0;
+  for (const StackedLinear* linear : {&params.qkv, &params.o, &params.gate_up, &params.down}) {
+    elements += linear->in_features * linear->out_features;
+  }
+  return (params.end_layer - params.begin_layer) * elements *
+         (params.dtype == DType::kFloat32 ? 4 : 2);
+}
+
+void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Tensor& qkv_weight,
+                    const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& q_norm,
+                    const std::optional<Tensor>& k_norm, const Tensor& o_weight,
+                    const std::optional<Tensor>& o_bias, const Tensor& mlp_norm,
+                    const Tensor& gate_up_weight, const std::optional<Tensor>& gate_up_bias,
+                    const Tensor& down_weight, const std::optional<Tensor>& down_bias,
+                    Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping,
+                    const Tensor& positions, const Tensor& cos_sin, const Tensor& page_table,
+                    const Tensor& seq_lens, const Tensor& query_start_loc,
+                    const std::optional<Tensor>& sliding_window,
+                    const std::optional<Tensor>& skip_attention,
+                    const std::optional<Tensor>& skip_mlp, Tensor out, int64_t begin_layer,
+                    int64_t end_layer, double scale, double eps, int64_t fixed_split_size) {
+  Checker check("decoder_layers");
+  check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
+  check(attention_norm, "attention_norm", Accept::kModel, {"num_layers", "hidden_size"});
+  check(mlp_norm, "mlp_norm", Accept::kModel, {"num_layers", "hidden_size"});
+  for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
+    check(*cache, name, Accept::kModel,
+          {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+  }
+  const int64_t num_kv_heads = check["num_kv_heads"], head_dim = check["head_dim"];
+  check(q_norm, "q_norm", Accept::kModel, {"num_layers", "head_dim"});
+  check(k_norm, "k_norm", Accept::kModel, {"num_layers", "head_dim"});
+  DecoderLayersParams params{};
+  params.o = check_linear(check, o_weight, "o_weight", o_bias, "o_bias", "hidden_size", "q_size");
+  const int64_t q_size = check["q_size"], qkv_size = q_size + 2 * num_kv_heads * head_dim;
+  params.qkv =
+      check_linear(check, qkv_weight, "qkv_weight", qkv_bias, "qkv_bias", qkv_size, "hidden_size");
+  params.down = check_linear(check, down_weight, "down_weight", down_bias, "down_bias",
+                             "hidden_size", "inner_size");
+  params.gate_up = check_linear(check, gate_up_weight, "gate_up_weight", gate_up_bias,
+                                "gate_up_bias", 2 * check["inner_size"], "hidden_size");
+  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
+  check(positions, "positions", Accept::kInt64, {"num_tokens"});
+  check(cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
+  check(page_table, "page_table", Accept::kInt32, {"num_seqs", "max_pages_per_seq"}, 1);
+  check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
+  check(query_start_loc, "query_start_loc", Accept::kInt32, {check["num_seqs"] + 1});
+  check(sliding_window, "sliding_window", Accept::kInt32, {"num_layers"});
+  check(skip_attention, "skip_attention", Accept::kBool, {"num_layers"});
+  check(skip_mlp, "skip_mlp", Accept::kBool, {"num_layers"});
+  check(out, "out", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
+
+  const int64_t num_layers = check["num_layers"], rotary_dim = check["rotary_dim"];
+  check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
+  check.require(check["inner_size"] >= 1, "down_weight: expected inner_size >= 1, got 0");
+  check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
+                "k_cache: expected head_dim a multiple of 8 in [8, ", kMaxHeadDim, "], got ",
+                head_dim);
+  check.require(num_kv_heads > 0 && q_size > 0 && q_size % (num_kv_heads * head_dim) == 0,
+                "o_weight: expected q_size a multiple of num_kv_heads * head_dim=",
+                num_kv_heads * head_dim, ", got ", q_size);
+  check.require(check["page_size"] > 0, "k_cache: expected a positive page_size, got 0");
+  check.require(rotary_dim % 2 == 0 && rotary_dim <= head_dim,
+                "cos_sin: expected an even rotary_dim of at most head_dim=", head_dim, ", got ",
+                rotary_dim);
+  check.require(0 <= begin_layer && begin_layer <= end_layer && end_layer <= num_layers,
+                "begin_layer, end_layer: expected 0 <= begin_layer <= end_layer <= num_layers=",
+                num_layers, ", got ", begin_layer, " and ", end_layer);
+  check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
+  check.require(fixed_split_size >= 0 && fixed_split_size <= INT32_MAX,
+                "fixed_split_size: expected 0 or more keys, got ", fixed_split_size);
+  check.require(check["num_tokens"] <= 1 || out.stride(0) >= check["hidden_size"],
+                "out: expected rows that do not overlap, got row stride ", out.stride(0));
+  check.same_or_apart(hidden, "hidden", out);
+
+  params.hidden = data<const void>(hidden);
+  params.attention_norm = data<const void>(attention_norm);
+  params.q_norm = data_or_null<const void>(q_norm);
+  params.k_norm = data_or_null<const void>(k_norm);
+  params.mlp_norm = data<const void>(mlp_norm);
+  params.sliding_window = data_or_null<const int32_t>(sliding_window);
+  params.skip_attention = data_or_null<const uint8_t>(skip_attention);
+  params.skip_mlp = data_or_null<const uint8_t>(skip_mlp);
+  params.out = data<void>(out);
+  params.begin_layer = begin_layer;
+  params.end_layer = end_layer;
+  params.num_tokens = check["num_tokens"];
+  params.hidden_size = check["hidden_size"];
+  params.hidden_stride = hidden.stride(0);
+  params.out_stride = out.stride(0);
+  params.k_cache_layer_stride = k_cache.stride(0);
+  params.v_cache_layer_stride = v_cache.stride(0);
+  params.eps = static_cast<float>(eps);
+  params.dtype = check.dtype();
+
+  AppendKvParams& append = params.append;
+  append.k_cache = data<void>(k_cache);
+  append.v_cache = data<void>(v_cache);
+  append.slot_mapping = data<const int64_t>(slot_mapping);
+  append.positions = data<const int64_t>(positions);
+  append.cos_sin = data<const float>(cos_sin);
+  append.num_tokens = params.num_tokens;
+  append.num_q_heads = q_size / head_dim;
+  append.num_kv_heads = num_kv_heads;
+  append.head_dim = head_dim;
+  append.rotary_dim = rotary_dim;
+  append.k_cache_slot_stride = check.slot_stride(k_cache, "k_cache");
+  append.v_cache_slot_stride = check.slot_stride(v_cache, "v_cache");
+  append.eps = params.eps;
+  append.dtype = params.dtype;
+
+  PagedAttentionParams& attend = params.attend;
+  attend.page_table = data<const int32_t>(page_table);
+  attend.seq_lens = data<const int32_t>(seq_lens);
+  attend.query_start_loc = data<const int32_t>(query_start_loc);
+  attend.num_tokens = params.num_tokens;
+  attend.num_seqs = check["num_seqs"];
+  attend.num_q_heads = append.num_q_heads;
+  attend.num_kv_heads = num_kv_heads;
+  attend.head_dim = head_dim;
+  attend.num_pages = check["num_pages"];
+  attend.page_size = check["page_size"];
+  attend.page_table_stride = page_table.stride(0);
+  attend.k_page_stride = k_cache.stride(1);
+  attend.k_slot_stride = k_cache.stride(2);
+  attend.v_page_stride = v_cache.stride(1);
+  attend.v_slot_stride = v_cache.stride(2);
+  attend.fixed_split_size = fixed_split_size;
+  attend.scale = static_cast<float>(scale);
+  attend.causal = true;
+  attend.dtype = params.dtype;
+#ifndef EECORE_BACKEND_CUDA
+  check_range(check, "slot_mapping", append.slot_mapping, params.num_tokens, -1,
+              attend.num_pages * attend.page_size);
+  check_range(check, "positions", append.positions, params.num_tokens, 0, check["max_position"]);
+  attend.sliding_window = widest_window(check, params);
+  check_sequences(check, attend, check["max_pages_per_seq"]);
+
+  // As many threads as have enough to read to be worth waking.
+  cpu::Parallel pool = torch_parallel();
+  const int64_t most = std::max<int64_t>(weight_bytes(params) / pool.bytes_per_range, 1);
+  pool.num_threads = static_cast<int>(std::min<int64_t>(pool.num_threads, most));
+  with_crew(pool, [&](const cpu::Parallel& crew) { cpu::run_decoder_layers(params, crew); });
+#endif
+}
+
+EECORE_IMPL(decoder_layers, decoder_layers)
+
+}  // namespace
+}  // namespace eecore
