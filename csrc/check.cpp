@@ -37,6 +37,8 @@ bool dtype_matches(ScalarType type, Accept accept) {
   switch (accept) {
     case Accept::kFloat32:
       return type == ScalarType::Float;
+    case Accept::kInt8:
+      return type == ScalarType::Char;
     case Accept::kInt32:
       return type == ScalarType::Int;
     case Accept::kInt64:
@@ -53,6 +55,8 @@ const char* accept_name(Accept accept) {
   switch (accept) {
     case Accept::kFloat32:
       return "float32";
+    case Accept::kInt8:
+      return "int8";
     case Accept::kInt32:
       return "int32";
     case Accept::kInt64:
@@ -129,6 +133,23 @@ void Checker::same_or_apart(const Tensor& rows, const char* name, const Tensor& 
       rows.data_ptr() == out.data_ptr() && (out.size(0) == 1 || rows.stride(0) == out.stride(0));
   const bool apart = end_of(rows) <= data<const char>(out) || end_of(out) <= data<const char>(rows);
   require(same || apart, name, ": expected out itself or memory apart from it, got an overlap");
+}
+
+const float* Checker::weight(const Tensor& tensor, const char* name,
+                             std::initializer_list<Dim> shape, const std::optional<Tensor>& scale,
+                             const char* scale_name, std::initializer_list<Dim> scale_shape) {
+  if (!scale.has_value()) {
+    (*this)(tensor, name, Accept::kModel, shape, 1);
+    return nullptr;
+  }
+  (*this)(tensor, name, Accept::kInt8, shape, 1);
+  (*this)(*scale, scale_name, Accept::kFloat32, scale_shape, 1);
+  // Sums of products of bytes must fit in 32 bits.
+  constexpr int64_t kMaxColumns = 1 << 20;
+  const int64_t columns = tensor.size(tensor.dim() - 1);
+  require(columns <= kMaxColumns, name, ": expected int8 rows of at most ", kMaxColumns,
+          " elements, got ", columns);
+  return data<const float>(*scale);
 }
 
 DType Checker::dtype() const {

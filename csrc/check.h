@@ -26,7 +26,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Element types a tensor may have.
-enum class Accept : uint8_t { kFloat32, kInt32, kInt64, kBool, kModel };
+enum class Accept : uint8_t { kFloat32, kInt8, kInt32, kInt64, kBool, kModel };
 
 // A size of an expected shape: a name to bind or match, or a number.
 struct Dim {
@@ -52,6 +52,12 @@ class Checker {
     if (tensor.has_value()) (*this)(*tensor, name, accept, shape, contiguous_dims);
     return tensor.has_value();
   }
+
+  // Holds a weight [..., num_rows, n] with contiguous rows to kModel or, where there is a `scale`,
+  // to int8, and the scale to float32 [..., num_rows]. Returns the scale's data, or null.
+  const float* weight(const Tensor& tensor, const char* name, std::initializer_list<Dim> shape,
+                      const std::optional<Tensor>& scale, const char* scale_name,
+                      std::initializer_list<Dim> scale_shape);
 
   // Binds a size that no tensor has as a dimension of its own, "num_drafts + num_seqs" for one.
   void bind(const char* dim_name, int64_t size);

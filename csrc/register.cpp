@@ -7,7 +7,8 @@ STABLE_TORCH_LIBRARY(eecore, m) {
       "Tensor(b!) exit_layer, Tensor(c!) survivors, Tensor(d!) num_survivors, "
       "Tensor(e!) all_accepted) -> ()");
   m.def(
-      "exit_confidence_softmax(Tensor hidden, Tensor? norm_weight, Tensor lm_head, float eps, "
+      "exit_confidence_softmax(Tensor hidden, Tensor? norm_weight, Tensor lm_head, "
+      "Tensor? lm_head_scale, float eps, "
       "Tensor(a!) confidence, Tensor(b!) token, Tensor(c!)? logsumexp, "
       "Tensor(d!)? top_logit) -> ()");
   m.def("exit_confidence_cosine(Tensor previous, Tensor hidden, Tensor(a!) confidence) -> ()");
@@ -24,14 +25,15 @@ STABLE_TORCH_LIBRARY(eecore, m) {
       "int sliding_window, int fixed_split_size) -> ()");
   m.def(
       "kv_fill(Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
-      "Tensor? kv_bias, Tensor? k_norm_weight, Tensor? positions, Tensor? cos_sin, "
+      "Tensor? kv_scale, Tensor? kv_bias, Tensor? k_norm_weight, Tensor? positions, Tensor? "
+      "cos_sin, "
       "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, float eps) -> ()");
   m.def(
-      "skinny_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, "
-      "Tensor? residual, Tensor(a!) out) -> ()");
+      "skinny_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
+      "Tensor? weight_scale, Tensor? bias, Tensor? residual, Tensor(a!) out) -> ()");
   m.def(
-      "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, "
-      "Tensor(a!) out) -> ()");
+      "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
+      "Tensor? weight_scale, Tensor? bias, Tensor(a!) out) -> ()");
   m.def(
       "decoder_layers(Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
       "Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, Tensor mlp_norm, "

@@ -97,12 +97,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight.double() * scaled.to(x.dtype).double()).to(x.dtype)
 
 
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """x @ weight.T in float64; with a scale, of x in 16 bits and int8 weight rows times scale."""
+    if scale is None:
+        return x.double() @ weight.double().T
+    largest = x.float().abs().amax(-1, keepdim=True)
+    to_q = torch.where(largest > 0, torch.full_like(largest, 32512) / largest, 0)
+    whole = (x.float() * to_q).round().double()
+    return (whole @ weight.double().T) * (largest.double() / 32512) * scale.double()
+
+
 def exit_confidence_softmax(
-    hidden: Tensor, norm_weight: Tensor | None, lm_head: Tensor, eps: float
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    lm_head: Tensor,
+    eps: float,
+    *,
+    lm_head_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gap of the two largest probabilities, log-sum-exp, logits), all float64."""
     x = hidden if norm_weight is None else rms_norm(hidden, norm_weight, eps)
-    logits = x.double() @ lm_head.double().T
+    logits = linear(x, lm_head, lm_head_scale)
     top = logits.softmax(-1).topk(2, dim=-1).values
     return top[:, 0] - top[:, 1], logits.logsumexp(-1), logits
 
@@ -124,6 +139,7 @@ def kv_fill(
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    kv_scale: Tensor | None = None,
     kv_bias: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     positions: Tensor | None = None,
@@ -135,7 +151,7 @@ def kv_fill(
     for layer in range(num_layers):
         rows = ((exit_layer <= layer) & (slot_mapping >= 0)).nonzero().flatten()
         x = rms_norm(hidden[rows], norm_weight[layer], eps)
-        projected = x.double() @ kv_weight[layer].double().T
+        projected = linear(x, kv_weight[layer], None if kv_scale is None else kv_scale[layer])
         if kv_bias is not None:
             projected = projected + kv_bias[layer].double()
         projected = projected.to(hidden.dtype).view(len(rows), 2, num_kv_heads, head_dim)
@@ -228,6 +244,7 @@ def skinny_linear(
     x: Tensor,
     weight: Tensor,
     *,
+    weight_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
@@ -236,7 +253,7 @@ def skinny_linear(
     """Norm, linear layer, residual; each rounded to x's dtype; see eecore.ops.skinny_linear."""
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    projected = x.double() @ weight.double().T
+    projected = linear(x, weight, weight_scale)
     if bias is not None:
         projected = projected + bias.double()
     projected = projected.to(x.dtype)
@@ -247,12 +264,15 @@ def skinny_gated_linear(
     x: Tensor,
     weight: Tensor,
     *,
+    weight_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
 ) -> Tensor:
     """silu(gate) * up, each rounded to x's dtype; see eecore.ops.skinny_gated_linear."""
-    projected = skinny_linear(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
+    projected = skinny_linear(
+        x, weight, weight_scale=weight_scale, norm_weight=norm_weight, eps=eps, bias=bias
+    )
     gate, up = projected.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate.double()).to(x.dtype) * up
 

@@ -2,16 +2,12 @@
 // logits of a tile live in a buffer on the stack, and leave it as one partial per row and tile.
 // Tiles have a fixed size and are merged in order, so the result does not depend on the number of
 // threads.
-#include "rms_norm.h"
-#include "scratch.h"
-#include "skinny_gemm.h"
+#include "packed_rows.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-constexpr int64_t kTile = 256;     // vocabulary rows per partial
-constexpr int64_t kRowBlock = 32;  // rows per buffer
-constexpr int64_t kLogits = 32;    // vocabulary rows per buffer
+constexpr int64_t kTile = 256;  // vocabulary rows per partial
 constexpr float kInfinity = __builtin_inff();
 
 // What is known of a row's logits so far. NaN among them shows as a NaN in `total`.
@@ -22,11 +18,11 @@ struct Partial {
   int32_t index;  // of the largest; the lowest among equals
 };
 
-// Folds logits: [kLogits], -infinity after the n first, of vocabulary rows from first_index on.
+// Folds logits: [kTileRows], -infinity after the n first, of vocabulary rows from first_index on.
 void fold(const float* logits, int64_t n, int64_t first_index, Partial* partial) {
   // max and min give their second operand where one is NaN: a NaN passes the clamp.
   Vec largest = broadcast(-kInfinity), not_a_number = zero();
-  for (int64_t i = 0; i < kLogits; i += kWidth) {
+  for (int64_t i = 0; i < kTileRows; i += kWidth) {
     const Vec x = load(logits + i);
     largest = max(largest, x);
     not_a_number = not_a_number + min(broadcast(1.0f), max(broadcast(0.0f), x)) * zero();
@@ -51,7 +47,7 @@ void fold(const float* logits, int64_t n, int64_t first_index, Partial* partial)
   if (partial->largest > -kInfinity) {
     const Vec shift = broadcast(partial->largest);
     Vec exps = zero();
-    for (int64_t i = 0; i < kLogits; i += kWidth) exps = exps + exp(load(logits + i) - shift);
+    for (int64_t i = 0; i < kTileRows; i += kWidth) exps = exps + exp(load(logits + i) - shift);
     total += sum(exps);
   }
   partial->total = total + sum(not_a_number);
@@ -88,52 +84,36 @@ void write_row(const ExitConfidenceSoftmaxParams& params, int64_t row, const Par
   if (params.top_logit) params.top_logit[row] = not_a_number ? total : largest;
 }
 
-template <typename T>
+template <typename T, typename W>
 void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel) {
   const int64_t num_seqs = params.num_seqs, n = params.hidden_size;
-  const T* head = static_cast<const T*>(params.lm_head);
-  const T* norm_weight = static_cast<const T*>(params.norm_weight);
-
-  // Normed rows, packed.
-  const int64_t x_stride = packed_size<T>(n);
-  Scratch<PackedX<T>> x(num_seqs * x_stride);
-  Scratch<T> normed(num_seqs * x_stride);
-  parallel_for(parallel, num_seqs, ceil_div(65536, n), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* hidden = static_cast<const T*>(params.hidden) + row * params.hidden_stride;
-      if (norm_weight) {
-        T* out = normed.data() + row * x_stride;
-        scale_row(hidden, norm_weight, inverse_rms(hidden, n, params.eps), n, out);
-        hidden = out;
-      }
-      pack_row(hidden, n, x.data() + row * x_stride);
-    }
-  });
+  const WeightRows<W> head{static_cast<const W*>(params.lm_head), params.lm_head_stride,
+                           params.lm_head_scale};
+  const PackedRows<T, W> x(static_cast<const T*>(params.hidden), params.hidden_stride, num_seqs, n,
+                           static_cast<const T*>(params.norm_weight), params.eps);
 
   // Partials: [num_tiles, num_seqs].
   const int64_t num_tiles = ceil_div(params.vocab_size, kTile);
   Scratch<Partial> partials(num_tiles * num_seqs);
   const int64_t grain = ceil_div(65536, kTile * n);
   parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
-    float logits[kRowBlock][kLogits];
+    float logits[kTileBatch][kTileRows];
     for (int64_t tile = begin; tile < end; ++tile) {
       Partial* partial = partials.data() + tile * num_seqs;
       const int64_t first = tile * kTile, last = min_of(first + kTile, params.vocab_size);
       for (int64_t row = 0; row < num_seqs; ++row) {
         partial[row] = {-kInfinity, -kInfinity, 0.0f, static_cast<int32_t>(first)};
       }
-      for (int64_t v = first; v < last; v += kLogits) {
-        const int64_t count = min_of(kLogits, last - v);
-        const T* w = head + v * params.lm_head_stride;
-        for (int64_t row = 0; row < num_seqs; row += kRowBlock) {
-          const int64_t rows = min_of(kRowBlock, num_seqs - row);
+      for (int64_t v = first; v < last; v += kTileRows) {
+        const int64_t count = min_of(kTileRows, last - v);
+        for (int64_t row = 0; row < num_seqs; row += kTileBatch) {
+          const int64_t rows = min_of(kTileBatch, num_seqs - row);
           // The last block of rows prefetches; the others find this part of the head in cache.
-          const bool more = row + kRowBlock >= num_seqs && v + count < params.vocab_size;
-          const T* next = more ? w + count * params.lm_head_stride : nullptr;
-          multiply(w, params.lm_head_stride, count, x.data() + row * x_stride, x_stride, rows, n,
-                   next, logits[0], kLogits);
+          const bool more = row + kTileBatch >= num_seqs && v + count < params.vocab_size;
+          multiply(head.from(v), count, x.row(row), x.stride(), rows, n,
+                   more ? head.row(v + count) : nullptr, logits[0], kTileRows);
           for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t j = count; j < kLogits; ++j) logits[i][j] = -kInfinity;
+            for (int64_t j = count; j < kTileRows; ++j) logits[i][j] = -kInfinity;
             fold(logits[i], count, v, partial + row + i);
           }
         }
@@ -153,11 +133,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params,
                                  const Parallel& parallel) {
   if (params.num_seqs == 0) return;
-  if (params.dtype == DType::kFloat32) {
-    measure<float>(params, parallel);
-  } else {
-    measure<BFloat16>(params, parallel);
-  }
+  EECORE_DISPATCH_WEIGHT(params, lm_head_scale, measure, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

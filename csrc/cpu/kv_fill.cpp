@@ -2,13 +2,10 @@
 // region. Rows are ordered by exit layer, so that the rows a layer needs are the first ones of that
 // order.
 #include "head_row.h"
-#include "scratch.h"
-#include "skinny_gemm.h"
+#include "packed_rows.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
-
-constexpr int64_t kRowBlock = 32;  // rows that are normed once and meet each head in turn
 
 // Rows with a slot, by exit layer.
 struct Rows {
@@ -36,14 +33,14 @@ struct Rows {
 };
 
 // A worker's buffers, and what it does with one head of one layer for one block of rows.
-template <typename T>
+template <typename T, typename W>
 class Worker {
  public:
   Worker(const KvFillParams& params, int64_t block)
       : params_(params),
-        x_stride_(packed_size<T>(params.hidden_size)),
+        x_stride_(packed_size<W>(params.hidden_size)),
         x_(block * x_stride_),
-        normed_(x_stride_),
+        normed_(params.hidden_size),
         head_(block * params.head_dim),
         rounded_(params.head_dim) {}
 
@@ -55,27 +52,35 @@ class Worker {
     for (int64_t i = 0; i < num_rows; ++i) {
       const T* hidden = static_cast<const T*>(params_.hidden) + rows[i] * params_.hidden_stride;
       scale_row(hidden, weight, inverse_rms(hidden, n, params_.eps), n, normed_.data());
-      pack_row(normed_.data(), n, x_.data() + i * x_stride_);
+      Format<W>::pack(normed_.data(), n, x_.data() + i * x_stride_);
     }
   }
 
   // Projects the normed rows to `head` (K heads, then V heads) and writes it to their slots.
   void fill(int64_t layer, int64_t head, const int32_t* rows, int64_t num_rows) {
-    const int64_t n = params_.head_dim, stride = params_.weight_row_stride;
-    const T* layer_weight =
-        static_cast<const T*>(params_.kv_weight) + layer * params_.weight_layer_stride;
-    const T* w = layer_weight + head * n * stride;
+    const int64_t n = params_.head_dim;
+    const WeightRows<W> weight = layer_weight(layer);
     const bool last_head = head + 1 == 2 * params_.num_kv_heads;
     const bool last_layer = layer + 1 == params_.num_layers;
-    const T* following = !last_head   ? w + n * stride
-                         : last_layer ? nullptr
-                                      : layer_weight + params_.weight_layer_stride;
-    multiply(w, stride, n, x_.data(), x_stride_, num_rows, params_.hidden_size, following,
-             head_.data(), n);
+    for (int64_t r = 0; r < n; r += kTileRows) {
+      const int64_t count = min_of(kTileRows, n - r);
+      const int64_t after = head * n + r + count;
+      const W* following = r + count < n || !last_head ? weight.row(after)
+                           : last_layer                ? nullptr
+                                                       : layer_weight(layer + 1).data;
+      multiply(weight.from(head * n + r), count, x_.data(), x_stride_, num_rows,
+               params_.hidden_size, following, head_.data() + r, n);
+    }
     for (int64_t i = 0; i < num_rows; ++i) write(layer, head, rows[i], head_.data() + i * n);
   }
 
  private:
+  WeightRows<W> layer_weight(int64_t layer) const {
+    return {static_cast<const W*>(params_.kv_weight) + layer * params_.weight_layer_stride,
+            params_.weight_row_stride,
+            params_.kv_scale ? params_.kv_scale + layer * params_.scale_layer_stride : nullptr};
+  }
+
   // Finishes one projected head of one row, values: [head_dim], and writes it to the row's slot.
   void write(int64_t layer, int64_t head, int32_t row, float* values) const {
     const int64_t n = params_.head_dim, slot = params_.slot_mapping[row];
@@ -118,24 +123,24 @@ class Worker {
 
   const KvFillParams& params_;
   int64_t x_stride_;
-  Scratch<PackedX<T>> x_;  // [block, x_stride]
-  Scratch<T> normed_;      // [x_stride]
+  Scratch<PackedX<W>> x_;  // [block, x_stride]
+  Scratch<T> normed_;      // [hidden_size]
   Scratch<float> head_;    // [block, head_dim]
   Scratch<T> rounded_;     // [head_dim]
 };
 
 // Work items [begin, end) of the list (layer, block of rows, head).
-template <typename T>
+template <typename T, typename W>
 void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int64_t end) {
   const int64_t num_heads = 2 * params.num_kv_heads;
-  Worker<T> worker(params, min_of(kRowBlock, params.num_tokens));
+  Worker<T, W> worker(params, min_of(kTileBatch, params.num_tokens));
   int64_t item = begin, first = 0;
   for (int64_t layer = 0; layer < params.num_layers && item < end; ++layer) {
     const int64_t needed = rows.counts[layer];
-    for (int64_t row = 0; row < needed && item < end; row += kRowBlock, first += num_heads) {
+    for (int64_t row = 0; row < needed && item < end; row += kTileBatch, first += num_heads) {
       if (item >= first + num_heads) continue;
       const int32_t* block = rows.order.data() + row;
-      const int64_t num_rows = min_of(kRowBlock, needed - row);
+      const int64_t num_rows = min_of(kTileBatch, needed - row);
       worker.norm(layer, block, num_rows);
       for (; item < min_of(first + num_heads, end); ++item) {
         worker.fill(layer, item - first, block, num_rows);
@@ -144,27 +149,23 @@ void fill_items(const KvFillParams& params, const Rows& rows, int64_t begin, int
   }
 }
 
-template <typename T>
+template <typename T, typename W>
 void fill_layers(const KvFillParams& params, const Parallel& parallel) {
   const Rows rows(params);
   int64_t num_items = 0;
   for (int64_t layer = 0; layer < params.num_layers; ++layer) {
-    num_items += ceil_div(rows.counts[layer], kRowBlock) * 2 * params.num_kv_heads;
+    num_items += ceil_div(rows.counts[layer], kTileBatch) * 2 * params.num_kv_heads;
   }
   // Each range norms its rows anew, so a range should hold a good many heads' work.
   const int64_t grain = ceil_div(65536, params.head_dim * params.hidden_size);
   parallel_for(parallel, num_items, grain,
-               [&](int64_t begin, int64_t end) { fill_items<T>(params, rows, begin, end); });
+               [&](int64_t begin, int64_t end) { fill_items<T, W>(params, rows, begin, end); });
 }
 
 }  // namespace
 
 void run_kv_fill(const KvFillParams& params, const Parallel& parallel) {
-  if (params.dtype == DType::kFloat32) {
-    fill_layers<float>(params, parallel);
-  } else {
-    fill_layers<BFloat16>(params, parallel);
-  }
+  EECORE_DISPATCH_WEIGHT(params, kv_scale, fill_layers, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

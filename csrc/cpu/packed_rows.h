@@ -8,35 +8,32 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-template <typename T>
+// Rows of T, packed for a weight of W.
+template <typename T, typename W>
 class PackedRows {
  public:
   // x: [num_rows, n], row stride x_stride; norm_weight: [n], may be null.
   PackedRows(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, const T* norm_weight,
              float eps)
-      : stride_(packed_size<T>(n)), rows_(num_rows * stride_) {
-    Scratch<T> normed(norm_weight ? stride_ : 0);
+      : stride_(packed_size<W>(n)), rows_(num_rows * stride_) {
+    Scratch<T> normed(norm_weight ? n : 0);
     for (int64_t row = 0; row < num_rows; ++row) {
       const T* values = x + row * x_stride;
       if (norm_weight) {
         scale_row(values, norm_weight, inverse_rms(values, n, eps), n, normed.data());
         values = normed.data();
       }
-      pack_row(values, n, rows_.data() + row * stride_);
+      Format<W>::pack(values, n, rows_.data() + row * stride_);
     }
   }
 
   int64_t stride() const { return stride_; }
-  const PackedX<T>* row(int64_t i) const { return rows_.data() + i * stride_; }
+  const PackedX<W>* row(int64_t i) const { return rows_.data() + i * stride_; }
 
  private:
   int64_t stride_;
-  Scratch<PackedX<T>> rows_;  // [num_rows, stride]
+  Scratch<PackedX<W>> rows_;  // [num_rows, stride]
 };
-
-// Rows of a weight and of x that meet in one buffer on the stack.
-constexpr int64_t kTileRows = 32;
-constexpr int64_t kTileBatch = 32;
 
 // The fewest rows of a weight, of row_bytes each, that are worth a range of their own.
 inline int64_t rows_per_range(const Parallel& parallel, int64_t row_bytes) {

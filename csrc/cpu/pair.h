@@ -30,7 +30,8 @@ inline void store_pair(T* p, Pair x) {
   store(p, x.a);
   store(p + kWidth, x.b);
 }
-// The first n elements, n a multiple of 8 below kPairWidth; zeros in place of the rest.
+// The first n elements, n below kPairWidth, for a store a multiple of 8; a load puts zeros in place
+// of the rest.
 template <typename T>
 inline Pair load_pair_partial(const T* p, int64_t n) {
   return {load_partial(p, min_of(n, kWidth)), load_partial(p + kWidth, max_of(n - kWidth, 0))};
@@ -87,11 +88,16 @@ template <>
 inline void store_pair(BFloat16* p, Pair x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), join_pair(x));
 }
-// n is 8, half of the pair.
 template <>
-inline Pair load_pair_partial(const BFloat16* p, int64_t) {
-  return split_pair(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+inline Pair load_pair_partial(const BFloat16* p, int64_t n) {
+  if (n == 8) {
+    return split_pair(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  BFloat16 lanes[kPairWidth] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+  return load_pair(lanes);
 }
+// n is 8, half of the pair.
 template <>
 inline void store_pair_partial(BFloat16* p, Pair x, int64_t) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(join_pair(x)));

@@ -45,7 +45,7 @@ Capability best_capability() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) return Capability::kAvx512Bf16;
   if (avx512) return Capability::kAvx512;
   if (avx2) return Capability::kAvx2;

@@ -21,27 +21,26 @@ void finish_row(const float* gates, const float* ups, const T* gate_bias, const 
 }
 
 // Columns [begin, end) of out.
-template <typename T>
-void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T>& x, int64_t begin,
+template <typename T, typename W>
+void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W>& x, int64_t begin,
                     int64_t end) {
-  const int64_t stride = params.weight_stride, n = params.in_features;
-  const T* gate_weight = static_cast<const T*>(params.weight);
-  const T* up_weight = gate_weight + params.inner_size * stride;
+  const int64_t n = params.in_features;
+  const WeightRows<W> gate{static_cast<const W*>(params.weight), params.weight_stride,
+                           params.weight_scale};
+  const WeightRows<W> up = gate.from(params.inner_size);
   const T* gate_bias = static_cast<const T*>(params.bias);
   const T* up_bias = gate_bias ? gate_bias + params.inner_size : nullptr;
   float gates[kTileBatch][kTileRows], ups[kTileBatch][kTileRows];
   for (int64_t r = begin; r < end; r += kTileRows) {
     const int64_t count = min_of(kTileRows, end - r);
-    const T* gate = gate_weight + r * stride;
-    const T* up = up_weight + r * stride;
     for (int64_t b = 0; b < params.num_tokens; b += kTileBatch) {
       const int64_t batch = min_of(kTileBatch, params.num_tokens - b);
       // The first rows of x bring the up rows into cache, the last ones the next gate rows.
       const bool more = b + kTileBatch >= params.num_tokens && r + count < end;
-      multiply(gate, stride, count, x.row(b), x.stride(), batch, n, b == 0 ? up : nullptr, gates[0],
-               kTileRows);
-      multiply(up, stride, count, x.row(b), x.stride(), batch, n,
-               more ? gate + count * stride : nullptr, ups[0], kTileRows);
+      multiply(gate.from(r), count, x.row(b), x.stride(), batch, n, b == 0 ? up.row(r) : nullptr,
+               gates[0], kTileRows);
+      multiply(up.from(r), count, x.row(b), x.stride(), batch, n,
+               more ? gate.row(r + count) : nullptr, ups[0], kTileRows);
       for (int64_t i = 0; i < batch; ++i) {
         finish_row(gates[i], ups[i], gate_bias ? gate_bias + r : nullptr,
                    up_bias ? up_bias + r : nullptr, count,
@@ -51,25 +50,22 @@ void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T>& 
   }
 }
 
-template <typename T>
+template <typename T, typename W>
 void run(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
-  const PackedRows<T> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
-                        params.in_features, static_cast<const T*>(params.norm_weight), params.eps);
+  const PackedRows<T, W> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
+                           params.in_features, static_cast<const T*>(params.norm_weight),
+                           params.eps);
   const int64_t grain =
-      rows_per_range(parallel, 2 * params.in_features * static_cast<int64_t>(sizeof(T)));
+      rows_per_range(parallel, 2 * params.in_features * static_cast<int64_t>(sizeof(W)));
   parallel_for(parallel, params.inner_size, grain,
-               [&](int64_t begin, int64_t end) { multiply_range<T>(params, x, begin, end); });
+               [&](int64_t begin, int64_t end) { multiply_range<T, W>(params, x, begin, end); });
 }
 
 }  // namespace
 
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0) return;
-  if (params.dtype == DType::kFloat32) {
-    run<float>(params, parallel);
-  } else {
-    run<BFloat16>(params, parallel);
-  }
+  EECORE_DISPATCH_WEIGHT(params, weight_scale, run, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

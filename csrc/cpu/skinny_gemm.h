@@ -1,119 +1,23 @@
 // out[b, r] = sum_k x[b, k] * w[r, k] for few rows b: w is read once, from memory, in row order.
 //
-// A block of kRows weight rows meets up to kMaxBatch rows of x with one float32 accumulator vector
-// per pair, k ascending, whatever the block: a result never depends on which other rows were
-// computed with it. x is packed first, see PackedX. The next block of w is prefetched while this
-// one is multiplied.
+// A block of kRows weight rows meets up to kMaxBatch rows of x with one sum of vector lanes per
+// pair, k ascending, whatever the block: a result never depends on which other rows were computed
+// with it. x is packed first, see weight_format.h. The next block of w is prefetched while this one
+// is multiplied. Where the rows of x would not stay in the first-level cache, a tile of w is
+// crossed in chunks of columns, and the sums wait in memory between them.
 #pragma once
 
-#include "vec.h"
+#include "weight_format.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int kRows = 4;
-#if defined(__AVX512F__)
-constexpr int kMaxBatch = 4;
-#elif defined(__AVX2__)
-constexpr int kMaxBatch = 2;
-#else
-constexpr int kMaxBatch = 1;
-#endif
-
-// How kStep elements of a weight row are loaded, and multiplied with as many of x. bfloat16 is
-// widened where it lies: even elements by a shift, odd ones by a mask. Packing x loads it the same
-// way.
-template <typename T>
-struct Step {
-  static constexpr int kStep = 2 * kWidth;
-  using PackedX = float;
-  Vec a, b;
-
-  Vec multiply_add(const float* x, Vec accumulator) const {
-    return fma(b, load(x + kWidth), fma(a, load(x), accumulator));
-  }
-  void pack(float* x) const {
-    store(x, a);
-    store(x + kWidth, b);
-  }
-};
-
-inline Step<float> load_step(const float* p) { return {load(p), load(p + kWidth)}; }
-inline Step<float> load_step_partial(const float* p, int64_t n) {
-  if (n <= kWidth) return {load_partial(p, n), zero()};
-  return {load(p), load_partial(p + kWidth, n - kWidth)};
-}
-
-#if defined(__AVX512BF16__)
-
-// Pairs of bfloat16 are multiplied as they lie, with float32 sums.
-template <>
-struct Step<BFloat16> {
-  static constexpr int kStep = 2 * kWidth;
-  using PackedX = BFloat16;
-  __m512i bits;
-
-  Vec multiply_add(const BFloat16* x, Vec accumulator) const {
-    return {_mm512_dpbf16_ps(accumulator.v, reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)),
-                             reinterpret_cast<__m512bh>(bits))};
-  }
-  void pack(BFloat16* x) const { _mm512_storeu_si512(x, bits); }
-};
-inline Step<BFloat16> step_of(__m512i bits) { return {bits}; }
-
-#elif defined(__AVX512F__)
-
-inline Step<BFloat16> step_of(__m512i bits) {
-  const __m512i odd = _mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))}, {_mm512_castsi512_ps(odd)}};
-}
-
-#elif defined(__AVX2__)
-
-inline Step<BFloat16> step_of(__m256i bits) {
-  const __m256i odd = _mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))}, {_mm256_castsi256_ps(odd)}};
-}
-
-#endif
-
-#if defined(__AVX512F__)
-inline Step<BFloat16> load_step(const BFloat16* p) { return step_of(_mm512_loadu_si512(p)); }
-inline Step<BFloat16> load_step_partial(const BFloat16* p, int64_t n) {
-  return step_of(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1ull), p));
-}
-#elif defined(__AVX2__)
-inline Step<BFloat16> load_step(const BFloat16* p) {
-  return step_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-inline Step<BFloat16> load_step_partial(const BFloat16* p, int64_t n) {
-  BFloat16 lanes[16] = {};
-  for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
-  return load_step(lanes);
-}
-#else
-inline Step<BFloat16> load_step(const BFloat16* p) { return {load(p), load(p + kWidth)}; }
-inline Step<BFloat16> load_step_partial(const BFloat16* p, int64_t n) {
-  if (n <= kWidth) return {load_partial(p, n), zero()};
-  return {load(p), load_partial(p + kWidth, n - kWidth)};
-}
-#endif
-
-// The type of packed x, and the elements that a packed row of n takes: zeros fill the last step.
-template <typename T>
-using PackedX = typename Step<T>::PackedX;
-template <typename T>
-inline int64_t packed_size(int64_t n) {
-  return ceil_div(n, Step<T>::kStep) * Step<T>::kStep;
-}
-
-// Packs row: [n] into x: [packed_size(n)].
-template <typename T>
-inline void pack_row(const T* row, int64_t n, PackedX<T>* x) {
-  constexpr int kStep = Step<T>::kStep;
-  int64_t k = 0;
-  for (; k + kStep <= n; k += kStep) load_step(row + k).pack(x + k);
-  if (k < n) load_step_partial(row + k, n - k).pack(x + k);
-}
+// Rows of a weight and of x that meet in one call of multiply.
+constexpr int64_t kTileRows = 32;
+constexpr int64_t kTileBatch = 32;
+// Columns of a chunk, a multiple of every step, and the bytes of x that need no chunks.
+constexpr int64_t kChunk = 512;
+constexpr int64_t kCachedBytes = 24 << 10;
 
 // out[i] = sum(v[i]) for the four vectors, each in the same order.
 inline void store_sums(const Vec* v, float* out) {
@@ -137,99 +41,158 @@ inline void store_sums(const Vec* v, float* out) {
 #endif
 }
 
-// out[b * out_stride + r] for kWRows rows of w and kBatch rows of x; kAhead rows with the stride of
-// w are prefetched from `ahead` meanwhile.
-template <int kWRows, int kBatch, int kAhead, typename T>
-inline void multiply_block(const T* w, int64_t w_stride, const PackedX<T>* x, int64_t x_stride,
-                           int64_t n, const T* ahead, float* out, int64_t out_stride) {
-  constexpr int kStep = Step<T>::kStep;
-  Vec sums[kBatch][kRows];
+// A block of a product: rows of w and of x, columns [begin, end) of n.
+template <typename W>
+struct Block {
+  WeightRows<W> w;
+  const PackedX<W>* x;  // row stride x_stride
+  int64_t x_stride;
+  int64_t begin, end, n;
+  const W* ahead;                     // rows with the stride of w to prefetch meanwhile
+  typename Format<W>::Sums* waiting;  // [kBatch, kRows], between chunks
+  float* out;                         // out[b * out_stride + r]
+  int64_t out_stride;
+};
+
+// kWRows rows of w and kBatch rows of x; kAhead rows are prefetched.
+template <int kWRows, int kBatch, int kAhead, typename W>
+inline void multiply_block(const Block<W>& block) {
+  using F = Format<W>;
+  constexpr int kStep = F::kStep;
+  const W* w = block.w.data;
+  const W* ahead = block.ahead;
+  const int64_t w_stride = block.w.stride, x_stride = block.x_stride;
+  const PackedX<W>* x = block.x;
+  typename F::Sums sums[kBatch][kWRows];
+#pragma GCC unroll 4
   for (int b = 0; b < kBatch; ++b) {
-    for (int r = 0; r < kRows; ++r) sums[b][r] = zero();
+#pragma GCC unroll 4
+    for (int r = 0; r < kWRows; ++r) {
+      sums[b][r] = block.begin == 0 ? F::start(x + b * x_stride) : block.waiting[b * kRows + r];
+    }
   }
-  int64_t k = 0;
-  for (; k + kStep <= n; k += kStep) {
+  int64_t k = block.begin;
+  x += packed_offset<W>(k);
+  for (; k + kStep <= block.end; k += kStep, x += packed_offset<W>(kStep) - packed_offset<W>(0)) {
 #pragma GCC unroll 4
     for (int r = 0; r < kAhead; ++r) {
-      for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(T))) {
+      for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(W))) {
         __builtin_prefetch(ahead + r * w_stride + k + line);
       }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kWRows; ++r) {
-      const Step<T> step = load_step(w + r * w_stride + k);
+      const auto loaded = F::load(w + r * w_stride + k);
 #pragma GCC unroll 4
       for (int b = 0; b < kBatch; ++b) {
-        sums[b][r] = step.multiply_add(x + b * x_stride + k, sums[b][r]);
+        sums[b][r] = F::multiply_add(loaded, x + b * x_stride, sums[b][r]);
       }
     }
   }
-  if (k < n) {
+  if (k < block.end) {
 #pragma GCC unroll 4
     for (int r = 0; r < kWRows; ++r) {
-      const Step<T> step = load_step_partial(w + r * w_stride + k, n - k);
+      const auto loaded = F::load_partial(w + r * w_stride + k, block.end - k);
 #pragma GCC unroll 4
       for (int b = 0; b < kBatch; ++b) {
-        sums[b][r] = step.multiply_add(x + b * x_stride + k, sums[b][r]);
+        sums[b][r] = F::multiply_add(loaded, x + b * x_stride, sums[b][r]);
       }
     }
   }
+  if (block.end < block.n) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBatch; ++b) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kWRows; ++r) block.waiting[b * kRows + r] = sums[b][r];
+    }
+    return;
+  }
+#pragma GCC unroll 4
   for (int b = 0; b < kBatch; ++b) {
-    float block[kRows];
-    store_sums(sums[b], block);
-    for (int r = 0; r < kWRows; ++r) out[b * out_stride + r] = block[r];
+    Vec lanes[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) lanes[r] = r < kWRows ? F::lanes(sums[b][r]) : zero();
+    float totals[kRows];
+    store_sums(lanes, totals);
+    const float scale = F::scale(block.x + b * x_stride);
+#pragma GCC unroll 4
+    for (int r = 0; r < kWRows; ++r) {
+      float* out = block.out + b * block.out_stride + r;
+      *out = block.w.scales ? totals[r] * (scale * block.w.scales[r]) : totals[r];
+    }
   }
 }
 
-// The same with the number of rows to prefetch, 0, 1, 2 or 4, and of rows of x chosen by the call.
-template <int kWRows, int kBatch, typename T>
-inline void multiply_block(const T* w, int64_t w_stride, const PackedX<T>* x, int64_t x_stride,
-                           int64_t batch, int64_t n, const T* ahead, int64_t num_ahead, float* out,
-                           int64_t out_stride) {
+// The same with the number of rows to prefetch, up to kRows, and of rows of x chosen by the call.
+template <int kWRows, int kBatch, typename W>
+inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahead) {
   if constexpr (kBatch > 1) {
     if (batch < kBatch) {
-      return multiply_block<kWRows, kBatch - 1>(w, w_stride, x, x_stride, batch, n, ahead,
-                                                num_ahead, out, out_stride);
+      return multiply_block<kWRows, kBatch - 1>(block, batch, num_ahead);
     }
   }
-  switch (num_ahead) {
-    case 4:
-      return multiply_block<kWRows, kBatch, 4>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
-    case 2:
-      return multiply_block<kWRows, kBatch, 2>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
-    case 1:
-      return multiply_block<kWRows, kBatch, 1>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
-    default:
-      return multiply_block<kWRows, kBatch, 0>(w, w_stride, x, x_stride, n, ahead, out, out_stride);
+  if constexpr (kWRows == kRows) {
+    switch (num_ahead) {
+      case 4:
+        return multiply_block<kWRows, kBatch, 4>(block);
+      case 3:
+        return multiply_block<kWRows, kBatch, 3>(block);
+      case 2:
+        return multiply_block<kWRows, kBatch, 2>(block);
+      case 1:
+        return multiply_block<kWRows, kBatch, 1>(block);
+    }
   }
+  return multiply_block<kWRows, kBatch, 0>(block);
 }
 
-// out[b, r]: [num_batch, num_rows] with row stride out_stride, from w: [num_rows, n] and packed
-// x: [num_batch, packed_size(n)]. `next`: the rows of w that will be read after these; may be null.
-template <typename T>
-inline void multiply(const T* w, int64_t w_stride, int64_t num_rows, const PackedX<T>* x,
-                     int64_t x_stride, int64_t num_batch, int64_t n, const T* next, float* out,
+// out[b, r]: [num_batch, num_rows] with row stride out_stride, from rows of w and packed
+// x: [num_batch, packed_size(n)], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows
+// of w that will be read after these; may be null.
+template <typename W>
+inline void multiply(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
+                     int64_t x_stride, int64_t num_batch, int64_t n, const W* next, float* out,
                      int64_t out_stride) {
-  for (int64_t r = 0; r < num_rows; r += kRows) {
-    const T* block = w + r * w_stride;
-    const T* ahead = r + kRows < num_rows ? block + kRows * w_stride : next;
-    // Every group of rows of x prefetches its share of the next block, so that memory never idles.
-    for (int64_t b = 0; b < num_batch; b += kMaxBatch) {
-      const int64_t batch = min_of(kMaxBatch, num_batch - b);
-      const int64_t from = b * kRows / num_batch;
-      const int64_t to = min_of(b + kMaxBatch, num_batch) * kRows / num_batch;
-      const int64_t num_ahead = ahead ? to - from : 0;
-      const T* share = ahead ? ahead + from * w_stride : w;
-      const PackedX<T>* group = x + b * x_stride;
-      float* group_out = out + b * out_stride + r;
-      if (r + kRows <= num_rows) {
-        multiply_block<kRows, kMaxBatch>(block, w_stride, group, x_stride, batch, n, share,
-                                         num_ahead, group_out, out_stride);
-        continue;
-      }
-      for (int64_t i = 0; i < num_rows - r; ++i) {
-        multiply_block<1, kMaxBatch>(block + i * w_stride, w_stride, group, x_stride, batch, n,
-                                     share, 0, group_out + i, out_stride);
+  using F = Format<W>;
+  const bool cached = num_batch <= F::kMaxBatch ||
+                      num_batch * x_stride * int64_t{sizeof(PackedX<W>)} <= kCachedBytes;
+  const int64_t chunk = cached ? n : kChunk;
+  alignas(64) char waiting[kTileRows * kTileBatch * sizeof(typename F::Sums)];
+  for (int64_t begin = 0; begin < n; begin += chunk) {
+    const int64_t end = min_of(begin + chunk, n);
+    for (int64_t r = 0; r < num_rows; r += kRows) {
+      const bool last = r + kRows >= num_rows;
+      const WeightRows<W> rows = w.from(r);
+      // What is read after this block: the next rows, the next chunk of the first ones, or `next`.
+      const W* ahead = !last     ? rows.row(kRows)
+                       : end < n ? w.data + (end - begin)
+                       : next    ? next - begin
+                                 : nullptr;
+      // Every group of rows of x prefetches its share, so that memory never idles.
+      for (int64_t b = 0; b < num_batch; b += F::kMaxBatch) {
+        const int64_t batch = min_of(F::kMaxBatch, num_batch - b);
+        const int64_t from = b * kRows / num_batch;
+        const int64_t to = min_of(b + F::kMaxBatch, num_batch) * kRows / num_batch;
+        Block<W> block{rows,
+                       x + b * x_stride,
+                       x_stride,
+                       begin,
+                       end,
+                       n,
+                       ahead ? ahead + from * w.stride : nullptr,
+                       reinterpret_cast<typename F::Sums*>(waiting) + r * kTileBatch + b * kRows,
+                       out + b * out_stride + r,
+                       out_stride};
+        if (r + kRows <= num_rows) {
+          multiply_block<kRows, F::kMaxBatch>(block, batch, ahead ? to - from : 0);
+          continue;
+        }
+        for (int64_t i = 0; i < num_rows - r; ++i) {
+          multiply_block<1, F::kMaxBatch>(block, batch, 0);
+          block.w = block.w.from(1);
+          ++block.waiting;
+          ++block.out;
+        }
       }
     }
   }

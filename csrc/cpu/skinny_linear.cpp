@@ -17,22 +17,22 @@ void finish_row(const float* values, const T* bias, const T* residual, int64_t n
 }
 
 // Columns [begin, end) of out.
-template <typename T>
-void multiply_range(const SkinnyLinearParams& params, const PackedRows<T>& x, int64_t begin,
+template <typename T, typename W>
+void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x, int64_t begin,
                     int64_t end) {
-  const T* weight = static_cast<const T*>(params.weight);
+  const WeightRows<W> weight{static_cast<const W*>(params.weight), params.weight_stride,
+                             params.weight_scale};
   const T* bias = static_cast<const T*>(params.bias);
   const T* residual = static_cast<const T*>(params.residual);
   float products[kTileBatch][kTileRows];
   for (int64_t r = begin; r < end; r += kTileRows) {
     const int64_t count = min_of(kTileRows, end - r);
-    const T* w = weight + r * params.weight_stride;
     for (int64_t b = 0; b < params.num_tokens; b += kTileBatch) {
       const int64_t batch = min_of(kTileBatch, params.num_tokens - b);
       // The last rows of x prefetch; the others find this part of the weight in cache.
       const bool more = b + kTileBatch >= params.num_tokens && r + count < end;
-      multiply(w, params.weight_stride, count, x.row(b), x.stride(), batch, params.in_features,
-               more ? w + count * params.weight_stride : nullptr, products[0], kTileRows);
+      multiply(weight.from(r), count, x.row(b), x.stride(), batch, params.in_features,
+               more ? weight.row(r + count) : nullptr, products[0], kTileRows);
       for (int64_t i = 0; i < batch; ++i) {
         finish_row(products[i], bias ? bias + r : nullptr,
                    residual ? residual + (b + i) * params.residual_stride + r : nullptr, count,
@@ -42,25 +42,22 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T>& x, in
   }
 }
 
-template <typename T>
+template <typename T, typename W>
 void run(const SkinnyLinearParams& params, const Parallel& parallel) {
-  const PackedRows<T> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
-                        params.in_features, static_cast<const T*>(params.norm_weight), params.eps);
+  const PackedRows<T, W> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
+                           params.in_features, static_cast<const T*>(params.norm_weight),
+                           params.eps);
   const int64_t grain =
-      rows_per_range(parallel, params.in_features * static_cast<int64_t>(sizeof(T)));
+      rows_per_range(parallel, params.in_features * static_cast<int64_t>(sizeof(W)));
   parallel_for(parallel, params.out_features, grain,
-               [&](int64_t begin, int64_t end) { multiply_range<T>(params, x, begin, end); });
+               [&](int64_t begin, int64_t end) { multiply_range<T, W>(params, x, begin, end); });
 }
 
 }  // namespace
 
 void run_skinny_linear(const SkinnyLinearParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0) return;
-  if (params.dtype == DType::kFloat32) {
-    run<float>(params, parallel);
-  } else {
-    run<BFloat16>(params, parallel);
-  }
+  EECORE_DISPATCH_WEIGHT(params, weight_scale, run, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

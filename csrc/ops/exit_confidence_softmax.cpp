@@ -5,12 +5,14 @@ namespace eecore {
 namespace {
 
 void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& norm_weight,
-                             const Tensor& lm_head, double eps, Tensor confidence, Tensor token,
+                             const Tensor& lm_head, const std::optional<Tensor>& lm_head_scale,
+                             double eps, Tensor confidence, Tensor token,
                              std::optional<Tensor> logsumexp, std::optional<Tensor> top_logit) {
   Checker check("exit_confidence_softmax");
   check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"hidden_size"});
-  check(lm_head, "lm_head", Accept::kModel, {"vocab_size", "hidden_size"}, 1);
+  const float* scale = check.weight(lm_head, "lm_head", {"vocab_size", "hidden_size"},
+                                    lm_head_scale, "lm_head_scale", {"vocab_size"});
   check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
   check(token, "token", Accept::kInt64, {"num_seqs"});
   check(logsumexp, "logsumexp", Accept::kFloat32, {"num_seqs"});
@@ -24,6 +26,7 @@ void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& 
   params.hidden = data<const void>(hidden);
   params.norm_weight = data_or_null<const void>(norm_weight);
   params.lm_head = data<const void>(lm_head);
+  params.lm_head_scale = scale;
   params.confidence = data<float>(confidence);
   params.token = data<int64_t>(token);
   params.logsumexp = data_or_null<float>(logsumexp);

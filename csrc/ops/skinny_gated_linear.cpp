@@ -5,13 +5,15 @@ namespace eecore {
 namespace {
 
 void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
-                         const Tensor& weight, const std::optional<Tensor>& bias, Tensor out) {
+                         const Tensor& weight, const std::optional<Tensor>& weight_scale,
+                         const std::optional<Tensor>& bias, Tensor out) {
   Checker check("skinny_gated_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
   check(out, "out", Accept::kModel, {"num_tokens", "inner_size"}, 1);
   const int64_t inner_size = check["inner_size"];
-  check(weight, "weight", Accept::kModel, {2 * inner_size, "in_features"}, 1);
+  const float* scale = check.weight(weight, "weight", {2 * inner_size, "in_features"}, weight_scale,
+                                    "weight_scale", {2 * inner_size});
   check(bias, "bias", Accept::kModel, {2 * inner_size});
   check.require(check["in_features"] >= 1, "x: expected in_features >= 1, got 0");
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
@@ -22,6 +24,7 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.x = data<const void>(x);
   params.norm_weight = data_or_null<const void>(norm_weight);
   params.weight = data<const void>(weight);
+  params.weight_scale = scale;
   params.bias = data_or_null<const void>(bias);
   params.out = data<void>(out);
   params.num_tokens = check["num_tokens"];

@@ -5,12 +5,14 @@ namespace eecore {
 namespace {
 
 void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
-                   const Tensor& weight, const std::optional<Tensor>& bias,
-                   const std::optional<Tensor>& residual, Tensor out) {
+                   const Tensor& weight, const std::optional<Tensor>& weight_scale,
+                   const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                   Tensor out) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
-  check(weight, "weight", Accept::kModel, {"out_features", "in_features"}, 1);
+  const float* scale = check.weight(weight, "weight", {"out_features", "in_features"}, weight_scale,
+                                    "weight_scale", {"out_features"});
   check(bias, "bias", Accept::kModel, {"out_features"});
   check(residual, "residual", Accept::kModel, {"num_tokens", "out_features"}, 1);
   check(out, "out", Accept::kModel, {"num_tokens", "out_features"}, 1);
@@ -25,6 +27,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.x = data<const void>(x);
   params.norm_weight = data_or_null<const void>(norm_weight);
   params.weight = data<const void>(weight);
+  params.weight_scale = scale;
   params.bias = data_or_null<const void>(bias);
   params.residual = data_or_null<const void>(residual);
   params.out = data<void>(out);

@@ -26,13 +26,14 @@ struct AcceptMaskParams {
 
 // Final norm + LM head + gap of the two largest probabilities + argmax, logits never in memory.
 struct ExitConfidenceSoftmaxParams {
-  const void* hidden;       // [num_seqs, hidden_size], row stride hidden_stride
-  const void* norm_weight;  // [hidden_size]; may be null: hidden is normed already
-  const void* lm_head;      // [vocab_size, hidden_size], row stride lm_head_stride
-  float* confidence;        // [num_seqs]
-  int64_t* token;           // [num_seqs], the lowest index among equal maxima
-  float* logsumexp;         // [num_seqs]; may be null
-  float* top_logit;         // [num_seqs]; may be null
+  const void* hidden;          // [num_seqs, hidden_size], row stride hidden_stride
+  const void* norm_weight;     // [hidden_size]; may be null: hidden is normed already
+  const void* lm_head;         // [vocab_size, hidden_size], row stride lm_head_stride
+  const float* lm_head_scale;  // [vocab_size]; may be null, else the head is int8 times this
+  float* confidence;           // [num_seqs]
+  int64_t* token;              // [num_seqs], the lowest index among equal maxima
+  float* logsumexp;            // [num_seqs]; may be null
+  float* top_logit;            // [num_seqs]; may be null
   int64_t num_seqs, hidden_size, vocab_size;
   int64_t hidden_stride, lm_head_stride;
   float eps;
@@ -111,6 +112,8 @@ struct KvFillParams {
   const int32_t* exit_layer;    // [num_tokens], 0..num_layers
   const void* norm_weight;      // [num_layers, hidden_size]
   const void* kv_weight;        // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
+  const float* kv_scale;        // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
+                                // weight is int8 times this
   const void* kv_bias;          // [num_layers, 2 * num_kv_heads * head_dim]; may be null
   const void* k_norm_weight;    // [num_layers, head_dim]; may be null
   const int64_t* positions;     // [num_tokens]; may be null: no rotary
@@ -120,7 +123,8 @@ struct KvFillParams {
   const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
   int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim;
   int64_t hidden_stride;
-  int64_t norm_layer_stride, weight_layer_stride, weight_row_stride, bias_layer_stride;
+  int64_t norm_layer_stride, weight_layer_stride, weight_row_stride;
+  int64_t scale_layer_stride, bias_layer_stride;
   int64_t k_norm_layer_stride;
   int64_t k_cache_layer_stride, k_cache_slot_stride;  // heads of a slot are contiguous
   int64_t v_cache_layer_stride, v_cache_slot_stride;
@@ -130,13 +134,14 @@ struct KvFillParams {
 
 // out = norm(x) weight^T + bias + residual for few rows of x; weight is read once.
 struct SkinnyLinearParams {
-  const void* x;            // [num_tokens, in_features], row stride x_stride
-  const void* norm_weight;  // [in_features]; may be null: x is not normed
-  const void* weight;       // [out_features, in_features], row stride weight_stride
-  const void* bias;         // [out_features]; may be null
-  const void* residual;     // [num_tokens, out_features], row stride residual_stride; may be null,
-                            // may be out itself
-  void* out;                // [num_tokens, out_features], row stride out_stride
+  const void* x;              // [num_tokens, in_features], row stride x_stride
+  const void* norm_weight;    // [in_features]; may be null: x is not normed
+  const void* weight;         // [out_features, in_features], row stride weight_stride
+  const float* weight_scale;  // [out_features]; may be null, else the weight is int8 times this
+  const void* bias;           // [out_features]; may be null
+  const void* residual;  // [num_tokens, out_features], row stride residual_stride; may be null,
+                         // may be out itself
+  void* out;             // [num_tokens, out_features], row stride out_stride
   int64_t num_tokens, in_features, out_features;
   int64_t x_stride, weight_stride, residual_stride, out_stride;
   float eps;
@@ -148,8 +153,9 @@ struct SkinnyGatedLinearParams {
   const void* x;            // [num_tokens, in_features], row stride x_stride
   const void* norm_weight;  // [in_features]; may be null: x is not normed
   const void* weight;  // [2 * inner_size, in_features], row stride weight_stride: gate, then up
-  const void* bias;    // [2 * inner_size]; may be null
-  void* out;           // [num_tokens, inner_size], row stride out_stride
+  const float* weight_scale;  // [2 * inner_size]; may be null, else the weight is int8 times this
+  const void* bias;           // [2 * inner_size]; may be null
+  void* out;                  // [num_tokens, inner_size], row stride out_stride
   int64_t num_tokens, in_features, inner_size;
   int64_t x_stride, weight_stride, out_stride;
   float eps;

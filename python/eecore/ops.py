@@ -153,7 +153,12 @@ class SoftmaxConfidence(NamedTuple):
 
 
 def exit_confidence_softmax(
-    hidden: Tensor, norm_weight: Tensor | None, lm_head: Tensor, eps: float
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    lm_head: Tensor,
+    eps: float,
+    *,
+    lm_head_scale: Tensor | None = None,
 ) -> SoftmaxConfidence:
     """Final RMS norm, LM head, top-2 gap, argmax and log-sum-exp; no logits in memory.
 
@@ -163,8 +168,9 @@ def exit_confidence_softmax(
     Args:
         hidden: [num_seqs, hidden_size], the residual stream before the final norm.
         norm_weight: [hidden_size]; None when ``hidden`` is normed already.
-        lm_head: [vocab_size, hidden_size], vocab_size >= 2.
+        lm_head: [vocab_size, hidden_size], vocab_size >= 2; int8 with ``lm_head_scale``.
         eps: of the RMS norm.
+        lm_head_scale: float32 [vocab_size], see :func:`skinny_linear`.
     """
     num_seqs, device = hidden.shape[0], hidden.device
     confidence = torch.empty(num_seqs, dtype=torch.float32, device=device)
@@ -172,7 +178,15 @@ def exit_confidence_softmax(
     logsumexp = torch.empty_like(confidence)
     top_logit = torch.empty_like(confidence)
     _exit_confidence_softmax(
-        hidden, norm_weight, lm_head, eps, confidence, token, logsumexp, top_logit
+        hidden,
+        norm_weight,
+        lm_head,
+        lm_head_scale,
+        eps,
+        confidence,
+        token,
+        logsumexp,
+        top_logit,
     )
     return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
 
@@ -338,6 +352,7 @@ def kv_fill(
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    kv_scale: Tensor | None = None,
     kv_bias: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     positions: Tensor | None = None,
@@ -355,10 +370,11 @@ def kv_fill(
         exit_layer: int32 [num_tokens], 0..num_layers; num_layers fills nothing.
         norm_weight: [num_layers, hidden_size], the norms before attention.
         kv_weight: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any
-            layer and row stride, so a view of a stacked QKV weight does.
+            layer and row stride, so a view of a stacked QKV weight does; int8 with ``kv_scale``.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
         slot_mapping: int64 [num_tokens]; -1 writes nothing.
+        kv_scale: float32 [num_layers, 2 * num_kv_heads * head_dim], see :func:`skinny_linear`.
         kv_bias: [num_layers, 2 * num_kv_heads * head_dim].
         k_norm_weight: [num_layers, head_dim].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
@@ -370,6 +386,7 @@ def kv_fill(
         exit_layer,
         norm_weight,
         kv_weight,
+        kv_scale,
         kv_bias,
         k_norm_weight,
         positions,
@@ -385,6 +402,7 @@ def skinny_linear(
     x: Tensor,
     weight: Tensor,
     *,
+    weight_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
@@ -397,9 +415,15 @@ def skinny_linear(
     bias and the sum with the residual are each rounded to that dtype. A row's result depends
     neither on the other rows nor on the number of threads.
 
+    With ``weight_scale`` the weight is int8 and row r of it stands for ``weight[r] *
+    weight_scale[r]``. Each (normed) row of x is then quantised to 16 bits, at 1/32512 of its
+    largest magnitude, and the products are summed as exact integers; a row that holds NaN or
+    infinity gives NaN throughout.
+
     Args:
         x: [num_tokens, in_features], any row stride.
-        weight: [out_features, in_features], any row stride.
+        weight: [out_features, in_features], any row stride; int8 with ``weight_scale``.
+        weight_scale: float32 [out_features].
         norm_weight: [in_features].
         eps: of the RMS norm.
         bias: [out_features].
@@ -411,7 +435,7 @@ def skinny_linear(
     """
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
-    _skinny_linear(x, norm_weight, eps, weight, bias, residual, out)
+    _skinny_linear(x, norm_weight, eps, weight, weight_scale, bias, residual, out)
     return out
 
 
@@ -419,6 +443,7 @@ def skinny_gated_linear(
     x: Tensor,
     weight: Tensor,
     *,
+    weight_scale: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
@@ -432,7 +457,9 @@ def skinny_gated_linear(
 
     Args:
         x: [num_tokens, in_features], any row stride.
-        weight: [2 * inner_size, in_features], any row stride; gate rows, then up rows.
+        weight: [2 * inner_size, in_features], any row stride; gate rows, then up rows; int8 with
+            ``weight_scale``.
+        weight_scale: float32 [2 * inner_size], see :func:`skinny_linear`.
         norm_weight: [in_features].
         eps: of the RMS norm.
         bias: [2 * inner_size].
@@ -443,7 +470,7 @@ def skinny_gated_linear(
     """
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0] // 2))
-    _skinny_gated_linear(x, norm_weight, eps, weight, bias, out)
+    _skinny_gated_linear(x, norm_weight, eps, weight, weight_scale, bias, out)
     return out
 
 

@@ -211,6 +211,7 @@ def test_large_logits_do_not_overflow(device: torch.device) -> None:
 def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {
         **random_case(2, 8, 9),
+        "lm_head_scale": None,
         "eps": 1e-5,
         "confidence": torch.full((2,), 7.0),
         "token": torch.zeros(2, dtype=torch.int64),
@@ -228,7 +229,13 @@ def test_outputs_that_are_left_out_are_not_needed(device: torch.device) -> None:
     confidence = torch.empty(3, device=device)
     token = torch.empty(3, dtype=torch.int64, device=device)
     torch.ops.eecore.exit_confidence_softmax(
-        **case, eps=1e-5, confidence=confidence, token=token, logsumexp=None, top_logit=None
+        **case,
+        lm_head_scale=None,
+        eps=1e-5,
+        confidence=confidence,
+        token=token,
+        logsumexp=None,
+        top_logit=None,
     )
     assert torch.equal(confidence, expected.confidence)
     assert torch.equal(token, expected.token)
@@ -244,7 +251,7 @@ def test_opcheck(device: torch.device) -> None:
     )
     torch.library.opcheck(
         torch.ops.eecore.exit_confidence_softmax.default,
-        (case["hidden"], case["norm_weight"], case["lm_head"], 1e-5, *outputs),
+        (case["hidden"], case["norm_weight"], case["lm_head"], None, 1e-5, *outputs),
     )
 
 

@@ -151,6 +151,7 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
 def test_opcheck(device: torch.device) -> None:
     call = random_call(3, 40, 9, device=device)
     call["out"] = torch.zeros(3, 9, device=device)
+    call["weight_scale"] = None
     torch.library.opcheck(torch.ops.eecore.skinny_gated_linear.default, (), call)
 
 

@@ -1,0 +1,182 @@
+"""int8 weights with a scale per row, in every op that reads a weight: as exact as float32 ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_exit_confidence_softmax
+import test_kv_fill
+import test_skinny_gated_linear
+import test_skinny_linear
+import torch
+
+import reference
+from cases import (
+    DTYPES,
+    KV_FILL_CASES,
+    LM_HEADS,
+    SKINNY_BATCH_SIZES,
+    SKINNY_LINEARS,
+    TOLERANCES,
+    KvFillCase,
+)
+from eecore import ops
+from eecore.models.int8 import dequantise_rows, quantise_rows
+
+Call = dict[str, Any]
+
+
+def with_int8(call: Call, weight: str = "weight", scale: str = "weight_scale") -> Call:
+    """The call with its weight quantised."""
+    whole, scales = quantise_rows(call[weight])
+    return {**call, weight: whole, scale: scales}
+
+
+def check_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Where the norm differs in its last bit, x may be rounded to the next of its 16-bit steps."""
+    atol = {torch.float32: 2e-4, torch.bfloat16: 2e-2}[got.dtype]
+    rtol = TOLERANCES[got.dtype].rtol
+    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", test_skinny_linear.OPTIONS)
+@pytest.mark.parametrize("num_tokens", SKINNY_BATCH_SIZES)
+def test_skinny_linears_match_the_reference(
+    num_tokens: int, options: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    for module, op in (
+        (test_skinny_linear, ops.skinny_linear),
+        (test_skinny_gated_linear, ops.skinny_gated_linear),
+    ):
+        for sizes in SKINNY_LINEARS:
+            call = with_int8(module.random_call(num_tokens, *sizes, options, dtype, device))
+            check_close(op(**call), getattr(reference, op.__name__)(**call))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", [ops.skinny_linear, ops.skinny_gated_linear])
+def test_a_row_does_not_depend_on_the_others(
+    op: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """In tiles and chunks of any size."""
+    for in_features in (100, 1100):
+        call = with_int8(
+            test_skinny_linear.random_call(41, in_features, 74, "plain", dtype, device)
+        )
+        together = op(**call)
+        for row in range(41):
+            assert torch.equal(op(**{**call, "x": call["x"][row : row + 1]})[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("hidden_size", "vocab_size"), LM_HEADS)
+def test_softmax_confidence_matches_the_reference(
+    hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = test_exit_confidence_softmax.random_case(9, hidden_size, vocab_size, dtype, device)
+    call = with_int8({**call, "eps": 1e-5}, "lm_head", "lm_head_scale")
+    got = ops.exit_confidence_softmax(**call)
+    confidence, logsumexp, logits = reference.exit_confidence_softmax(**call)
+    close = {"rtol": 5e-5, "atol": 5e-5, "check_dtype": False}
+    torch.testing.assert_close(got.confidence, confidence, **close)
+    torch.testing.assert_close(got.logsumexp, logsumexp, **close)
+    torch.testing.assert_close(got.top_logit, logits.amax(-1), **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", KV_FILL_CASES, ids=str)
+def test_kv_fill_matches_the_reference(
+    case: KvFillCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = with_int8(test_kv_fill.random_call(case, dtype, device), "kv_weight", "kv_scale")
+    expected = test_kv_fill.filled(reference.kv_fill, call)
+    for got, wanted in zip(test_kv_fill.filled(ops.kv_fill, call), expected, strict=True):
+        check_close(got, wanted)
+
+
+def test_large_in_one_place_does_not_blur_the_rest(device: torch.device) -> None:
+    """16 bits: beside an outlier of 100, x of about 1 keeps 8 bits and more."""
+    call = test_skinny_linear.random_call(1, 576, 64, "plain", device=device)
+    call["x"] /= 3
+    call["x"][0, 5] = 100
+    call = with_int8(call)
+    exact = call["x"] @ dequantise_rows(call["weight"], call["weight_scale"], torch.float32).T
+    torch.testing.assert_close(ops.skinny_linear(**call), exact, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(value: float, device: torch.device) -> None:
+    call = with_int8(test_skinny_linear.random_call(5, 70, 33, "plain", device=device))
+    expected = ops.skinny_linear(**call)
+    call["x"][2, 69] = value
+    got = ops.skinny_linear(**call)
+    assert got[2].isnan().all()
+    rest = [0, 1, 3, 4]
+    assert torch.equal(got[rest], expected[rest])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1e30, 3e38])
+def test_rows_of_any_size(size: float, device: torch.device) -> None:
+    call = with_int8(test_skinny_linear.random_call(2, 70, 33, "plain", device=device))
+    call["x"] = call["x"].sign() * size
+    wide = dequantise_rows(call["weight"], call["weight_scale"], torch.float64)
+    exact = (call["x"].double() @ wide.T).float()
+    torch.testing.assert_close(
+        ops.skinny_linear(**call), exact, rtol=1e-4, atol=size * 1e-3 + 1e-35
+    )
+
+
+def test_strides(device: torch.device) -> None:
+    call = with_int8(test_skinny_linear.random_call(5, 72, 41, device=device))
+    expected = ops.skinny_linear(**call)
+    call["weight"] = torch.nn.functional.pad(call["weight"], (3, 5), value=99)[:, 3:75]
+    assert torch.equal(ops.skinny_linear(**call), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(6, 8)}, r"weight: expected int8 \[out_features, in_features=8"),
+        ({"weight_scale": None}, r"weight: expected float32 \[out_features, in_features=8"),
+        ({"weight_scale": torch.zeros(5)}, r"weight_scale: expected float32 \[out_features=6"),
+        ({"weight_scale": torch.zeros(6).bfloat16()}, r"weight_scale: expected float32 .* bf"),
+        ({"weight_scale": torch.zeros(12)[::2]}, r"weight_scale: expected the last 1 .* cont"),
+        ({"x": torch.zeros(2, (1 << 20) + 1), "norm_weight": None,
+          "weight": torch.zeros(6, (1 << 20) + 1, dtype=torch.int8)},
+         r"weight: expected int8 rows of at most 1048576 elements, got 1048577"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_changes_nothing(change: Call, message: str) -> None:
+    call = with_int8(test_skinny_linear.random_call(2, 8, 6))
+    call = {**call, "out": torch.zeros(2, 6), **change}
+    with pytest.raises(RuntimeError, match=f"skinny_linear: {message}"):
+        ops.skinny_linear(**call)
+    assert not call["out"].any()
+
+
+def test_quantised_rows_are_within_half_a_step() -> None:
+    weight = torch.randn(3, 7, 50) * torch.logspace(-6, 6, 7)[:, None]
+    weight[1, 2] = 0
+    whole, scale = quantise_rows(weight)
+    error = (dequantise_rows(whole, scale, torch.float32) - weight).abs()
+    assert (error <= scale[..., None] * 0.5001).all()
+    assert whole.amin() == -127 or whole.amax() == 127
+    assert not whole[1, 2].any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_shows(value: float, device: torch.device) -> None:
+    call = test_skinny_linear.random_call(2, 40, 9, "plain", device=device)
+    call["weight"][4, 7] = value
+    got = ops.skinny_linear(**with_int8(call))
+    assert got[:, 4].isnan().all()
+    assert got[:, :4].isfinite().all()
+
+
+def test_opcheck(device: torch.device) -> None:
+    call = with_int8(test_skinny_linear.random_call(3, 40, 9, device=device))
+    call["out"] = torch.zeros(3, 9, device=device)
+    torch.library.opcheck(torch.ops.eecore.skinny_linear.default, (), call)
