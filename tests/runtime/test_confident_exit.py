@@ -12,7 +12,7 @@ import torch
 
 import eecore
 from eecore import ConfidentExit, ExitClassifier, ops
-from eecore.models import LlamaModel
+from eecore.exits import Measure
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
 
@@ -100,35 +100,22 @@ def test_algorithm_1_on_other_families(tmp_path: Path, family: str, batch: str) 
 
 
 class WorkRecorder:
-    """Counts what the model is asked to do, per layer."""
+    """Counts what the model is asked to do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fills: list[int] = []
-        self.attended: Counter[int] = Counter()
-        self.appended: Counter[int] = Counter()
-        self._layer = -1
-        layer, kv_fill = LlamaModel.layer, ops.kv_fill
-        attention, append_kv = ops.paged_attention, ops.append_kv
+        self.stretches: Counter[tuple[int, int]] = Counter()
+        decoder_layers, kv_fill = ops.decoder_layers, ops.kv_fill
 
-        def recorded_layer(model: LlamaModel, index: int, *args: Any, **kwargs: Any) -> Any:
-            self._layer = index
-            return layer(model, index, *args, **kwargs)
-
-        def recorded_attention(*args: Any, **kwargs: Any) -> Any:
-            self.attended[self._layer] += 1
-            return attention(*args, **kwargs)
-
-        def recorded_append(*args: Any, **kwargs: Any) -> Any:
-            self.appended[self._layer] += 1
-            return append_kv(*args, **kwargs)
+        def recorded_layers(*args: Any, begin_layer: int, end_layer: int, **kwargs: Any) -> Any:
+            self.stretches[begin_layer, end_layer] += 1
+            return decoder_layers(*args, begin_layer=begin_layer, end_layer=end_layer, **kwargs)
 
         def recorded_fill(hidden: Any, *args: Any, **kwargs: Any) -> Any:
             self.fills.append(hidden.shape[0])
             return kv_fill(hidden, *args, **kwargs)
 
-        monkeypatch.setattr(LlamaModel, "layer", recorded_layer)
-        monkeypatch.setattr(ops, "paged_attention", recorded_attention)
-        monkeypatch.setattr(ops, "append_kv", recorded_append)
+        monkeypatch.setattr(ops, "decoder_layers", recorded_layers)
         monkeypatch.setattr(ops, "kv_fill", recorded_fill)
 
 
@@ -149,12 +136,32 @@ def test_work_is_really_saved(
     work = WorkRecorder(monkeypatch)
     outputs = [step.output for step in engine.run() if step.output]
     assert work.fills == [len(PROMPTS)] * 5
-    assert work.attended == work.appended == dict.fromkeys(range(exit_layer), 5)
+    assert work.stretches == {(0, exit_layer): 5}
     for output in outputs:
         assert output.exit_layers == [4] + [exit_layer] * 5
         assert output.stats.layers_run == 5 * exit_layer
         assert output.stats.layers_filled == 5 * (4 - exit_layer)
         assert output.stats.fill_calls == 5
+
+
+@pytest.mark.parametrize(
+    ("measure", "stretches"),
+    [("softmax", [(0, 1), (1, 3), (3, 4)]), ("state", [(0, 1), (1, 2), (2, 3), (3, 4)])],
+)
+def test_layers_between_exit_points_run_in_one_stretch(
+    tiny: eecore.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    measure: Measure,
+    stretches: list[tuple[int, int]],
+) -> None:
+    """A measure of two states has the layer before an exit point run alone."""
+    engine = tiny.engine()
+    policy = ConfidentExit(1.0, measure=measure, exit_points=(1, 3))
+    engine.add_request(PROMPTS[0], exit=policy)
+    engine.step()
+    work = WorkRecorder(monkeypatch)
+    engine.step()
+    assert work.stretches == Counter(stretches)
 
 
 def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:

@@ -48,11 +48,10 @@ class Session:
             query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),
         )
 
-    def hidden(self, token_ids: torch.Tensor, **skips: bool) -> torch.Tensor:
+    def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
         batch = self.batch(len(token_ids))
         hidden = self.model.embed(token_ids)
-        for index in range(self.model.config.num_layers):
-            hidden = self.model.layer(index, hidden, self.kv, batch, **skips)
+        hidden = self.model.layers(0, self.model.config.num_layers, hidden, self.kv, batch)
         self.length += len(token_ids)
         return hidden
 
@@ -99,21 +98,28 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert error.mean() < 0.03 * logits[torch.float32].std()
 
 
-def test_a_layer_leaves_its_input_alone_and_skips_sublayers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_tokens", [5, MAX_SKINNY_ROWS + 1])
+def test_layers_leave_their_input_alone_and_skip_sublayers(num_tokens: int, tmp_path: Path) -> None:
     _, model, _ = load_model(write_model(tmp_path), "cpu")
-    session = Session(model, 8)
-    hidden, batch = model.embed(tokens_for(model, 5)), session.batch(5)
+    session = Session(model, num_tokens)
+    hidden, batch = model.embed(tokens_for(model, num_tokens)), session.batch(num_tokens)
     before = hidden.clone()
+    first, second = frozenset({0}), frozenset({1})
 
-    neither = model.layer(0, hidden, session.kv, batch, skip_attention=True, skip_mlp=True)
-    no_attention = model.layer(0, hidden, session.kv, batch, skip_attention=True)
+    def run(begin: int, end: int, x: torch.Tensor, **skips: frozenset[int]) -> torch.Tensor:
+        return model.layers(begin, end, x, session.kv, batch, **skips)
+
+    neither = run(0, 1, hidden, skip_attention=first, skip_mlp=first)
+    no_attention = run(0, 1, hidden, skip_attention=first, skip_mlp=second)
     assert session.kv.k.isnan().all()
-    no_mlp = model.layer(0, hidden, session.kv, batch, skip_mlp=True)
-    both = model.layer(0, hidden, session.kv, batch)
+    no_mlp = run(0, 1, hidden, skip_mlp=first)
+    both = run(0, 1, hidden)
+    two = run(0, 2, hidden, skip_attention=second)
 
     assert torch.equal(hidden, before)
     assert torch.equal(neither, before)
-    assert torch.equal(model.layer(0, no_mlp, session.kv, batch, skip_attention=True), both)
+    assert torch.equal(run(0, 1, no_mlp, skip_attention=first), both)
+    assert torch.equal(run(1, 2, both, skip_attention=second), two)
     assert not torch.allclose(no_attention, both, atol=1e-3)
 
 
@@ -137,8 +143,7 @@ def test_sequences_in_one_call_do_not_see_each_other(tmp_path: Path) -> None:
         query_start_loc=torch.tensor([0, 6, 7, 7], dtype=torch.int32),
     )
     hidden = model.embed(torch.cat([first[-6:], second[-1:]]))
-    for index in range(model.config.num_layers):
-        hidden = model.layer(index, hidden, kv, batch)
+    hidden = model.layers(0, model.config.num_layers, hidden, kv, batch)
     torch.testing.assert_close(hidden, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
@@ -172,7 +177,7 @@ def test_filled_keys_and_values_are_those_of_the_layers(family: str, tmp_path: P
     session, filled = Session(model, 8), Session(model, 8)
     hidden, batch = model.embed(tokens_for(model, 5)), session.batch(5)
     for index in range(model.config.num_layers):
-        model.layer(index, hidden, session.kv, batch)
+        model.layers(index, index + 1, hidden, session.kv, batch)
     exit_layer = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32)
     model.fill_kv(hidden, exit_layer, filled.kv, batch.positions, batch.slot_mapping)
 

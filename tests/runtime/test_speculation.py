@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -140,15 +141,22 @@ class ExecutionRecorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: Counter[tuple[int, int]] = Counter()
-        layer = LlamaModel.layer
+        layers = LlamaModel.layers
 
         def recorded(
-            model: LlamaModel, index: int, hidden: Any, kv: Any, batch: AttentionBatch, **skips: Any
+            model: LlamaModel,
+            begin: int,
+            end: int,
+            hidden: Any,
+            kv: Any,
+            batch: AttentionBatch,
+            **skips: Any,
         ) -> Any:
-            self.runs.update((index, slot) for slot in batch.slot_mapping.tolist())
-            return layer(model, index, hidden, kv, batch, **skips)
+            slots = batch.slot_mapping.tolist()
+            self.runs.update(itertools.product(range(begin, end), slots))
+            return layers(model, begin, end, hidden, kv, batch, **skips)
 
-        monkeypatch.setattr(LlamaModel, "layer", recorded)
+        monkeypatch.setattr(LlamaModel, "layers", recorded)
 
 
 def prefilled(

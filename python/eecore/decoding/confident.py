@@ -45,7 +45,11 @@ class ConfidentController:
             points = sequence.exit.points(num_layers)
             self._rows.append(ConfidentRow(row, sequence, sequence.exit, points))
         count = len(rows)
-        self._points = frozenset().union(*(row.points for row in self._rows))
+        measures = {row.policy.measure for row in self._rows}
+        self.needs_previous = "state" in measures
+        self.looks_after: frozenset[int] = frozenset().union(*(row.points for row in self._rows))
+        if measures != {"softmax"}:  # for the record of rows that go through all layers
+            self.looks_after |= {num_layers}
         self._status = torch.zeros(count, dtype=torch.bool, device=runner.device)
         self._exit_layer = torch.full((count,), num_layers, dtype=torch.int32, device=runner.device)
         self._accepted: BoolArray = np.zeros(count, dtype=np.bool_)
@@ -67,8 +71,6 @@ class ConfidentController:
         none = np.empty(0, dtype=np.int64)
         if layers_run == self._runner.num_layers:
             self._observe(layers_run, ~self._gone, active, previous, hidden)
-            return none
-        if layers_run not in self._points:
             return none
         asked = [
             i

@@ -1,4 +1,4 @@
-"""Runs rows through the layers: the one loop over layers that every mode shares.
+"""Runs rows through the layers: the one loop over stretches of layers that every mode shares.
 
 Rows may enter and leave at any layer. A controller may make rows leave early; rows that leave early
 can have the KV of their skipped layers filled, at once (a replay, whose later positions attend to
@@ -7,6 +7,8 @@ it) or in one call at the end.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +23,17 @@ __all__ = ["ExitController", "Runner", "Sweep"]
 
 
 class ExitController(Protocol):
-    """Decides, after each layer, who leaves; after the last one everybody does anyway."""
+    """Decides, after some of the layers, who leaves; after the last one everybody does anyway."""
+
+    @property
+    def looks_after(self) -> Collection[int]:
+        """The numbers of layers run at which :meth:`leaving` is asked."""
+        ...
+
+    @property
+    def needs_previous(self) -> bool:
+        """Whether it looks at the states of one layer earlier as well."""
+        ...
 
     def leaving(
         self, layers_run: int, active: Int64Array, previous: Tensor, hidden: Tensor
@@ -31,7 +43,8 @@ class ExitController(Protocol):
         Args:
             layers_run: how many layers have run.
             active: the rows behind ``hidden``, ascending.
-            previous: [num_active, hidden_size], the states one layer earlier.
+            previous: [num_active, hidden_size], the states one layer earlier, when they are needed;
+                states of an earlier layer when not.
             hidden: [num_active, hidden_size].
         """
         ...
@@ -92,49 +105,47 @@ class Runner:
             skip_mlp: layers whose MLP is left out.
             capture_after: keep the states after this many layers; 0 keeps none.
         """
-        model, num_rows = self.model, len(rows)
+        num_rows = len(rows)
         exit_layer = rows.leave.copy()
         final: Tensor | None = None
         captured: Tensor | None = None
-        changes = {int(layer) for layer in np.concatenate((rows.enter, rows.leave))}
-        first_layer = int(rows.enter.min())
+        stops = self._stops(rows, controller, capture_after)
         kept_rows = np.flatnonzero(rows.enter > 0)
-        active = np.flatnonzero(rows.enter == first_layer)
+        active = np.flatnonzero(rows.enter == stops[0])
         hidden = self._states(rows, active, entering, kept_rows)
         batch: AttentionBatch | None = rows.attention_batch(active, self.device)
 
-        for layer in range(first_layer, int(rows.leave.max())):
-            # Rows that come in at this layer.
-            if layer in changes and layer > first_layer:
-                coming = np.flatnonzero(rows.enter == layer)
-                if len(coming):
-                    states = self._states(rows, coming, entering, kept_rows)
-                    active, hidden = self._merge(active, hidden, coming, states)
-                    batch = rows.attention_batch(active, self.device)
+        for begin, end in itertools.pairwise(stops):
+            # Rows that come in here.
+            coming = np.flatnonzero(rows.enter == begin) if begin > stops[0] else active[:0]
+            if len(coming):
+                states = self._states(rows, coming, entering, kept_rows)
+                active, hidden = self._merge(active, hidden, coming, states)
+                batch = rows.attention_batch(active, self.device)
             if batch is None:
                 continue
 
             previous = hidden
-            hidden = model.layer(
-                layer,
+            hidden = self.model.layers(
+                begin,
+                end,
                 previous,
                 self.kv,
                 batch,
-                skip_attention=layer in skip_attention,
-                skip_mlp=layer in skip_mlp,
+                skip_attention=skip_attention,
+                skip_mlp=skip_mlp,
             )
-            layers_run = layer + 1
-            if layers_run == capture_after:
+            if end == capture_after:
                 captured = hidden
 
-            # Rows that leave behind this layer, by plan or by the controller's word.
-            leaving = active[rows.leave[active] == layers_run] if layers_run in changes else None
-            if controller is not None:
-                early = controller.leaving(layers_run, active, previous, hidden)
+            # Rows that leave behind this stretch, by plan or by the controller's word.
+            leaving = active[rows.leave[active] == end]
+            if controller is not None and end in controller.looks_after:
+                early = controller.leaving(end, active, previous, hidden)
                 if len(early):
-                    exit_layer[early] = layers_run
-                    leaving = early if leaving is None else np.union1d(leaving, early)
-            if leaving is None or not len(leaving):
+                    exit_layer[early] = end
+                    leaving = np.union1d(leaving, early)
+            if not len(leaving):
                 continue
             if len(leaving) == num_rows:
                 final = hidden
@@ -147,11 +158,11 @@ class Runner:
                 final[self.tensor(active[goes])] = hidden[self.tensor(np.flatnonzero(goes))]
                 hidden = hidden[self.tensor(np.flatnonzero(stays))]
                 active = active[stays]
-            if fill_at_once is not None and layers_run < self.num_layers:
+            if fill_at_once is not None and end < self.num_layers:
                 self._fill(rows, final, exit_layer, leaving[fill_at_once[leaving]])
             if len(active):
                 batch = rows.attention_batch(active, self.device)
-            elif not (rows.enter > layer).any():
+            elif not (rows.enter >= end).any():
                 break
             else:
                 batch = None
@@ -161,6 +172,18 @@ class Runner:
             early = np.flatnonzero(fill_at_end & (exit_layer < self.num_layers))
             self._fill(rows, final, exit_layer, early)
         return Sweep(final, exit_layer, captured)
+
+    def _stops(
+        self, rows: Rows, controller: ExitController | None, capture_after: int
+    ) -> list[int]:
+        """The layers between which nothing happens to any row, from the first to the last."""
+        first, last = int(rows.enter.min()), int(rows.leave.max())
+        stops = {*rows.enter.tolist(), *rows.leave.tolist(), capture_after}
+        if controller is not None:
+            stops.update(controller.looks_after)
+            if controller.needs_previous:
+                stops.update(layers_run - 1 for layers_run in controller.looks_after)
+        return sorted(stop for stop in stops if first <= stop <= last)
 
     def _states(
         self, rows: Rows, index: Int64Array, entering: Tensor | None, kept_rows: Int64Array

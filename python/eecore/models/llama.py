@@ -1,7 +1,9 @@
-"""The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3), layer by layer.
+"""The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
 
-Weights of all layers are stacked, and a layer works on views: the K/V projections that ``kv_fill``
-reads for every layer at once are the very ones that the layers use. No weight requires a gradient.
+Layers run in stretches: few rows on the CPU go through a whole stretch in one op, others layer by
+layer. Weights of all layers are stacked, and a layer works on views: the K/V projections that
+``kv_fill`` reads for every layer at once are the very ones that the layers use. No weight needs a
+gradient.
 """
 
 from __future__ import annotations
@@ -150,7 +152,7 @@ class _Layer(NamedTuple):
 
 
 class LlamaModel:
-    """A decoder whose layers are called one at a time, so that the caller decides how many run.
+    """A decoder whose layers are called in stretches, so that the caller decides how many run.
 
     Rows are tokens of any mix of sequences; ``hidden`` is the residual stream, before the final
     norm. Nothing keeps state between calls but the KV cache that is passed in.
@@ -166,6 +168,12 @@ class LlamaModel:
         self._scale = config.head_dim**-0.5
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         self._layers = _layer_views(config, weights)
+        self._stacked = ops.DecoderWeights(
+            *(getattr(weights, name) for name in ops.DecoderWeights._fields)
+        )
+        windows = torch.tensor(config.layer_windows, dtype=torch.int32)
+        self._windows = windows if windows.any() else None
+        self._flags: dict[frozenset[int], Tensor] = {}
         self._kv_weight = weights.qkv_weight[:, config.q_size :]
         bias = weights.qkv_bias
         self._kv_bias = None if bias is None else bias[:, config.q_size :]
@@ -174,25 +182,48 @@ class LlamaModel:
         """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
         return functional.embedding(token_ids, self.weights.embed_tokens)
 
-    def layer(
+    def layers(
         self,
-        index: int,
+        begin: int,
+        end: int,
         hidden: Tensor,
         kv: KVCache,
         batch: AttentionBatch,
         *,
-        skip_attention: bool = False,
-        skip_mlp: bool = False,
+        skip_attention: frozenset[int] = frozenset(),
+        skip_mlp: frozenset[int] = frozenset(),
     ) -> Tensor:
-        """The residual stream after layer ``index``; a skipped sublayer adds nothing to it.
+        """The residual stream after layers ``begin..end-1``; a skipped sublayer adds nothing to it.
 
         Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
-        not changed (and is what comes back when both sublayers are skipped).
+        not changed (and may be what comes back when all is skipped).
         """
-        if not skip_attention:
-            hidden = self._attention(index, hidden, kv, batch)
-        if not skip_mlp:
-            hidden = self._mlp(index, hidden)
+        if self._is_skinny(hidden):
+            return ops.decoder_layers(
+                hidden,
+                self._stacked,
+                kv.k,
+                kv.v,
+                batch.slot_mapping,
+                batch.positions,
+                self.cos_sin,
+                batch.page_table,
+                batch.seq_lens,
+                batch.query_start_loc,
+                begin_layer=begin,
+                end_layer=end,
+                scale=self._scale,
+                eps=self.config.rms_norm_eps,
+                sliding_window=self._windows,
+                skip_attention=self._flags_of(skip_attention),
+                skip_mlp=self._flags_of(skip_mlp),
+                fixed_split_size=KEYS_PER_SPLIT,
+            )
+        for index in range(begin, end):
+            if index not in skip_attention:
+                hidden = self._attention(index, hidden, kv, batch)
+            if index not in skip_mlp:
+                hidden = self._mlp(index, hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -276,6 +307,15 @@ class LlamaModel:
             hidden, layer.gate_up_weight, layer.gate_up_bias, norm=layer.mlp_norm
         )
         return self._linear(gated, layer.down_weight, layer.down_bias, residual=hidden)
+
+    def _flags_of(self, layers: frozenset[int]) -> Tensor | None:
+        """bool [num_layers], true for these layers, made once; None for no layers."""
+        if not layers:
+            return None
+        if layers not in self._flags:
+            flags = [layer in layers for layer in range(self.config.num_layers)]
+            self._flags[layers] = torch.tensor(flags)
+        return self._flags[layers]
 
     # The two products that layers are made of, as one op each for few rows on the CPU.
 
