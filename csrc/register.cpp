@@ -38,6 +38,7 @@ STABLE_TORCH_LIBRARY(eecore, m) {
       "decoder_layers(Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
       "Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, Tensor mlp_norm, "
       "Tensor gate_up_weight, Tensor? gate_up_bias, Tensor down_weight, Tensor? down_bias, "
+      "Tensor? qkv_scale, Tensor? o_scale, Tensor? gate_up_scale, Tensor? down_scale, "
       "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor positions, "
       "Tensor cos_sin, Tensor page_table, Tensor seq_lens, Tensor query_start_loc, "
       "Tensor? sliding_window, Tensor? skip_attention, Tensor? skip_mlp, Tensor(c!) out, "

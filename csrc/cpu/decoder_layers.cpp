@@ -24,7 +24,10 @@ template <typename T>
 SkinnyLinearParams linear_of(const DecoderLayersParams& params, const StackedLinear& linear,
                              int64_t layer) {
   SkinnyLinearParams call{};
-  call.weight = at<T>(linear.weight, layer * linear.layer_stride);
+  call.weight = linear.scale
+                    ? at<int8_t>(linear.weight, layer * linear.layer_stride)
+                    : static_cast<const void*>(at<T>(linear.weight, layer * linear.layer_stride));
+  call.weight_scale = at<float>(linear.scale, layer * linear.out_features);
   call.bias = at<T>(linear.bias, layer * linear.out_features);
   call.num_tokens = params.num_tokens;
   call.in_features = linear.in_features;
@@ -92,6 +95,7 @@ void run_mlp(const DecoderLayersParams& params, int64_t layer, const Buffers<T>&
   gated.x_stride = row_stride;
   gated.norm_weight = at<T>(params.mlp_norm, layer * params.hidden_size);
   gated.weight = gate_up.weight;
+  gated.weight_scale = gate_up.weight_scale;
   gated.bias = gate_up.bias;
   gated.out = buffers.gated;
   gated.num_tokens = params.num_tokens;

@@ -10,15 +10,33 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
 
-// A linear layer of every layer; its sizes are bound by name, or are numbers.
-StackedLinear check_linear(Checker& check, const Tensor& weight, const char* weight_name,
-                           const std::optional<Tensor>& bias, const char* bias_name,
-                           Dim out_features, Dim in_features) {
-  check(weight, weight_name, Accept::kModel, {"num_layers", out_features, in_features}, 1);
-  check(bias, bias_name, Accept::kModel, {"num_layers", weight.size(1)});
-  return {data<const void>(weight), data_or_null<const void>(bias),
-          weight.size(2),           weight.size(1),
-          weight.stride(0),         weight.stride(1)};
+// A linear layer of every layer, for messages too.
+struct LinearTensors {
+  const char *weight_name, *scale_name, *bias_name;
+  const Tensor& weight;
+  const std::optional<Tensor>&scale, &bias;
+};
+
+// Sizes are bound by name, or are numbers.
+StackedLinear check_linear(Checker& check, const LinearTensors& linear, Dim out_features,
+                           Dim in_features) {
+  const Tensor& weight = linear.weight;
+  StackedLinear stacked{};
+  stacked.scale =
+      check.weight(weight, linear.weight_name, {"num_layers", out_features, in_features},
+                   linear.scale, linear.scale_name, {"num_layers", out_features});
+  check(linear.bias, linear.bias_name, Accept::kModel, {"num_layers", out_features});
+  stacked.weight = data<const void>(weight);
+  stacked.bias = data_or_null<const void>(linear.bias);
+  stacked.in_features = weight.size(2);
+  stacked.out_features = weight.size(1);
+  stacked.layer_stride = weight.stride(0);
+  stacked.row_stride = weight.stride(1);
+  if (stacked.scale != nullptr) {
+    check.require(linear.scale->is_contiguous(), linear.scale_name,
+                  ": expected a contiguous tensor, got layer stride ", linear.scale->stride(0));
+  }
+  return stacked;
 }
 
 // The widest window of the layers that attend: the keys that must be there. 0: all.
@@ -39,12 +57,12 @@ int64_t widest_window(const Checker& check, const DecoderLayersParams& params) {
 
 // Bytes of weights that the call reads.
 int64_t weight_bytes(const DecoderLayersParams& params) {
-  int64_t elements = 0;
+  const int64_t element_size = params.dtype == DType::kFloat32 ? 4 : 2;
+  int64_t bytes = 0;
   for (const StackedLinear* linear : {&params.qkv, &params.o, &params.gate_up, &params.down}) {
-    elements += linear->in_features * linear->out_features;
+    bytes += linear->in_features * linear->out_features * (linear->scale ? 1 : element_size);
   }
-  return (params.end_layer - params.begin_layer) * elements *
-         (params.dtype == DType::kFloat32 ? 4 : 2);
+  return (params.end_layer - params.begin_layer) * bytes;
 }
 
 void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Tensor& qkv_weight,
@@ -53,9 +71,11 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
                     const std::optional<Tensor>& o_bias, const Tensor& mlp_norm,
                     const Tensor& gate_up_weight, const std::optional<Tensor>& gate_up_bias,
                     const Tensor& down_weight, const std::optional<Tensor>& down_bias,
-                    Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping,
-                    const Tensor& positions, const Tensor& cos_sin, const Tensor& page_table,
-                    const Tensor& seq_lens, const Tensor& query_start_loc,
+                    const std::optional<Tensor>& qkv_scale, const std::optional<Tensor>& o_scale,
+                    const std::optional<Tensor>& gate_up_scale,
+                    const std::optional<Tensor>& down_scale, Tensor k_cache, Tensor v_cache,
+                    const Tensor& slot_mapping, const Tensor& positions, const Tensor& cos_sin,
+                    const Tensor& page_table, const Tensor& seq_lens, const Tensor& query_start_loc,
                     const std::optional<Tensor>& sliding_window,
                     const std::optional<Tensor>& skip_attention,
                     const std::optional<Tensor>& skip_mlp, Tensor out, int64_t begin_layer,
@@ -72,14 +92,19 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
   check(q_norm, "q_norm", Accept::kModel, {"num_layers", "head_dim"});
   check(k_norm, "k_norm", Accept::kModel, {"num_layers", "head_dim"});
   DecoderLayersParams params{};
-  params.o = check_linear(check, o_weight, "o_weight", o_bias, "o_bias", "hidden_size", "q_size");
+  params.o = check_linear(check, {"o_weight", "o_scale", "o_bias", o_weight, o_scale, o_bias},
+                          "hidden_size", "q_size");
   const int64_t q_size = check["q_size"], qkv_size = q_size + 2 * num_kv_heads * head_dim;
   params.qkv =
-      check_linear(check, qkv_weight, "qkv_weight", qkv_bias, "qkv_bias", qkv_size, "hidden_size");
-  params.down = check_linear(check, down_weight, "down_weight", down_bias, "down_bias",
-                             "hidden_size", "inner_size");
-  params.gate_up = check_linear(check, gate_up_weight, "gate_up_weight", gate_up_bias,
-                                "gate_up_bias", 2 * check["inner_size"], "hidden_size");
+      check_linear(check, {"qkv_weight", "qkv_scale", "qkv_bias", qkv_weight, qkv_scale, qkv_bias},
+                   qkv_size, "hidden_size");
+  params.down = check_linear(
+      check, {"down_weight", "down_scale", "down_bias", down_weight, down_scale, down_bias},
+      "hidden_size", "inner_size");
+  params.gate_up = check_linear(check,
+                                {"gate_up_weight", "gate_up_scale", "gate_up_bias", gate_up_weight,
+                                 gate_up_scale, gate_up_bias},
+                                2 * check["inner_size"], "hidden_size");
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   check(positions, "positions", Accept::kInt64, {"num_tokens"});
   check(cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});

@@ -165,7 +165,9 @@ struct SkinnyGatedLinearParams {
 // A linear layer of every layer of a decoder.
 struct StackedLinear {
   const void* weight;  // [num_layers, out_features, in_features], strides layer_stride, row_stride
-  const void* bias;    // [num_layers, out_features]; may be null
+  const float*
+      scale;         // [num_layers, out_features]; may be null, else the weight is int8 times this
+  const void* bias;  // [num_layers, out_features]; may be null
   int64_t in_features, out_features;
   int64_t layer_stride, row_stride;
 };

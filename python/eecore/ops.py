@@ -502,6 +502,15 @@ class DecoderWeights(NamedTuple):
     """[num_layers, hidden_size, inner_size], any layer and row stride."""
     down_bias: Tensor | None
     """[num_layers, hidden_size]"""
+    qkv_scale: Tensor | None = None
+    """float32 [num_layers, q_size + 2 * num_kv_heads * head_dim]: qkv_weight is int8, see
+    :func:`skinny_linear`."""
+    o_scale: Tensor | None = None
+    """float32 [num_layers, hidden_size]: o_weight is int8."""
+    gate_up_scale: Tensor | None = None
+    """float32 [num_layers, 2 * inner_size]: gate_up_weight is int8."""
+    down_scale: Tensor | None = None
+    """float32 [num_layers, hidden_size]: down_weight is int8."""
 
 
 def decoder_layers(

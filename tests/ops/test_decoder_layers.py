@@ -13,6 +13,7 @@ import torch
 import reference
 from cases import DECODER_LAYERS_CASES, DTYPES, TOLERANCES, DecoderLayersCase
 from eecore import ops
+from eecore.models.int8 import quantise_rows
 
 MAX_POSITION = 1024
 SMALL = DecoderLayersCase((2, 1), (9, 20), bias=True, qk_norm=True)
@@ -132,7 +133,12 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
         window = call["sliding_window"]
         if call["skip_attention"] is None or not call["skip_attention"][layer]:
             qkv = ops.skinny_linear(
-                hidden, w.qkv_weight, norm_weight=w.attention_norm, eps=eps, bias=w.qkv_bias
+                hidden,
+                w.qkv_weight,
+                weight_scale=w.qkv_scale,
+                norm_weight=w.attention_norm,
+                eps=eps,
+                bias=w.qkv_bias,
             ).view(num_tokens, w.qkv_weight.shape[0] // head_dim, head_dim)
             sizes = (qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
             q, k, v = qkv.split(sizes, dim=1)
@@ -160,12 +166,21 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 sliding_window=0 if window is None else int(window[layer]),
                 fixed_split_size=call["fixed_split_size"],
             ).view(num_tokens, w.o_weight.shape[1])
-            hidden = ops.skinny_linear(attended, w.o_weight, bias=w.o_bias, residual=hidden)
+            hidden = ops.skinny_linear(
+                attended, w.o_weight, weight_scale=w.o_scale, bias=w.o_bias, residual=hidden
+            )
         if call["skip_mlp"] is None or not call["skip_mlp"][layer]:
             gated = ops.skinny_gated_linear(
-                hidden, w.gate_up_weight, norm_weight=w.mlp_norm, eps=eps, bias=w.gate_up_bias
+                hidden,
+                w.gate_up_weight,
+                weight_scale=w.gate_up_scale,
+                norm_weight=w.mlp_norm,
+                eps=eps,
+                bias=w.gate_up_bias,
             )
-            hidden = ops.skinny_linear(gated, w.down_weight, bias=w.down_bias, residual=hidden)
+            hidden = ops.skinny_linear(
+                gated, w.down_weight, weight_scale=w.down_scale, bias=w.down_bias, residual=hidden
+            )
     return hidden
 
 
@@ -186,6 +201,21 @@ def test_gives_the_bits_of_the_single_ops(
     assert torch.equal(ops.decoder_layers(**at_once), compose(one_by_one))
     assert_same(at_once, one_by_one)
     assert torch.equal(at_once["hidden"], before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", [("qkv", "o", "gate_up", "down"), ("qkv", "down"), ("o",)])
+def test_weights_may_be_int8(
+    which: tuple[str, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    one_by_one = random_call(SMALL, dtype, device)
+    for name in which:
+        whole, scale = quantise_rows(getattr(one_by_one["weights"], f"{name}_weight"))
+        int8 = {f"{name}_weight": whole, f"{name}_scale": scale}
+        one_by_one["weights"] = one_by_one["weights"]._replace(**int8)
+    at_once = with_own_caches(one_by_one)
+    assert torch.equal(ops.decoder_layers(**at_once), compose(one_by_one))
+    assert_same(at_once, one_by_one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -330,9 +360,15 @@ def replaced(**weights: Any) -> dict[str, Any]:
         (replaced(o_weight=torch.zeros(3, 63, 256)), r"o_weight: expected float32 \[num_layers=3,"),
         (replaced(o_weight=torch.zeros(3, 64, 250), qkv_weight=torch.zeros(3, 506, 64),
                   qkv_bias=None), r"o_weight: expected q_size a multiple of num_kv_heads \* head_"),
-        (replaced(o_bias=torch.zeros(3, 63)), r"o_bias: expected float32 \[num_layers=3, 64\], go"),
+        (replaced(o_bias=torch.zeros(3, 63)), r"o_bias: expected float32 \[num_layers=3, hidden_"),
         (replaced(qkv_weight=torch.zeros(3, 511, 64)), r"qkv_weight: .*=3, 512, hidden_size=64\],"),
         (replaced(qkv_bias=torch.zeros(3, 511)), r"qkv_bias: expected float32 .* got float32 \[3,"),
+        (replaced(qkv_scale=torch.ones(3, 512)), r"qkv_weight: expected int8 \[num_layers=3, 512,"),
+        (replaced(o_weight=torch.zeros(3, 64, 256).char()), r"o_weight: expected float32 .* got i"),
+        (replaced(o_weight=torch.zeros(3, 64, 256).char(), o_scale=torch.ones(3, 63)),
+         r"o_scale: expected float32 \[num_layers=3, hidden_size=64\], got float32 \[3, 63\]"),
+        (replaced(down_weight=torch.zeros(3, 64, 96).char(), down_scale=torch.ones(3, 65)[:, :64]),
+         r"down_scale: expected a contiguous tensor, got layer stride 65"),
         (replaced(qkv_weight=torch.zeros(3, 64, 512).mT), r"qkv_weight: .* last 1 .* contiguous"),
         (replaced(down_weight=torch.zeros(2, 64, 96)), r"down_weight: expected float32 \[num_laye"),
         (replaced(down_bias=torch.zeros(64)), r"down_bias: expected float32 .* got float32 \[64\]"),

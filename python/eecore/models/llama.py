@@ -168,9 +168,8 @@ class LlamaModel:
         self._scale = config.head_dim**-0.5
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         self._layers = _layer_views(config, weights)
-        self._stacked = ops.DecoderWeights(
-            *(getattr(weights, name) for name in ops.DecoderWeights._fields)
-        )
+        stacked: Any = (getattr(weights, name, None) for name in ops.DecoderWeights._fields)
+        self._stacked = ops.DecoderWeights(*stacked)
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
         self._windows = windows if windows.any() else None
         self._flags: dict[frozenset[int], Tensor] = {}
@@ -198,7 +197,7 @@ class LlamaModel:
         Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
         not changed (and may be what comes back when all is skipped).
         """
-        if self._is_skinny(hidden):
+        if self._on_cpu and hidden.shape[0] <= MAX_SKINNY_ROWS:
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
