@@ -68,6 +68,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    weights: str | None = None,
     kv_cache_tokens: int | None = None,
     engine: EngineConfig | None = None,
 ) -> Model:
@@ -78,6 +79,9 @@ def load(
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.
+        weights: ``int8`` quantises the linear layers' weights as they are read, a scale per row,
+            which halves or quarters the bytes that each token reads. States and the KV cache keep
+            ``dtype``. On the CPU only; every exit mode works with it.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the free memory, at most
             65536 positions on a CPU, or what ``engine`` says.
         engine: batching limits.
@@ -85,7 +89,7 @@ def load(
     Raises:
         ModelError: for a directory that is missing, corrupt, or of an unsupported architecture.
     """
-    _, network, tokenizer = load_model(path, device=device, dtype=dtype)
+    _, network, tokenizer = load_model(path, device=device, dtype=dtype, weights=weights)
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
     if kv_cache_tokens is not None:
         limits["kv_cache_tokens"] = kv_cache_tokens

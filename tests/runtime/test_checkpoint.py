@@ -21,8 +21,8 @@ from eecore.errors import (
     UnsupportedModelError,
 )
 from eecore.models import LlamaWeights, load_model
-from eecore.models.checkpoint import Checkpoint
 from eecore.models.config_json import read_model_config
+from eecore.models.int8 import WeightView
 from eecore.models.load import choose_device, choose_dtype
 from eecore.models.rope import cos_sin_table
 from tiny_models import FAMILIES, write_model
@@ -63,11 +63,11 @@ def test_tensors_are_read_one_by_one_into_weights_that_exist(
 ) -> None:
     """No second copy of the model: each tensor goes straight to its rows of the stack."""
     filled = []
-    read = Checkpoint.read
+    fill = WeightView.fill
     monkeypatch.setattr(
-        Checkpoint,
-        "read",
-        lambda self, name, into: (filled.append(into.data_ptr()), read(self, name, into)),
+        WeightView,
+        "fill",
+        lambda self, stored: (filled.append(self.weight.data_ptr()), fill(self, stored)),
     )
     weights = load_model(model_dir, "cpu")[1].weights
     stacks = [tensor for tensor in vars(weights).values() if tensor is not None]

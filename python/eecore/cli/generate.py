@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
 from eecore.cli.failures import INTERRUPTED, UsageError
-from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, check_path, load
+from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, Weights, check_path, load
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
 
@@ -144,6 +144,7 @@ def generate(
     ] = False,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     threads: Threads = None,
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Positions in the KV cache.")
@@ -194,6 +195,7 @@ def generate(
         policy=policy,
         device=device,
         dtype=dtype,
+        weights=weights,
         kv_cache_tokens=kv_cache_tokens,
     )
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts

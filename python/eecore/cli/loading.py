@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from eecore.exits import Exit
     from eecore.generation import Model
 
-__all__ = ["Debug", "Device", "Dtype", "ModelPath", "Threads", "check_path", "load", "spinner"]
+__all__ = [
+    "Debug",
+    "Device",
+    "Dtype",
+    "ModelPath",
+    "Threads",
+    "Weights",
+    "check_path",
+    "load",
+    "spinner",
+]
 
 ModelPath = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model directory in Hugging Face layout.")
@@ -29,6 +39,10 @@ Dtype = Annotated[
         help="float32, bfloat16 or (CUDA) float16.",
         show_default="from the checkpoint and the device",
     ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="int8: quantised as they are read (CPU).", show_default="those of the dtype"),
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.cli.failures import INTERRUPTED, UsageError
-from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, check_path, load, spinner
+from eecore.cli.loading import (
+    Debug,
+    Device,
+    Dtype,
+    ModelPath,
+    Threads,
+    Weights,
+    check_path,
+    load,
+    spinner,
+)
 from eecore.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ def search(
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     threads: Threads = None,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
@@ -48,7 +59,9 @@ def search(
         raise RequestError(f"{text}: {error.strerror}") from None
     if not out.absolute().parent.is_dir():
         raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
-    loaded = load(model, threads=threads, device=device, dtype=dtype, kv_cache_tokens=16)
+    loaded = load(
+        model, threads=threads, device=device, dtype=dtype, weights=weights, kv_cache_tokens=16
+    )
 
     from eecore import SkipSearch, search_skipped_sublayers
 

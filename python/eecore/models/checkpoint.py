@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from eecore.config import ModelConfig
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.models.config_json import read_json
+from eecore.models.int8 import WeightView
 from eecore.models.llama import LlamaWeights
 
 INDEX = "model.safetensors.index.json"
@@ -73,10 +74,6 @@ class Checkpoint:
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {name}: {error}") from None
         return stored
-
-    def read(self, name: str, into: torch.Tensor) -> None:
-        """Copy a tensor, converting to the dtype and device of ``into``."""
-        into.copy_(self.tensor(name))
 
     def _open_all(self) -> None:
         index, whole = self.directory / INDEX, self.directory / WHOLE
@@ -138,17 +135,22 @@ def with_stored_tying(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfi
 
 
 def load_weights(
-    checkpoint: Checkpoint, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    int8: bool = False,
 ) -> LlamaWeights:
     """The config's weights from the checkpoint: checked first, then allocated, then filled."""
     _check(checkpoint, LlamaWeights.empty(config, "meta", dtype).by_checkpoint_name(config))
-    weights = LlamaWeights.empty(config, device, dtype)
+    weights = LlamaWeights.empty(config, device, dtype, int8=int8)
     for name, view in weights.by_checkpoint_name(config).items():
-        checkpoint.read(name, view)
+        view.fill(checkpoint.tensor(name))
     return weights
 
 
-def _check(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> None:
+def _check(checkpoint: Checkpoint, expected: dict[str, WeightView]) -> None:
     present = set(checkpoint.names)
     missing = [name for name in expected if name not in present]
     if missing:
@@ -157,18 +159,16 @@ def _check(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> None:
         )
     for name, view in expected.items():
         shape = checkpoint.shape(name)
-        if shape != tuple(view.shape):
+        if shape != tuple(view.weight.shape):
             raise CheckpointError(
-                f"{checkpoint.path_of(name)}: {name}: expected {list(view.shape)} "
+                f"{checkpoint.path_of(name)}: {name}: expected {list(view.weight.shape)} "
                 f"as config.json says, got {list(shape)}"
             )
         checkpoint.dtype(name)
     _refuse_unknown_layer_tensors(checkpoint, expected)
 
 
-def _refuse_unknown_layer_tensors(
-    checkpoint: Checkpoint, expected: dict[str, torch.Tensor]
-) -> None:
+def _refuse_unknown_layer_tensors(checkpoint: Checkpoint, expected: dict[str, WeightView]) -> None:
     """A tensor of a layer that would go unused means a different model; others are only noted."""
     unused = [
         name

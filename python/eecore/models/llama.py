@@ -3,7 +3,7 @@
 Layers run in stretches: few rows on the CPU go through a whole stretch in one op, others layer by
 layer. Weights of all layers are stacked, and a layer works on views: the K/V projections that
 ``kv_fill`` reads for every layer at once are the very ones that the layers use. No weight needs a
-gradient.
+gradient. Weights of linear layers may be int8 with a scale per row; states and caches never are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch
+from eecore.models.int8 import WeightView, dequantise_rows
 from eecore.models.kv_cache import KVCache
 from eecore.models.rope import cos_sin_table
 
@@ -30,7 +31,11 @@ KEYS_PER_SPLIT = 512
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """Every parameter; Q rows come before K rows before V rows, gate rows before up rows."""
+    """Every parameter; Q rows come before K rows before V rows, gate rows before up rows.
+
+    Where there is a scale, float32 and of the weight's shape without its last axis, the weight is
+    int8, and each of its rows times its scale is what the checkpoint holds.
+    """
 
     embed_tokens: Tensor
     """[vocab_size, hidden_size]"""
@@ -62,10 +67,27 @@ class LlamaWeights:
     """[num_layers, head_dim]"""
     k_norm: Tensor | None
     """[num_layers, head_dim]"""
+    embed_scale: Tensor | None = None
+    """[vocab_size], where the embeddings are the LM head too."""
+    lm_head_scale: Tensor | None = None
+    """[vocab_size]"""
+    qkv_scale: Tensor | None = None
+    """[num_layers, q_size + 2 * kv_size]"""
+    o_scale: Tensor | None = None
+    """[num_layers, hidden_size]"""
+    gate_up_scale: Tensor | None = None
+    """[num_layers, 2 * intermediate_size]"""
+    down_scale: Tensor | None = None
+    """[num_layers, hidden_size]"""
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+        cls,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        int8: bool = False,
     ) -> LlamaWeights:
         """Uninitialised weights of the config's sizes; on device "meta" they take no memory."""
         layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
@@ -77,59 +99,89 @@ class LlamaWeights:
         def tensor_if(wanted: bool, *shape: int) -> Tensor | None:
             return tensor(*shape) if wanted else None
 
-        embed_tokens = tensor(config.vocab_size, hidden)
+        def matrix(*shape: int) -> tuple[Tensor, Tensor | None]:
+            if not int8:
+                return tensor(*shape), None
+            whole = torch.empty(shape, device=device, dtype=torch.int8)
+            return whole, torch.empty(shape[:-1], device=device, dtype=torch.float32)
+
+        lm_head, lm_head_scale = matrix(config.vocab_size, hidden)
+        qkv_weight, qkv_scale = matrix(layers, qkv_size, hidden)
+        o_weight, o_scale = matrix(layers, hidden, config.q_size)
+        gate_up_weight, gate_up_scale = matrix(layers, 2 * inner, hidden)
+        down_weight, down_scale = matrix(layers, hidden, inner)
         tied = config.tie_word_embeddings
         return cls(
-            embed_tokens=embed_tokens,
-            lm_head=embed_tokens if tied else tensor(config.vocab_size, hidden),
+            embed_tokens=lm_head if tied else tensor(config.vocab_size, hidden),
+            lm_head=lm_head,
             final_norm=tensor(hidden),
             attention_norm=tensor(layers, hidden),
             mlp_norm=tensor(layers, hidden),
-            qkv_weight=tensor(layers, qkv_size, hidden),
-            o_weight=tensor(layers, hidden, config.q_size),
-            gate_up_weight=tensor(layers, 2 * inner, hidden),
-            down_weight=tensor(layers, hidden, inner),
+            qkv_weight=qkv_weight,
+            o_weight=o_weight,
+            gate_up_weight=gate_up_weight,
+            down_weight=down_weight,
             qkv_bias=tensor_if(config.attention_bias, layers, qkv_size),
             o_bias=tensor_if(config.output_bias, layers, hidden),
             gate_up_bias=tensor_if(config.mlp_bias, layers, 2 * inner),
             down_bias=tensor_if(config.mlp_bias, layers, hidden),
             q_norm=tensor_if(config.qk_norm, layers, config.head_dim),
             k_norm=tensor_if(config.qk_norm, layers, config.head_dim),
+            embed_scale=lm_head_scale if tied else None,
+            lm_head_scale=lm_head_scale,
+            qkv_scale=qkv_scale,
+            o_scale=o_scale,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
         )
 
-    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, Tensor]:
-        """The view that each tensor of a Hugging Face checkpoint fills, by the tensor's name."""
+    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, WeightView]:
+        """What each tensor of a Hugging Face checkpoint fills, by the tensor's name."""
         q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
-        parts: dict[str, tuple[Tensor | None, slice]] = {
-            "self_attn.q_proj.weight": (self.qkv_weight, slice(q_size)),
-            "self_attn.k_proj.weight": (self.qkv_weight, slice(q_size, q_size + kv_size)),
-            "self_attn.v_proj.weight": (self.qkv_weight, slice(q_size + kv_size, None)),
+        matrices: dict[str, tuple[Tensor, Tensor | None, slice]] = {
+            "self_attn.q_proj.weight": (self.qkv_weight, self.qkv_scale, slice(q_size)),
+            "self_attn.k_proj.weight": (
+                self.qkv_weight,
+                self.qkv_scale,
+                slice(q_size, q_size + kv_size),
+            ),
+            "self_attn.v_proj.weight": (
+                self.qkv_weight,
+                self.qkv_scale,
+                slice(q_size + kv_size, None),
+            ),
+            "self_attn.o_proj.weight": (self.o_weight, self.o_scale, slice(None)),
+            "mlp.gate_proj.weight": (self.gate_up_weight, self.gate_up_scale, slice(inner)),
+            "mlp.up_proj.weight": (self.gate_up_weight, self.gate_up_scale, slice(inner, None)),
+            "mlp.down_proj.weight": (self.down_weight, self.down_scale, slice(None)),
+        }
+        vectors: dict[str, tuple[Tensor | None, slice]] = {
             "self_attn.q_proj.bias": (self.qkv_bias, slice(q_size)),
             "self_attn.k_proj.bias": (self.qkv_bias, slice(q_size, q_size + kv_size)),
             "self_attn.v_proj.bias": (self.qkv_bias, slice(q_size + kv_size, None)),
-            "self_attn.o_proj.weight": (self.o_weight, slice(None)),
             "self_attn.o_proj.bias": (self.o_bias, slice(None)),
             "self_attn.q_norm.weight": (self.q_norm, slice(None)),
             "self_attn.k_norm.weight": (self.k_norm, slice(None)),
-            "mlp.gate_proj.weight": (self.gate_up_weight, slice(inner)),
-            "mlp.up_proj.weight": (self.gate_up_weight, slice(inner, None)),
             "mlp.gate_proj.bias": (self.gate_up_bias, slice(inner)),
             "mlp.up_proj.bias": (self.gate_up_bias, slice(inner, None)),
-            "mlp.down_proj.weight": (self.down_weight, slice(None)),
             "mlp.down_proj.bias": (self.down_bias, slice(None)),
             "input_layernorm.weight": (self.attention_norm, slice(None)),
             "post_attention_layernorm.weight": (self.mlp_norm, slice(None)),
         }
         views = {
-            "model.embed_tokens.weight": self.embed_tokens,
-            "model.norm.weight": self.final_norm,
+            "model.embed_tokens.weight": WeightView(self.embed_tokens, self.embed_scale),
+            "model.norm.weight": WeightView(self.final_norm),
         }
         if not config.tie_word_embeddings:
-            views["lm_head.weight"] = self.lm_head
+            views["lm_head.weight"] = WeightView(self.lm_head, self.lm_head_scale)
         for layer in range(config.num_layers):
-            for name, (stacked, rows) in parts.items():
+            for name, (weight, scale, rows) in matrices.items():
+                views[f"model.layers.{layer}.{name}"] = WeightView(
+                    weight[layer, rows], None if scale is None else scale[layer, rows]
+                )
+            for name, (stacked, rows) in vectors.items():
                 if stacked is not None:
-                    views[f"model.layers.{layer}.{name}"] = stacked[layer, rows]
+                    views[f"model.layers.{layer}.{name}"] = WeightView(stacked[layer, rows])
         return views
 
 
@@ -161,25 +213,37 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
         self.config = config
         self.weights = weights
-        self.device = weights.embed_tokens.device
-        self.dtype = weights.embed_tokens.dtype
+        self.device = weights.final_norm.device
+        self.dtype = weights.final_norm.dtype
         self._on_cpu = self.device.type == "cpu"
+        self._is_int8 = weights.qkv_scale is not None
+        self._widens = (
+            self._on_cpu
+            and self.dtype == torch.bfloat16
+            and "avx512_bf16" not in ops.build_info()["cpu_capabilities"]
+        )
         self.cos_sin = cos_sin_table(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         self._layers = _layer_views(config, weights)
-        stacked: Any = (getattr(weights, name, None) for name in ops.DecoderWeights._fields)
+        stacked: Any = (getattr(weights, name) for name in ops.DecoderWeights._fields)
         self._stacked = ops.DecoderWeights(*stacked)
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
         self._windows = windows if windows.any() else None
         self._flags: dict[frozenset[int], Tensor] = {}
-        self._kv_weight = weights.qkv_weight[:, config.q_size :]
-        bias = weights.qkv_bias
-        self._kv_bias = None if bias is None else bias[:, config.q_size :]
+        kv_rows = slice(config.q_size, None)
+        self._kv_weight = weights.qkv_weight[:, kv_rows]
+        scale, bias = weights.qkv_scale, weights.qkv_bias
+        self._kv_scale = None if scale is None else scale[:, kv_rows]
+        self._kv_bias = None if bias is None else bias[:, kv_rows]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
-        return functional.embedding(token_ids, self.weights.embed_tokens)
+        weights = self.weights
+        rows = functional.embedding(token_ids, weights.embed_tokens)
+        if weights.embed_scale is None:
+            return rows
+        return dequantise_rows(rows, weights.embed_scale[token_ids], self.dtype)
 
     def layers(
         self,
@@ -197,7 +261,7 @@ class LlamaModel:
         Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
         not changed (and may be what comes back when all is skipped).
         """
-        if self._on_cpu and hidden.shape[0] <= MAX_SKINNY_ROWS:
+        if self._is_skinny(hidden):
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -228,13 +292,25 @@ class LlamaModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [num_rows, vocab_size]: final norm and LM head."""
         weights = self.weights
+        if self._is_skinny(hidden):
+            return ops.skinny_linear(
+                hidden,
+                weights.lm_head,
+                weight_scale=weights.lm_head_scale,
+                norm_weight=weights.final_norm,
+                eps=self.config.rms_norm_eps,
+            ).float()
         return self._linear(hidden, weights.lm_head, norm=weights.final_norm).float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
         weights = self.weights
         return ops.exit_confidence_softmax(
-            hidden, weights.final_norm, weights.lm_head, self.config.rms_norm_eps
+            hidden,
+            weights.final_norm,
+            weights.lm_head,
+            self.config.rms_norm_eps,
+            lm_head_scale=weights.lm_head_scale,
         )
 
     def fill_kv(
@@ -258,6 +334,7 @@ class LlamaModel:
             kv.k,
             kv.v,
             slot_mapping,
+            kv_scale=self._kv_scale,
             kv_bias=self._kv_bias,
             k_norm_weight=self.weights.k_norm,
             positions=positions,
@@ -302,9 +379,11 @@ class LlamaModel:
 
     def _mlp(self, index: int, hidden: Tensor) -> Tensor:
         layer = self._layers[index]
-        gated = self._gated_linear(
+        gate_up = self._linear(
             hidden, layer.gate_up_weight, layer.gate_up_bias, norm=layer.mlp_norm
         )
+        gate, up = gate_up.chunk(2, dim=1)
+        gated = functional.silu(gate).mul_(up)
         return self._linear(gated, layer.down_weight, layer.down_bias, residual=hidden)
 
     def _flags_of(self, layers: frozenset[int]) -> Tensor | None:
@@ -316,10 +395,8 @@ class LlamaModel:
             self._flags[layers] = torch.tensor(flags)
         return self._flags[layers]
 
-    # The two products that layers are made of, as one op each for few rows on the CPU.
-
     def _is_skinny(self, x: Tensor) -> bool:
-        return self._on_cpu and x.shape[0] <= MAX_SKINNY_ROWS
+        return self._on_cpu and (x.shape[0] <= MAX_SKINNY_ROWS or self._is_int8)
 
     def _linear(
         self,
@@ -330,27 +407,18 @@ class LlamaModel:
         norm: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Linear layer of x, normed first when there is a norm, added to the residual if any."""
-        eps = self.config.rms_norm_eps
-        if self._is_skinny(x):
-            return ops.skinny_linear(
-                x, weight, norm_weight=norm, eps=eps, bias=bias, residual=residual
-            )
-        if norm is not None:
-            x = functional.rms_norm(x, norm.shape, norm, eps)
-        out = functional.linear(x, weight, bias)
-        return out if residual is None else out.add_(residual)
+        """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-    def _gated_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Tensor
-    ) -> Tensor:
-        """silu(gate) * up of normed x; gate rows of weight and bias come before up rows."""
-        eps = self.config.rms_norm_eps
-        if self._is_skinny(x):
-            return ops.skinny_gated_linear(x, weight, norm_weight=norm, eps=eps, bias=bias)
-        normed = functional.rms_norm(x, norm.shape, norm, eps)
-        gate, up = functional.linear(normed, weight, bias).chunk(2, dim=1)
-        return functional.silu(gate).mul_(up)
+        In float32 where the CPU is slow at bfloat16.
+        """
+        if norm is not None:
+            x = functional.rms_norm(x, norm.shape, norm, self.config.rms_norm_eps)
+        if self._widens:
+            wide_bias = None if bias is None else bias.float()
+            out = functional.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+        else:
+            out = functional.linear(x, weight, bias)
+        return out if residual is None else out.add_(residual)
 
 
 def _layer_views(config: ModelConfig, weights: LlamaWeights) -> list[_Layer]:

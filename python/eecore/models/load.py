@@ -21,6 +21,7 @@ def load_model(
     path: str | Path,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    weights: str | None = None,
 ) -> tuple[ModelConfig, LlamaModel, Tokenizer | None]:
     """Load a Hugging Face model directory; the tokenizer is None when the directory has none.
 
@@ -29,20 +30,24 @@ def load_model(
         device: by default the current GPU where there is one and the build has CUDA, else the CPU.
         dtype: by default that of the checkpoint on a GPU. On the CPU a bfloat16 checkpoint stays so
             only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.
+        weights: ``int8`` quantises the linear layers' weights, a scale per row, as they are read;
+            states, the KV cache and norms stay in ``dtype``. On the CPU only.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
-            not supported, or the device has no such dtype. Raised before weights are allocated.
+            not supported, or the device has no such dtype or weights. Raised before anything is
+            allocated.
     """
     directory = Path(path).expanduser()
     config = read_model_config(directory)
     where = choose_device(device)
+    int8 = choose_int8(weights, where)
     tokenizer = Tokenizer.from_directory(directory)
     with Checkpoint(directory) as checkpoint:
         config = with_stored_tying(config, checkpoint)
         what = choose_dtype(dtype, where, _stored_dtype(checkpoint, config))
-        weights = load_weights(checkpoint, config, where, what)
-    return config, LlamaModel(config, weights), tokenizer
+        loaded = load_weights(checkpoint, config, where, what, int8=int8)
+    return config, LlamaModel(config, loaded), tokenizer
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -86,6 +91,15 @@ def choose_dtype(
     if chosen == torch.float16 and device.type == "cpu":
         raise ModelError("dtype: expected float32 or bfloat16 on the CPU, got float16")
     return chosen
+
+
+def choose_int8(weights: str | None, device: torch.device) -> bool:
+    """Whether the weights asked for are int8."""
+    if weights not in (None, "int8"):
+        raise ModelError(f"weights: expected int8 or None (those of the dtype), got {weights!r}")
+    if weights == "int8" and device.type != "cpu":
+        raise ModelError(f"weights: expected None on {device}, got int8: only the CPU has kernels")
+    return weights == "int8"
 
 
 def _stored_dtype(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
