@@ -1,0 +1,173 @@
+"""What weights of fewer bits cost in quality: SmolLM2 on real prose, against its float32 weights.
+
+Perplexity and next-token agreement on the language reference that comes with Python
+(pydoc_data.topics), and how far greedy texts stay the same. Writes bench/results/weights.json and
+the table in bench/RESULTS.md, in about 2 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import pydoc_data.topics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import eecore
+from eecore.models import AttentionBatch, KVCache, LlamaModel
+from harness import insert
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from get_smollm2 import get_smollm2  # noqa: E402
+
+TOPICS = ("objects", "execmodel", "exceptions", "operator-summary", "class", "try", "strings")
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8, float32 states": {"dtype": "float32", "weights": "int8"},
+    "int8, bfloat16 states": {"dtype": "bfloat16", "weights": "int8"},
+}
+PROMPT_LENGTH = 32
+
+
+def logits_of(model: LlamaModel, token_ids: Tensor) -> Tensor:
+    """Float32 [num_tokens, vocab_size] of one text."""
+    count = len(token_ids)
+    kv = KVCache.allocate(model.config, 1, count, device=model.device, dtype=model.dtype)
+    batch = AttentionBatch(
+        positions=torch.arange(count),
+        slot_mapping=torch.arange(count),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+    )
+    hidden = model.layers(0, model.config.num_layers, model.embed(token_ids), kv, batch)
+    return model.logits(hidden)
+
+
+@dataclass
+class Text:
+    """A piece of text, and what float32 weights say of it."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+def measure(model: LlamaModel, texts: list[Text]) -> dict[str, float]:
+    """Means over every position of every text."""
+    nats, agreed, divergence, count = 0.0, 0, 0.0, 0
+    for text in texts:
+        logprobs = logits_of(model, text.token_ids).log_softmax(-1)
+        following = text.token_ids[1:, None]
+        nats -= float(logprobs[:-1].gather(1, following).sum())
+        same = logprobs.argmax(-1) == text.logprobs.argmax(-1)
+        agreed += int(same[:-1].sum())
+        divergence += float(
+            functional.kl_div(logprobs[:-1], text.logprobs[:-1], reduction="sum", log_target=True)
+        )
+        count += len(following)
+    return {
+        "perplexity": float(torch.tensor(nats / count).exp()),
+        "top1_agreement": agreed / count,
+        "kl_nats": divergence / count,
+    }
+
+
+def greedy(model: eecore.Model, texts: list[Text], max_tokens: int) -> list[list[int]]:
+    """Continuations of each text's beginning."""
+    prompts = [text.token_ids[:PROMPT_LENGTH].tolist() for text in texts]
+    outputs = eecore.generate(model, prompts, max_tokens=max_tokens, ignore_eos=True)
+    return [output.token_ids for output in outputs]
+
+
+def same_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens the two begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def weight_bytes(model: LlamaModel) -> int:
+    """Bytes of all parameters, each counted once."""
+    tensors = [value for value in vars(model.weights).values() if value is not None]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        "| weights | MB | perplexity | same likeliest token | KL (nats) | greedy tokens alike |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["kinds"]:
+        lines.append(
+            f"| {row['name']} | {row['weight_bytes'] / 1e6:.0f} | {row['perplexity']:.3f} "
+            f"| {row['top1_agreement']:.1%} | {row['kl_nats']:.4f} "
+            f"| {row['greedy_alike']:.1f} of {result['max_tokens']} |"
+        )
+    about = (
+        f"SmolLM2-135M-Instruct on {result['num_tokens']} tokens of Python {result['python']}'s "
+        "language reference, against float32 weights. int8: a float32 scale per row, states "
+        "quantised to 16 bits within each product. Greedy: mean length of the common beginning "
+        f"with the float32 text, {result['num_texts']} texts. `python bench/bench_weights.py`"
+    )
+    return "\n".join([*lines, "", about])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=512, help="of each text")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    arguments = parser.parse_args()
+
+    directory = get_smollm2()
+    texts: list[Text] = []
+    expected: list[list[int]] = []
+    rows = []
+    for name, options in KINDS.items():
+        model = eecore.load(directory, device="cpu", kv_cache_tokens=2048, **options)
+        if not texts:
+            assert model.tokenizer is not None
+            for topic in TOPICS:
+                ids = model.tokenizer.encode(pydoc_data.topics.topics[topic])
+                token_ids = torch.tensor(ids[: arguments.tokens])
+                texts.append(Text(token_ids, logits_of(model.network, token_ids).log_softmax(-1)))
+        tokens = greedy(model, texts, arguments.max_tokens)
+        expected = expected or tokens
+        alike = [same_prefix(*pair) for pair in zip(tokens, expected, strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "weight_bytes": weight_bytes(model.network),
+                **measure(model.network, texts),
+                "greedy_alike": sum(alike) / len(alike),
+            }
+        )
+        print(rows[-1], file=sys.stderr)
+    result = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_capability": eecore.build_info()["cpu_capability"],
+        "num_texts": len(texts),
+        "num_tokens": sum(len(text.token_ids) for text in texts),
+        "max_tokens": arguments.max_tokens,
+        "kinds": rows,
+    }
+    table = markdown(result)
+    print(table)
+    if not arguments.dry_run:
+        (ROOT / "bench" / "results" / "weights.json").write_text(
+            json.dumps(result, indent=1) + "\n"
+        )
+        insert(ROOT / "bench" / "RESULTS.md", "weights", table)
+
+
+if __name__ == "__main__":
+    main()
