@@ -38,7 +38,7 @@ class Worker {
  public:
   Worker(const KvFillParams& params, int64_t block)
       : params_(params),
-        x_stride_(packed_size<W>(params.hidden_size)),
+        x_stride_(packed_stride<W>(params.hidden_size)),
         x_(block * x_stride_),
         normed_(params.hidden_size),
         head_(block * params.head_dim),

@@ -15,7 +15,7 @@ class PackedRows {
   // x: [num_rows, n], row stride x_stride; norm_weight: [n], may be null.
   PackedRows(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, const T* norm_weight,
              float eps)
-      : stride_(packed_size<W>(n)), rows_(num_rows * stride_) {
+      : stride_(packed_stride<W>(n)), rows_(num_rows * stride_) {
     Scratch<T> normed(norm_weight ? n : 0);
     for (int64_t row = 0; row < num_rows; ++row) {
       const T* values = x + row * x_stride;

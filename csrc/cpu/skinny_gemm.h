@@ -15,9 +15,20 @@ constexpr int kRows = 4;
 // Rows of a weight and of x that meet in one call of multiply.
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileBatch = 32;
-// Columns of a chunk, a multiple of every step, and the bytes of x that need no chunks.
-constexpr int64_t kChunk = 512;
-constexpr int64_t kCachedBytes = 24 << 10;
+// Bytes of x that stay in the first-level cache beside the weights; those of a chunk where they
+// would not, and the fewest columns of one, a multiple of every step.
+constexpr int64_t kCachedBytes = 26 << 10;
+constexpr int64_t kChunkBytes = 16 << 10;
+constexpr int64_t kMinChunk = 512;
+
+// Columns to cross at once with num_batch rows of x.
+template <typename W>
+inline int64_t chunk_of(int64_t num_batch, int64_t n) {
+  const int64_t element_bytes = packed_columns<W>(1) * static_cast<int64_t>(sizeof(PackedX<W>));
+  const bool is_cached = num_batch * n * element_bytes <= kCachedBytes;
+  if (num_batch <= Format<W>::kMaxBatch || is_cached) return n;
+  return max_of(kChunkBytes / (num_batch * element_bytes * kMinChunk), 1) * kMinChunk;
+}
 
 // out[i] = sum(v[i]) for the four vectors, each in the same order.
 inline void store_sums(const Vec* v, float* out) {
@@ -73,7 +84,7 @@ inline void multiply_block(const Block<W>& block) {
   }
   int64_t k = block.begin;
   x += packed_offset<W>(k);
-  for (; k + kStep <= block.end; k += kStep, x += packed_offset<W>(kStep) - packed_offset<W>(0)) {
+  for (; k + kStep <= block.end; k += kStep, x += packed_columns<W>(kStep)) {
 #pragma GCC unroll 4
     for (int r = 0; r < kAhead; ++r) {
       for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(W))) {
@@ -147,16 +158,14 @@ inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahe
 }
 
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, from rows of w and packed
-// x: [num_batch, packed_size(n)], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows
+// x: [num_batch, n packed], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows
 // of w that will be read after these; may be null.
 template <typename W>
 inline void multiply(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
                      int64_t x_stride, int64_t num_batch, int64_t n, const W* next, float* out,
                      int64_t out_stride) {
   using F = Format<W>;
-  const bool cached = num_batch <= F::kMaxBatch ||
-                      num_batch * x_stride * int64_t{sizeof(PackedX<W>)} <= kCachedBytes;
-  const int64_t chunk = cached ? n : kChunk;
+  const int64_t chunk = chunk_of<W>(num_batch, n);
   alignas(64) char waiting[kTileRows * kTileBatch * sizeof(typename F::Sums)];
   for (int64_t begin = 0; begin < n; begin += chunk) {
     const int64_t end = min_of(begin + chunk, n);

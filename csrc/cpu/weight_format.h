@@ -296,16 +296,23 @@ struct Format<Int8> {
 template <typename W>
 using PackedX = typename Format<W>::PackedX;
 
-// The elements that a packed row of n takes: zeros fill the last step.
+// Elements that column k takes in a packed row, after its header.
 template <typename W>
-inline int64_t packed_size(int64_t n) {
-  constexpr int kParts = Format<W>::kHeader > 0 ? 2 : 1;
-  return Format<W>::kHeader + kParts * ceil_div(n, Format<W>::kStep) * Format<W>::kStep;
+constexpr int64_t packed_columns(int64_t k) {
+  return (Format<W>::kHeader > 0 ? 2 : 1) * k;
 }
-// Element k, a multiple of the step, of a packed row.
+// Where column k, a multiple of the step, is in a packed row.
 template <typename W>
-inline int64_t packed_offset(int64_t k) {
-  return Format<W>::kHeader + (Format<W>::kHeader > 0 ? 2 : 1) * k;
+constexpr int64_t packed_offset(int64_t k) {
+  return Format<W>::kHeader + packed_columns<W>(k);
+}
+// Elements from one packed row of n columns to the next; zeros fill the last step. An odd number of
+// cache lines, so that the same columns of many rows do not fall into one set of the cache.
+template <typename W>
+inline int64_t packed_stride(int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(PackedX<W>);
+  const int64_t elements = packed_offset<W>(ceil_div(n, Format<W>::kStep) * Format<W>::kStep);
+  return (ceil_div(elements, kLine) | 1) * kLine;
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY
