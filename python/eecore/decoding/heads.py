@@ -66,11 +66,13 @@ def read_heads(runner: Runner, hidden: Tensor, rows: HeadRows) -> Heads:
             plain,
             got.token.tolist(),
             got.confidence.tolist(),
-            (got.top_logit - got.logsumexp).tolist(),
+            got.top_logit.tolist(),
+            got.logsumexp.tolist(),
             strict=True,
         )
-        for row, row_token, row_confidence, row_logprob in values:
-            token[row], confidence[row], logprob[row] = row_token, row_confidence, row_logprob
+        for row, row_token, row_confidence, top_logit, logsumexp in values:
+            token[row], confidence[row] = row_token, row_confidence
+            logprob[row] = top_logit - logsumexp
     if full:
         block = runner.model.logits(_pick_rows(runner, hidden, full))
         best = block.softmax(dim=-1).topk(2, dim=-1).values

@@ -16,7 +16,7 @@ from eecore.decoding.confident import ConfidentController
 from eecore.decoding.draft import Draft, draft, draft_path
 from eecore.decoding.heads import Heads, read_heads
 from eecore.decoding.verify import accept
-from eecore.engine.batch import RowBuilder, Rows
+from eecore.engine.batch import BoolArray, RowBuilder
 from eecore.engine.runner import Runner, Sweep
 from eecore.engine.sampling import filtered_probs, generator_of, needs_logits, pick
 from eecore.engine.scheduler import Work
@@ -78,22 +78,17 @@ def run_iteration(runner: Runner, works: list[Work]) -> list[Outcome]:
         if not plan.work.is_prefill and isinstance(plan.work.sequence.exit, ConfidentExit)
     ]
     controller = ConfidentController(runner, confident) if confident else None
-    at_end = np.zeros(len(rows), dtype=np.bool_)
-    at_end[[row for row, _ in confident]] = True
     sweep = runner.sweep(
         rows,
         entering=_kept_states(plans),
         controller=controller,
-        fill_at_once=_replayed(plans, len(rows)),
-        fill_at_end=at_end if confident else None,
+        fill_at_once=_mask(_replayed(plans), len(rows)),
+        fill_at_end=_mask([row for row, _ in confident], len(rows)),
     )
     heads = _read_heads(runner, plans, sweep, controller)
-    verified = [plan for plan in plans if plan.work.sequence.exit.max_drafts and plan.emits]
-    verified = [plan for plan in verified if not plan.work.is_prefill]
-    accepted = accept(heads, [(p.work.sequence, p.draft, p.at) for p in verified])
-    rounds = dict(zip((id(plan) for plan in verified), accepted, strict=True))
+    rounds = _verify(plans, heads)
     return [
-        _outcome(plan, rows, sweep, heads, controller, rounds.get(id(plan)), runner.num_layers)
+        _outcome(plan, sweep, heads, controller, rounds.get(id(plan)), runner.num_layers)
         for plan in plans
     ]
 
@@ -132,14 +127,35 @@ def _kept_states(plans: list[_Plan]) -> Tensor | None:
     return torch.stack(states) if states else None
 
 
-def _replayed(plans: list[_Plan], num_rows: int) -> np.typing.NDArray[np.bool_] | None:
+def _replayed(plans: list[_Plan]) -> list[int]:
     """Rows whose KV was filled from an exit state and is being recomputed."""
-    mask = np.zeros(num_rows, dtype=np.bool_)
+    rows: list[int] = []
     for plan in plans:
-        sequence = plan.work.sequence
-        if plan.work.is_prefill and isinstance(sequence.exit, ConfidentExit):
-            mask[plan.at] = True  # rows that leave after the last layer need no filling
-    return mask if mask.any() else None
+        if plan.work.is_prefill and isinstance(plan.work.sequence.exit, ConfidentExit):
+            rows += range(plan.at.start, plan.at.stop)  # those of the last layer need no filling
+    return rows
+
+
+def _mask(rows: list[int], num_rows: int) -> BoolArray | None:
+    """[num_rows], true for some rows; None for none."""
+    if not rows:
+        return None
+    mask = np.zeros(num_rows, dtype=np.bool_)
+    mask[rows] = True
+    return mask
+
+
+def _verify(plans: list[_Plan], heads: Heads) -> dict[int, tuple[int, int]]:
+    """(number of accepted drafts, next token) of each verified plan, by the plan's id."""
+    verified = [
+        plan
+        for plan in plans
+        if plan.work.sequence.exit.max_drafts and not plan.work.is_prefill and plan.emits
+    ]
+    if not verified:
+        return {}
+    accepted = accept(heads, [(plan.work.sequence, plan.draft, plan.at) for plan in verified])
+    return dict(zip(map(id, verified), accepted, strict=True))
 
 
 def _read_heads(
@@ -173,7 +189,6 @@ def _read_heads(
 
 def _outcome(
     plan: _Plan,
-    rows: Rows,
     sweep: Sweep,
     heads: Heads,
     controller: ConfidentController | None,
@@ -182,8 +197,7 @@ def _outcome(
 ) -> Outcome:
     """The tokens and counters of one work."""
     work, sequence = plan.work, plan.work.sequence
-    exits = sweep.exit_layer[plan.at]
-    layers_run = int((exits - rows.enter[plan.at]).sum())
+    layers_run = sum(sweep.layers_run[plan.at])
     outcome = Outcome(sequence, sequence.num_computed + work.num_tokens)
     if work.is_prefill:
         outcome.prompt_layers_run = layers_run
@@ -201,7 +215,7 @@ def _outcome(
     if not plan.emits:
         return outcome
     row = plan.at.stop - 1
-    exit_layer = int(sweep.exit_layer[row])
+    exit_layer = sweep.exit_layer[row]
     if not work.is_prefill:
         outcome.kv_exit_layers = [exit_layer]
         if isinstance(sequence.exit, ConfidentExit) and exit_layer < num_layers:

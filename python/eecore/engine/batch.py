@@ -8,11 +8,13 @@ rows drop out of the deeper layers and how a verification joins in the middle.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from eecore.models import AttentionBatch
 
@@ -21,6 +23,7 @@ __all__ = ["BoolArray", "Int64Array", "RowBuilder", "Rows"]
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+ToTensor = Callable[[npt.NDArray[Any]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,24 @@ class Rows:
     enter: Int64Array  # [num_rows]
     leave: Int64Array  # [num_rows]
     page_tables: Int32Array  # [num_sequences, max_pages]
+    seq_lens: Int32Array  # [num_sequences], positions up to each sequence's last row
+    starts: Int32Array  # [num_sequences + 1], each sequence's first row, then num_rows
+    depth: int  # how many layers every row runs from the embedding on; 0 when they differ
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def attention_batch(self, index: Int64Array, device: torch.device) -> AttentionBatch:
+    def whole_batch(self, to_tensor: ToTensor) -> AttentionBatch:
+        """All rows, one ragged entry per sequence."""
+        return AttentionBatch(
+            positions=to_tensor(self.positions),
+            slot_mapping=to_tensor(self.slots),
+            page_table=to_tensor(self.page_tables),
+            seq_lens=to_tensor(self.seq_lens),
+            query_start_loc=to_tensor(self.starts),
+        )
+
+    def attention_batch(self, index: Int64Array, to_tensor: ToTensor) -> AttentionBatch:
         """The rows ``index`` (ascending), one ragged entry per run of consecutive positions."""
         positions, sequence = self.positions[index], self.sequence[index]
         breaks = np.flatnonzero(
@@ -47,17 +63,12 @@ class Rows:
         starts = np.concatenate(([0], breaks + 1))
         ends = np.concatenate((breaks + 1, [len(index)]))
         query_start_loc = np.concatenate((starts, [len(index)])).astype(np.int32)
-        seq_lens = (positions[ends - 1] + 1).astype(np.int32)
-
-        def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
         return AttentionBatch(
-            positions=tensor(positions),
-            slot_mapping=tensor(self.slots[index]),
-            page_table=tensor(self.page_tables[sequence[starts]]),
-            seq_lens=tensor(seq_lens),
-            query_start_loc=tensor(query_start_loc),
+            positions=to_tensor(positions),
+            slot_mapping=to_tensor(self.slots[index]),
+            page_table=to_tensor(self.page_tables[sequence[starts]]),
+            seq_lens=to_tensor((positions[ends - 1] + 1).astype(np.int32)),
+            query_start_loc=to_tensor(query_start_loc),
         )
 
 
@@ -73,6 +84,8 @@ class RowBuilder:
     _enter: list[int] = field(default_factory=list)
     _leave: list[int] = field(default_factory=list)
     _pages: list[list[int]] = field(default_factory=list)
+    _seq_lens: list[int] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=list)
 
     def add(
         self,
@@ -84,27 +97,27 @@ class RowBuilder:
         leave: list[int],
     ) -> slice:
         """Adds consecutive positions of one sequence; returns where its rows are."""
-        start = len(self._positions)
-        size = self.page_size
-        positions = range(first_position, first_position + len(token_ids))
+        start, count, size = len(self._positions), len(token_ids), self.page_size
+        positions = range(first_position, first_position + count)
         self._token_ids += token_ids
         self._positions += positions
         self._slots += [pages[p // size] * size + p % size for p in positions]
-        self._sequence += [len(self._pages)] * len(token_ids)
+        self._sequence += [len(self._pages)] * count
         self._enter += enter
         self._leave += leave
         self._pages.append(pages)
-        return slice(start, len(self._positions))
+        self._seq_lens.append(first_position + count)
+        self._starts.append(start)
+        return slice(start, start + count)
 
     def build(self) -> Rows:
-        width = max((len(pages) for pages in self._pages), default=0)
-        page_tables = np.zeros((len(self._pages), width), dtype=np.int32)
-        for row, pages in zip(page_tables, self._pages, strict=True):
-            row[: len(pages)] = pages
+        width = max(map(len, self._pages), default=0)
+        page_tables = [pages + [0] * (width - len(pages)) for pages in self._pages]
 
         def array(values: list[int]) -> Int64Array:
-            return np.asarray(values, dtype=np.int64)
+            return np.array(values, dtype=np.int64)
 
+        alike = not any(self._enter) and len(set(self._leave)) == 1
         return Rows(
             token_ids=array(self._token_ids),
             positions=array(self._positions),
@@ -112,5 +125,8 @@ class RowBuilder:
             sequence=array(self._sequence),
             enter=array(self._enter),
             leave=array(self._leave),
-            page_tables=page_tables,
+            page_tables=np.array(page_tables, dtype=np.int32).reshape(len(page_tables), width),
+            seq_lens=np.array(self._seq_lens, dtype=np.int32),
+            starts=np.array([*self._starts, len(self._positions)], dtype=np.int32),
+            depth=self._leave[0] if alike else 0,
         )

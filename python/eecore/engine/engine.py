@@ -284,7 +284,8 @@ def _drawing_state(sequence: Sequence) -> tuple[Any, Any]:
     """What an iteration moves on while it runs: random numbers and the draft threshold."""
     generator = sequence.generator
     state = None if generator is None else generator.get_state()
-    return state, copy.copy(sequence.draft_stop)
+    stop = sequence.draft_stop
+    return state, None if stop is None else copy.copy(stop)
 
 
 def _restore_drawing_state(sequence: Sequence, state: tuple[Any, Any]) -> None:

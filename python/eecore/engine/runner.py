@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -56,8 +57,10 @@ class Sweep:
 
     hidden: Tensor
     """[num_rows, hidden_size]: each row's state when it left, before the final norm."""
-    exit_layer: Int64Array
+    exit_layer: list[int]
     """[num_rows]: how many layers each row had behind it when it left."""
+    layers_run: list[int]
+    """[num_rows]: how many of them it ran in this pass."""
     captured: Tensor | None
     """[num_rows, hidden_size]: states after ``capture_after`` layers."""
 
@@ -68,6 +71,7 @@ class Runner:
     def __init__(self, model: LlamaModel, kv: KVCache) -> None:
         self.model = model
         self.kv = kv
+        self._on_cpu = model.device.type == "cpu"
 
     @property
     def num_layers(self) -> int:
@@ -77,9 +81,10 @@ class Runner:
     def device(self) -> torch.device:
         return self.model.device
 
-    def tensor(self, array: Int64Array) -> Tensor:
-        """A host array on the model's device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+    def tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        """A host array on the model's device; on the CPU they share memory."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._on_cpu else tensor.to(self.device)
 
     def sweep(
         self,
@@ -105,6 +110,9 @@ class Runner:
             skip_mlp: layers whose MLP is left out.
             capture_after: keep the states after this many layers; 0 keeps none.
         """
+        watched = controller is not None or fill_at_once is not None or fill_at_end is not None
+        if rows.depth and not watched and capture_after in (0, rows.depth):
+            return self._sweep_alike(rows, skip_attention, skip_mlp, capture_after)
         num_rows = len(rows)
         exit_layer = rows.leave.copy()
         final: Tensor | None = None
@@ -113,7 +121,7 @@ class Runner:
         kept_rows = np.flatnonzero(rows.enter > 0)
         active = np.flatnonzero(rows.enter == stops[0])
         hidden = self._states(rows, active, entering, kept_rows)
-        batch: AttentionBatch | None = rows.attention_batch(active, self.device)
+        batch: AttentionBatch | None = rows.attention_batch(active, self.tensor)
 
         for begin, end in itertools.pairwise(stops):
             # Rows that come in here.
@@ -121,7 +129,7 @@ class Runner:
             if len(coming):
                 states = self._states(rows, coming, entering, kept_rows)
                 active, hidden = self._merge(active, hidden, coming, states)
-                batch = rows.attention_batch(active, self.device)
+                batch = rows.attention_batch(active, self.tensor)
             if batch is None:
                 continue
 
@@ -161,7 +169,7 @@ class Runner:
             if fill_at_once is not None and end < self.num_layers:
                 self._fill(rows, final, exit_layer, leaving[fill_at_once[leaving]])
             if len(active):
-                batch = rows.attention_batch(active, self.device)
+                batch = rows.attention_batch(active, self.tensor)
             elif not (rows.enter >= end).any():
                 break
             else:
@@ -171,7 +179,27 @@ class Runner:
         if fill_at_end is not None:
             early = np.flatnonzero(fill_at_end & (exit_layer < self.num_layers))
             self._fill(rows, final, exit_layer, early)
-        return Sweep(final, exit_layer, captured)
+        return Sweep(final, exit_layer.tolist(), (exit_layer - rows.enter).tolist(), captured)
+
+    def _sweep_alike(
+        self,
+        rows: Rows,
+        skip_attention: frozenset[int],
+        skip_mlp: frozenset[int],
+        capture_after: int,
+    ) -> Sweep:
+        """All rows from the embedding through the same layers, which nobody watches."""
+        hidden = self.model.layers(
+            0,
+            rows.depth,
+            self.model.embed(self.tensor(rows.token_ids)),
+            self.kv,
+            rows.whole_batch(self.tensor),
+            skip_attention=skip_attention,
+            skip_mlp=skip_mlp,
+        )
+        depths = [rows.depth] * len(rows)
+        return Sweep(hidden, depths, depths, hidden if capture_after else None)
 
     def _stops(
         self, rows: Rows, controller: ExitController | None, capture_after: int

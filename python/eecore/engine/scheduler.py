@@ -27,10 +27,8 @@ class Work:
     """Prefill chunk length; 1 for a decoding sequence."""
     max_drafts: int = 0
     """Drafts for which pages are held; 0 unless the sequence speculates."""
-
-    @property
-    def is_prefill(self) -> bool:
-        return not self.sequence.is_decoding
+    is_prefill: bool = False
+    """A chunk of a prompt, or of a replay."""
 
 
 class Scheduler:
@@ -67,7 +65,7 @@ class Scheduler:
         if sequence.is_decoding:
             return Work(sequence, 1, _required_drafts(sequence))
         left = sequence.prefill_target - sequence.num_computed
-        return Work(sequence, min(left, budget, self._config.max_prefill_chunk))
+        return Work(sequence, min(left, budget, self._config.max_prefill_chunk), is_prefill=True)
 
     def _with_drafts(self, work: Work) -> Work:
         """Adds as many drafts as the request wants and free pages allow, without preempting."""

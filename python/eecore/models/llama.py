@@ -9,7 +9,6 @@ gradient. Weights of linear layers may be int8 with a scale per row; states and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,24 +184,6 @@ class LlamaWeights:
         return views
 
 
-class _Layer(NamedTuple):
-    """One layer's views of the stacked weights, made once."""
-
-    attention_norm: Tensor
-    qkv_weight: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o_weight: Tensor
-    o_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up_weight: Tensor
-    gate_up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    window: int
-
-
 class LlamaModel:
     """A decoder whose layers are called in stretches, so that the caller decides how many run.
 
@@ -225,9 +206,10 @@ class LlamaModel:
         self.cos_sin = cos_sin_table(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
-        self._layers = _layer_views(config, weights)
-        stacked: Any = (getattr(weights, name) for name in ops.DecoderWeights._fields)
+        stacked = [getattr(weights, name) for name in ops.DecoderWeights._fields]
         self._stacked = ops.DecoderWeights(*stacked)
+        each = [[None] * config.num_layers if t is None else t.unbind(0) for t in stacked]
+        self._layers = [ops.DecoderWeights(*views) for views in zip(*each, strict=True)]
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
         self._windows = windows if windows.any() else None
         self._flags: dict[frozenset[int], Tensor] = {}
@@ -240,7 +222,7 @@ class LlamaModel:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
         weights = self.weights
-        rows = functional.embedding(token_ids, weights.embed_tokens)
+        rows = weights.embed_tokens.index_select(0, token_ids)
         if weights.embed_scale is None:
             return rows
         return dequantise_rows(rows, weights.embed_scale[token_ids], self.dtype)
@@ -371,7 +353,7 @@ class LlamaModel:
             batch.seq_lens,
             batch.query_start_loc,
             scale=self._scale,
-            sliding_window=layer.window,
+            sliding_window=config.layer_windows[index],
             fixed_split_size=KEYS_PER_SPLIT,
         )
         attended = attended.view(num_tokens, config.q_size)
@@ -419,14 +401,3 @@ class LlamaModel:
         else:
             out = functional.linear(x, weight, bias)
         return out if residual is None else out.add_(residual)
-
-
-def _layer_views(config: ModelConfig, weights: LlamaWeights) -> list[_Layer]:
-    def each(stacked: Tensor | None) -> Any:
-        return [None] * config.num_layers if stacked is None else stacked.unbind(0)
-
-    columns = [
-        config.layer_windows if name == "window" else each(getattr(weights, name))
-        for name in _Layer._fields
-    ]
-    return [_Layer(*views) for views in zip(*columns, strict=True)]
