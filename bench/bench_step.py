@@ -9,6 +9,7 @@ bench/results/step.json and the table in bench/RESULTS.md, in about a minute.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -125,13 +126,14 @@ def measure(model: eecore.Model, batch: int, steps: int) -> dict[str, Any]:
 def markdown(result: dict[str, Any]) -> str:
     """The table, with what it was measured on."""
     lines = [
-        "| model | batch | step (ms) | fastest step | between kernels (us) | of it calls of ops "
-        "| share between |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| model | threads | batch | step (ms) | fastest step | between kernels (us) "
+        "| of it calls of ops | share between |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
         cells = (
             row["model"],
+            str(row["num_threads"]),
             str(row["batch"]),
             f"{row['step_ms']:.2f}",
             f"{row['fastest_step_ms']:.2f}",
@@ -141,10 +143,10 @@ def markdown(result: dict[str, Any]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     about = (
-        f"Greedy decoding at full depth, float32, {result['num_threads']} thread(s), "
-        f"{result['cpu_capability']} kernels, torch {result['torch']}; medians of "
-        f"{result['steps']} steps. Between kernels: the step without the time inside ops, plus "
-        "what calls of the same ops take with nothing to do. `python bench/bench_step.py`"
+        f"Greedy decoding at full depth, float32, {result['cpu_capability']} kernels, "
+        f"torch {result['torch']}; medians of {result['steps']} steps. Between kernels: the step "
+        "without the time inside ops, plus what calls of the same ops take with nothing to do. "
+        "`python bench/bench_step.py`"
     )
     return "\n".join([*lines, "", about])
 
@@ -152,11 +154,10 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--small-only", action="store_true", help="leave SmolLM2 out")
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         small = write_model(Path(folder), "llama", **SMALL)
         models = {
@@ -170,11 +171,12 @@ def main() -> None:
         )
     rows = []
     for name, model in models.items():
-        for batch in (1, 8):
-            rows.append({"model": name, **measure(model, batch, arguments.steps)})
+        for num_threads, batch in itertools.product(arguments.threads, (1, 8)):
+            torch.set_num_threads(num_threads)
+            figures = measure(model, batch, arguments.steps)
+            rows.append({"model": name, "num_threads": num_threads, **figures})
     result = {
         "cpu_capability": eecore.build_info()["cpu_capability"],
-        "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "steps": arguments.steps,
         "rows": rows,

@@ -434,7 +434,7 @@ def skinny_linear(
         ``out``, allocated when left out.
     """
     if out is None:
-        out = x.new_empty((x.shape[0], weight.shape[0]))
+        out = x.new_empty(x.shape[0], weight.shape[0])
     _skinny_linear(x, norm_weight, eps, weight, weight_scale, bias, residual, out)
     return out
 
@@ -469,7 +469,7 @@ def skinny_gated_linear(
         ``out``, allocated when left out.
     """
     if out is None:
-        out = x.new_empty((x.shape[0], weight.shape[0] // 2))
+        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
     _skinny_gated_linear(x, norm_weight, eps, weight, weight_scale, bias, out)
     return out
 
