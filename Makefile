@@ -43,7 +43,7 @@ bench:  ## the microbenchmarks of the ops, into bench/RESULTS.md
 	  --benchmark-sort=fullname --benchmark-max-time=0.3 --benchmark-json=build/bench.json $(ARGS)
 	@$(PYTHON_IN_VENV) bench/ops_table.py build/bench.json
 
-clean:  ## remove .venv, build products and caches
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+clean:  ## remove .venv, .peers, build products and caches
+	rm -rf .venv .peers build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
 	rm -rf python/*.egg-info python/eecore/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

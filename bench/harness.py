@@ -7,7 +7,9 @@ and puts GB/s, GFLOP/s and the fraction of the ceiling into pytest-benchmark's e
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,35 @@ def multiply_ceiling(dtype: torch.dtype) -> float:
     """Operations per second of multiply-adds, of bfloat16 pairs where the CPU can."""
     is_bfloat16 = dtype == torch.bfloat16
     return float(max(_C.multiply_rate(is_bfloat16, 1_000_000) for _ in range(4)))
+
+
+def ceilings() -> dict[str, float]:
+    """What this machine can do on torch's threads: bytes and operations per second."""
+    return {
+        "dram_read": read_ceiling(DRAM_FLOATS * 4),
+        "l3_read": read_ceiling(L3_FLOATS * 4),
+        "float32_multiply": multiply_ceiling(torch.float32),
+        "bfloat16_multiply": multiply_ceiling(torch.bfloat16),
+    }
+
+
+def describe_ceilings(measured: dict[str, float]) -> str:
+    """Ceilings in words, for the head of a table."""
+    rates = {name: rate / 1e9 for name, rate in measured.items()}
+    return (
+        "Measured at the start of the run: memory read {dram_read:.1f} GB/s, L3 read {l3_read:.1f} "
+        "GB/s, multiply-adds {float32_multiply:.0f} GFLOP/s in float32 and "
+        "{bfloat16_multiply:.0f} in bfloat16"
+    ).format(**rates)
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def report(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from eecore import ops
-from harness import insert
+from harness import describe_ceilings, insert
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
@@ -33,10 +33,11 @@ def table(results: dict[str, Any]) -> str:
     """Markdown, with what it was measured on."""
     info = ops.build_info()
     cpu = results["machine_info"].get("cpu", {}).get("brand_raw", platform.processor())
+    ceilings = describe_ceilings(results["machine_info"]["ceilings"])
     about = (
         f"{cpu}, {os.environ.get('OMP_NUM_THREADS', torch.get_num_threads())} thread(s), "
-        f"{info['cpu_capability']} kernels, torch {torch.__version__}. Times in microseconds; "
-        "rates and shares by the fastest round; a share is of the read bandwidth (or, where it is "
+        f"{info['cpu_capability']} kernels, torch {torch.__version__}. {ceilings}. "
+        "Times in microseconds; rates and shares by the fastest round; a share is of the read bandwidth (or, where it is "
         "larger, of the multiply-add rate) measured right after the case. Small cases are bound by "
         "the cost of a call; weights of 60 to 130 MB come from a large L3 in part, so shares of "
         "memory bandwidth can pass 1. `OMP_NUM_THREADS=1 make bench`"

@@ -61,7 +61,7 @@ def tracked_files() -> list[Path]:
     try:
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        skipped = {".git", ".venv", "build", "dist", "__pycache__"}
+        skipped = {".git", ".venv", ".peers", ".models", "build", "dist", "__pycache__"}
         files = [path for path in ROOT.rglob("*") if not skipped & set(path.parts)]
     else:
         files = [ROOT / name for name in listing.decode().split("\0") if name]

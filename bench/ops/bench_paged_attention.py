@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import harness
+from attention_peers import PEERS
 from eecore import ops
 
 MODELS = [(9, 3, 64), (32, 8, 64), (24, 8, 128), (32, 8, 128)]
@@ -46,16 +47,22 @@ def report_reads(benchmark: Any, call: dict[str, Any], flops: float | None = Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize(("num_seqs", "seq_len"), [(1, 4096), (8, 1024)])
+@pytest.mark.parametrize("num_seqs", [1, 8])
+@pytest.mark.parametrize("peer", [None, *PEERS], ids=lambda peer: peer or "eecore")
 def bench_paged_attention_decode(
     benchmark,
+    peer: str | None,
     num_seqs: int,
-    seq_len: int,
     model: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> None:
-    call = contiguous_call(1, seq_len, num_seqs, model, dtype)
-    benchmark(ops.paged_attention, **call)
+    call = contiguous_call(1, 4096, num_seqs, model, dtype)
+    if peer is None:
+        benchmark(ops.paged_attention, **call)
+    else:
+        attend = PEERS[peer](call)
+        torch.testing.assert_close(attend(), ops.paged_attention(**call), atol=2e-3, rtol=2e-2)
+        benchmark(attend)
     report_reads(benchmark, call)
 
 

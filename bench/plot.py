@@ -1,0 +1,86 @@
+"""The plot of the README, from the committed results: bench/results/decode.svg.
+
+python bench/plot.py     needs matplotlib (pip install '.[bench]')
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from decode_tables import BITS, find, unique
+
+FOLDER = Path(__file__).parent / "results"
+COLOURS = {"f32": "#9db4c0", "bf16": "#5c7c8a", "int8": "#253b45"}
+OURS = {"f32": "#f4b183", "bf16": "#e07b39", "int8": "#a84510"}
+
+
+def draw_speeds(axes: Any, rows: list[dict[str, Any]], model: str) -> None:
+    """Bars of tokens/s by engine, one colour for each number of bits."""
+    engines = unique(rows, "engine")
+    width = 0.8 / len(BITS)
+    for i, engine in enumerate(engines):
+        for j, bits in enumerate(BITS):
+            row = find(rows, model=model, engine=engine, bits=bits, threads=1, batch=1)
+            if row is None:
+                continue
+            colours = OURS if engine == "eecore" else COLOURS
+            speed, at = row["tokens_per_s_best"], i + (j - 1) * width
+            axes.bar(at, speed, width, color=colours[bits])
+            axes.annotate(
+                bits, (at, 0), (0, 3), textcoords="offset points",
+                ha="center", rotation=90, fontsize=7, color="white",
+            )  # fmt: skip
+            axes.annotate(
+                f"{speed:.0f}", (at, speed), (0, 2), textcoords="offset points",
+                ha="center", fontsize=7,
+            )  # fmt: skip
+    axes.set_xticks(range(len(engines)), engines, fontsize=8)
+    axes.set_title(f"{model}: tokens/s, one sequence, one thread", fontsize=9)
+
+
+def draw_exits(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Time of forced exits against the share of the bytes that they read."""
+    axes.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
+    for model, marker in zip(unique(rows, "model"), "os^v", strict=False):
+        for bits in unique(rows, "bits"):
+            chosen = [
+                row
+                for row in rows
+                if (row["model"], row["bits"]) == (model, bits) and row["exit"] != "one check"
+            ]
+            axes.plot(
+                [row["ideal_share"] for row in chosen],
+                [row["share_of_full"] for row in chosen],
+                marker, color=OURS[bits], markersize=4, label=f"{model} {bits}",
+            )  # fmt: skip
+    axes.set_xlabel("bytes read, of full depth", fontsize=8)
+    axes.set_ylabel("time, of full depth", fontsize=8)
+    axes.set_title("forced exits: time against bytes", fontsize=9)
+    axes.legend(fontsize=6)
+
+
+def main() -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "eecore"  # the same file from the same numbers
+    from matplotlib import pyplot
+
+    decode = json.loads((FOLDER / "decode.json").read_text())["rows"]
+    exits = json.loads((FOLDER / "exits.json").read_text())["exits"]
+    models = unique(decode, "model")
+    figure, axes = pyplot.subplots(1, len(models) + 1, figsize=(4.5 * (len(models) + 1), 3.4))
+    for place, model in zip(axes, models, strict=False):
+        draw_speeds(place, decode, model)
+    draw_exits(axes[-1], exits)
+    for place in axes:
+        place.tick_params(labelsize=8)
+        place.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(FOLDER / "decode.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
