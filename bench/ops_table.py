@@ -37,10 +37,10 @@ def table(results: dict[str, Any]) -> str:
     about = (
         f"{cpu}, {os.environ.get('OMP_NUM_THREADS', torch.get_num_threads())} thread(s), "
         f"{info['cpu_capability']} kernels, torch {torch.__version__}. {ceilings}. "
-        "Times in microseconds; rates and shares by the fastest round; a share is of the read bandwidth (or, where it is "
-        "larger, of the multiply-add rate) measured right after the case. Small cases are bound by "
-        "the cost of a call; weights of 60 to 130 MB come from a large L3 in part, so shares of "
-        "memory bandwidth can pass 1. `OMP_NUM_THREADS=1 make bench`"
+        "Times in microseconds; rates and shares by the fastest round; a share is of the read "
+        "bandwidth (or, where it is larger, of the multiply-add rate) measured right after the "
+        "case. Small cases are bound by the cost of a call; weights of 60 to 130 MB come from a "
+        "large L3 in part, so shares of memory bandwidth can pass 1. `OMP_NUM_THREADS=1 make bench`"
     )
     head = "| op | case | min | median | GB/s | GFLOP/s | of ceiling |"
     lines = [row(benchmark) for benchmark in results["benchmarks"]]

@@ -124,9 +124,11 @@ def test_the_examples_of_the_readme_run(
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def test_the_readme_shows_the_measured_table() -> None:
+@pytest.mark.parametrize("section", ["modes", "decode"])
+def test_the_readme_shows_the_measured_table(section: str) -> None:
     def table(path: Path) -> str:
-        return path.read_text().partition("<!-- modes -->")[2].partition("<!-- end of modes -->")[0]
+        begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
+        return path.read_text().partition(begin)[2].partition(end)[0]
 
     assert table(ROOT / "README.md") == table(ROOT / "bench" / "RESULTS.md")
     assert table(ROOT / "README.md").strip()

@@ -1,0 +1,72 @@
+"""The end-to-end benchmarks run, and their tables hold what was measured. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import decode_models
+import decode_tables
+import peers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("script", ["bench_decode.py", "bench_exits.py"])
+def test_a_benchmark_runs_on_a_tiny_model(script: str) -> None:
+    before = {path: path.read_bytes() for path in (ROOT / "bench" / "results").iterdir()}
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench" / script, "--quick"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "left out" not in done.stderr
+    assert "| tiny |" in done.stdout
+    assert before == {path: path.read_bytes() for path in (ROOT / "bench" / "results").iterdir()}
+
+
+def test_the_random_llama_has_56_million_parameters_and_is_the_same_every_time(
+    tmp_path: Path,
+) -> None:
+    shapes = decode_models.weight_shapes(decode_models.RANDOM_LLAMA).values()
+    matrices = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    assert round(matrices / 1e6) == 56
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    files = [
+        decode_models.make_random_llama(tmp_path / name, **small) / "model.safetensors"
+        for name in ("one", "other")
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_tables_of_the_results_are_those_of_their_json() -> None:
+    text = (ROOT / "bench" / "RESULTS.md").read_text()
+    result = json.loads((ROOT / "bench" / "results" / "decode.json").read_text())
+    assert decode_tables.short(result) in text
+    assert decode_tables.full(result) in text
+
+
+def test_a_peer_that_cannot_be_had_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        command = [sys.executable, "-c", "raise SystemExit('ERROR: no such package')"]
+        peers.run("a step", command)
+
+    monkeypatch.setattr(peers, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    getters = {"gone": ("gone==1", fail), "there": ("there==1", lambda: None)}
+    monkeypatch.setattr(peers, "GETTERS", getters)
+    made = peers.prepare()
+    assert not made["gone"].available
+    assert "ERROR: no such package" in made["gone"].reason
+    assert made["there"].available
+    assert peers.known() == made
