@@ -52,6 +52,7 @@ MODELS = {
     "smollm2": get_smollm2,
 }
 BATCHES = (1, 8)
+BATCHED_TOKENS = 32  # of each sequence, enough where there are eight
 ENGINES: dict[str, tuple[str, ...]] = {
     "eecore": ("f32", "bf16", "int8"),
     "llama.cpp": ("f32", "bf16", "int8"),
@@ -78,6 +79,9 @@ class Session:
     ceilings: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     agreement: list[dict[str, Any]] = field(default_factory=list)
+
+    def tokens_of(self, batch: int) -> int:
+        return self.tokens if batch == 1 else min(self.tokens, BATCHED_TOKENS)
 
     def candidates(self) -> list[tuple[str, str]]:
         """(engine, bits) of every row."""
@@ -124,7 +128,7 @@ def measure(session: Session, directory: Path, threads: int) -> None:
             for batch in BATCHES:
                 for engine in engines:
                     time.sleep(PAUSE_S)
-                    seconds = engine.seconds(batch, session.tokens)
+                    seconds = engine.seconds(batch, session.tokens_of(batch))
                     times.setdefault((engine.engine, engine.bits, batch), []).append(seconds)
             print(
                 f"{directory.name}, {threads} thread(s): round {number + 1} of {session.rounds}, "
@@ -143,18 +147,20 @@ def figures(
     session: Session, directory: Path, what: dict[str, Any], seconds: list[float]
 ) -> dict[str, Any]:
     """Speeds of one engine in one setting, and its share of the read ceiling of its rounds."""
-    count = what["batch"] * session.tokens
+    tokens = session.tokens_of(what["batch"])
+    count = what["batch"] * tokens
     read = weight_bytes(directory, what["engine"], what["bits"])
     source = "l3_read" if read <= harness.L3_BYTES else "dram_read"
     rounds = [c for c in session.ceilings if all(c[n] == what[n] for n in ("model", "threads"))]
     ceiling = max(measured[source] for measured in rounds)
     return {
+        "tokens": tokens,
         "seconds": [round(value, 5) for value in seconds],
         "tokens_per_s_best": round(count / min(seconds), 2),
         "tokens_per_s_median": round(count / statistics.median(seconds), 2),
         "weight_bytes_per_step": round(read),
-        "gb_per_s": round(read * session.tokens / min(seconds) / 1e9, 2),
-        "share_of_read_ceiling": round(read * session.tokens / min(seconds) / ceiling, 3),
+        "gb_per_s": round(read * tokens / min(seconds) / 1e9, 2),
+        "share_of_read_ceiling": round(read * tokens / min(seconds) / ceiling, 3),
     }
 
 

@@ -110,15 +110,20 @@ class LlamaCpp:
             command = ["llama-batched-bench", "-npp", "1", "-ntg", str(tokens), "-npl", str(batch)]
             command += ["-c", str(batch * (tokens + 16)), "--output-format", "jsonl"]
         command += ["-m", str(self.file), "-t", str(self.threads)]
-        answer = run_llama_cpp(command, self.threads)
-        line = next((line for line in answer.splitlines() if line.startswith("{")), None)
-        if line is None:
-            raise EngineError(f"{command[0]}: expected a line of JSON, got {answer[-200:]!r}")
-        figures = json.loads(line)
+        figures = self._json_line(command)
         return float(figures["avg_ns"] / 1e9 if batch == 1 else figures["t_tg"])
 
     def close(self) -> None:
         pass
+
+    def _json_line(self, command: list[str]) -> dict[str, Any]:
+        """What the program prints; its log, written by a thread, now and then ends too early."""
+        for _ in range(3):
+            answer = run_llama_cpp(command, self.threads)
+            for line in answer.splitlines():
+                if line.startswith("{"):
+                    return dict(json.loads(line))
+        raise EngineError(f"{command[0]}: expected a line of JSON, got {answer[-200:]!r}")
 
 
 Engine = Worker | LlamaCpp
