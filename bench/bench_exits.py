@@ -262,7 +262,7 @@ def table(result: dict[str, Any]) -> str:
                     continue
                 found = [decode_tables.find(rows, **where, exit=name) for name in names]
                 cells = [
-                    f"{row['share_of_full']:.2f} / {row['ideal_share']:.2f}"
+                    f"{row['share_of_full']:.2f} ({row['to_ideal']:.2f})"
                     for row in found
                     if row is not None
                 ]
@@ -289,10 +289,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 EXITS_ABOUT = (
-    "Time of a step / bytes that it reads, both as shares of those of `Full()`. *fixed*: cut after "
-    "a quarter, half, three quarters of the layers; *filled*: the same exits with keys and values "
-    "of the skipped layers filled; *one check*: full depth with one confidence that accepts "
-    "nobody, which is one more LM head."
+    "Time of a step as a share of that of `Full()`; in brackets, over the share of the bytes that "
+    "it reads, so that 1 is ideal. *fixed*: cut after a quarter, half, three quarters of the "
+    "layers; *filled*: the same exits with keys and values of the skipped layers filled; *one "
+    "check*: full depth with one confidence that accepts nobody, which is one more LM head."
 )
 SPECULATION_ABOUT = (
     f"`SelfSpeculative(L/4, {NUM_DRAFTS})`, one sequence, with a forced pattern of accepted "
