@@ -48,6 +48,7 @@ from decode_engines import LlamaCpp, convert, gguf_file  # noqa: E402
 from get_smollm2 import get_smollm2  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "exits.json"
+RESULTS_MD = ROOT / "bench" / "RESULTS.md"
 MODELS = {
     "random": lambda: decode_models.make_random_llama(ROOT / ".models" / "random-llama-56m"),
     "smollm2": get_smollm2,
@@ -356,7 +357,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--quick", action="store_true", help="a tiny model, no files")
     parser.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
+    parser.add_argument("--tables", action="store_true", help="write those of the JSON file again")
     arguments = parser.parse_args()
+    if arguments.tables:
+        harness.insert(RESULTS_MD, "exits", table(json.loads(RESULTS.read_text())))
+        return
     if arguments.quick:
         arguments.tokens, arguments.rounds = 4, 1
         with tempfile.TemporaryDirectory() as scratch:
@@ -370,7 +375,7 @@ def main() -> None:
     if not (arguments.quick or arguments.dry_run):
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        harness.insert(ROOT / "bench" / "RESULTS.md", "exits", table(result))
+        harness.insert(RESULTS_MD, "exits", table(result))
 
 
 if __name__ == "__main__":

@@ -61,9 +61,10 @@ def full(result: dict[str, Any]) -> str:
                 if any(cells):
                     lines.append([model, bits, engine, *cells])
     about = (
-        "tokens/s of all sequences together, best round; the share that reading the weights has of "
-        "the read bandwidth measured in the same rounds (weights of less than the L3 can pass 1); "
-        "how many times as fast eecore is at equal bits, median of the rounds' ratios."
+        "tokens/s of all sequences together, best round (of 32 tokens each where there are eight); "
+        "the rate of reading the weights over the read bandwidth measured in the same rounds (some "
+        "of the weights come from a large L3, so this can pass 1); how many times as fast eecore "
+        "is at equal bits."
     )
     return "\n\n".join([about, markdown(head, lines, text_columns=3), notes(result)])
 
@@ -76,15 +77,15 @@ def figures(result: dict[str, Any], where: dict[str, Any]) -> list[str]:
     return [
         f"{found['tokens_per_s_best']:.1f}",
         f"{found['share_of_read_ceiling']:.2f}",
-        "" if ratio is None else f"{ratio['ratio']:.2f}x",
+        "" if ratio is None else f"{ratio['of_best']:.2f}x",
     ]
 
 
 def notes(result: dict[str, Any]) -> str:
     """What agreed, and what could not be measured."""
     lines = [
-        f"- {entry['model']}: {entry['same']} of {entry['of']} greedy {entry['unit']} of eecore in "
-        f"float32 are {entry['engine']}'s too, up to the first that differs"
+        f"- {entry['model']}, float32: of {entry['of']} greedy {entry['unit']}, the first "
+        f"{entry['same']} of eecore and {entry['engine']} are the same"
         for entry in result["agreement"]
     ]
     lines += [
