@@ -14,7 +14,8 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxBlock = 64;  // keys
+// Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
+constexpr int64_t kMaxBlock = 32;
 #if defined(__AVX512F__)
 constexpr int kGroupRows = 4;  // rows that share a key in registers
 #else
@@ -133,13 +134,12 @@ inline void sum_four(const Vec* x, float* out) {
 #endif
 }
 
-// Asks for n elements of a row that is read next, into the second-level cache: a block outgrows the
-// first. Pages lie anywhere, and a head's slots a row of all heads apart, so the hardware does not
-// guess them.
+// Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots a row of
+// all heads apart, so the hardware does not guess them.
 template <typename T>
 inline void prefetch_row(const T* row, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
-    __builtin_prefetch(row + i, 0, 2);
+    __builtin_prefetch(row + i);
   }
 }
 
