@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -190,6 +191,15 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")  # a split left to the call depends on the threads it gets
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DECODER_LAYERS_CASES, ids=str)
 def test_gives_the_bits_of_the_single_ops(

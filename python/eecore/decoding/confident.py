@@ -45,7 +45,8 @@ class ConfidentController:
             points = sequence.exit.points(num_layers)
             self._rows.append(ConfidentRow(row, sequence, sequence.exit, points))
         count = len(rows)
-        measures = {row.policy.measure for row in self._rows}
+        self._kinds = {_kind(row.policy) for row in self._rows}
+        measures = {measure for measure, _ in self._kinds}
         self.needs_previous = "state" in measures
         self.looks_after: frozenset[int] = frozenset().union(*(row.points for row in self._rows))
         if measures != {"softmax"}:  # for the record of rows that go through all layers
@@ -132,39 +133,51 @@ class ConfidentController:
         hidden: Tensor,
     ) -> Tensor:
         """float32 [num_rows of the controller]: NaN where not asked."""
+        policy = self._rows[asked[0]].policy
+        if len(asked) == len(self._rows) == len(active) and len(self._kinds) == 1:
+            return self._measure_group(policy, active, previous, hidden, layers_run)
         confidence = torch.full(
             (len(self._rows),), torch.nan, dtype=torch.float32, device=self._runner.device
         )
         by_policy: dict[tuple[str, int], list[int]] = {}
         for i in asked:
             policy = self._rows[i].policy
-            by_policy.setdefault((policy.measure, id(policy.classifier)), []).append(i)
+            by_policy.setdefault(_kind(policy), []).append(i)
         for group in by_policy.values():
             rows = np.array([self._rows[i].row for i in group], dtype=np.int64)
             at = self._runner.tensor(np.searchsorted(active, rows))
             policy = self._rows[group[0]].policy
-            values = self._measure_group(policy, rows, previous[at], hidden[at])
+            earlier = previous[at] if self.needs_previous else previous
+            values = self._measure_group(policy, rows, earlier, hidden[at], layers_run)
             confidence[self._runner.tensor(np.asarray(group, dtype=np.int64))] = values
-            for row, value in zip(rows.tolist(), values.tolist(), strict=True):
-                self.measured[row], self.measured_at[row] = value, layers_run
         return confidence
 
     def _measure_group(
-        self, policy: ConfidentExit, rows: Int64Array, previous: Tensor, hidden: Tensor
+        self,
+        policy: ConfidentExit,
+        rows: Int64Array,
+        previous: Tensor,
+        hidden: Tensor,
+        layers_run: int,
     ) -> Tensor:
+        """float32 [num_rows] of rows with one measure; ``hidden`` holds these rows alone."""
         if policy.measure != "softmax":
-            return measure_states(policy, previous, hidden)
-        got = self._runner.model.confidence(hidden)
-        logprob = got.top_logit - got.logsumexp
-        for row, token, gap, lp in zip(
-            rows.tolist(),
-            got.token.tolist(),
-            got.confidence.tolist(),
-            logprob.tolist(),
-            strict=True,
-        ):
-            self.tokens[row] = (token, gap, lp)
-        return got.confidence
+            confidence = measure_states(policy, previous, hidden)
+            gaps = confidence.tolist()
+        else:
+            got = self._runner.model.confidence(hidden)
+            confidence, gaps = got.confidence, got.confidence.tolist()
+            told = (got.token.tolist(), gaps, got.top_logit.tolist(), got.logsumexp.tolist())
+            for row, token, gap, logit, logsumexp in zip(rows.tolist(), *told, strict=True):
+                self.tokens[row] = (token, gap, logit - logsumexp)
+        for row, value in zip(rows.tolist(), gaps, strict=True):
+            self.measured[row], self.measured_at[row] = value, layers_run
+        return confidence
+
+
+def _kind(policy: ConfidentExit) -> tuple[str, int]:
+    """What policies share whose rows can be measured by one call."""
+    return policy.measure, id(policy.classifier)
 
 
 def measure_states(policy: ConfidentExit, previous: Tensor, hidden: Tensor) -> Tensor:

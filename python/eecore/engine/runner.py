@@ -121,7 +121,11 @@ class Runner:
         kept_rows = np.flatnonzero(rows.enter > 0)
         active = np.flatnonzero(rows.enter == stops[0])
         hidden = self._states(rows, active, entering, kept_rows)
-        batch: AttentionBatch | None = rows.attention_batch(active, self.tensor)
+        batch: AttentionBatch | None = (
+            rows.whole_batch(self.tensor)
+            if rows.depth
+            else rows.attention_batch(active, self.tensor)
+        )
 
         for begin, end in itertools.pairwise(stops):
             # Rows that come in here.
@@ -218,7 +222,8 @@ class Runner:
     ) -> Tensor:
         """The states with which rows come in: embeddings, or the kept ones."""
         if rows.enter[index[0]] == 0:
-            return self.model.embed(self.tensor(rows.token_ids[index]))
+            token_ids = rows.token_ids if len(index) == len(rows) else rows.token_ids[index]
+            return self.model.embed(self.tensor(token_ids))
         assert entering is not None
         return entering[self.tensor(np.searchsorted(kept_rows, index))]
 
@@ -236,10 +241,14 @@ class Runner:
         """One kv_fill for rows ``index``, none when there are none."""
         if not len(index):
             return
+        positions, slots = rows.positions, rows.slots
+        if len(index) < len(rows):
+            final, exit_layer = final[self.tensor(index)], exit_layer[index]
+            positions, slots = positions[index], slots[index]
         self.model.fill_kv(
-            final[self.tensor(index)],
-            self.tensor(exit_layer[index].astype(np.int32)),
+            final,
+            self.tensor(exit_layer.astype(np.int32)),
             self.kv,
-            self.tensor(rows.positions[index]),
-            self.tensor(rows.slots[index]),
+            self.tensor(positions),
+            self.tensor(slots),
         )
