@@ -111,29 +111,6 @@ inline void widen_row(const T* in, int64_t n, Vec factor, int64_t width, float* 
   for (; d < width; d += kPairWidth) store_kept(out + d, {zero(), zero()});
 }
 
-// out[i] = sum(x[i]), each sum in the same order.
-inline void sum_four(const Vec* x, float* out) {
-#if defined(__AVX512F__)
-  const auto add_pairs = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  };
-  const __m512d low = _mm512_castps_pd(add_pairs(x[0].v, x[1].v));
-  const __m512d high = _mm512_castps_pd(add_pairs(x[2].v, x[3].v));
-  const __m512 quads = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
-                                     _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-  const __m256 halves =
-      _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
-#elif defined(__AVX2__)
-  const __m256 low = _mm256_hadd_ps(x[0].v, x[1].v);
-  const __m256 high = _mm256_hadd_ps(x[2].v, x[3].v);
-  const __m256 quads = _mm256_hadd_ps(low, high);
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps(quads, 1)));
-#else
-  for (int i = 0; i < 4; ++i) out[i] = sum(x[i]);
-#endif
-}
-
 // Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots a row of
 // all heads apart, so the hardware does not guess them.
 template <typename T>

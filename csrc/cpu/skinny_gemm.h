@@ -30,28 +30,6 @@ inline int64_t chunk_of(int64_t num_batch, int64_t n) {
   return max_of(kChunkBytes / (num_batch * element_bytes * kMinChunk), 1) * kMinChunk;
 }
 
-// out[i] = sum(v[i]) for the four vectors, each in the same order.
-inline void store_sums(const Vec* v, float* out) {
-#if defined(__AVX512F__)
-  const __m512 ab =
-      _mm512_add_ps(_mm512_unpacklo_ps(v[0].v, v[1].v), _mm512_unpackhi_ps(v[0].v, v[1].v));
-  const __m512 cd =
-      _mm512_add_ps(_mm512_unpacklo_ps(v[2].v, v[3].v), _mm512_unpackhi_ps(v[2].v, v[3].v));
-  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-#elif defined(__AVX2__)
-  const __m256 ab = _mm256_hadd_ps(v[0].v, v[1].v);
-  const __m256 cd = _mm256_hadd_ps(v[2].v, v[3].v);
-  const __m256 abcd = _mm256_hadd_ps(ab, cd);
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
-#else
-  for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
-#endif
-}
-
 // A block of a product: rows of w and of x, columns [begin, end) of n.
 template <typename W>
 struct Block {
@@ -124,7 +102,7 @@ inline void multiply_block(const Block<W>& block) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) lanes[r] = r < kWRows ? F::lanes(sums[b][r]) : zero();
     float totals[kRows];
-    store_sums(lanes, totals);
+    sum_four(lanes, totals);
     const float scale = F::scale(block.x + b * x_stride);
 #pragma GCC unroll 4
     for (int r = 0; r < kWRows; ++r) {

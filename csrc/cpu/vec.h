@@ -248,6 +248,28 @@ inline Vec scale_by_power_of_two(Vec x, Vec n) {
 
 #endif
 
+// out[i] = sum(v[i]) for the four vectors, each in the same order.
+inline void sum_four(const Vec* v, float* out) {
+#if defined(__AVX512F__)
+  const __m512 ab =
+      _mm512_add_ps(_mm512_unpacklo_ps(v[0].v, v[1].v), _mm512_unpackhi_ps(v[0].v, v[1].v));
+  const __m512 cd =
+      _mm512_add_ps(_mm512_unpacklo_ps(v[2].v, v[3].v), _mm512_unpackhi_ps(v[2].v, v[3].v));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__AVX2__)
+  const __m256 ab = _mm256_hadd_ps(v[0].v, v[1].v);
+  const __m256 cd = _mm256_hadd_ps(v[2].v, v[3].v);
+  const __m256 abcd = _mm256_hadd_ps(ab, cd);
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
+#endif
+}
+
 // e^x, within 2 ulp for x in [-87, 88]; smaller x go to 0 (through denormals), larger x to
 // infinity, -inf to 0. NaN is not kept: callers test for it where it matters.
 inline Vec exp(Vec x) {
