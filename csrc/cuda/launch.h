@@ -2,6 +2,8 @@
 // tensor boundary in csrc/ops includes this with the host compiler.
 #pragma once
 
+#include <cstddef>
+
 #include "eecore/params.h"
 
 namespace eecore::cuda {
@@ -11,6 +13,15 @@ struct Stream {
   void* handle;
   int device;
 };
+
+struct DeviceProperties {
+  int capability;  // 80, 90, ...
+  int num_multiprocessors;
+  size_t max_shared_bytes;  // dynamic shared memory that a block can ask for
+};
+
+// Of a device; asked for once and kept.
+const DeviceProperties& device_properties(int device);
 
 void run_accept_mask(const AcceptMaskParams& params, Stream stream);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "eecore/params.h"
+#include "eecore/shared.cuh"
 
 namespace eecore::cuda {
 
@@ -10,7 +11,7 @@ constexpr int kAcceptMaskThreads = 256;
 // Grid: one block of kAcceptMaskThreads; the survivors' order and the flag need no second pass.
 __global__ void accept_mask_kernel(AcceptMaskParams params) {
   constexpr int kWarps = kAcceptMaskThreads / 32;
-  __shared__ int survivors_per_warp[kWarps];
+  EECORE_SHARED(int, survivors_per_warp, kWarps);
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;

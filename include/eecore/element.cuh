@@ -1,0 +1,85 @@
+// Element types of tensors as plain structs, and their conversions to and from float.
+#pragma once
+
+#include <cstdint>
+
+#include "eecore/ptx.cuh"
+
+namespace eecore::cuda {
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(BFloat16 x) {
+  return bits_to_float(uint32_t{x.bits} << 16);
+}
+__device__ __forceinline__ float to_float(Float16 x) { return half_to_float(x); }
+
+// Rounds to nearest even.
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
+  return float_to_bfloat16(x);
+}
+template <>
+__device__ __forceinline__ Float16 from_float<Float16>(float x) {
+  return float_to_half(x);
+}
+
+// x as a tensor of type T would hold it.
+template <typename T>
+__device__ __forceinline__ float rounded(float x) {
+  return to_float(from_float<T>(x));
+}
+
+// 16 bytes of elements, the widest access of one thread.
+template <typename T>
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(T);
+  T values[kSize];
+};
+
+template <typename T>
+__device__ __forceinline__ void to_floats(const Pack<T>& pack, float (&out)[Pack<T>::kSize]) {
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kSize; ++i) out[i] = to_float(pack.values[i]);
+}
+
+template <typename T>
+__device__ __forceinline__ Pack<T> from_floats(const float (&in)[Pack<T>::kSize]) {
+  Pack<T> pack;
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kSize; ++i) pack.values[i] = from_float<T>(in[i]);
+  return pack;
+}
+
+// The pack at `from`, of which only the first `count` elements exist; the rest are zero. `aligned`
+// says that `from` and its row stride allow 16-byte accesses.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, int64_t count, bool aligned) {
+  if (aligned && count >= Pack<T>::kSize) return load16(from);
+  Pack<T> pack;
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kSize; ++i) {
+    pack.values[i] = i < count ? from[i] : from_float<T>(0.0f);
+  }
+  return pack;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T>& pack, int64_t count,
+                                           bool aligned) {
+  if (aligned && count >= Pack<T>::kSize) {
+    store16(to, pack);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kSize; ++i) {
+    if (i < count) to[i] = pack.values[i];
+  }
+}
+
+}  // namespace eecore::cuda
