@@ -11,7 +11,9 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include "cuda/launch.h"
+#ifndef EECORE_DISPATCH_KEY
 #define EECORE_DISPATCH_KEY CUDA
+#endif
 #define EECORE_RUN(op, params, tensor) \
   ::eecore::cuda::run_##op(params, ::eecore::current_stream(tensor))
 #else
@@ -20,11 +22,16 @@
 #define EECORE_RUN(op, params, tensor) ::eecore::cpu::run_##op(params, ::eecore::torch_parallel())
 #endif
 
+// The ops are torch.ops.eecore.*; a build for tests has them under another name.
+#ifndef EECORE_NAMESPACE
+#define EECORE_NAMESPACE eecore
+#endif
+
 // Registers `function`, the tensor boundary of `op`, for this build's backend.
 #define EECORE_IMPL(op, function) \
-  STABLE_TORCH_LIBRARY_IMPL(eecore, EECORE_DISPATCH_KEY, module) { \
-    module.impl(#op, TORCH_BOX(&function)); \
-  }
+  EECORE_IMPL_IN(EECORE_NAMESPACE, EECORE_DISPATCH_KEY, op, function)
+#define EECORE_IMPL_IN(space, key, op, function) \
+  STABLE_TORCH_LIBRARY_IMPL(space, key, module) { module.impl(#op, TORCH_BOX(&function)); }
 
 namespace eecore {
 

@@ -211,10 +211,12 @@ void Checker::operator()(const Tensor& tensor, const char* name, Accept accept,
          ", got one on " + device_text(device_type, device_index));
   }
   if (accept == Accept::kModel && !has_dtype_) {
+#ifndef EECORE_BACKEND_CUDA
     if (type == ScalarType::Half &&
         device_type == static_cast<int32_t>(torch::headeronly::DeviceType::CPU)) {
       fail(std::string(name) + ": expected float32 or bfloat16 on the CPU, got float16");
     }
+#endif
     has_dtype_ = true;
     model_dtype_ = type;
   }

@@ -1,7 +1,12 @@
 // The schemas of every op. Implementations register themselves in csrc/ops, once per backend.
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(eecore, m) {
+#ifndef EECORE_NAMESPACE
+#define EECORE_NAMESPACE eecore
+#endif
+#define EECORE_LIBRARY(space, module) STABLE_TORCH_LIBRARY(space, module)
+
+EECORE_LIBRARY(EECORE_NAMESPACE, m) {
   m.def(
       "accept_mask(Tensor confidence, Tensor thresholds, int layer, Tensor(a!) status, "
       "Tensor(b!) exit_layer, Tensor(c!) survivors, Tensor(d!) num_survivors, "

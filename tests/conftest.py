@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cases
+import emulated
 from eecore import _C, ops
 from get_smollm2 import get_smollm2
 
@@ -16,16 +17,24 @@ HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
 CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16")
 
 
-@pytest.fixture(params=[*(f"cpu-{name}" for name in CPU_CAPABILITIES), "cuda"])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device of each backend in turn: every CPU capability, then CUDA.
+def op_of(module_name: str) -> str:
+    """The op that a test file is about."""
+    return module_name.rpartition(".")[2].removeprefix("test_")
+
+
+@pytest.fixture(params=[*(f"cpu-{name}" for name in CPU_CAPABILITIES), "emulated", "cuda"])
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[torch.device]:
+    """The device of each backend in turn: every CPU capability, emulated CUDA kernels, CUDA.
 
     What this machine cannot run is skipped, and counted as skipped.
     """
+    if request.param == "emulated":
+        emulated.route(monkeypatch)
+        yield torch.device("cpu")
+        return
     if request.param == "cuda":
-        op = request.module.__name__.rpartition(".")[2].removeprefix("test_")
-        if op not in cases.CUDA_OPS:
-            pytest.skip(f"{op} has no CUDA kernel yet")
         if not HAS_CUDA:
             pytest.skip("no GPU, or a build without eecore._cuda")
         yield torch.device("cuda")
@@ -37,6 +46,29 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     _C.set_cpu_capability(capability)
     yield torch.device("cpu")
     _C.set_cpu_capability(before)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out backends that an op does not have, and what would take the emulator too long."""
+    kept, left_out = [], []
+    for item in items:
+        parameters = (
+            item.callspec.params
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else {}
+        )
+        backend = parameters.get("device")
+        op = op_of(item.module.__name__) if isinstance(item, pytest.Function) else ""
+        if backend == "emulated":
+            # opcheck is about torch.ops.eecore.
+            fits = "opcheck" not in item.name and cases.fits_the_emulator(parameters)
+            (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
+        elif backend == "cuda" and op not in cases.CUDA_OPS:
+            left_out.append(item)
+        else:
+            kept.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

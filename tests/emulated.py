@@ -1,0 +1,79 @@
+"""The CUDA kernels without a GPU: builds them for the emulator and routes the ops to them.
+
+``tests/emulator`` says what the emulator is. The build lies in build/emulator and is brought up to
+date on first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import cases
+from eecore import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_is_routed = False
+
+
+def build(sanitize: bool = False) -> Path:
+    """Compile what has changed; the library of the emulated ops, with AddressSanitizer or without.
+
+    Raises:
+        RuntimeError: with the compiler's words.
+    """
+    folder = ROOT / "build" / ("emulator-sanitized" if sanitize else "emulator")
+    configure = [
+        *("cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"),
+        *("-DEECORE_EMULATOR=ON", "-DEECORE_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"),
+        f"-DEECORE_SANITIZE={'ON' if sanitize else 'OFF'}",
+    ]
+    make = ["cmake", "--build", str(folder), "--target", "eecore_emulated"]
+    for command in (configure, make):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
+    return folder / "libeecore_emulated.so"
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The emulated ops, loaded: torch.ops.eecore_emulated.*
+
+    With EECORE_EMULATED_SANITIZED set they are those with AddressSanitizer, whose runtime must be
+    in the process already.
+    """
+    path = build(sanitize="EECORE_EMULATED_SANITIZED" in os.environ)
+    torch.ops.load_library(str(path))
+    return ctypes.CDLL(str(path))
+
+
+def set_seed(seed: int) -> None:
+    """Choose the orders in which threads and blocks are visited from here on."""
+    library().eecore_emulator_set_seed(ctypes.c_uint64(seed))
+
+
+def route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let eecore.ops call the emulated kernels, on CPU tensors, until monkeypatch undoes it."""
+    library()
+    for name in cases.CUDA_OPS:
+        monkeypatch.setattr(ops, f"_{name}", getattr(torch.ops.eecore_emulated, name).default)
+    monkeypatch.setattr(sys.modules[__name__], "_is_routed", True)
+
+
+def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the backend under test has kernels of a dtype: float16 is for CUDA."""
+    return dtype != torch.float16 or device.type == "cuda" or _is_routed
+
+
+def is_cuda_kernel(device: torch.device) -> bool:
+    """Whether the backend under test is a CUDA kernel, on a GPU or emulated."""
+    return device.type == "cuda" or _is_routed

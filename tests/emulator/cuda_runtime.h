@@ -1,0 +1,89 @@
+// CUDA C++ for g++: the names of the language, and launches that the emulator runs at once.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <emulator/device.h>
+
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <utility>
+
+struct dim3 {
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}  // NOLINT
+  unsigned x, y, z;
+};
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+namespace emulator {
+
+// Dynamic shared memory that each kernel has asked for.
+inline std::map<const void*, size_t> allowed_shared_bytes;
+
+// "paged_attention_kernel<float, 64>"
+inline std::string kernel_name(const void* kernel) {
+  Dl_info info;
+  if (dladdr(kernel, &info) == 0 || info.dli_sname == nullptr) return "of unknown name";
+  int status = 0;
+  char* demangled = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
+  std::string name = status == 0 ? demangled : info.dli_sname;
+  std::free(demangled);
+  name = name.substr(0, name.find('('));
+  if (name.starts_with("void ")) name = name.substr(5);
+  const std::string space = "eecore::cuda::";
+  for (size_t at; (at = name.find(space)) != std::string::npos;) name.erase(at, space.size());
+  return name;
+}
+
+}  // namespace emulator
+
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  if (value < 0 || static_cast<size_t>(value) > ::emulator::kMaxDynamicSharedBytes) {
+    return cudaErrorInvalidValue;
+  }
+  ::emulator::allowed_shared_bytes[kernel] = static_cast<size_t>(value);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int,
+                                                                 size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               Args&&... args) {
+  const void* function = reinterpret_cast<const void*>(kernel);
+  const auto allowed = ::emulator::allowed_shared_bytes.find(function);
+  const size_t limit =
+      allowed == ::emulator::allowed_shared_bytes.end() ? 48 * 1024 : allowed->second;
+  if (config->dynamicSmemBytes > limit) return cudaErrorInvalidValue;
+  ::emulator::LaunchConfig launch;
+  launch.kernel = ::emulator::kernel_name(function);
+  launch.grid = {config->gridDim.x, config->gridDim.y, config->gridDim.z};
+  launch.block = {config->blockDim.x, config->blockDim.y, config->blockDim.z};
+  launch.dynamic_shared_bytes = config->dynamicSmemBytes;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    launch.starts_early |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+  }
+  ::emulator::launch(launch, [&] { kernel(args...); });
+  return cudaSuccess;
+}

@@ -1,0 +1,74 @@
+// The machine that the emulated kernels run on: the threads of a block are fibers of one host
+// thread, visited in a seeded random order between the points where they wait for each other.
+//
+// What goes wrong in a kernel ends the launch with an exception that names the kernel, the block
+// and the thread: see README.md for all that is found.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <source_location>
+#include <string>
+
+namespace emulator {
+
+struct Index3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// What the device claims to be. A few multiprocessors make persistent kernels loop.
+constexpr int kNumMultiprocessors = 3;
+constexpr size_t kStaticSharedBytes = 48 * 1024;
+constexpr size_t kMaxDynamicSharedBytes = 227 * 1024;
+constexpr int kMaxThreads = 1024;
+int capability();
+
+// Of the running thread, within its warp.
+int lane();
+
+// Ends the launch; the message is put behind the kernel, block and thread. Called in a fiber.
+[[noreturn]] void fail(const std::string& message);
+
+// __syncthreads.
+void block_barrier(const std::source_location& site);
+
+// What the lanes of a mask bring together: every lane gives `bytes` (at most kMaxGift) and, when
+// all have come, gets everybody's. `orders_memory` is true of __syncwarp alone.
+constexpr int kMaxGift = 32;
+struct Gathered {
+  alignas(16) unsigned char of[32][kMaxGift];
+};
+Gathered gather(unsigned mask, const char* what, const void* gift, size_t bytes, bool orders_memory,
+                const std::source_location& site);
+
+// Shared memory of the running block, by byte offset into it.
+uint32_t static_shared(const void* key, size_t bytes);  // where this block keeps the array of `key`
+uint32_t dynamic_shared_begin();
+uint32_t dynamic_shared_end();
+unsigned char* read_shared(uint32_t offset, size_t bytes);   // checks, marks as read
+unsigned char* write_shared(uint32_t offset, size_t bytes);  // checks, marks as written
+
+// cp.async: the data lands at the wait, or at any moment before.
+void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros);
+void close_copy_group();
+void wait_for_copies(int pending_groups);
+
+// griddepcontrol.wait.
+void waited_for_previous_kernel();
+
+struct LaunchConfig {
+  std::string kernel;
+  Index3 grid, block;
+  size_t dynamic_shared_bytes = 0;
+  bool starts_early = false;
+};
+void launch(const LaunchConfig& config, const std::function<void()>& body);
+
+// Of the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
+void set_seed(uint64_t seed);
+
+}  // namespace emulator
+
+// Of the running thread, under the names that kernels know.
+extern emulator::Index3 threadIdx, blockIdx, blockDim, gridDim;

@@ -1,0 +1,157 @@
+// Kernels with a planted fault each, and their sound twins: the emulator must find the one and pass
+// the other.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "eecore/element.cuh"
+#include "eecore/reduce.cuh"
+#include "launch.cuh"
+
+namespace eecore::cuda::faults {
+
+constexpr int kThreads = 64;
+
+// Each thread takes its neighbour's number.
+template <bool kFaulty>
+__global__ void missing_barrier(float* out) {
+  EECORE_SHARED(float, numbers, kThreads);
+  numbers[threadIdx.x] = static_cast<float>(threadIdx.x);
+  if (!kFaulty) __syncthreads();
+  out[threadIdx.x] = numbers[(threadIdx.x + 33) % kThreads];
+}
+
+template <bool kFaulty>
+__global__ void missing_syncwarp(float* out) {
+  EECORE_SHARED(float, numbers, kThreads);
+  numbers[threadIdx.x] = static_cast<float>(threadIdx.x);
+  if (!kFaulty) __syncwarp();
+  out[threadIdx.x] = numbers[threadIdx.x ^ 1];
+}
+
+// The second round overwrites what a neighbour may still have to read.
+template <bool kFaulty>
+__global__ void missing_second_barrier(float* out) {
+  EECORE_SHARED(float, numbers, kThreads);
+  float sum = 0.0f;
+  for (int round = 0; round < 2; ++round) {
+    numbers[threadIdx.x] = static_cast<float>(round);
+    __syncthreads();
+    sum += numbers[(threadIdx.x + 33) % kThreads];
+    if (!kFaulty) __syncthreads();
+  }
+  out[threadIdx.x] = sum;
+}
+
+// Copies by cp.async in two groups; the second has to be there too.
+template <bool kFaulty>
+__global__ void missing_wait_group(const float* from, float* out) {
+  Shared<float> copied = dynamic_shared<float>();
+  const int at = threadIdx.x * 4;
+  cp_async16(copied + at, from + at);
+  cp_async_commit();
+  cp_async16(copied + 4 * kThreads + at, from + at);
+  cp_async_commit();
+  cp_async_wait<kFaulty ? 1 : 0>();
+  __syncthreads();
+  out[threadIdx.x] = copied[4 * kThreads + at];
+}
+
+template <bool kFaulty>
+__global__ void shared_out_of_bounds(float* out) {
+  EECORE_SHARED(float, numbers, kThreads);
+  numbers[threadIdx.x + (kFaulty ? 1 : 0)] = 1.0f;
+  __syncthreads();
+  out[threadIdx.x] = 1.0f;
+}
+
+template <bool kFaulty>
+__global__ void read_before_written(float* out) {
+  EECORE_SHARED(float, numbers, kThreads);
+  if (!kFaulty || threadIdx.x != 5) numbers[threadIdx.x] = 1.0f;
+  __syncthreads();
+  out[threadIdx.x] = numbers[threadIdx.x];
+}
+
+template <bool kFaulty>
+__global__ void divergent_barrier(float* out) {
+  if (!kFaulty || threadIdx.x < 32) __syncthreads();
+  out[threadIdx.x] = 1.0f;
+}
+
+template <bool kFaulty>
+__global__ void divergent_shuffle(float* out) {
+  float x = static_cast<float>(threadIdx.x);
+  if (!kFaulty || threadIdx.x % 2 == 0) x = __shfl_xor_sync(kWholeWarp, x, 1);
+  out[threadIdx.x] = x;
+}
+
+// The last thread of the last block to come wins: right only by luck.
+template <bool kFaulty>
+__global__ void order_dependent(float* out) {
+  const int mine = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  out[kFaulty ? 0 : mine] = static_cast<float>(mine);
+}
+
+template <bool kFaulty>
+__global__ void unaligned_access(const float* from, float* out) {
+  out[threadIdx.x] = load16(from + (kFaulty ? 1 : 0)).values[0];
+}
+
+template <bool kFaulty>
+__global__ void global_out_of_bounds(float* out) {
+  out[threadIdx.x + (kFaulty ? 8 : 0)] = 1.0f;
+}
+
+template <bool kFaulty>
+__global__ void never_waits(float* out) {
+  if (!kFaulty) wait_for_previous_kernel();
+  out[threadIdx.x] = 1.0f;
+}
+
+template <bool kFaulty>
+void run(const std::string& fault, float* data, float* out) {
+  const Stream stream{nullptr, 0};
+  LaunchShape shape{dim3(1), dim3(kThreads)};
+#define EECORE_FAULT(name, ...) \
+  if (fault == #name) return launch(#name, name<kFaulty>, shape, stream, ##__VA_ARGS__);
+  EECORE_FAULT(missing_barrier, out)
+  EECORE_FAULT(missing_syncwarp, out)
+  EECORE_FAULT(missing_second_barrier, out)
+  EECORE_FAULT(shared_out_of_bounds, out)
+  EECORE_FAULT(read_before_written, out)
+  EECORE_FAULT(divergent_barrier, out)
+  EECORE_FAULT(divergent_shuffle, out)
+  EECORE_FAULT(unaligned_access, static_cast<const float*>(data), out)
+  EECORE_FAULT(global_out_of_bounds, out)
+  shape.shared_bytes = 8 * kThreads * sizeof(float);
+  EECORE_FAULT(missing_wait_group, static_cast<const float*>(data), out)
+  shape.order = Launch::kAfterPrevious;
+  EECORE_FAULT(never_waits, out)
+  shape = {dim3(3), dim3(kThreads)};
+  EECORE_FAULT(order_dependent, out)
+#undef EECORE_FAULT
+  throw std::runtime_error("no such fault: " + fault);
+}
+
+}  // namespace eecore::cuda::faults
+
+// Runs a kernel on `data` (4 * 64 floats) into `out` (3 * 64 floats); what went wrong goes to
+// `message`. Returns whether anything did.
+extern "C" __attribute__((visibility("default"))) int eecore_emulator_run_fault(
+    const char* fault, int faulty, float* data, float* out, char* message, int message_size) {
+  try {
+    if (faulty != 0) {
+      eecore::cuda::faults::run<true>(fault, data, out);
+    } else {
+      eecore::cuda::faults::run<false>(fault, data, out);
+    }
+  } catch (const std::exception& error) {
+    const int length = std::min<int>(message_size - 1, static_cast<int>(std::strlen(error.what())));
+    std::memcpy(message, error.what(), length);
+    message[length] = '\0';
+    return 1;
+  }
+  return 0;
+}
