@@ -24,5 +24,7 @@ struct DeviceProperties {
 const DeviceProperties& device_properties(int device);
 
 void run_accept_mask(const AcceptMaskParams& params, Stream stream);
+void run_append_kv(const AppendKvParams& params, Stream stream);
+void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream);
 
 }  // namespace eecore::cuda

@@ -1,0 +1,27 @@
+// append_kv on CUDA: one grid over the tokens and their heads of q, k and v.
+#include "dispatch.h"
+#include "eecore/append_kv.cuh"
+#include "launch.cuh"
+
+namespace eecore::cuda {
+
+void run_append_kv(const AppendKvParams& params, Stream stream) {
+  dispatch_dtype(params.dtype, "append_kv", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const HeadItems items = HeadItems::of<T>(params.head_dim, params.rotary_dim);
+    int lanes = 4;
+    while (lanes < 32 && lanes < items.count<T>()) lanes *= 2;
+    const int heads_per_block = kAppendKvThreads / lanes;
+    const int64_t heads = params.num_q_heads + 2 * params.num_kv_heads;
+    const LaunchShape shape = {
+        dim3(static_cast<unsigned>(params.num_tokens),
+             static_cast<unsigned>((heads + heads_per_block - 1) / heads_per_block)),
+        dim3(lanes, heads_per_block), 0, Launch::kAfterPrevious};
+    dispatch_at_least<1, 3>(
+        (items.count<T>() + lanes - 1) / lanes, "append_kv", "items of a lane", [&](auto per_lane) {
+          launch("append_kv", append_kv_kernel<T, per_lane()>, shape, stream, params, items);
+        });
+  });
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,196 @@
+// append_kv: a few lanes of a warp hold one head of q, k or v in registers, as pairs of packs that
+// the rotary embedding mixes; norm and rotary in float32, rounded once on the way out.
+#pragma once
+
+#include "eecore/element.cuh"
+#include "eecore/params.h"
+#include "eecore/reduce.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kAppendKvThreads = 128;
+
+// How a head is cut into items, each two packs that one lane holds. The packs of a rotary item are
+// rotary_dim / 2 elements apart; behind them come the elements that are not rotated, in two halves.
+struct HeadItems {
+  int head_dim;
+  int half;       // of rotary_dim
+  int num_pairs;  // rotary items
+  int rest_half;  // elements from one pack of the other items to the other
+
+  template <typename T>
+  __host__ __device__ static HeadItems of(int64_t head_dim, int64_t rotary_dim) {
+    constexpr int kSize = Pack<T>::kSize;
+    HeadItems items;
+    items.head_dim = static_cast<int>(head_dim);
+    items.half = static_cast<int>(rotary_dim / 2);
+    items.num_pairs = (items.half + kSize - 1) / kSize;
+    const int rest = items.head_dim - 2 * items.half;
+    items.rest_half = ((rest + 1) / 2 + kSize - 1) / kSize * kSize;
+    return items;
+  }
+  template <typename T>
+  __host__ __device__ int count() const {
+    return num_pairs + rest_half / Pack<T>::kSize;
+  }
+};
+
+// Where the two packs of one item start, and how many elements of each exist.
+struct HeadItem {
+  int first, first_count;
+  int second, second_count;
+  bool is_rotary;
+};
+
+template <typename T>
+__device__ __forceinline__ HeadItem head_item(const HeadItems& items, int index) {
+  constexpr int kSize = Pack<T>::kSize;
+  HeadItem item;
+  item.is_rotary = index < items.num_pairs;
+  if (item.is_rotary) {
+    item.first = index * kSize;
+    item.second = items.half + item.first;
+    item.first_count = item.second_count = items.half - item.first;
+  } else {
+    const int offset = (index - items.num_pairs) * kSize;
+    item.first = 2 * items.half + offset;
+    item.second = item.first + items.rest_half;
+    item.first_count = items.head_dim - item.first;
+    item.second_count = items.head_dim - item.second;
+    if (item.first_count > items.rest_half - offset) item.first_count = items.rest_half - offset;
+  }
+  return item;
+}
+
+__device__ __forceinline__ bool is_aligned16(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+// Grid: (num_tokens, heads of q, k and v by the block's rows). Block: (lanes, heads), the lanes of
+// a head being a power of two of at most 32, which hold it in kItems items each.
+template <typename T, int kItems>
+__global__ void __launch_bounds__(kAppendKvThreads)
+    append_kv_kernel(AppendKvParams params, HeadItems items) {
+  constexpr int kSize = Pack<T>::kSize;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  // This thread's head: where it is, where it goes and what is done to it on the way.
+  const int64_t token = blockIdx.x;
+  const int64_t slot = params.slot_mapping[token];
+  const float* cos_sin = params.rotary_dim > 0
+                             ? params.cos_sin + params.positions[token] * params.rotary_dim
+                             : nullptr;
+  const int64_t q_head = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
+  const int64_t k_head = q_head - params.num_q_heads;
+  const int64_t v_head = k_head - params.num_kv_heads;
+  const T* in = nullptr;  // stays null where there is no head, or nothing to do with it
+  T* out = nullptr;
+  const T* weight = nullptr;
+  if (k_head < 0) {
+    weight = static_cast<const T*>(params.q_norm_weight);
+    if (weight != nullptr || cos_sin != nullptr) {
+      out =
+          static_cast<T*>(params.q) + token * params.q_token_stride + q_head * params.q_head_stride;
+      in = out;
+    }
+  } else if (slot >= 0 && v_head < 0) {
+    weight = static_cast<const T*>(params.k_norm_weight);
+    in = static_cast<const T*>(params.k) + token * params.k_token_stride +
+         k_head * params.k_head_stride;
+    out = static_cast<T*>(params.k_cache) + slot * params.k_cache_slot_stride +
+          k_head * params.head_dim;
+  } else if (slot >= 0 && v_head < params.num_kv_heads) {
+    cos_sin = nullptr;
+    in = static_cast<const T*>(params.v) + token * params.v_token_stride +
+         v_head * params.v_head_stride;
+    out = static_cast<T*>(params.v_cache) + slot * params.v_cache_slot_stride +
+          v_head * params.head_dim;
+  }
+  const bool is_whole = items.half % kSize == 0;  // every pack starts on a multiple of its size
+  const bool in_aligned = is_whole && is_aligned16(in);
+  const bool out_aligned = is_whole && is_aligned16(out);
+  const bool weight_aligned = is_whole && is_aligned16(weight);
+  const bool cos_sin_aligned = is_whole && is_aligned16(cos_sin);
+
+  // The head, and all that it is multiplied with, in registers.
+  constexpr int kQuads = kSize / Pack<float>::kSize;
+  HeadItem item[kItems];
+  Pack<T> first[kItems], second[kItems], first_weight[kItems], second_weight[kItems];
+  Pack<float> cosine[kItems][kQuads], sine[kItems][kQuads];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int index = threadIdx.x + i * blockDim.x;
+    item[i] = head_item<T>(items, index);
+    if (in == nullptr || index >= items.count<T>()) {
+      item[i].first_count = item[i].second_count = 0;
+    }
+    first[i] = load_pack(in + item[i].first, item[i].first_count, in_aligned);
+    second[i] = load_pack(in + item[i].second, item[i].second_count, in_aligned);
+    if (weight != nullptr) {
+      first_weight[i] = load_pack(weight + item[i].first, item[i].first_count, weight_aligned);
+      second_weight[i] = load_pack(weight + item[i].second, item[i].second_count, weight_aligned);
+    }
+    item[i].is_rotary = item[i].is_rotary && cos_sin != nullptr;
+    if (!item[i].is_rotary) continue;
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const int offset = quad * Pack<float>::kSize;
+      const float* from = cos_sin + item[i].first + offset;
+      const int count = item[i].first_count - offset;
+      cosine[i][quad] = load_pack(from, count, cos_sin_aligned);
+      sine[i][quad] = load_pack(from + items.half, count, cos_sin_aligned);
+    }
+  }
+
+  // 1 / rms of the head. Every lane of the warp takes part, whatever its own head asks for.
+  float scale = 1.0f;
+  if (params.q_norm_weight != nullptr || params.k_norm_weight != nullptr) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        const float x = to_float(first[i].values[j]), y = to_float(second[i].values[j]);
+        squares = fmaf(x, x, squares);
+        squares = fmaf(y, y, squares);
+      }
+    }
+    for (int distance = blockDim.x / 2; distance > 0; distance /= 2) {
+      squares += __shfl_xor_sync(kWholeWarp, squares, distance);
+    }
+    scale = rsqrtf(squares / static_cast<float>(params.head_dim) + params.eps);
+  }
+
+  // Norm, rotary, and out; what needs neither goes bit by bit.
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (weight != nullptr || item[i].is_rotary) {
+      float x[kSize], y[kSize];
+      to_floats(first[i], x);
+      to_floats(second[i], y);
+      if (weight != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          x[j] *= scale * to_float(first_weight[i].values[j]);
+          y[j] *= scale * to_float(second_weight[i].values[j]);
+        }
+      }
+      if (item[i].is_rotary) {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          const float a = x[j], b = y[j];
+          const float c = cosine[i][j / 4].values[j % 4], s = sine[i][j / 4].values[j % 4];
+          x[j] = fmaf(a, c, -(b * s));
+          y[j] = fmaf(b, c, a * s);
+        }
+      }
+      first[i] = from_floats<T>(x);
+      second[i] = from_floats<T>(y);
+    }
+    store_pack(out + item[i].first, first[i], item[i].first_count, out_aligned);
+    store_pack(out + item[i].second, second[i], item[i].second_count, out_aligned);
+  }
+}
+
+}  // namespace eecore::cuda
