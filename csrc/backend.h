@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "check.h"
 
 #ifdef EECORE_BACKEND_CUDA
@@ -38,10 +40,10 @@ namespace eecore {
 #ifdef EECORE_BACKEND_CUDA
 // The stream that torch uses on the device of `tensor`.
 inline cuda::Stream current_stream(const Tensor& tensor) {
+  const int device = std::max<int>(tensor.get_device_index(), 0);  // -1: emulated, on the CPU
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return {stream, tensor.get_device_index()};
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return {stream, device};
 }
 #else
 // torch's own thread pool, as a plain function that csrc/cpu can call.
