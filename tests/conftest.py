@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,7 +50,10 @@ def device(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out backends that an op does not have, and what would take the emulator too long."""
+    """Leave out backends that an op does not have, and what would take the emulator too long.
+
+    EECORE_REDUCED_CASES leaves the same out on CUDA: for tools that make it slow.
+    """
     kept, left_out = [], []
     for item in items:
         parameters = (
@@ -64,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             fits = "opcheck" not in item.name and cases.fits_the_emulator(parameters)
             (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
         elif backend == "cuda":
-            (kept if op in cases.CUDA_OPS else left_out).append(item)
+            fits = "EECORE_REDUCED_CASES" not in os.environ or cases.fits_the_emulator(parameters)
+            (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
         elif parameters.get("dtype") == torch.float16:
             left_out.append(item)
         else:

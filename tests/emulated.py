@@ -10,6 +10,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import sysconfig
 from functools import cache
 from pathlib import Path
 
@@ -37,8 +38,12 @@ def build(sanitize: bool = False) -> Path:
         f"-DEECORE_SANITIZE={'ON' if sanitize else 'OFF'}",
     ]
     make = ["cmake", "--build", str(folder), "--target", "eecore_emulated"]
+    # The cmake and ninja of this interpreter's environment, activated or not.
+    tools = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     for command in (configure, make):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PATH": tools}
+        )
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
     return folder / "libeecore_emulated.so"

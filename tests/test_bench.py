@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import decode_models
 import decode_tables
+import gpu_steps
 import peers
+from eecore import ops
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,3 +73,43 @@ def test_a_peer_that_cannot_be_had_is_left_out_with_the_reason(
     assert "ERROR: no such package" in made["gone"].reason
     assert made["there"].available
     assert peers.known() == made
+
+
+def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"result.{name}" for name in ("json", "md")}
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "bench" / "bench_gpu.py", "--device", "cpu", "--tiny"),
+            *("--rounds", "1", "--dtype", "float32", "--dtype", "bfloat16"),
+            *("--json", files["json"], "--markdown", files["md"]),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert {row["op"] for row in rows} == set(ops.OP_NAMES) - {"decoder_layers"}
+    assert all(row["microseconds"] > 0 for row in rows)
+    assert all("microseconds" in peer for row in rows for peer in row["peers"].values())
+
+    steps = tmp_path / "steps.tsv"
+    steps.write_text("build\tpassed\t12\t\ntests\tFAILED (1)\t34\t3 failed, 5 passed\n")
+    gpu_steps.main(str(steps), str(files["json"]), str(files["md"]))
+    assert json.loads(files["json"].read_text())["steps"][1]["outcome"] == "FAILED (1)"
+    assert "| tests | FAILED (1) | 34 | 3 failed, 5 passed |" in files["md"].read_text()
+
+
+def test_the_gpu_script_says_what_it_lacks(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = subprocess.run(
+        ["bash", ROOT / "bench" / "gpu.sh", tmp_path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    assert done.returncode == 2
+    assert "expected a GPU that torch" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# All that only a GPU can tell, in one command: builds for the GPU that is there, runs the tests on it,
+# looks for bad accesses and races, and times the ops beside their peers. Under 8 minutes; no download.
+#
+#   bench/gpu.sh [FOLDER]     FOLDER gets gpu-<device>.json and .md, and the logs (bench/results)
+#
+#   PYTHON      an interpreter that has torch >= 2.10 for CUDA, pybind11, cmake, ninja, setuptools, pytest and
+#               pytest-timeout (python3); nothing is installed into it
+#   MAX_JOBS    compilations at a time
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+folder=${1:-bench/results}
+python=${PYTHON:-python3}
+begin=$SECONDS
+failed=0
+
+die() {
+  printf 'gpu.sh: %s\n' "$*" >&2
+  exit 2
+}
+
+# The name of the device for files, and its architecture for CMake.
+describe_device() {
+  "$python" - <<'PYTHON'
+import re
+import torch
+
+if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10):
+    raise SystemExit(f"expected torch >= 2.10, got {torch.__version__}")
+if not torch.cuda.is_available():
+    raise SystemExit(f"expected a GPU that torch {torch.__version__} can use, got none")
+major, minor = torch.cuda.get_device_capability()
+if major < 8:
+    raise SystemExit(f"expected a GPU of compute capability 8.0 or newer, got {major}.{minor}")
+name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+print(name, f"{major}{minor}a-real" if major == 9 else f"{major}{minor}-real")
+PYTHON
+}
+
+# step NAME SECONDS COMMAND...: runs it under a limit, with its output in a log, and notes how it ended.
+step() {
+  local name=$1 limit=$2 started=$SECONDS status=0 outcome
+  shift 2
+  printf '== %s\n' "$name" >&2
+  timeout --kill-after=10 "$limit" "$@" >"$folder/gpu-$name.log" 2>&1 || status=$?
+  case $status in
+    0) outcome=passed ;;
+    124 | 137) outcome="not finished in $limit s" ;;
+    *)
+      outcome="FAILED ($status)"
+      failed=1
+      ;;
+  esac
+  printf '%s\t%s\t%s\t%s\n' "$name" "$outcome" "$((SECONDS - started))" \
+    "$(grep -E '[0-9]+ (passed|failed|error)|ERROR SUMMARY|RACECHECK SUMMARY' "$folder/gpu-$name.log" |
+      tail -n 2 | tr '\n\t' '; ' || true)" >>"$steps"
+  printf '   %s, %s s\n' "$outcome" "$((SECONDS - started))" >&2
+  if [ $status -ne 0 ]; then tail -n 40 "$folder/gpu-$name.log" >&2; fi
+  return 0
+}
+
+pytest_on_cuda() { # NAME SECONDS PREFIX...: the op tests of the backend cuda
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" env PYTHONPATH=python "$@" "$python" -m pytest tests/ops -k cuda \
+    -p no:cacheprovider --timeout=120 --durations=5
+}
+
+mkdir -p "$folder"
+device=$(describe_device) || die "no GPU to measure on"
+read -r name arch <<<"$device"
+if ! command -v nvcc >/dev/null && [ -z "${CUDACXX:-}" ]; then
+  if [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
+    export CUDACXX="${CUDA_HOME:-/usr/local/cuda}/bin/nvcc"
+  else
+    die "no nvcc was found: put it on PATH, or set CUDACXX or CUDA_HOME"
+  fi
+fi
+steps=$(mktemp)
+trap 'rm -f "$steps"' EXIT
+
+step build 240 env EECORE_CUDA=ON EECORE_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace
+if [ $failed -ne 0 ]; then die "the build failed: see $folder/gpu-build.log"; fi
+pytest_on_cuda tests 150
+step bench 170 env PYTHONPATH=python:bench "$python" bench/bench_gpu.py --seconds 140 \
+  --json "$folder/gpu-$name.json" --markdown "$folder/gpu-$name.md"
+sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
+if [ -x "$sanitizer" ]; then
+  # What is left of 8 minutes, memory first.
+  reduced=(EECORE_REDUCED_CASES=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9)
+  left=$((470 - (SECONDS - begin)))
+  if [ $left -gt 40 ]; then pytest_on_cuda memcheck $((left * 3 / 5)) "${reduced[@]}" --tool memcheck; fi
+  left=$((470 - (SECONDS - begin)))
+  if [ $left -gt 40 ]; then pytest_on_cuda racecheck "$left" "${reduced[@]}" --tool racecheck; fi
+else
+  printf 'memcheck, racecheck\tno compute-sanitizer on this machine\t0\t\n' >>"$steps"
+fi
+
+"$python" bench/gpu_steps.py "$steps" "$folder/gpu-$name.json" "$folder/gpu-$name.md"
+printf '== %s s; %s\n' "$((SECONDS - begin))" "$folder/gpu-$name.md" >&2
+exit $failed

@@ -1,0 +1,28 @@
+"""Adds how gpu.sh's steps ended to the JSON and the table of bench_gpu.py, and prints both tables.
+
+python bench/gpu_steps.py STEPS.tsv RESULT.json RESULT.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(steps_file: str, json_file: str, markdown_file: str) -> None:
+    fields = ("step", "outcome", "seconds", "summary")
+    lines = Path(steps_file).read_text().splitlines()
+    steps = [dict(zip(fields, line.split("\t"), strict=True)) for line in lines]
+    result_file, table_file = Path(json_file), Path(markdown_file)
+    result = json.loads(result_file.read_text()) if result_file.exists() else {}
+    result_file.write_text(json.dumps({**result, "steps": steps}, indent=1) + "\n")
+    rows = ["| step | outcome | s | |", "|---|---|---:|---|"]
+    rows += [f"| {' | '.join(step.values())} |" for step in steps]
+    table = table_file.read_text() if table_file.exists() else ""
+    table_file.write_text(table + "\n" + "\n".join(rows) + "\n")
+    print(table_file.read_text())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
