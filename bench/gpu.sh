@@ -60,11 +60,12 @@ step() {
   return 0
 }
 
-pytest_on_cuda() { # NAME SECONDS PREFIX...: the op tests of the backend cuda
+pytest_on_cuda() { # NAME SECONDS PREFIX...: the tests of the backend cuda
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" env PYTHONPATH=python "$@" "$python" -m pytest tests/ops -k cuda \
-    -p no:cacheprovider --timeout=120 --durations=5
+  step "$name" "$limit" env PYTHONPATH=python "$@" "$python" -m pytest tests/ops \
+    tests/runtime/test_cuda_path.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
+    --durations=5
 }
 
 mkdir -p "$folder"

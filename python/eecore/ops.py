@@ -31,12 +31,12 @@ __all__ = [
     "accept_mask",
     "append_kv",
     "build_info",
-    "cpu_only_ops",
     "decoder_layers",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
     "kv_fill",
+    "missing_cuda_ops",
     "paged_attention",
     "skinny_gated_linear",
     "skinny_linear",
@@ -58,6 +58,9 @@ OP_NAMES = (
     "speculative_accept",
 )
 
+# Ops for the CPU alone: what decoder_layers saves is waking threads between kernels.
+CPU_ONLY_OPS = ("decoder_layers",)
+
 
 def build_info() -> dict[str, Any]:
     """How this build was made and what it runs with.
@@ -73,10 +76,11 @@ def build_info() -> dict[str, Any]:
     return info
 
 
-def cpu_only_ops() -> tuple[str, ...]:
-    """Ops that have no CUDA kernel here: all of them without a GPU or the CUDA module."""
+def missing_cuda_ops() -> tuple[str, ...]:
+    """Ops that should run on CUDA and cannot here: all of them without a GPU or the CUDA module."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return tuple(name for name in OP_NAMES if not has_kernel(f"eecore::{name}", "CUDA"))
+    names = (name for name in OP_NAMES if name not in CPU_ONLY_OPS)
+    return tuple(name for name in names if not has_kernel(f"eecore::{name}", "CUDA"))
 
 
 def _no_output(*_args: Any) -> None:

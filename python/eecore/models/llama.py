@@ -243,7 +243,7 @@ class LlamaModel:
         Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
         not changed (and may be what comes back when all is skipped).
         """
-        if self._is_skinny(hidden):
+        if self._on_cpu and self._is_skinny(hidden):
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -274,15 +274,8 @@ class LlamaModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [num_rows, vocab_size]: final norm and LM head."""
         weights = self.weights
-        if self._is_skinny(hidden):
-            return ops.skinny_linear(
-                hidden,
-                weights.lm_head,
-                weight_scale=weights.lm_head_scale,
-                norm_weight=weights.final_norm,
-                eps=self.config.rms_norm_eps,
-            ).float()
-        return self._linear(hidden, weights.lm_head, norm=weights.final_norm).float()
+        scale = weights.lm_head_scale
+        return self._linear(hidden, weights.lm_head, scale=scale, norm=weights.final_norm).float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
@@ -361,11 +354,20 @@ class LlamaModel:
 
     def _mlp(self, index: int, hidden: Tensor) -> Tensor:
         layer = self._layers[index]
-        gate_up = self._linear(
-            hidden, layer.gate_up_weight, layer.gate_up_bias, norm=layer.mlp_norm
-        )
-        gate, up = gate_up.chunk(2, dim=1)
-        gated = functional.silu(gate).mul_(up)
+        if self._is_skinny(hidden):
+            gated = ops.skinny_gated_linear(
+                hidden,
+                layer.gate_up_weight,
+                bias=layer.gate_up_bias,
+                norm_weight=layer.mlp_norm,
+                eps=self.config.rms_norm_eps,
+            )
+        else:
+            gate_up = self._linear(
+                hidden, layer.gate_up_weight, layer.gate_up_bias, norm=layer.mlp_norm
+            )
+            gate, up = gate_up.chunk(2, dim=1)
+            gated = functional.silu(gate).mul_(up)
         return self._linear(gated, layer.down_weight, layer.down_bias, residual=hidden)
 
     def _flags_of(self, layers: frozenset[int]) -> Tensor | None:
@@ -378,7 +380,7 @@ class LlamaModel:
         return self._flags[layers]
 
     def _is_skinny(self, x: Tensor) -> bool:
-        return self._on_cpu and (x.shape[0] <= MAX_SKINNY_ROWS or self._is_int8)
+        return x.shape[0] <= MAX_SKINNY_ROWS or self._is_int8
 
     def _linear(
         self,
@@ -386,13 +388,24 @@ class LlamaModel:
         weight: Tensor,
         bias: Tensor | None = None,
         *,
+        scale: Tensor | None = None,
         norm: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-        In float32 where the CPU is slow at bfloat16.
+        Of many rows in float32 where the CPU is slow at bfloat16. Weights with a scale are int8.
         """
+        if self._is_skinny(x):
+            return ops.skinny_linear(
+                x,
+                weight,
+                weight_scale=scale,
+                norm_weight=norm,
+                eps=self.config.rms_norm_eps,
+                bias=bias,
+                residual=residual,
+            )
         if norm is not None:
             x = functional.rms_norm(x, norm.shape, norm, self.config.rms_norm_eps)
         if self._widens:

@@ -52,7 +52,7 @@ def load_model(
 
 def choose_device(device: str | torch.device | None) -> torch.device:
     """The device asked for, or the best that this build and machine have."""
-    missing = ops.cpu_only_ops()
+    missing = ops.missing_cuda_ops()
     if device is None:
         device = "cuda" if not missing else "cpu"
     try:

@@ -1,0 +1,69 @@
+"""The runtime over the CUDA kernels, emulated and on a GPU, gives the tokens of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_confident_exit import linear_classifier
+
+import eecore
+import emulated
+from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative
+from tiny_models import random_prompts, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# The last prompt has more rows than the skinny products take.
+PROMPTS = random_prompts(1, 7, 40)
+POLICIES = {
+    "full": Full(),
+    "fixed": FixedExit(2),
+    "softmax_each": ConfidentExit(0.3),
+    "softmax_all": ConfidentExit(0.3, batch="all"),
+    "state": ConfidentExit(0.8, measure="state"),
+    "classifier": ConfidentExit(0.55, measure="classifier", classifier=linear_classifier()),
+    "speculative": SelfSpeculative(2, 3),
+}
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def on_cuda(
+    request: pytest.FixtureRequest, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> eecore.Model:
+    """The tiny model on the CUDA path: on a GPU, or over the emulator on the CPU's memory."""
+    if request.param == "emulated":
+        emulated.route(monkeypatch)
+        model = eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512)
+        model.network._on_cpu = False
+        return model
+    if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
+        pytest.skip("no GPU, or a build without eecore._cuda")
+    return eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512)
+
+
+@pytest.mark.parametrize("mode", POLICIES)
+def test_every_mode_gives_the_tokens_of_the_cpu(
+    tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    policy = POLICIES[mode]
+    got = eecore.generate(on_cuda, PROMPTS, exit=policy, max_tokens=6)
+    monkeypatch.undo()
+    expected = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=6)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_biases_head_norms_and_windows_too(
+    on_cuda: eecore.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    directory = write_model(tmp_path, family)
+    model = eecore.load(directory, device=on_cuda.network.device, kv_cache_tokens=512)
+    model.network._on_cpu = False
+    got = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=4)
+    monkeypatch.undo()
+    model = eecore.load(directory, device="cpu", kv_cache_tokens=512)
+    expected = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=4)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
