@@ -45,6 +45,11 @@ inline cuda::Stream current_stream(const Tensor& tensor) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return {stream, device};
 }
+
+// Memory for one call, on the device of `like`; nothing is written to it.
+inline Tensor workspace(const Tensor& like, int64_t bytes) {
+  return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
+}
 #else
 // torch's own thread pool, as a plain function that csrc/cpu can call.
 inline cpu::Parallel torch_parallel() {

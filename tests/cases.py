@@ -18,6 +18,7 @@ CUDA_OPS = {
     "accept_mask",
     "append_kv",
     "exit_confidence_cosine",
+    "exit_confidence_mlp",
 }
 
 
@@ -26,6 +27,8 @@ def fits_the_emulator(parameters: Mapping[str, object]) -> bool:
 
     A thread's step there takes some tens of nanoseconds, a warp's mma some microseconds.
     """
+    if parameters.get("inner_size") == 1000:  # of a classifier: one width will do
+        return parameters.get("hidden_size") == 576
     return parameters.get("num_seqs") != 257 or "hidden_size" not in parameters
 
 

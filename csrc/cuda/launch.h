@@ -26,5 +26,9 @@ const DeviceProperties& device_properties(int device);
 void run_accept_mask(const AcceptMaskParams& params, Stream stream);
 void run_append_kv(const AppendKvParams& params, Stream stream);
 void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream);
+void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream);
+
+// Bytes of scratch memory that a call needs.
+int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int device);
 
 }  // namespace eecore::cuda

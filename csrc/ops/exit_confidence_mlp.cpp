@@ -33,6 +33,11 @@ void exit_confidence_mlp(const Tensor& hidden, const Tensor& weight1,
   params.inner_size = check["inner_size"];
   params.hidden_stride = hidden.stride(0);
   params.dtype = check.dtype();
+#ifdef EECORE_BACKEND_CUDA
+  const Tensor memory =
+      workspace(hidden, cuda::exit_confidence_mlp_workspace(params, hidden.get_device_index()));
+  params.workspace = data<void>(memory);
+#endif
   EECORE_RUN(exit_confidence_mlp, params, hidden);
 }
 

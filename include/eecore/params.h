@@ -61,6 +61,7 @@ struct ExitConfidenceMlpParams {
   int64_t num_seqs, hidden_size, inner_size;
   int64_t hidden_stride;
   DType dtype;
+  void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
 };
 
 // Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.
