@@ -12,6 +12,9 @@
 #ifdef EECORE_BACKEND_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <stdexcept>
+#include <string>
+
 #include "cuda/launch.h"
 #ifndef EECORE_DISPATCH_KEY
 #define EECORE_DISPATCH_KEY CUDA
@@ -42,7 +45,9 @@ namespace eecore {
 inline cuda::Stream current_stream(const Tensor& tensor) {
   const int device = std::max<int>(tensor.get_device_index(), 0);  // -1: emulated, on the CPU
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  if (aoti_torch_get_current_cuda_stream(device, &stream) != 0) {
+    throw std::runtime_error("torch has no current CUDA stream on cuda:" + std::to_string(device));
+  }
   return {stream, device};
 }
 
