@@ -19,6 +19,8 @@ CUDA_OPS = {
     "append_kv",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
+    "skinny_gated_linear",
+    "skinny_linear",
 }
 
 

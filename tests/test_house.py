@@ -30,8 +30,6 @@ CUDA_KERNEL_STILL_TO_COME = {
     "exit_confidence_softmax",
     "kv_fill",
     "paged_attention",
-    "skinny_gated_linear",
-    "skinny_linear",
     "speculative_accept",
 }
 

@@ -35,6 +35,12 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.out_stride = out.stride(0);
   params.eps = static_cast<float>(eps);
   params.dtype = check.dtype();
+#ifdef EECORE_BACKEND_CUDA
+  check.no_int8(weight_scale, "weight_scale");
+  const Tensor memory =
+      workspace(x, cuda::skinny_gated_linear_workspace(params, current_stream(x).device));
+  params.workspace = data<void>(memory);
+#endif
   EECORE_RUN(skinny_gated_linear, params, x);
 }
 

@@ -39,6 +39,12 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.residual_stride = residual ? residual->stride(0) : 0;
   params.out_stride = out.stride(0);
   params.eps = static_cast<float>(eps);
+#ifdef EECORE_BACKEND_CUDA
+  check.no_int8(weight_scale, "weight_scale");
+  const Tensor memory =
+      workspace(x, cuda::skinny_linear_workspace(params, current_stream(x).device));
+  params.workspace = data<void>(memory);
+#endif
   EECORE_RUN(skinny_linear, params, x);
 }
 

@@ -38,6 +38,7 @@ struct ExitConfidenceSoftmaxParams {
   int64_t hidden_stride, lm_head_stride;
   float eps;
   DType dtype;
+  void* workspace;  // CUDA only, [exit_confidence_softmax_workspace bytes]; may be null on the CPU
 };
 
 // Cosine of the hidden states of two consecutive layers, per row; a zero vector has confidence 0.
@@ -131,6 +132,7 @@ struct KvFillParams {
   int64_t v_cache_layer_stride, v_cache_slot_stride;
   float eps;
   DType dtype;
+  void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU
 };
 
 // out = norm(x) weight^T + bias + residual for few rows of x; weight is read once.
@@ -147,6 +149,7 @@ struct SkinnyLinearParams {
   int64_t x_stride, weight_stride, residual_stride, out_stride;
   float eps;
   DType dtype;
+  void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU
 };
 
 // out = silu(gate) * up of the two halves of norm(x) weight^T + bias, for few rows of x.
@@ -161,6 +164,7 @@ struct SkinnyGatedLinearParams {
   int64_t x_stride, weight_stride, out_stride;
   float eps;
   DType dtype;
+  void* workspace;  // CUDA only, [skinny_gated_linear_workspace bytes]; may be null on the CPU
 };
 
 // A linear layer of every layer of a decoder.

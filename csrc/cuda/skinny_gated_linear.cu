@@ -1,0 +1,54 @@
+// skinny_gated_linear on CUDA: rows of x made ready where they must be, then one pass over the weight for
+// each group of tokens.
+#include "eecore/skinny_gated_linear.cuh"
+#include "skinny_launch.cuh"
+
+namespace eecore::cuda {
+namespace {
+
+template <typename T, int kNTiles>
+void multiply(const SkinnyGatedLinearParams& params, bool early_weight, Stream stream) {
+  SkinnyPlan plan = make_plan<T>(params.weight, params.weight_stride, params.in_features,
+                                 params.inner_size, stream.device);
+  plan.early_weight = early_weight;
+  plan.num_tiles =
+      static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
+  const int64_t exchange_bytes = skinny_exchange_floats(plan, kGatedMTiles) * int64_t{sizeof(float)};
+  set_stages(plan, kGatedMTiles, exchange_bytes, stream.device);
+  const int64_t blocks =
+      std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kGatedMTiles, stream.device));
+  const dim3 grid(static_cast<unsigned>(blocks),
+                  static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
+  launch("skinny_gated_linear", skinny_gated_linear_kernel<T, kNTiles>,
+         {grid, dim3(kSkinnyThreads),
+          static_cast<size_t>(skinny_ring_bytes(plan, kGatedMTiles) + exchange_bytes),
+          Launch::kAfterPrevious},
+         stream, params, plan);
+}
+
+}  // namespace
+
+int64_t skinny_gated_linear_workspace(const SkinnyGatedLinearParams& params, int) {
+  if (!needs_rows(params.x, params.x_stride, params.in_features, params.norm_weight, params.dtype))
+    return 0;
+  return rows_bytes(params.num_tokens, params.in_features, params.dtype);
+}
+
+void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream) {
+  if (params.num_tokens == 0 || params.inner_size == 0) return;
+  dispatch_dtype(params.dtype, "skinny_gated_linear", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    SkinnyGatedLinearParams ready = params;
+    const bool makes_rows = needs_rows(params.x, params.x_stride, params.in_features,
+                                       params.norm_weight, params.dtype);
+    if (makes_rows) {
+      make_rows<T>(params.num_tokens, params.in_features, params.norm_weight, params.eps,
+                   params.workspace, ready.x, ready.x_stride, stream);
+    }
+    dispatch_tokens<T, 8>(params.num_tokens, [&](auto n_tiles) {
+      multiply<T, n_tiles()>(ready, makes_rows, stream);
+    });
+  });
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,127 @@
+// What the launchers of the skinny products share: the plan of a launch, and rows of x made ready.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "dispatch.h"
+#include "eecore/rms_norm.cuh"
+#include "eecore/skinny_gemm.cuh"
+#include "launch.cuh"
+
+namespace eecore::cuda {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+inline bool is_aligned(const void* pointer, int64_t stride, int64_t element_bytes) {
+  return is_aligned(pointer) && stride * element_bytes % 16 == 0;
+}
+
+// ---- Rows of x ----
+
+// Elements of a row in the workspace.
+inline int64_t padded_row_size(int64_t row_size, DType dtype) {
+  const int64_t chunk = dtype == DType::kFloat32 ? kChunkSize<float> : kChunkSize<BFloat16>;
+  return ceil_div(row_size, chunk) * chunk;
+}
+inline int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Whether the products cannot read x where it is.
+inline bool needs_rows(const void* x, int64_t stride, int64_t row_size, const void* norm_weight,
+                       DType dtype) {
+  return norm_weight != nullptr || !is_aligned(x, stride, element_bytes(dtype)) ||
+         padded_row_size(row_size, dtype) != row_size;
+}
+
+inline int64_t rows_bytes(int64_t num_rows, int64_t row_size, DType dtype) {
+  return num_rows * padded_row_size(row_size, dtype) * element_bytes(dtype);
+}
+
+// Makes rows of x ready in `out`, and points x there.
+template <typename T>
+void make_rows(int64_t num_rows, int64_t row_size, const void* norm_weight, float eps, void* out,
+               const void*& x, int64_t& x_stride, Stream stream) {
+  const int64_t padded_size = ceil_div(row_size, kChunkSize<T>) * kChunkSize<T>;
+  const RmsNormRows rows{x,
+                         norm_weight,
+                         out,
+                         row_size,
+                         padded_size,
+                         x_stride,
+                         eps,
+                         is_aligned(x, x_stride, sizeof(T)),
+                         is_aligned(norm_weight)};
+  launch("rms_norm", rms_norm_kernel<T>,
+         {dim3(static_cast<unsigned>(num_rows)), dim3(kRmsNormThreads), 0, Launch::kAfterPrevious},
+         stream, rows);
+  x = out;
+  x_stride = padded_size;
+}
+
+// ---- The plan ----
+
+// Blocks that share a multiprocessor, with 16 or 32 rows to a warp.
+constexpr int skinny_blocks_per_multiprocessor(int m_tiles) { return m_tiles == 1 ? 2 : 1; }
+
+// The ring takes what shared memory is left beside `other_bytes` of a block.
+inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t other_bytes, int device) {
+  const int64_t block_bytes = static_cast<int64_t>(device_properties(device).max_shared_bytes) /
+                                  skinny_blocks_per_multiprocessor(m_tiles) -
+                              1024;
+  plan.num_stages = 1;
+  const int64_t stage_bytes = skinny_ring_bytes(plan, m_tiles);
+  plan.num_stages = static_cast<int>(
+      std::clamp<int64_t>((block_bytes - other_bytes) / stage_bytes, 2, kSkinnyMaxStages));
+}
+
+// Blocks that run at a time.
+inline int64_t resident_skinny_blocks(int m_tiles, int device) {
+  return int64_t{skinny_blocks_per_multiprocessor(m_tiles)} *
+         device_properties(device).num_multiprocessors;
+}
+
+// Warps that share 16 rows: as few as give each multiprocessor two blocks to run. From the shape of
+// the weight alone, so that a row's result does not depend on its batch.
+inline int choose_slices(int64_t num_rows, int num_chunks, int device) {
+  const int64_t wanted = 2 * int64_t{device_properties(device).num_multiprocessors};
+  int slices = 1;
+  while (slices < kSkinnyWarps && 2 * slices <= num_chunks &&
+         ceil_div(num_rows, 16 * kSkinnyWarps / slices) < wanted) {
+    slices *= 2;
+  }
+  return slices;
+}
+
+// For a weight [.., row_size] of `num_outputs` products of a row of x. Stages and tiles are still to
+// be set.
+template <typename T>
+SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size,
+                     int64_t num_outputs, int device) {
+  SkinnyPlan plan{};
+  plan.row_size = static_cast<int>(row_size);
+  plan.num_chunks = static_cast<int>(ceil_div(row_size, kChunkSize<T>));
+  plan.num_slices = choose_slices(num_outputs, plan.num_chunks, device);
+  plan.aligned = is_aligned(weight, weight_stride, sizeof(T));
+  return plan;
+}
+
+// body(number of 8-row tiles of x), as a constant: float32 has no matrix instructions, and takes 16
+// rows at most.
+template <typename T, int kMost, typename Body>
+void dispatch_tokens(int64_t num_tokens, Body&& body) {
+  if (num_tokens <= 8) return body(std::integral_constant<int, 1>{});
+  if constexpr (std::is_same_v<T, float> || kMost == 2) {
+    body(std::integral_constant<int, 2>{});
+  } else {
+    if (num_tokens <= 16) return body(std::integral_constant<int, 2>{});
+    if constexpr (kMost > 4) {
+      if (num_tokens > 32) return body(std::integral_constant<int, kMost>{});
+    }
+    body(std::integral_constant<int, 4>{});
+  }
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,72 @@
+// Rows of x as the skinny products read them: normed where there is a weight for it, at multiples
+// of 16 bytes and filled up with zeros to whole chunks.
+#pragma once
+
+#include "eecore/element.cuh"
+#include "eecore/reduce.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kRmsNormThreads = 256;
+
+// 1 / sqrt(mean(x^2) + eps) of x: [size]; all threads of the block call it.
+template <typename T>
+__device__ __forceinline__ float inverse_rms(const T* x, int64_t size, bool aligned, float eps) {
+  constexpr int kSize = Pack<T>::kSize;
+  float squares = 0.0f;
+  for (int64_t i = static_cast<int64_t>(threadIdx.x) * kSize; i < size;
+       i += kRmsNormThreads * kSize) {
+    float values[kSize];
+    to_floats(load_pack(x + i, size - i, aligned), values);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) squares = fmaf(values[j], values[j], squares);
+  }
+  return 1.0f / sqrtf(reduce_block<kRmsNormThreads>(squares) / static_cast<float>(size) + eps);
+}
+
+// out: [padded_size] = weight * T(x * scale), rounded to T, then zeros; without a weight, x.
+template <typename T>
+__device__ __forceinline__ void scale_row(const T* x, const T* weight, float scale, int64_t size,
+                                          bool x_aligned, bool weight_aligned, int64_t padded_size,
+                                          T* out) {
+  constexpr int kSize = Pack<T>::kSize;
+  for (int64_t i = static_cast<int64_t>(threadIdx.x) * kSize; i < padded_size;
+       i += kRmsNormThreads * kSize) {
+    const int64_t count = i < size ? size - i : 0;
+    Pack<T> pack = load_pack(x + i, count, x_aligned);
+    if (weight != nullptr) {
+      const Pack<T> factors = load_pack(weight + i, count, weight_aligned);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        const float scaled = rounded<T>(to_float(pack.values[j]) * scale);
+        pack.values[j] = from_float<T>(to_float(factors.values[j]) * scaled);
+      }
+    }
+    store16(out + i, pack);
+  }
+}
+
+struct RmsNormRows {
+  const void* x;            // [num_rows, size], row stride x_stride
+  const void* norm_weight;  // [size]; may be null: rows are copied as they are
+  void* out;                // [num_rows, padded_size]
+  int64_t size, padded_size, x_stride;
+  float eps;
+  bool x_aligned, weight_aligned;
+};
+
+// Grid: one block for each row.
+template <typename T>
+__global__ void __launch_bounds__(kRmsNormThreads) rms_norm_kernel(RmsNormRows params) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
+  const T* weight = static_cast<const T*>(params.norm_weight);
+  float scale = 1.0f;
+  if (weight != nullptr) scale = inverse_rms(x, params.size, params.x_aligned, params.eps);
+  scale_row(x, weight, scale, params.size, params.x_aligned, params.weight_aligned,
+            params.padded_size, static_cast<T*>(params.out) + row * params.padded_size);
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,67 @@
+// skinny_gated_linear: a warp multiplies 16 rows of the gate and the 16 rows of up that go with them,
+// so that both products of an output meet in one thread.
+#pragma once
+
+#include "eecore/params.h"
+#include "eecore/skinny_gemm.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kGatedMTiles = 2;  // gate, then up
+
+// Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). params.x holds
+// rows as SkinnyRows wants them. Dynamic shared memory: the ring, then the exchange.
+template <typename T, int kNTiles>
+__global__ void __launch_bounds__(kSkinnyThreads, 1)
+    skinny_gated_linear_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan) {
+  const SkinnyLane lane(plan);
+  const int tile_rows = skinny_tile_rows(plan, 1);
+  const int my_tiles = tiles_of_block(plan.num_tiles);
+  const auto first_row = [&](int tile) {
+    return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows + lane.group * 16;
+  };
+  const auto rows_of = [&](int tile, const T*(&rows)[2 * kGatedMTiles]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int64_t row = first_row(tile) + 8 * i + lane.row;
+      if (row >= params.inner_size) row = params.inner_size - 1;
+      rows[i] = static_cast<const T*>(params.weight) + row * params.weight_stride;
+      rows[2 + i] = rows[i] + params.inner_size * params.weight_stride;
+    }
+  };
+
+  WeightStream<T, kGatedMTiles> weight(plan, lane, my_tiles);
+  if (!plan.early_weight) wait_for_previous_kernel();
+  weight.start(rows_of);
+  if (plan.early_weight) wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
+  const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,
+                                      params.num_tokens, first_token);
+  const T* bias = static_cast<const T*>(params.bias);
+  T* out = static_cast<T*>(params.out);
+  const Shared<float> exchange = dynamic_shared<float>(skinny_ring_bytes(plan, kGatedMTiles));
+  int turn = 0;
+  for (int tile = 0; tile < my_tiles; ++tile) {
+    float sums[kGatedMTiles][kNTiles][4];
+    multiply_tile(plan, lane, weight, rows_of, x, sums);
+    for_each_product(
+        plan, lane, exchange, turn, sums,
+        [&](int row_in_tile, int column, const float(&values)[kGatedMTiles]) {
+          const int64_t row = first_row(tile) + row_in_tile;
+          if (column >= x.count || row >= params.inner_size) return;
+          float gate = values[0], up = values[1];
+          if (bias != nullptr) {
+            gate += to_float(bias[row]);
+            up += to_float(bias[params.inner_size + row]);
+          }
+          gate = rounded<T>(gate);
+          const float silu = rounded<T>(gate / (1.0f + expf(-gate)));
+          out[(first_token + column) * params.out_stride + row] =
+              from_float<T>(silu * rounded<T>(up));
+        });
+  }
+}
+
+}  // namespace eecore::cuda

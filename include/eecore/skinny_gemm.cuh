@@ -1,0 +1,370 @@
+// Products of few rows of x with many rows of a weight that is read once: W x^T with the rows of W
+// as the M axis of the MMA and the rows of x as its N axis.
+//
+// A warp multiplies 16 * kMTiles rows of W with 8 * kNTiles rows of x. The order of the elements
+// inside a product is free as long as both sides keep it, so each thread takes whole 16-byte pieces
+// of W and x as its parts of the MMA's fragments: no transposition and no exchange between threads.
+// Each thread copies its own pieces of W through slots of shared memory that only it reads, many
+// chunks ahead and across the ends of tiles: the stream of the weight never waits for a barrier.
+//
+// A row's result depends on the number of slices that its products are summed in and on nothing
+// else: neither on the other rows of x nor on kMTiles, kNTiles or the number of stages.
+#pragma once
+
+#include <type_traits>
+
+#include "eecore/element.cuh"
+#include "eecore/reduce.cuh"
+#include "eecore/shared.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kSkinnyWarps = 8;
+constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
+constexpr int kSkinnyMaxStages = 6;
+
+// Elements of the 16 bytes of a row that a thread takes, and of the 128 bytes that a warp takes.
+template <typename T>
+constexpr int kPieceSize = 16 / static_cast<int>(sizeof(T));
+template <typename T>
+constexpr int kChunkSize = 8 * kPieceSize<T>;
+
+// How the warps of a block share a product; the same for every block of a launch.
+struct SkinnyPlan {
+  int row_size;       // elements of a row of W
+  int num_chunks;     // of a row, the last one filled up with zeros
+  int num_slices;     // warps that share rows of W: warp i of them takes chunks i, i + num_slices..
+  int num_stages;     // chunks that a warp has slots for, 2 to kSkinnyMaxStages
+  int num_tiles;      // of W: the rows that a block has in work at a time
+  bool aligned;       // rows of W start at multiples of 16 bytes
+  bool early_weight;  // W may be read before the previous kernel has ended
+};
+
+// Rows of a tile.
+__host__ __device__ inline int skinny_tile_rows(const SkinnyPlan& plan, int m_tiles) {
+  return 16 * m_tiles * (kSkinnyWarps / plan.num_slices);
+}
+
+// Bytes of the ring of a block.
+__host__ __device__ inline int skinny_ring_bytes(const SkinnyPlan& plan, int m_tiles) {
+  return plan.num_stages * 4 * m_tiles * kSkinnyThreads * 16;
+}
+
+// This thread's part of its warp's fragments, and the warp's part of the block's work.
+struct SkinnyLane {
+  int row, piece;    // lane / 4 and lane % 4
+  int group, slice;  // of the warp: which rows of the tile, which chunks of them
+
+  __device__ __forceinline__ explicit SkinnyLane(const SkinnyPlan& plan) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    row = lane / 4;
+    piece = lane % 4;
+    group = warp / plan.num_slices;
+    slice = warp % plan.num_slices;
+  }
+};
+
+// The tiles of this block are blockIdx.x, blockIdx.x + gridDim.x, ..: how many there are.
+__device__ __forceinline__ int tiles_of_block(int num_tiles) {
+  const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
+  return (num_tiles - block + num_blocks - 1) / num_blocks;
+}
+
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  switch (pending) {
+    case 0:
+      return cp_async_wait<0>();
+    case 1:
+      return cp_async_wait<1>();
+    case 2:
+      return cp_async_wait<2>();
+    case 3:
+      return cp_async_wait<3>();
+    default:
+      return cp_async_wait<4>();
+  }
+}
+
+// This thread's pieces of W, chunk after chunk and tile after tile. `rows_of(i, rows)` gives the
+// rows of the block's tile i that the thread takes pieces of: rows[2 * m] and rows[2 * m + 1] are
+// its rows lane / 4 and lane / 4 + 8 of the warp's 16 rows m.
+template <typename T, int kMTiles>
+class WeightStream {
+ public:
+  static constexpr int kRows = 2 * kMTiles;
+  static constexpr int kPieces = 2 * kRows;                       // of a thread and chunk
+  static constexpr int kStageWords = kPieces * kSkinnyThreads * 4;  // 4-byte words
+
+  // `num_tiles` of this block; 0 for a warp without work.
+  __device__ __forceinline__ WeightStream(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                          int num_tiles)
+      : plan_(plan),
+        lane_(lane),
+        slots_(dynamic_shared<uint32_t>() + static_cast<int>(threadIdx.x) * 4),
+        num_tiles_(num_tiles),
+        chunk_(lane.slice) {}
+
+  // Fills all stages but one.
+  template <typename RowsOf>
+  __device__ __forceinline__ void start(const RowsOf& rows_of) {
+    if (num_tiles_ > 0) rows_of(0, rows_);
+    for (int i = 1; i < plan_.num_stages; ++i) copy_next(rows_of);
+  }
+
+  // Waits for the next chunk, and has the stage of the one before it filled anew.
+  template <typename RowsOf>
+  __device__ __forceinline__ void advance(const RowsOf& rows_of) {
+    wait_for_copies(plan_.num_stages - 2);
+    copy_next(rows_of);
+    read_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
+  }
+
+  // Piece `half` (0 or 1) of row i of the chunk.
+  __device__ __forceinline__ Pack<uint32_t> piece(int i, int half) const {
+    return shared_load16<uint32_t>(slot(read_, i, half));
+  }
+
+ private:
+  __device__ __forceinline__ Shared<uint32_t> slot(int stage, int i, int half) const {
+    return slots_ + (stage * kStageWords + (2 * i + half) * kSkinnyThreads * 4);
+  }
+
+  // A group of copies for each call, without any where no chunk is left: so the groups count right.
+  template <typename RowsOf>
+  __device__ __forceinline__ void copy_next(const RowsOf& rows_of) {
+    write_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
+    if (tile_ < num_tiles_) {
+      copy_chunk();
+      chunk_ += plan_.num_slices;
+      if (chunk_ >= plan_.num_chunks) {
+        chunk_ = lane_.slice;
+        if (++tile_ < num_tiles_) rows_of(tile_, rows_);
+      }
+    }
+    cp_async_commit();
+  }
+
+  __device__ __forceinline__ void copy_chunk() {
+    const int first = chunk_ * kChunkSize<T> + lane_.piece * kPieceSize<T>;
+    if (plan_.aligned) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = first + half * (kChunkSize<T> / 2);
+        int count = plan_.row_size - at;
+        count = count < 0 ? 0 : count > kPieceSize<T> ? kPieceSize<T> : count;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const T* from = rows_[i] + (count > 0 ? at : 0);
+          cp_async16(slot(write_, i, half), reinterpret_cast<const uint32_t*>(from),
+                     count * static_cast<int>(sizeof(T)));
+        }
+      }
+      return;
+    }
+    // Element by element, of rows that start anywhere; only this thread reads the slot back.
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int at = first + piece % 2 * (kChunkSize<T> / 2);
+      const Shared<T> to = shared_as<T>(slot(write_, piece / 2, piece % 2));
+#pragma unroll 1
+      for (int i = 0; i < kPieceSize<T>; ++i) {
+        to[i] = at + i < plan_.row_size ? rows_[piece / 2][at + i] : from_float<T>(0.0f);
+      }
+    }
+  }
+
+  const SkinnyPlan& plan_;
+  const SkinnyLane& lane_;
+  Shared<uint32_t> slots_;
+  const T* rows_[kRows];  // of the tile that is being copied
+  int num_tiles_;
+  int tile_ = 0, chunk_;  // to be copied next
+  int write_ = -1, read_ = 0;  // stages
+};
+
+// Rows of x, each at a multiple of 16 bytes and a whole number of chunks long.
+template <typename T>
+struct SkinnyRows {
+  const T* data;
+  int64_t stride;
+  int count;  // at least one; results of the rows behind them are of no meaning
+};
+
+// Those of `num_tokens` rows from `first` on that 8 * kNTiles columns hold.
+template <int kNTiles, typename T>
+__device__ __forceinline__ SkinnyRows<T> skinny_rows(const T* x, int64_t stride, int64_t num_tokens,
+                                                     int64_t first) {
+  const int64_t left = num_tokens - first;
+  return {x + first * stride, stride, left < 8 * kNTiles ? static_cast<int>(left) : 8 * kNTiles};
+}
+
+// The products of this warp's rows of its next tile with the rows of x, over the warp's chunks:
+// sums[m][n] is laid out as the sums of mma_m16n8k16.
+template <typename T, int kMTiles, int kNTiles, typename RowsOf>
+__device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                              WeightStream<T, kMTiles>& weight,
+                                              const RowsOf& rows_of, const SkinnyRows<T>& x,
+                                              float (&sums)[kMTiles][kNTiles][4]) {
+  constexpr int kRows = 2 * kMTiles;
+  const T* from = x.data + lane.slice * kChunkSize<T> + lane.piece * kPieceSize<T>;
+  const int step = plan.num_slices * kChunkSize<T>;
+
+  if constexpr (std::is_same_v<T, float>) {
+    // Each thread sums its pieces' part of the products of its rows with all rows of x.
+    constexpr int kColumns = 8 * kNTiles;
+    float parts[kRows][kColumns];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) parts[i][column] = 0.0f;
+    }
+    for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices, from += step) {
+      weight.advance(rows_of);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Pack<uint32_t> w[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) w[i] = weight.piece(i, half);
+        const float* row = from + half * (kChunkSize<T> / 2);
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+          const Pack<float> piece = load16(row);
+          if (column + 1 < x.count) row += x.stride;
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              parts[i][column] =
+                  fmaf(bits_to_float(w[i].values[j]), piece.values[j], parts[i][column]);
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+        const float sum = reduce_lanes<4>(parts[i][column]);
+        if (column % 8 / 2 == lane.piece) sums[i / 2][column / 8][i % 2 * 2 + column % 2] = sum;
+      }
+    }
+  } else {
+    const T* columns[kNTiles];
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      const int column = 8 * n + lane.row;
+      columns[n] = from + (column < x.count ? column : x.count - 1) * x.stride;
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+      }
+    }
+    // With many rows of x, the second half of a chunk is loaded late: registers are scarce.
+    constexpr int kAhead = kNTiles <= 4 ? 2 : 1;
+    for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices) {
+      Pack<uint32_t> b[kAhead][kNTiles];
+#pragma unroll
+      for (int half = 0; half < kAhead; ++half) {
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+          b[half][n] = load16(
+              reinterpret_cast<const uint32_t*>(columns[n] + half * (kChunkSize<T> / 2)));
+        }
+      }
+      weight.advance(rows_of);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Pack<uint32_t> w[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) w[i] = weight.piece(i, half);
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+          if (half >= kAhead) {
+            b[0][n] =
+                load16(reinterpret_cast<const uint32_t*>(columns[n] + (kChunkSize<T> / 2)));
+          }
+          const Pack<uint32_t>& piece = b[half < kAhead ? half : 0][n];
+#pragma unroll
+          for (int quarter = 0; quarter < 2; ++quarter) {
+            const uint32_t x_part[2] = {piece.values[2 * quarter], piece.values[2 * quarter + 1]};
+#pragma unroll
+            for (int m = 0; m < kMTiles; ++m) {
+              const uint32_t w_part[4] = {
+                  w[2 * m].values[2 * quarter], w[2 * m + 1].values[2 * quarter],
+                  w[2 * m].values[2 * quarter + 1], w[2 * m + 1].values[2 * quarter + 1]};
+              mma_m16n8k16<T>(sums[m][n], w_part, x_part);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) columns[n] += step;
+    }
+  }
+}
+
+// Floats of shared memory that for_each_product needs where products are summed in slices.
+constexpr int kExchangeColumn = 20;  // 16 rows, and an offset that keeps the banks apart
+constexpr int kExchangeTile = 8 * kExchangeColumn;
+__host__ __device__ inline int skinny_exchange_floats(const SkinnyPlan& plan, int m_tiles) {
+  return plan.num_slices == 1 ? 0 : 2 * kSkinnyWarps * m_tiles * kExchangeTile;
+}
+
+// finish(row, column, values) for each product of the block's tile, once: values[m] of row `row`
+// (0 to 15) of the warp's 16 rows m, the slices summed in their order. All threads of the block
+// call it; `turn` starts at 0 and is the caller's to keep.
+template <int kMTiles, int kNTiles, typename Finish>
+__device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                                 Shared<float> exchange, int& turn,
+                                                 const float (&sums)[kMTiles][kNTiles][4],
+                                                 const Finish& finish) {
+  if (plan.num_slices == 1) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float values[kMTiles];
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) values[m] = sums[m][n][i];
+        finish(lane.row + i / 2 * 8, 8 * n + 2 * lane.piece + i % 2, values);
+      }
+    }
+    return;
+  }
+  // Two buffers in turn: who writes one has passed the barrier behind which the other was read.
+  const int first = lane.group * plan.num_slices;  // warp of the group
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+    const Shared<float> buffer = exchange + turn * (kSkinnyWarps * kMTiles * kExchangeTile);
+    turn = 1 - turn;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      const Shared<float> mine = buffer + ((first + lane.slice) * kMTiles + m) * kExchangeTile;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mine[(2 * lane.piece + i % 2) * kExchangeColumn + lane.row + i / 2 * 8] = sums[m][n][i];
+      }
+    }
+    __syncthreads();
+    const int thread = lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
+    for (int e = thread; e < 128; e += plan.num_slices * 32) {
+      const int row = e % 16, column = e / 16;
+      float values[kMTiles];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        const int at = (first * kMTiles + m) * kExchangeTile + column * kExchangeColumn + row;
+        float sum = buffer[at];
+#pragma unroll
+        for (int slice = 1; slice < kSkinnyWarps; ++slice) {
+          if (slice < plan.num_slices) sum += buffer[at + slice * kMTiles * kExchangeTile];
+        }
+        values[m] = sum;
+      }
+      finish(row, 8 * n + column, values);
+    }
+  }
+}
+
+}  // namespace eecore::cuda

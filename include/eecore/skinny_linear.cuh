@@ -1,0 +1,69 @@
+// skinny_linear: a tile of products is finished with bias and residual as soon as it is summed.
+#pragma once
+
+#include "eecore/params.h"
+#include "eecore/skinny_gemm.cuh"
+
+namespace eecore::cuda {
+
+// Grid: (blocks that share the tiles of out_features, groups of 8 * kNTiles tokens). params.x holds
+// rows as SkinnyRows wants them. Dynamic shared memory: the ring, then the exchange.
+template <typename T, int kMTiles, int kNTiles>
+__global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
+    skinny_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan) {
+  const SkinnyLane lane(plan);
+  const int tile_rows = skinny_tile_rows(plan, kMTiles);
+  const int my_tiles = tiles_of_block(plan.num_tiles);
+  const auto first_row = [&](int tile) {
+    return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
+           lane.group * (16 * kMTiles);
+  };
+  const auto rows_of = [&](int tile, const T*(&rows)[2 * kMTiles]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i) {
+      int64_t row = first_row(tile) + 8 * i + lane.row;
+      if (row >= params.out_features) row = params.out_features - 1;
+      rows[i] = static_cast<const T*>(params.weight) + row * params.weight_stride;
+    }
+  };
+
+  WeightStream<T, kMTiles> weight(plan, lane, my_tiles);
+  if (!plan.early_weight) wait_for_previous_kernel();
+  weight.start(rows_of);
+  if (plan.early_weight) wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
+  const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,
+                                      params.num_tokens, first_token);
+  const T* bias = static_cast<const T*>(params.bias);
+  const T* residual = static_cast<const T*>(params.residual);
+  T* out = static_cast<T*>(params.out);
+  const Shared<float> exchange = dynamic_shared<float>(skinny_ring_bytes(plan, kMTiles));
+  int turn = 0;
+  for (int tile = 0; tile < my_tiles; ++tile) {
+    float sums[kMTiles][kNTiles][4];
+    multiply_tile(plan, lane, weight, rows_of, x, sums);
+    for_each_product(
+        plan, lane, exchange, turn, sums,
+        [&](int row_in_tile, int column, const float(&values)[kMTiles]) {
+          if (column >= x.count) return;
+          const int64_t token = first_token + column;
+#pragma unroll
+          for (int m = 0; m < kMTiles; ++m) {
+            const int64_t row = first_row(tile) + 16 * m + row_in_tile;
+            if (row >= params.out_features) break;
+            float value = values[m];
+            if (bias != nullptr) value += to_float(bias[row]);
+            T result = from_float<T>(value);
+            if (residual != nullptr) {
+              const float before = to_float(residual[token * params.residual_stride + row]);
+              result = from_float<T>(before + to_float(result));
+            }
+            out[token * params.out_stride + row] = result;
+          }
+        });
+  }
+}
+
+}  // namespace eecore::cuda
