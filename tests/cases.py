@@ -19,6 +19,8 @@ CUDA_OPS = {
     "append_kv",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
+    "exit_confidence_softmax",
+    "kv_fill",
     "skinny_gated_linear",
     "skinny_linear",
 }
@@ -71,12 +73,16 @@ ACCEPT_VOCAB_SIZES = (1, 17, 257, 49153)
 # Batch sizes around the register blocks of the skinny matrix products.
 SKINNY_BATCH_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9)
 
+# More rows than one pass over a weight multiplies on one backend or another.
+LARGE_BATCH_SIZES = (17, 33, 70, 257)
+
 # (in_features, out_features) of skinny linear layers: partial vectors, blocks and tiles, and no
 # rows at all; layers of real models.
 SKINNY_LINEARS = (
     (1, 1),
     (7, 3),
     (33, 0),
+    (33, 17),
     (64, 65),
     (100, 37),
     (576, 192),
@@ -125,6 +131,7 @@ KV_FILL_CASES = (
     KvFillCase(
         17, hidden_size=40, head_dim=10, rotary_dim=6, page_size=128, bias=True, k_norm=True
     ),
+    KvFillCase(33, hidden_size=72, head_dim=36, rotary_dim=20, k_norm=True),
     KvFillCase(257, num_layers=4, hidden_size=100),
 )
 

@@ -12,6 +12,7 @@ import test_skinny_gated_linear
 import test_skinny_linear
 import torch
 
+import emulated
 import reference
 from cases import (
     DTYPES,
@@ -174,6 +175,29 @@ def test_a_weight_that_is_not_finite_shows(value: float, device: torch.device) -
     got = ops.skinny_linear(**with_int8(call))
     assert got[:, 4].isnan().all()
     assert got[:, :4].isfinite().all()
+
+
+@pytest.mark.parametrize("op", ["skinny_linear", "skinny_gated_linear"])
+def test_cuda_kernels_say_that_they_have_none(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.route(monkeypatch)
+    call = with_int8(test_skinny_linear.random_call(2, 8, 6, "plain"))
+    with pytest.raises(RuntimeError, match=f"{op}: weight_scale: expected none on CUDA"):
+        getattr(ops, op)(**call)
+
+
+def test_cuda_has_no_int8_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.route(monkeypatch)
+    call = test_exit_confidence_softmax.random_case(2, 8, 9)
+    call = with_int8({**call, "eps": 1e-5}, "lm_head", "lm_head_scale")
+    with pytest.raises(RuntimeError, match="lm_head_scale: expected none on CUDA, int8 weights"):
+        ops.exit_confidence_softmax(**call)
+
+
+def test_cuda_fills_from_no_int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.route(monkeypatch)
+    call = with_int8(test_kv_fill.random_call(KvFillCase(2)), "kv_weight", "kv_scale")
+    with pytest.raises(RuntimeError, match="kv_fill: kv_scale: expected none on CUDA"):
+        ops.kv_fill(**call)
 
 
 def test_opcheck(device: torch.device) -> None:

@@ -27,15 +27,13 @@ void run_accept_mask(const AcceptMaskParams& params, Stream stream);
 void run_append_kv(const AppendKvParams& params, Stream stream);
 void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream);
 void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream);
-
-// Bytes of scratch memory that a call needs.
-int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int device);
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stream stream);
 void run_kv_fill(const KvFillParams& params, Stream stream);
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream);
 void run_skinny_linear(const SkinnyLinearParams& params, Stream stream);
 
 // Bytes of the workspace that a call needs; params.workspace itself is not looked at.
+int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int device);
 int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& params, int device);
 int64_t kv_fill_workspace(const KvFillParams& params, int device);
 int64_t skinny_gated_linear_workspace(const SkinnyGatedLinearParams& params, int device);

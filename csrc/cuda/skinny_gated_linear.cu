@@ -1,5 +1,5 @@
-// skinny_gated_linear on CUDA: rows of x made ready where they must be, then one pass over the weight for
-// each group of tokens.
+// skinny_gated_linear on CUDA: rows of x made ready where they must be, then one pass over the
+// weight for each group of tokens.
 #include "eecore/skinny_gated_linear.cuh"
 #include "skinny_launch.cuh"
 
@@ -8,12 +8,12 @@ namespace {
 
 template <typename T, int kNTiles>
 void multiply(const SkinnyGatedLinearParams& params, bool early_weight, Stream stream) {
-  SkinnyPlan plan = make_plan<T>(params.weight, params.weight_stride, params.in_features,
-                                 params.inner_size, stream.device);
+  SkinnyPlan plan = make_plan<T>(params.weight, params.weight_stride, params.in_features);
+  plan.num_slices = choose_slices(params.inner_size, plan.num_chunks, stream.device);
   plan.early_weight = early_weight;
-  plan.num_tiles =
-      static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
-  const int64_t exchange_bytes = skinny_exchange_floats(plan, kGatedMTiles) * int64_t{sizeof(float)};
+  plan.num_tiles = static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
+  const int64_t exchange_bytes =
+      skinny_exchange_floats(plan, kGatedMTiles) * int64_t{sizeof(float)};
   set_stages(plan, kGatedMTiles, exchange_bytes, stream.device);
   const int64_t blocks =
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kGatedMTiles, stream.device));
@@ -39,15 +39,14 @@ void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream strea
   dispatch_dtype(params.dtype, "skinny_gated_linear", [&](auto tag) {
     using T = typename decltype(tag)::type;
     SkinnyGatedLinearParams ready = params;
-    const bool makes_rows = needs_rows(params.x, params.x_stride, params.in_features,
-                                       params.norm_weight, params.dtype);
+    const bool makes_rows =
+        needs_rows(params.x, params.x_stride, params.in_features, params.norm_weight, params.dtype);
     if (makes_rows) {
       make_rows<T>(params.num_tokens, params.in_features, params.norm_weight, params.eps,
                    params.workspace, ready.x, ready.x_stride, stream);
     }
-    dispatch_tokens<T, 8>(params.num_tokens, [&](auto n_tiles) {
-      multiply<T, n_tiles()>(ready, makes_rows, stream);
-    });
+    dispatch_tokens<T, 8>(params.num_tokens,
+                          [&](auto n_tiles) { multiply<T, n_tiles()>(ready, makes_rows, stream); });
   });
 }
 

@@ -95,15 +95,13 @@ inline int choose_slices(int64_t num_rows, int num_chunks, int device) {
   return slices;
 }
 
-// For a weight [.., row_size] of `num_outputs` products of a row of x. Stages and tiles are still to
-// be set.
+// For a weight [.., row_size]. What depends on the op is still to be set.
 template <typename T>
-SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size,
-                     int64_t num_outputs, int device) {
+SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size) {
   SkinnyPlan plan{};
   plan.row_size = static_cast<int>(row_size);
   plan.num_chunks = static_cast<int>(ceil_div(row_size, kChunkSize<T>));
-  plan.num_slices = choose_slices(num_outputs, plan.num_chunks, device);
+  plan.num_slices = 1;
   plan.aligned = is_aligned(weight, weight_stride, sizeof(T));
   return plan;
 }

@@ -10,11 +10,10 @@ template <typename T, int kNTiles>
 void multiply(const SkinnyLinearParams& params, bool early_weight, Stream stream) {
   // With many tokens, more rows to a warp: x is read once for all of them.
   constexpr int kMTiles = kNTiles >= (std::is_same_v<T, float> ? 2 : 4) ? 2 : 1;
-  SkinnyPlan plan = make_plan<T>(params.weight, params.weight_stride, params.in_features,
-                                 params.out_features, stream.device);
+  SkinnyPlan plan = make_plan<T>(params.weight, params.weight_stride, params.in_features);
+  plan.num_slices = choose_slices(params.out_features, plan.num_chunks, stream.device);
   plan.early_weight = early_weight;
-  plan.num_tiles =
-      static_cast<int>(ceil_div(params.out_features, skinny_tile_rows(plan, kMTiles)));
+  plan.num_tiles = static_cast<int>(ceil_div(params.out_features, skinny_tile_rows(plan, kMTiles)));
   const int64_t exchange_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)};
   set_stages(plan, kMTiles, exchange_bytes, stream.device);
   const int64_t blocks =
@@ -41,15 +40,14 @@ void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   dispatch_dtype(params.dtype, "skinny_linear", [&](auto tag) {
     using T = typename decltype(tag)::type;
     SkinnyLinearParams ready = params;
-    const bool makes_rows = needs_rows(params.x, params.x_stride, params.in_features,
-                                       params.norm_weight, params.dtype);
+    const bool makes_rows =
+        needs_rows(params.x, params.x_stride, params.in_features, params.norm_weight, params.dtype);
     if (makes_rows) {
       make_rows<T>(params.num_tokens, params.in_features, params.norm_weight, params.eps,
                    params.workspace, ready.x, ready.x_stride, stream);
     }
-    dispatch_tokens<T, 8>(params.num_tokens, [&](auto n_tiles) {
-      multiply<T, n_tiles()>(ready, makes_rows, stream);
-    });
+    dispatch_tokens<T, 8>(params.num_tokens,
+                          [&](auto n_tiles) { multiply<T, n_tiles()>(ready, makes_rows, stream); });
   });
 }
 

@@ -1,5 +1,5 @@
-// skinny_gated_linear: a warp multiplies 16 rows of the gate and the 16 rows of up that go with them,
-// so that both products of an output meet in one thread.
+// skinny_gated_linear: a warp multiplies 16 rows of the gate and the 16 rows of up that go with
+// them, so that both products of an output meet in one thread.
 #pragma once
 
 #include "eecore/params.h"
@@ -46,21 +46,20 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kGatedMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
-    for_each_product(
-        plan, lane, exchange, turn, sums,
-        [&](int row_in_tile, int column, const float(&values)[kGatedMTiles]) {
-          const int64_t row = first_row(tile) + row_in_tile;
-          if (column >= x.count || row >= params.inner_size) return;
-          float gate = values[0], up = values[1];
-          if (bias != nullptr) {
-            gate += to_float(bias[row]);
-            up += to_float(bias[params.inner_size + row]);
-          }
-          gate = rounded<T>(gate);
-          const float silu = rounded<T>(gate / (1.0f + expf(-gate)));
-          out[(first_token + column) * params.out_stride + row] =
-              from_float<T>(silu * rounded<T>(up));
-        });
+    for_each_product(plan, lane, exchange, turn, sums,
+                     [&](int row_in_tile, int column, const float (&values)[kGatedMTiles]) {
+                       const int64_t row = first_row(tile) + row_in_tile;
+                       if (column >= x.count || row >= params.inner_size) return;
+                       float gate = values[0], up = values[1];
+                       if (bias != nullptr) {
+                         gate += to_float(bias[row]);
+                         up += to_float(bias[params.inner_size + row]);
+                       }
+                       gate = rounded<T>(gate);
+                       const float silu = rounded<T>(gate / (1.0f + expf(-gate)));
+                       out[(first_token + column) * params.out_stride + row] =
+                           from_float<T>(silu * rounded<T>(up));
+                     });
   }
 }
 

@@ -92,7 +92,7 @@ template <typename T, int kMTiles>
 class WeightStream {
  public:
   static constexpr int kRows = 2 * kMTiles;
-  static constexpr int kPieces = 2 * kRows;                       // of a thread and chunk
+  static constexpr int kPieces = 2 * kRows;                         // of a thread and chunk
   static constexpr int kStageWords = kPieces * kSkinnyThreads * 4;  // 4-byte words
 
   // `num_tiles` of this block; 0 for a warp without work.
@@ -178,7 +178,7 @@ class WeightStream {
   Shared<uint32_t> slots_;
   const T* rows_[kRows];  // of the tile that is being copied
   int num_tiles_;
-  int tile_ = 0, chunk_;  // to be copied next
+  int tile_ = 0, chunk_;       // to be copied next
   int write_ = -1, read_ = 0;  // stages
 };
 
@@ -269,8 +269,8 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       for (int half = 0; half < kAhead; ++half) {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
-          b[half][n] = load16(
-              reinterpret_cast<const uint32_t*>(columns[n] + half * (kChunkSize<T> / 2)));
+          b[half][n] =
+              load16(reinterpret_cast<const uint32_t*>(columns[n] + half * (kChunkSize<T> / 2)));
         }
       }
       weight.advance(rows_of);
@@ -282,8 +282,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
           if (half >= kAhead) {
-            b[0][n] =
-                load16(reinterpret_cast<const uint32_t*>(columns[n] + (kChunkSize<T> / 2)));
+            b[0][n] = load16(reinterpret_cast<const uint32_t*>(columns[n] + (kChunkSize<T> / 2)));
           }
           const Pack<uint32_t>& piece = b[half < kAhead ? half : 0][n];
 #pragma unroll

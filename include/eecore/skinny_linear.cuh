@@ -44,25 +44,25 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
-    for_each_product(
-        plan, lane, exchange, turn, sums,
-        [&](int row_in_tile, int column, const float(&values)[kMTiles]) {
-          if (column >= x.count) return;
-          const int64_t token = first_token + column;
+    for_each_product(plan, lane, exchange, turn, sums,
+                     [&](int row_in_tile, int column, const float (&values)[kMTiles]) {
+                       if (column >= x.count) return;
+                       const int64_t token = first_token + column;
 #pragma unroll
-          for (int m = 0; m < kMTiles; ++m) {
-            const int64_t row = first_row(tile) + 16 * m + row_in_tile;
-            if (row >= params.out_features) break;
-            float value = values[m];
-            if (bias != nullptr) value += to_float(bias[row]);
-            T result = from_float<T>(value);
-            if (residual != nullptr) {
-              const float before = to_float(residual[token * params.residual_stride + row]);
-              result = from_float<T>(before + to_float(result));
-            }
-            out[token * params.out_stride + row] = result;
-          }
-        });
+                       for (int m = 0; m < kMTiles; ++m) {
+                         const int64_t row = first_row(tile) + 16 * m + row_in_tile;
+                         if (row >= params.out_features) break;
+                         float value = values[m];
+                         if (bias != nullptr) value += to_float(bias[row]);
+                         T result = from_float<T>(value);
+                         if (residual != nullptr) {
+                           const float before =
+                               to_float(residual[token * params.residual_stride + row]);
+                           result = from_float<T>(before + to_float(result));
+                         }
+                         out[token * params.out_stride + row] = result;
+                       }
+                     });
   }
 }
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import reference
-from cases import DTYPES, LM_HEAD_128K, LM_HEADS, SKINNY_BATCH_SIZES, TOLERANCES
+from cases import (
+    DTYPES,
+    LARGE_BATCH_SIZES,
+    LM_HEAD_128K,
+    LM_HEADS,
+    SKINNY_BATCH_SIZES,
+    TOLERANCES,
+)
 from eecore import ops
 
 NAN, INF = float("nan"), float("inf")
@@ -62,7 +69,7 @@ def test_matches_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_seqs", [*SKINNY_BATCH_SIZES, 257])
+@pytest.mark.parametrize("num_seqs", [*SKINNY_BATCH_SIZES, *LARGE_BATCH_SIZES])
 def test_any_number_of_rows(num_seqs: int, dtype: torch.dtype, device: torch.device) -> None:
     check_against_reference(random_case(num_seqs, 72, 323, dtype, device))
 
@@ -88,6 +95,19 @@ def test_rows_with_strides(device: torch.device) -> None:
     }
     assert not strided["lm_head"].is_contiguous()
     check_against_reference(strided)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", [1, 4])
+def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Beside 16-byte boundaries, and between elements that are not to be read."""
+    case = random_case(9, 131, 323, dtype, device)
+    expected = ops.exit_confidence_softmax(**case, eps=1e-5)
+    for name, value in case.items():
+        around = torch.full_like(value, NAN)
+        case[name] = torch.cat((around[..., :start], value, around), -1)[..., start : start + 131]
+    for got, wanted in zip(ops.exit_confidence_softmax(**case, eps=1e-5), expected, strict=True):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -228,14 +248,16 @@ def test_outputs_that_are_left_out_are_not_needed(device: torch.device) -> None:
     expected = ops.exit_confidence_softmax(**case, eps=1e-5)
     confidence = torch.empty(3, device=device)
     token = torch.empty(3, dtype=torch.int64, device=device)
-    torch.ops.eecore.exit_confidence_softmax(
-        **case,
-        lm_head_scale=None,
-        eps=1e-5,
-        confidence=confidence,
-        token=token,
-        logsumexp=None,
-        top_logit=None,
+    ops._exit_confidence_softmax(
+        case["hidden"],
+        case["norm_weight"],
+        case["lm_head"],
+        None,
+        1e-5,
+        confidence,
+        token,
+        None,
+        None,
     )
     assert torch.equal(confidence, expected.confidence)
     assert torch.equal(token, expected.token)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reference
-from cases import DTYPES, SKINNY_BATCH_SIZES, SKINNY_LINEARS, TOLERANCES
+from cases import DTYPES, LARGE_BATCH_SIZES, SKINNY_BATCH_SIZES, SKINNY_LINEARS, TOLERANCES
 from eecore import ops
 
 OPTIONS = ("plain", "all")
@@ -57,8 +57,11 @@ def test_matches_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_more_rows_than_a_tile_holds(dtype: torch.dtype, device: torch.device) -> None:
-    call = random_call(70, 100, 75, dtype=dtype, device=device)
+@pytest.mark.parametrize("num_tokens", LARGE_BATCH_SIZES)
+def test_more_rows_than_a_tile_holds(
+    num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = random_call(num_tokens, 100, 75, dtype=dtype, device=device)
     check_against_reference(ops.skinny_linear(**call), call)
 
 
@@ -99,6 +102,20 @@ def test_out_may_be_the_residual(dtype: torch.dtype, device: torch.device) -> No
     expected = ops.skinny_linear(**call)
     ops.skinny_linear(**call, out=call["residual"])
     assert torch.equal(call["residual"], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", [1, 4])
+def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Beside 16-byte boundaries, and between elements that are not to be read."""
+    call = random_call(9, 131, 41, dtype=dtype, device=device)
+    expected = ops.skinny_linear(**call)
+    for name in ("x", "weight", "norm_weight", "bias", "residual"):
+        around = torch.full_like(call[name], torch.nan)
+        width = call[name].shape[-1]
+        call[name] = torch.cat((around[..., :start], call[name], around), -1)
+        call[name] = call[name][..., start : start + width]
+    assert torch.equal(ops.skinny_linear(**call), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,73 @@
+// exit_confidence_softmax on CUDA: rows made ready where they must be, one pass over the LM head
+// for each group of rows, and one small kernel that merges what the blocks know.
+#include "eecore/exit_confidence_softmax.cuh"
+#include "skinny_launch.cuh"
+
+namespace eecore::cuda {
+namespace {
+
+constexpr int kTileRows = 16 * kHeadMTiles * kSkinnyWarps;
+
+// One block for each multiprocessor, whatever the rows.
+int64_t num_blocks(const ExitConfidenceSoftmaxParams& params, int device) {
+  return std::min(ceil_div(params.vocab_size, kTileRows),
+                  resident_skinny_blocks(kHeadMTiles, device));
+}
+
+int64_t summary_bytes(const ExitConfidenceSoftmaxParams& params, int device) {
+  return params.num_seqs * num_blocks(params, device) * int64_t{sizeof(LogitSummary)};
+}
+
+bool makes_rows(const ExitConfidenceSoftmaxParams& params) {
+  return needs_rows(params.hidden, params.hidden_stride, params.hidden_size, params.norm_weight,
+                    params.dtype);
+}
+
+template <typename T, int kNTiles>
+void measure(const ExitConfidenceSoftmaxParams& params, LogitSummary* summaries, bool early_weight,
+             Stream stream) {
+  SkinnyPlan plan = make_plan<T>(params.lm_head, params.lm_head_stride, params.hidden_size);
+  plan.early_weight = early_weight;
+  plan.num_tiles = static_cast<int>(ceil_div(params.vocab_size, kTileRows));
+  set_stages(plan, kHeadMTiles, kSkinnyWarps * 8 * kNTiles * int64_t{sizeof(LogitSummary)},
+             stream.device);
+  const dim3 grid(static_cast<unsigned>(num_blocks(params, stream.device)),
+                  static_cast<unsigned>(ceil_div(params.num_seqs, 8 * kNTiles)));
+  launch("exit_confidence_softmax", exit_confidence_softmax_kernel<T, kNTiles>,
+         {grid, dim3(kSkinnyThreads), static_cast<size_t>(skinny_ring_bytes(plan, kHeadMTiles)),
+          Launch::kAfterPrevious},
+         stream, params, plan, summaries);
+}
+
+}  // namespace
+
+// Summaries, then rows.
+int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& params, int device) {
+  const int64_t rows =
+      makes_rows(params) ? rows_bytes(params.num_seqs, params.hidden_size, params.dtype) : 0;
+  return summary_bytes(params, device) + rows;
+}
+
+void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stream stream) {
+  if (params.num_seqs == 0) return;
+  auto* summaries = static_cast<LogitSummary*>(params.workspace);
+  dispatch_dtype(params.dtype, "exit_confidence_softmax", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    ExitConfidenceSoftmaxParams ready = params;
+    if (makes_rows(params)) {
+      make_rows<T>(params.num_seqs, params.hidden_size, params.norm_weight, params.eps,
+                   static_cast<char*>(params.workspace) + summary_bytes(params, stream.device),
+                   ready.hidden, ready.hidden_stride, stream);
+    }
+    dispatch_tokens<T, 8>(params.num_seqs, [&](auto n_tiles) {
+      measure<T, n_tiles()>(ready, summaries, makes_rows(params), stream);
+    });
+  });
+  const dim3 grid(static_cast<unsigned>(ceil_div(params.num_seqs, kSummaryWarps)));
+  launch("exit_confidence_softmax", logit_summary_kernel,
+         {grid, dim3(32 * kSummaryWarps), 0, Launch::kAfterPrevious}, stream, params,
+         const_cast<const LogitSummary*>(summaries),
+         static_cast<int>(num_blocks(params, stream.device)));
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,73 @@
+// kv_fill on CUDA: one kernel orders the rows and norms them for the layers that need them, one
+// multiplies, finishes and writes the heads of all those layers.
+#include "eecore/kv_fill.cuh"
+#include "skinny_launch.cuh"
+
+namespace eecore::cuda {
+namespace {
+
+// Bytes of order and counts, and where the normed rows begin.
+int64_t order_bytes(const KvFillParams& params) {
+  return ceil_div((params.num_tokens + params.num_layers) * int64_t{sizeof(int32_t)}, 16) * 16;
+}
+
+template <typename T>
+KvFillRows rows_in_workspace(const KvFillParams& params) {
+  KvFillRows rows{};
+  rows.order = static_cast<int32_t*>(params.workspace);
+  rows.counts = rows.order + params.num_tokens;
+  rows.normed = static_cast<char*>(params.workspace) + order_bytes(params);
+  rows.padded_size = padded_row_size(params.hidden_size, params.dtype);
+  rows.hidden_aligned = is_aligned(params.hidden, params.hidden_stride, sizeof(T));
+  rows.norm_weight_aligned = is_aligned(params.norm_weight, params.norm_layer_stride, sizeof(T));
+  return rows;
+}
+
+template <typename T, int kNTiles>
+void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
+  SkinnyPlan plan = make_plan<T>(params.kv_weight, params.weight_row_stride, params.hidden_size);
+  plan.aligned = plan.aligned && params.weight_layer_stride * int64_t{sizeof(T)} % 16 == 0;
+  HeadPlan cut{};
+  cut.row_tiles = static_cast<int>(ceil_div(params.head_dim, 16));
+  plan.num_slices = std::clamp(kSkinnyWarps / cut.row_tiles, 1, plan.num_chunks);
+  cut.group_tiles = std::min(cut.row_tiles, kSkinnyWarps / plan.num_slices);
+  cut.num_parts = static_cast<int>(ceil_div(cut.row_tiles, cut.group_tiles));
+  cut.column = 16 * cut.row_tiles + 4;  // the offset keeps the banks apart
+  const int64_t products_bytes = head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)};
+  set_stages(plan, 1, products_bytes, stream.device);
+  const int64_t blocks = std::min(params.num_layers * 2 * params.num_kv_heads,
+                                  resident_skinny_blocks(1, stream.device));
+  const dim3 grid(static_cast<unsigned>(blocks),
+                  static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
+  launch("kv_fill", kv_fill_kernel<T, kNTiles>,
+         {grid, dim3(kSkinnyThreads),
+          static_cast<size_t>(skinny_ring_bytes(plan, 1) + products_bytes), Launch::kAfterPrevious},
+         stream, params, rows, plan, cut);
+}
+
+}  // namespace
+
+int64_t kv_fill_workspace(const KvFillParams& params, int) {
+  return order_bytes(params) +
+         params.num_layers * rows_bytes(params.num_tokens, params.hidden_size, params.dtype);
+}
+
+void run_kv_fill(const KvFillParams& params, Stream stream) {
+  if (params.num_tokens == 0 || params.num_layers == 0) return;
+  dispatch_dtype(params.dtype, "kv_fill", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const KvFillRows rows = rows_in_workspace<T>(params);
+    const dim3 grid(static_cast<unsigned>(params.num_tokens),
+                    static_cast<unsigned>(params.num_layers));
+    launch("kv_fill", kv_fill_rows_kernel<T>,
+           {grid, dim3(kRmsNormThreads), 0, Launch::kAfterPrevious}, stream, params, rows);
+    if constexpr (std::is_same_v<T, float>) {
+      fill<T, 1>(params, rows, stream);
+    } else {
+      dispatch_tokens<T, 4>(params.num_tokens,
+                            [&](auto n_tiles) { fill<T, n_tiles()>(params, rows, stream); });
+    }
+  });
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,221 @@
+// kv_fill: one list of work over the heads of all layers that some row skipped. Rows are ordered by
+// exit layer, so that the rows that a layer needs are the first ones of that order.
+#pragma once
+
+#include "eecore/params.h"
+#include "eecore/rms_norm.cuh"
+#include "eecore/skinny_gemm.cuh"
+
+namespace eecore::cuda {
+
+// What the first kernel leaves to the second.
+struct KvFillRows {
+  void* normed;         // [num_layers, num_tokens, padded_size], rows in order
+  int32_t* order;       // [num_tokens], rows with a slot by exit layer
+  int32_t* counts;      // [num_layers], how many of them the layer needs
+  int64_t padded_size;  // of hidden_size
+  bool hidden_aligned, norm_weight_aligned;
+};
+
+// Grid: (num_tokens, num_layers). Each block finds the place of its row in the order, and norms the
+// row for its layer where the layer needs it.
+template <typename T>
+__global__ void __launch_bounds__(kRmsNormThreads)
+    kv_fill_rows_kernel(KvFillParams params, KvFillRows rows) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t row = blockIdx.x, layer = blockIdx.y;
+  const int32_t exit_layer = params.exit_layer[row];
+  const bool has_slot = params.slot_mapping[row] >= 0;
+  const bool needed = has_slot && exit_layer <= layer;
+  if (!needed && row > 0 && layer > 0) return;
+
+  // Counts in float: exact for any number of rows that fits into memory.
+  float before = 0.0f, count = 0.0f;
+  for (int64_t other = threadIdx.x; other < params.num_tokens; other += kRmsNormThreads) {
+    if (params.slot_mapping[other] < 0) continue;
+    const int32_t other_layer = params.exit_layer[other];
+    if (other_layer < exit_layer || (other_layer == exit_layer && other < row)) before += 1.0f;
+    if (other_layer <= layer) count += 1.0f;
+  }
+  const auto place = static_cast<int64_t>(reduce_block<kRmsNormThreads>(before));
+  count = reduce_block<kRmsNormThreads>(count);
+  if (threadIdx.x == 0) {
+    if (row == 0) rows.counts[layer] = static_cast<int32_t>(count);
+    if (layer == 0 && has_slot) rows.order[place] = static_cast<int32_t>(row);
+  }
+  if (!needed) return;
+
+  const T* hidden = static_cast<const T*>(params.hidden) + row * params.hidden_stride;
+  const float scale = inverse_rms(hidden, params.hidden_size, rows.hidden_aligned, params.eps);
+  scale_row(hidden, static_cast<const T*>(params.norm_weight) + layer * params.norm_layer_stride,
+            scale, params.hidden_size, rows.hidden_aligned, rows.norm_weight_aligned,
+            rows.padded_size,
+            static_cast<T*>(rows.normed) + (layer * params.num_tokens + place) * rows.padded_size);
+}
+
+// How a head is cut: plan.num_slices warps share each of its 16 rows.
+struct HeadPlan {
+  int row_tiles;    // of 16 rows
+  int group_tiles;  // that a block has in work at a time
+  int num_parts;    // of a head, group_tiles each
+  int column;       // floats of shared memory from one row of x to the next
+};
+
+// Floats of shared memory for the products of one head.
+__host__ __device__ inline int head_floats(const SkinnyPlan& plan, const HeadPlan& head,
+                                           int n_tiles) {
+  return plan.num_slices * 8 * n_tiles * head.column;
+}
+
+// One head of one row as float: [head_dim], in every `slice_stride`-th place of `slices` sums that
+// are still to be added. The lanes of a warp share it, and each writes what it alone reads.
+template <typename T>
+__device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
+                                           int64_t token, Shared<float> values, int num_slices,
+                                           int slice_stride) {
+  const int lane = threadIdx.x % 32, head_dim = static_cast<int>(params.head_dim);
+  const int num_kv_heads = static_cast<int>(params.num_kv_heads);
+  const int64_t slot = params.slot_mapping[token];
+  const T* bias = params.kv_bias == nullptr
+                      ? nullptr
+                      : static_cast<const T*>(params.kv_bias) + layer * params.bias_layer_stride +
+                            head * params.head_dim;
+  const bool is_key = head < num_kv_heads;
+  T* out = is_key ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
+                        slot * params.k_cache_slot_stride + head * params.head_dim
+                  : static_cast<T*>(params.v_cache) + layer * params.v_cache_layer_stride +
+                        slot * params.v_cache_slot_stride + (head - num_kv_heads) * params.head_dim;
+
+  // The projection, rounded as a model of dtype T rounds it; what follows is rounded at the store.
+  float squares = 0.0f;
+  for (int i = lane; i < head_dim; i += 32) {
+    float value = values[i];
+    for (int slice = 1; slice < num_slices; ++slice) value += values[slice * slice_stride + i];
+    if (bias != nullptr) value += to_float(bias[i]);
+    const T result = from_float<T>(value);
+    if (!is_key) {
+      out[i] = result;
+      continue;
+    }
+    value = to_float(result);
+    values[i] = value;
+    squares = fmaf(value, value, squares);
+  }
+  if (!is_key) return;
+
+  // Head norm and rotary: pairs of elements half of rotary_dim apart.
+  const T* weight = static_cast<const T*>(params.k_norm_weight);
+  float scale = 1.0f;
+  if (weight != nullptr) {
+    weight += layer * params.k_norm_layer_stride;
+    squares = reduce_lanes(squares);
+    scale = 1.0f / sqrtf(squares / static_cast<float>(head_dim) + params.eps);
+  }
+  __syncwarp();
+  const auto normed = [&](int i) {
+    const float value = values[i];
+    return weight == nullptr ? value : value * scale * to_float(weight[i]);
+  };
+  const bool rotates = params.positions != nullptr;
+  const int half = rotates ? static_cast<int>(params.rotary_dim / 2) : 0;
+  const float* cos_sin =
+      rotates ? params.cos_sin + params.positions[token] * params.rotary_dim : nullptr;
+  for (int i = lane; i < head_dim; i += 32) {
+    float value = normed(i);
+    if (i < half) {
+      value = fmaf(value, cos_sin[i], -(normed(i + half) * cos_sin[half + i]));
+    } else if (i < 2 * half) {
+      value = fmaf(value, cos_sin[i - half], normed(i - half) * cos_sin[i]);
+    }
+    out[i] = from_float<T>(value);
+  }
+}
+
+// Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
+// the ring, then the products of a head.
+template <typename T, int kNTiles>
+__global__ void __launch_bounds__(kSkinnyThreads, 2)
+    kv_fill_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
+  const SkinnyLane lane(plan);
+  const int num_layers = static_cast<int>(params.num_layers);
+  const int num_heads = 2 * static_cast<int>(params.num_kv_heads);
+  const int head_dim = static_cast<int>(params.head_dim);
+  const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
+
+  // The first layer that needs a row of this group. The first group finds it from the inputs, to
+  // have the weight on its way before the rows are normed.
+  int first_layer = num_layers;
+  if (blockIdx.y == 0) {
+    for (int64_t row = threadIdx.x % 32; row < params.num_tokens; row += 32) {
+      const int exit_layer = params.exit_layer[row];
+      if (params.slot_mapping[row] >= 0 && exit_layer < first_layer) first_layer = exit_layer;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      const int other = __shfl_xor_sync(kWholeWarp, first_layer, distance);
+      if (other < first_layer) first_layer = other;
+    }
+  } else {
+    wait_for_previous_kernel();
+    if (first_place < rows.counts[num_layers - 1]) {
+      first_layer = params.exit_layer[rows.order[first_place]];
+    }
+  }
+  if (first_layer < 0) first_layer = 0;
+
+  // This block's heads, each in cut.num_parts tiles.
+  const int my_heads = tiles_of_block((num_layers - first_layer) * num_heads);
+  const auto head_at = [&](int i) {
+    return first_layer * num_heads + static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
+  };
+  const auto rows_of = [&](int tile, const T*(&weight_rows)[2]) {
+    const int head = head_at(tile / cut.num_parts);
+    const T* weight = static_cast<const T*>(params.kv_weight) +
+                      head / num_heads * params.weight_layer_stride +
+                      head % num_heads * params.head_dim * params.weight_row_stride;
+    const int first = (tile % cut.num_parts * cut.group_tiles + lane.group) * 16 + lane.row;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first + 8 * i < head_dim ? first + 8 * i : head_dim - 1;
+      weight_rows[i] = weight + row * params.weight_row_stride;
+    }
+  };
+
+  const bool works = lane.group < cut.group_tiles;
+  WeightStream<T, 1> weight(plan, lane, works ? my_heads * cut.num_parts : 0);
+  weight.start(rows_of);
+  if (blockIdx.y == 0) wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const Shared<float> products = dynamic_shared<float>(skinny_ring_bytes(plan, 1));
+  const int slice_stride = 8 * kNTiles * cut.column;
+  for (int i = 0; i < my_heads; ++i) {
+    const int layer = head_at(i) / num_heads, head = head_at(i) % num_heads;
+    const auto x = skinny_rows<kNTiles>(
+        static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
+        rows.padded_size, rows.counts[layer], first_place);
+    for (int part = 0; works && part < cut.num_parts; ++part) {
+      float sums[1][kNTiles][4];
+      multiply_tile(plan, lane, weight, rows_of, x, sums);
+      const int row_tile = part * cut.group_tiles + lane.group;
+      if (row_tile >= cut.row_tiles) continue;
+      const Shared<float> mine = products + (lane.slice * slice_stride + 16 * row_tile + lane.row);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          mine[(8 * n + 2 * lane.piece + j % 2) * cut.column + j / 2 * 8] = sums[0][n][j];
+        }
+      }
+    }
+    __syncthreads();
+    for (int column = threadIdx.x / 32; column < x.count; column += kSkinnyWarps) {
+      write_head<T>(params, layer, head, rows.order[first_place + column],
+                    products + column * cut.column, plan.num_slices, slice_stride);
+    }
+    __syncthreads();  // the products are read before those of the next head are written
+  }
+}
+
+}  // namespace eecore::cuda
