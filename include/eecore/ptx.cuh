@@ -104,6 +104,19 @@ __device__ __forceinline__ void shared_store16(T* to, const Pack<T>& pack) {
   *reinterpret_cast<Pack<T>*>(to) = pack;
 }
 
+// ---- Named barriers: 1 to 15, of whole warps of a block ----
+
+// Waits until `num_threads` threads have waited or arrived at barrier `id`; what they wrote to
+// shared memory before is visible then.
+__device__ __forceinline__ void named_barrier_wait(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// Counts for barrier `id` without waiting: a producer that runs ahead.
+__device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
 // ---- Asynchronous copies from global to shared memory (sm_80) ----
 
 // Copies `bytes` (0 to 16) and fills the rest of 16 with zeros; past L1. With 0 bytes `from` is not

@@ -80,6 +80,31 @@ __global__ void divergent_barrier(float* out) {
   out[threadIdx.x] = 1.0f;
 }
 
+// The first warp fills what the second reads; it goes on itself.
+template <bool kFaulty>
+__global__ void missing_named_barrier(float* out) {
+  EECORE_SHARED(float, numbers, kThreads);
+  if (threadIdx.x < 32) {
+    numbers[threadIdx.x] = static_cast<float>(threadIdx.x);
+    named_barrier_arrive(1, kThreads);
+    out[threadIdx.x] = 0.0f;
+  } else {
+    if (!kFaulty) {
+      named_barrier_wait(1, kThreads);
+    } else {
+      named_barrier_arrive(1, kThreads);
+    }
+    out[threadIdx.x] = numbers[threadIdx.x - 32];
+  }
+}
+
+template <bool kFaulty>
+__global__ void miscounted_named_barrier(float* out) {
+  named_barrier_wait(2, kFaulty && threadIdx.x < 32 ? 32 : kThreads);
+  if (threadIdx.x >= 32) named_barrier_wait(3, kFaulty ? kThreads : 32);
+  out[threadIdx.x] = 1.0f;
+}
+
 template <bool kFaulty>
 __global__ void divergent_shuffle(float* out) {
   float x = static_cast<float>(threadIdx.x);
@@ -122,6 +147,8 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(shared_out_of_bounds, out)
   EECORE_FAULT(read_before_written, out)
   EECORE_FAULT(divergent_barrier, out)
+  EECORE_FAULT(missing_named_barrier, out)
+  EECORE_FAULT(miscounted_named_barrier, out)
   EECORE_FAULT(divergent_shuffle, out)
   EECORE_FAULT(unaligned_access, static_cast<const float*>(data), out)
   EECORE_FAULT(global_out_of_bounds, out)

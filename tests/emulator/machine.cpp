@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -149,6 +150,15 @@ struct Shadow {
   State state = kNeverWritten;
 };
 
+// Barrier 0 is that of __syncthreads; the others are named.
+constexpr int kNumBarriers = 16;
+constexpr int kMaxWarps = kMaxThreads / 32;
+struct Barrier {
+  int expected = 0;  // threads, as the first to come has it
+  std::source_location site;
+  std::vector<int> waiting, arrived;  // threads; those that arrived do not wait
+};
+
 struct Block {
   LaunchConfig config;
   const std::function<void()>* body = nullptr;
@@ -156,14 +166,14 @@ struct Block {
   int num_threads = 0, num_ended = 0;
   std::vector<int> ready;
   Thread* running = nullptr;
-  // Barrier.
-  std::vector<int> at_barrier;
-  std::source_location barrier_site;
+  std::array<Barrier, kNumBarriers> barriers;
   // Warps.
   std::vector<std::vector<Meeting>> meetings;  // of each warp
   std::vector<Gathered> gathered;              // of each thread, when its meeting is over
   // Time passes with every synchronisation.
-  uint32_t now = 1, last_barrier = 0;
+  uint32_t now = 1, last_barrier = 0;  // of all threads
+  // When the first warp last waited in a barrier that the second had come to.
+  std::array<std::array<uint32_t, kMaxWarps>, kMaxWarps> waited_for_warp;
   // Shared memory: static arrays first, dynamic memory behind them.
   std::vector<unsigned char> shared;
   std::vector<Shadow> shadow;
@@ -188,6 +198,10 @@ std::string text(const std::source_location& site) {
   return file.substr(file.rfind('/') + 1) + ":" + std::to_string(site.line());
 }
 
+bool same_place(const std::source_location& a, const std::source_location& b) {
+  return a.line() == b.line() && std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
 void yield() { switch_context(block.running->context, host); }
 
 void make_ready(int number) {
@@ -206,14 +220,23 @@ void thread_main() {
   std::abort();  // an ended thread is not resumed
 }
 
-void finish_barrier() {
+void finish_barrier(Barrier& barrier) {
   ++block.now;
-  block.last_barrier = block.now;
-  for (const int number : block.at_barrier) {
+  if (static_cast<int>(barrier.waiting.size()) == block.num_threads) block.last_barrier = block.now;
+  std::array<bool, kMaxWarps> came{}, waits{};
+  for (const int number : barrier.waiting) came[number / 32] = waits[number / 32] = true;
+  for (const int number : barrier.arrived) came[number / 32] = true;
+  for (int waiter = 0; waiter < kMaxWarps; ++waiter) {
+    for (int other = 0; waits[waiter] && other < kMaxWarps; ++other) {
+      if (came[other]) block.waited_for_warp[waiter][other] = block.now;
+    }
+  }
+  for (const int number : barrier.waiting) {
     block.threads[number]->synced = block.now;
     make_ready(number);
   }
-  block.at_barrier.clear();
+  barrier.waiting.clear();
+  barrier.arrived.clear();
 }
 
 // Whether everything that `thread` did up to `time` has happened for the running thread.
@@ -224,7 +247,7 @@ bool happened(uint16_t thread, uint32_t time) {
   if (thread == kManyWarps) return false;
   const bool many = (thread & kManyLanes) != 0;
   const int warp = many ? thread & ~kManyLanes : thread / 32;
-  if (warp != me / 32) return false;
+  if (warp != me / 32) return time < block.waited_for_warp[me / 32][warp];
   return time < block.running->synced && (many || time < block.threads[thread]->synced);
 }
 
@@ -273,7 +296,8 @@ void land(const Copy& copy) {
 
 void run_block() {
   block.ready.clear();
-  block.at_barrier.clear();
+  for (Barrier& barrier : block.barriers) barrier.waiting.clear(), barrier.arrived.clear();
+  for (auto& row : block.waited_for_warp) row.fill(0);
   block.num_ended = 0;
   block.now = 1;
   block.last_barrier = 0;
@@ -337,21 +361,36 @@ void fail(const std::string& message) {
   std::abort();  // a failed thread is not resumed
 }
 
-void block_barrier(const std::source_location& site) {
+void come_to_barrier(int id, int num_threads, bool waits, const char* what,
+                     const std::source_location& site) {
   Thread& me = *block.running;
-  if (!block.at_barrier.empty() &&
-      (site.line() != block.barrier_site.line() ||
-       std::strcmp(site.file_name(), block.barrier_site.file_name()))) {
-    fail("divergent barrier: it comes to __syncthreads at " + text(site) + ", thread " +
-         std::to_string(block.at_barrier.front()) + " waits in that at " +
-         text(block.barrier_site));
+  if (num_threads == 0) num_threads = block.num_threads;
+  if (id < 0 || id >= kNumBarriers || num_threads % 32 != 0 && id != 0) {
+    fail("comes to barrier " + std::to_string(id) + " of " + std::to_string(num_threads) +
+         " threads: expected 0 to 15, and whole warps");
   }
-  block.barrier_site = site;
-  block.at_barrier.push_back(me.number);
-  me.waits_for = "__syncthreads";
+  Barrier& barrier = block.barriers[id];
+  const bool is_first = barrier.waiting.empty() && barrier.arrived.empty();
+  const int other = is_first                  ? me.number
+                    : barrier.waiting.empty() ? barrier.arrived.front()
+                                              : barrier.waiting.front();
+  if (!is_first && num_threads != barrier.expected) {
+    fail("divergent barrier: it comes to barrier " + std::to_string(id) + " of " +
+         std::to_string(num_threads) + " threads at " + text(site) + ", thread " +
+         std::to_string(other) + " came to it as one of " + std::to_string(barrier.expected));
+  }
+  if (!is_first && id == 0 && !same_place(site, barrier.site)) {
+    fail("divergent barrier: it comes to __syncthreads at " + text(site) + ", thread " +
+         std::to_string(other) + " waits in that at " + text(barrier.site));
+  }
+  barrier.expected = num_threads;
+  barrier.site = site;
+  (waits ? barrier.waiting : barrier.arrived).push_back(me.number);
+  me.waits_for = what;
   me.site = site;
-  if (static_cast<int>(block.at_barrier.size()) == block.num_threads) finish_barrier();
-  yield();
+  const size_t came = barrier.waiting.size() + barrier.arrived.size();
+  if (static_cast<int>(came) == num_threads) finish_barrier(barrier);
+  if (waits) yield();
 }
 
 Gathered gather(unsigned mask, const char* what, const void* gift, size_t bytes, bool orders_memory,
@@ -373,8 +412,7 @@ Gathered gather(unsigned mask, const char* what, const void* gift, size_t bytes,
   }
   Meeting& meeting = meetings[at];
   const bool same = meeting.mask == mask && meeting.bytes == bytes &&
-                    std::strcmp(meeting.what, what) == 0 && meeting.site.line() == site.line() &&
-                    std::strcmp(meeting.site.file_name(), site.file_name()) == 0;
+                    std::strcmp(meeting.what, what) == 0 && same_place(meeting.site, site);
   if (!same) {
     fail("divergent warp: it comes to " + std::string(what) + " at " + text(site) +
          ", lanes of its warp wait in " + meeting.what + " at " + text(meeting.site));

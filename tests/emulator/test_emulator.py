@@ -24,6 +24,8 @@ FAULTS = {
     "shared_out_of_bounds": r"thread \(63, 0, 0\) is out of bounds: byte 256 of .* 256 bytes",
     "read_before_written": r"reads byte 20 of static shared memory, which nobody has written",
     "divergent_barrier": r"thread \d+ waits in __syncthreads at .*, and thread 32 has ended",
+    "missing_named_barrier": r"reads byte \d+ .*, which (nobody|thread \d+)",
+    "miscounted_named_barrier": r"divergent barrier: .*(came to it as one|waits in named)",
     "divergent_shuffle": r"thread \d+ waits in __shfl_xor_sync at .* has ended",
     "unaligned_access": r"16-byte access to global memory at .* not a multiple of 16",
     "never_waits": r"launched to start early, but no block waits",

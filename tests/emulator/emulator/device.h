@@ -23,7 +23,9 @@
 
 // ---- Barriers and warps ----
 
-inline void __syncthreads(EMULATOR_SITE) { ::emulator::block_barrier(site); }
+inline void __syncthreads(EMULATOR_SITE) {
+  ::emulator::come_to_barrier(0, 0, true, "__syncthreads", site);
+}
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_SITE) {
   ::emulator::gather(mask, "__syncwarp", nullptr, 0, true, site);
 }

@@ -30,8 +30,10 @@ int lane();
 // Ends the launch; the message is put behind the kernel, block and thread. Called in a fiber.
 [[noreturn]] void fail(const std::string& message);
 
-// __syncthreads.
-void block_barrier(const std::source_location& site);
+// Barrier `id` of 16; the one of __syncthreads is 0. With 0 threads all of the block come to it.
+// One that does not wait has only arrived.
+void come_to_barrier(int id, int num_threads, bool waits, const char* what,
+                     const std::source_location& site);
 
 // What the lanes of a mask bring together: every lane gives `bytes` (at most kMaxGift) and, when
 // all have come, gets everybody's. `orders_memory` is true of __syncwarp alone.

@@ -84,6 +84,15 @@ void shared_store16(const ::emulator::Shared<T>& to, const Pack<T>& pack) {
   std::memcpy(::emulator::write_shared(to.checked(16, 16), 16), &pack, 16);
 }
 
+// ---- Named barriers ----
+
+inline void named_barrier_wait(int id, int num_threads, EMULATOR_SITE) {
+  ::emulator::come_to_barrier(id, num_threads, true, "named_barrier_wait", site);
+}
+inline void named_barrier_arrive(int id, int num_threads, EMULATOR_SITE) {
+  ::emulator::come_to_barrier(id, num_threads, false, "named_barrier_arrive", site);
+}
+
 // ---- Asynchronous copies ----
 
 template <typename T>
