@@ -21,6 +21,7 @@ CUDA_OPS = {
     "exit_confidence_mlp",
     "exit_confidence_softmax",
     "kv_fill",
+    "paged_attention",
     "skinny_gated_linear",
     "skinny_linear",
 }
@@ -197,6 +198,13 @@ ATTENTION_CASES = (
     AttentionCase((30, 1), (300, 500), 4, 2, 128, 16, fixed_split_size=64),
     AttentionCase((1, 3), (700, 250), 4, 2, 64, 8, sliding_window=130, fixed_split_size=32),
     AttentionCase((1,), (5000,), 4, 1, 64, 16),
+    # Of keys shared by many blocks, some sequences have next to none.
+    AttentionCase((1, 1, 2), (2500, 0, 10), 2, 1, 64, 3),
+    # A group of more heads than a tile has rows; the smallest head; more sequences than lanes.
+    AttentionCase((2, 1), (9, 30), 71, 1, 64, 3),
+    AttentionCase((1, 3), (20, 5), 2, 2, 8, 16),
+    AttentionCase((1, 0, 2) * 15, tuple(range(45)), 2, 1, 80, 3),
+    AttentionCase((12, 1), (100, 260), 4, 2, 256, 3, sliding_window=60, fixed_split_size=40),
 )
 
 

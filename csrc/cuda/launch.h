@@ -29,6 +29,7 @@ void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream
 void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream);
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stream stream);
 void run_kv_fill(const KvFillParams& params, Stream stream);
+void run_paged_attention(const PagedAttentionParams& params, Stream stream);
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream);
 void run_skinny_linear(const SkinnyLinearParams& params, Stream stream);
 
@@ -38,5 +39,6 @@ int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& par
 int64_t kv_fill_workspace(const KvFillParams& params, int device);
 int64_t skinny_gated_linear_workspace(const SkinnyGatedLinearParams& params, int device);
 int64_t skinny_linear_workspace(const SkinnyLinearParams& params, int device);
+int64_t paged_attention_workspace(const PagedAttentionParams& params, int device);
 
 }  // namespace eecore::cuda

@@ -192,6 +192,7 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
   attend.v_page_stride = v_cache.stride(1);
   attend.v_slot_stride = v_cache.stride(2);
   attend.fixed_split_size = fixed_split_size;
+  attend.max_pages_per_seq = check["max_pages_per_seq"];
   attend.scale = static_cast<float>(scale);
   attend.causal = true;
   attend.dtype = params.dtype;
@@ -200,7 +201,7 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
               attend.num_pages * attend.page_size);
   check_range(check, "positions", append.positions, params.num_tokens, 0, check["max_position"]);
   attend.sliding_window = widest_window(check, params);
-  check_sequences(check, attend, check["max_pages_per_seq"]);
+  check_sequences(check, attend, attend.max_pages_per_seq);
 
   // As many threads as have enough to read to be worth waking.
   cpu::Parallel pool = torch_parallel();

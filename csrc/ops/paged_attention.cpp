@@ -61,11 +61,16 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.v_slot_stride = v_cache.stride(1);
   params.sliding_window = sliding_window;
   params.fixed_split_size = fixed_split_size;
+  params.max_pages_per_seq = check["max_pages_per_seq"];
   params.scale = static_cast<float>(scale);
   params.causal = causal;
   params.dtype = check.dtype();
-#ifndef EECORE_BACKEND_CUDA
-  check_sequences(check, params, check["max_pages_per_seq"]);
+#ifdef EECORE_BACKEND_CUDA
+  const Tensor scratch =
+      workspace(q, cuda::paged_attention_workspace(params, current_stream(q).device));
+  params.workspace = data<void>(scratch);
+#else
+  check_sequences(check, params, params.max_pages_per_seq);
 #endif
   EECORE_RUN(paged_attention, params, q);
 }

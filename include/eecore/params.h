@@ -103,9 +103,11 @@ struct PagedAttentionParams {
   int64_t v_page_stride, v_slot_stride;
   int64_t sliding_window;    // keys a query sees, itself included; 0: all
   int64_t fixed_split_size;  // keys per split; 0: chosen from the shape of the call
+  int64_t max_pages_per_seq;
   float scale;
   bool causal;
   DType dtype;
+  void* workspace;  // CUDA only, [paged_attention_workspace bytes]; may be null on the CPU
 };
 
 // One state per row through norm, K/V projection, k-norm, rotary of every layer >= exit_layer[row].

@@ -321,9 +321,9 @@ def paged_attention(
         causal: False for cross attention.
         sliding_window: how many keys a query sees, itself included; 0 for all.
         fixed_split_size: keys per split of a long context; 0 lets the call's shape decide. With a
-            fixed size a row's result on the CPU does not depend, to the bit, on the rest of the
-            batch, on the queries that come with it (one when decoding, several when verifying) or
-            on the number of threads.
+            fixed size a row's result does not depend, to the bit, on the rest of the batch, on the
+            queries that come with it (one when decoding, several when verifying) or, on the CPU, on
+            the number of threads.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:

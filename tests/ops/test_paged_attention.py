@@ -153,6 +153,27 @@ def test_writes_into_a_strided_out(device: torch.device) -> None:
     assert (wide[..., 64:] == -7).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("at", [1, 4])
+def test_memory_may_lie_anywhere(at: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Tensors that begin, and slots that follow each other, at no multiple of 16 bytes."""
+    call = random_call(AttentionCase((1, 3), (70, 9), 4, 2, 72, 3), dtype, device)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        width = tensor[0].numel() + at
+        memory = torch.full((tensor.shape[0] * width + at,), torch.nan, dtype=dtype, device=device)
+        view = memory[at:].view(-1, width)[:, at:].unflatten(1, tensor.shape[1:])
+        return view.copy_(tensor)
+
+    expected = expected_of(call)
+    for name in ("q", "k_cache", "v_cache"):
+        call[name] = moved(call[name])
+    out = moved(torch.zeros_like(call["q"]))
+    ops.paged_attention(**call, out=out)
+    tolerance = dataclasses.asdict(TOLERANCES[dtype])
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+
+
 def change_entry(row: int, column: int, value: int) -> torch.Tensor:
     page_table = torch.tensor([[0, 1, 2], [3, 4, GARBAGE]], dtype=torch.int32)
     page_table[row, column] = value

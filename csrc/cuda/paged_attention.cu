@@ -1,0 +1,189 @@
+// paged_attention on CUDA: one launch, and a second where several blocks share a tile's keys. The
+// grid is a bound from the shapes; lengths are known on the device alone.
+#include <algorithm>
+
+#include "dispatch.h"
+#include "eecore/paged_attention.cuh"
+#include "launch.cuh"
+
+namespace eecore::cuda {
+namespace {
+
+constexpr int64_t kReservedSharedBytes = 1024;  // of each block, by the system
+constexpr float kLog2E = 1.44269504f;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool is_aligned(const void* pointer, std::initializer_list<int64_t> strides, DType dtype) {
+  const int64_t pack = dtype == DType::kFloat32 ? 4 : 8;
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 &&
+         std::all_of(strides.begin(), strides.end(), [&](int64_t s) { return s % pack == 0; });
+}
+
+// body(TypeTag<T>{}, std::integral_constant<int, kHeadDim>{}) for a call's dtype and head_dim.
+template <typename Body>
+void dispatch(const PagedAttentionParams& params, Body&& body) {
+  dispatch_dtype(params.dtype, "paged_attention", [&](auto type) {
+    dispatch_head_dim(params.head_dim, "paged_attention",
+                      [&](auto head_dim) { body(type, head_dim); });
+  });
+}
+
+// Work of a call as far as its shapes tell, in units of a tile and a kv head.
+struct Work {
+  int64_t units;      // if all sequences have equally many queries
+  int64_t num_teams;  // of the warps of such a tile
+  int64_t max_keys;   // of any sequence
+};
+
+template <typename Sizes>
+Work work_of(const PagedAttentionParams& params, int64_t group_size) {
+  const int64_t rows = ceil_div(params.num_tokens, params.num_seqs) * group_size;
+  const int64_t tiles =
+      ceil_div(rows, Sizes::kTileRows) * std::min(params.num_seqs, params.num_tokens);
+  const int64_t team_warps = rows <= Sizes::kWarpRows ? 1 : rows <= 2 * Sizes::kWarpRows ? 2 : 4;
+  return {tiles * params.num_kv_heads, kAttentionWarps / team_warps,
+          std::min<int64_t>(params.max_pages_per_seq * params.page_size, INT32_MAX)};
+}
+
+// The fewest blocks per unit, of at most `most`, that keep nearly as many of the `resident` blocks
+// busy as any number does.
+int64_t blocks_per_unit(int64_t units, int64_t resident, int64_t most) {
+  constexpr int64_t kMostWaves = 4;
+  constexpr double kNearly = 0.9;
+  most = std::min(most, std::max<int64_t>(kMostWaves * resident / units, 1));
+  const auto busy = [&](int64_t blocks) {
+    const int64_t all = units * blocks;
+    return static_cast<double>(all) / static_cast<double>(ceil_div(all, resident) * resident);
+  };
+  double best = 0.0;
+  for (int64_t blocks = 1; blocks <= most; ++blocks) best = std::max(best, busy(blocks));
+  int64_t blocks = 1;
+  while (busy(blocks) < kNearly * best) ++blocks;
+  return blocks;
+}
+
+// How many blocks share a tile's keys, and how many partial results of each row that leaves.
+template <typename Sizes>
+void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors,
+                 AttentionPlan& plan) {
+  constexpr int64_t kMinBlockKeys = 512;  // worth merging the result of a block
+  constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
+  constexpr double kBusyEnough = 0.8;
+  const Work work = work_of<Sizes>(params, plan.group_size);
+  const int64_t resident = num_multiprocessors * kAttentionBlocksPerMultiprocessor;
+  if (params.fixed_split_size == 0) {
+    const int64_t most = std::max<int64_t>(work.max_keys / kMinBlockKeys, 1);
+    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, most));
+    plan.num_partials = plan.num_blocks > 1 ? plan.num_blocks : 0;
+    return;
+  }
+  // A block that takes all splits of a tile merges them itself, in the same order.
+  const int64_t splits = std::max<int64_t>(ceil_div(work.max_keys, params.fixed_split_size), 1);
+  const int64_t rounds = ceil_div(splits, work.num_teams);
+  const int64_t partial_bytes = splits * params.num_tokens * params.num_q_heads *
+                                (params.head_dim + 2) * static_cast<int64_t>(sizeof(float));
+  const double busy = static_cast<double>(work.units) /
+                      static_cast<double>(ceil_div(work.units, resident) * resident);
+  plan.num_blocks = 1;
+  if (busy < kBusyEnough && partial_bytes <= kMaxWorkspace) {
+    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, rounds));
+  }
+  // A tile with more teams or fewer than the average one takes more rounds or fewer.
+  const bool one_round = splits == 1;
+  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(splits) : one_round ? 0 : 1;
+}
+
+struct Call {
+  AttentionPlan plan;
+  LaunchShape shape;
+};
+
+template <typename T, int kHeadDim>
+Call plan_call(const PagedAttentionParams& params, int device) {
+  using Sizes = AttentionSizes<T, kHeadDim>;
+  const DeviceProperties& properties = device_properties(device);
+  AttentionPlan plan{};
+  plan.group_size = static_cast<int32_t>(params.num_q_heads / params.num_kv_heads);
+  const int64_t rows = params.num_tokens * plan.group_size;
+  const int64_t num_tiles = rows / Sizes::kTileRows + params.num_seqs;
+  if (rows > INT32_MAX || num_tiles * params.num_kv_heads > INT32_MAX) {
+    throw std::runtime_error(
+        "paged_attention: expected fewer than 2^31 queries times heads of a group, got " +
+        std::to_string(rows));
+  }
+  plan.num_tiles = static_cast<int32_t>(num_tiles);
+  plan.step_keys = Sizes::kStepKeys;
+  // A window that no query is far enough into to notice is none.
+  const int64_t max_window = params.max_pages_per_seq * params.page_size + params.num_tokens;
+  if (params.sliding_window < std::min<int64_t>(max_window, INT32_MAX)) {
+    plan.sliding_window = static_cast<int32_t>(params.sliding_window);
+  }
+  plan.fixed_split_size = static_cast<int32_t>(params.fixed_split_size);
+  plan.scale = params.scale * kLog2E;
+  plan.q_aligned =
+      is_aligned(params.q, {params.q_token_stride, params.q_head_stride}, params.dtype);
+  plan.kv_aligned =
+      is_aligned(params.k_cache, {params.k_page_stride, params.k_slot_stride}, params.dtype) &&
+      is_aligned(params.v_cache, {params.v_page_stride, params.v_slot_stride}, params.dtype);
+  plan.out_aligned =
+      is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
+  plan_splits<Sizes>(params, properties.num_multiprocessors, plan);
+
+  // Stages: two blocks side by side on a multiprocessor, or all for one where there are few blocks.
+  const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
+  const auto stages_of = [&](int64_t blocks_per_multiprocessor) {
+    const int64_t all = static_cast<int64_t>(properties.max_shared_bytes) + kReservedSharedBytes;
+    const int64_t taken =
+        kReservedSharedBytes + Sizes::kStatsSize * int64_t{sizeof(float)} + Sizes::kRestBytes;
+    return (all / blocks_per_multiprocessor - taken) / Sizes::kStageBytes;
+  };
+  int64_t stages = stages_of(kAttentionBlocksPerMultiprocessor);
+  if (blocks <= properties.num_multiprocessors || stages < kMinAttentionStages) {
+    stages = stages_of(1);
+  }
+  stages = std::clamp<int64_t>(stages, kMinAttentionStages, kMaxAttentionStages);
+  plan.num_stages = static_cast<int32_t>(stages);
+  LaunchShape shape{dim3(static_cast<unsigned>(num_tiles * params.num_kv_heads),
+                         static_cast<unsigned>(plan.num_blocks)),
+                    dim3(kAttentionThreads),
+                    static_cast<size_t>(Sizes::kRestBytes + stages * Sizes::kStageBytes),
+                    Launch::kAfterPrevious};
+  return {plan, shape};
+}
+
+bool is_empty(const PagedAttentionParams& params) {
+  return params.num_tokens == 0 || params.num_seqs == 0 || params.num_q_heads == 0;
+}
+
+}  // namespace
+
+int64_t paged_attention_workspace(const PagedAttentionParams& params, int device) {
+  if (is_empty(params)) return 0;
+  int64_t num_partials = 0;
+  dispatch(params, [&](auto type, auto head_dim) {
+    using T = typename decltype(type)::type;
+    num_partials = plan_call<T, head_dim()>(params, device).plan.num_partials;
+  });
+  return num_partials * params.num_tokens * params.num_q_heads * (params.head_dim + 2) *
+         static_cast<int64_t>(sizeof(float));
+}
+
+void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
+  if (is_empty(params)) return;
+  dispatch(params, [&](auto type, auto head_dim) {
+    using T = typename decltype(type)::type;
+    using Sizes = AttentionSizes<T, head_dim()>;
+    const auto [plan, shape] = plan_call<T, head_dim()>(params, stream.device);
+    launch("paged_attention", paged_attention_kernel<T, head_dim()>, shape, stream, params, plan);
+    if (plan.num_blocks == 1) return;
+    const int64_t pieces = params.num_q_heads * params.head_dim / Sizes::kPack;
+    launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,
+           {dim3(static_cast<unsigned>(params.num_tokens),
+                 static_cast<unsigned>(ceil_div(pieces, kAttentionCombineThreads))),
+            dim3(kAttentionCombineThreads), 0, Launch::kAfterPrevious},
+           stream, params, plan);
+  });
+}
+
+}  // namespace eecore::cuda
