@@ -24,6 +24,7 @@ CUDA_OPS = {
     "paged_attention",
     "skinny_gated_linear",
     "skinny_linear",
+    "speculative_accept",
 }
 
 
@@ -68,8 +69,9 @@ DRAFT_LENGTHS: tuple[tuple[int, ...], ...] = (
     (4,) * 33,
 )
 
-# Vocabularies of verification: one token, odd, and past one block of the cumulative sum.
-ACCEPT_VOCAB_SIZES = (1, 17, 257, 49153)
+# Vocabularies of verification: one token, odd, past one block of the cumulative sum, past one round
+# of its search.
+ACCEPT_VOCAB_SIZES = (1, 17, 257, 49153, 140000)
 
 # Batch sizes around the register blocks of the skinny matrix products.
 SKINNY_BATCH_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9)

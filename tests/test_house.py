@@ -28,7 +28,6 @@ PACKAGE = ROOT / "python" / "eecore"
 # Ops whose CUDA kernel is still to come. Writing one takes its name out of here.
 CUDA_KERNEL_STILL_TO_COME = {
     "decoder_layers",
-    "speculative_accept",
 }
 
 

@@ -32,6 +32,7 @@ void run_kv_fill(const KvFillParams& params, Stream stream);
 void run_paged_attention(const PagedAttentionParams& params, Stream stream);
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream);
 void run_skinny_linear(const SkinnyLinearParams& params, Stream stream);
+void run_speculative_accept(const SpeculativeAcceptParams& params, Stream stream);
 
 // Bytes of the workspace that a call needs; params.workspace itself is not looked at.
 int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int device);
