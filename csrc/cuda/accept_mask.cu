@@ -5,7 +5,8 @@
 namespace eecore::cuda {
 
 void run_accept_mask(const AcceptMaskParams& params, Stream stream) {
-  launch("accept_mask", accept_mask_kernel, {dim3(1), dim3(kAcceptMaskThreads)}, stream, params);
+  launch("accept_mask", accept_mask_kernel,
+         {dim3(1), dim3(kAcceptMaskThreads), 0, Launch::kAfterPrevious}, stream, params);
 }
 
 }  // namespace eecore::cuda

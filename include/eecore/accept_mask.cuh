@@ -1,60 +1,18 @@
-// accept_mask: one block walks a batch's rows in chunks of its size; survivors keep their order.
+// accept_mask: one block; the survivors' order and the flag need no second pass.
 #pragma once
 
-#include "eecore/params.h"
-#include "eecore/shared.cuh"
+#include "eecore/accept_rows.cuh"
+#include "eecore/ptx.cuh"
 
 namespace eecore::cuda {
 
 constexpr int kAcceptMaskThreads = 256;
 
-// Grid: one block of kAcceptMaskThreads; the survivors' order and the flag need no second pass.
-__global__ void accept_mask_kernel(AcceptMaskParams params) {
-  constexpr int kWarps = kAcceptMaskThreads / 32;
-  EECORE_SHARED(int, survivors_per_warp, kWarps);
-
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  int num_survivors = 0;  // the same in every thread
-  for (int64_t first_row = 0; first_row < params.num_seqs; first_row += kAcceptMaskThreads) {
-    // Sticky status of this thread's row.
-    const int64_t row = first_row + threadIdx.x;
-    bool survives = false;
-    if (row < params.num_seqs) {
-      // False for NaN on either side; a threshold of 1 is the promise never to exit early.
-      const float threshold = params.thresholds[row];
-      const bool confident = threshold < 1.0f && params.confidence[row] >= threshold;
-      bool accepted = params.status[row] != 0;
-      if (confident && !accepted) {
-        accepted = true;
-        params.status[row] = 1;
-        params.exit_layer[row] = params.layer;
-      }
-      survives = !accepted;
-    }
-
-    // Rank among the survivors: within the warp by vote, across warps through shared memory.
-    const unsigned votes = __ballot_sync(0xffffffffu, survives);
-    const int rank_in_warp = __popc(votes & ((1u << lane) - 1u));
-    if (lane == 0) survivors_per_warp[warp] = __popc(votes);
-    __syncthreads();
-    int before = num_survivors;
-    for (int other = 0; other < kWarps; ++other) {
-      if (other < warp) before += survivors_per_warp[other];
-      num_survivors += survivors_per_warp[other];
-    }
-    if (survives) params.survivors[before + rank_in_warp] = static_cast<int32_t>(row);
-    __syncthreads();  // the counts are read by all before the next chunk writes them
-  }
-
-  // Filler behind the list, count and flag.
-  for (int64_t i = num_survivors + threadIdx.x; i < params.num_seqs; i += kAcceptMaskThreads) {
-    params.survivors[i] = -1;
-  }
-  if (threadIdx.x == 0) {
-    *params.num_survivors = num_survivors;
-    *params.all_accepted = num_survivors == 0;
-  }
+// Grid: one block of kAcceptMaskThreads.
+__global__ void __launch_bounds__(kAcceptMaskThreads) accept_mask_kernel(AcceptMaskParams params) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  accept_rows(params);
 }
 
 }  // namespace eecore::cuda
