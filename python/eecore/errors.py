@@ -32,3 +32,7 @@ class RequestError(EecoreError, ValueError):
 
 class ExitError(RequestError):
     """An exit policy that contradicts itself or that the model cannot run."""
+
+
+class TrainingError(RequestError):
+    """Training data, settings or a checkpoint of a training run that cannot be used."""

@@ -1,0 +1,70 @@
+"""Training for early exit: LayerSkip's and CALM's recipes, as pieces and as a loop.
+
+The pieces work alone, on any transformers model that :class:`ExitModel` knows: layer dropout
+(:func:`drop_layers`), losses over exits (:class:`EarlyExitLoss`, :class:`CalmLoss`), the exit
+classifier (:func:`train_exit_classifier`). :func:`train` puts them together. Needs the extra
+``train``: ``pip install 'eecore[train]'``.
+"""
+
+from eecore.training.calm import (
+    CalmLoss,
+    ClassifierConfig,
+    agreement_labels,
+    classifier_loss,
+    save_classifier,
+    train_exit_classifier,
+)
+from eecore.training.data import Batch, BatchOrder, TokenData, collate, read_data
+from eecore.training.early_exit_loss import (
+    EarlyExitLoss,
+    LastLayerLoss,
+    LossWeights,
+    Targets,
+    early_exit_backward,
+    early_exit_loss,
+    layer_scale,
+)
+from eecore.training.evaluation import ExitScores, evaluate_exits
+from eecore.training.exit_model import ExitModel
+from eecore.training.interrupts import stop_on_signals
+from eecore.training.layer_dropout import LayerDropout, LayerDropoutHandle, drop_layers
+from eecore.training.plots import plot_run
+from eecore.training.recipe import LoraSettings, TrainingConfig
+from eecore.training.run import StepReport, TrainingResult, state_path, train
+from eecore.training.saving import model_digest
+
+__all__ = [
+    "Batch",
+    "BatchOrder",
+    "CalmLoss",
+    "ClassifierConfig",
+    "EarlyExitLoss",
+    "ExitModel",
+    "ExitScores",
+    "LastLayerLoss",
+    "LayerDropout",
+    "LayerDropoutHandle",
+    "LoraSettings",
+    "LossWeights",
+    "StepReport",
+    "Targets",
+    "TokenData",
+    "TrainingConfig",
+    "TrainingResult",
+    "agreement_labels",
+    "classifier_loss",
+    "collate",
+    "drop_layers",
+    "early_exit_backward",
+    "early_exit_loss",
+    "evaluate_exits",
+    "layer_scale",
+    "model_digest",
+    "plot_run",
+    "read_data",
+    "save_classifier",
+    "state_path",
+    "stop_on_signals",
+    "train",
+    "train_exit_classifier",
+]

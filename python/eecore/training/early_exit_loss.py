@@ -1,0 +1,192 @@
+"""The early-exit loss (LayerSkip §4.1.2): the LM head learns to read every layer.
+
+``J = sum_l w(t,l) CE(head(h[l+1]), y)`` with ``w(t,l) = C(t,l) e(l) / sum_i C(t,i) e(i)`` (eqs.
+5 and 6), layers l from 0 to L-1. :func:`early_exit_loss` is the formula, differentiable;
+:func:`early_exit_backward` makes the same gradients with one exit's logits in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from eecore.config import is_whole, is_within
+from eecore.errors import TrainingError
+
+__all__ = [
+    "EarlyExitLoss",
+    "LastLayerLoss",
+    "LossWeights",
+    "Targets",
+    "early_exit_backward",
+    "early_exit_loss",
+    "layer_scale",
+]
+
+Head = Callable[[Tensor], Tensor]
+
+
+class LossWeights(Protocol):
+    """How much the loss of each layer counts at a step."""
+
+    def weights(self, step: int, num_steps: int, num_layers: int) -> tuple[float, ...]:
+        """w(t,l) for l = 0..num_layers-1; they sum to 1."""
+
+
+def layer_scale(layer: int, num_layers: int, e_scale: float) -> float:
+    """e(l), which grows with the square of the layer (§4.1.2).
+
+    ``e_scale * (0 + 1 + ... + l)``, for the last layer ``L-1 + e_scale * (0 + 1 + ... + L-2)``.
+    """
+    if layer < num_layers - 1:
+        return e_scale * layer * (layer + 1) / 2
+    return num_layers - 1 + e_scale * (num_layers - 2) * (num_layers - 1) / 2
+
+
+@dataclass(frozen=True)
+class EarlyExitLoss:
+    """Every layer's loss, later ones heavier, under a curriculum.
+
+    The first layer has e(0) = 0: an exit after it is never trained.
+
+    Args:
+        e_scale: how heavy the layers below the last are, 0..1.
+        curriculum: C(t,l). ``rotational``: every ``rotation``-th layer, shifted by one each step.
+            ``gradual``: from the last layer down, one more every T/2L steps. ``all``: every layer
+            at every step. The last layer is always on.
+        rotation: R of the rotational curriculum, 1 or more.
+    """
+
+    e_scale: float = 1.0
+    curriculum: Literal["all", "rotational", "gradual"] = "gradual"
+    rotation: int | None = None
+
+    def __post_init__(self) -> None:
+        if not is_within(self.e_scale, 0.0, 1.0):
+            raise TrainingError(f"EarlyExitLoss.e_scale: expected 0..1, got {self.e_scale!r}")
+        if self.curriculum not in ("all", "rotational", "gradual"):
+            raise TrainingError(
+                "EarlyExitLoss.curriculum: expected all, rotational or gradual, "
+                f"got {self.curriculum!r}"
+            )
+        rotates = self.curriculum == "rotational"
+        if rotates != (self.rotation is not None) or (rotates and not is_whole(self.rotation, 1)):
+            raise TrainingError(
+                "EarlyExitLoss.rotation: expected 1 or more with curriculum='rotational', None "
+                f"without, got curriculum={self.curriculum!r} and rotation={self.rotation!r}"
+            )
+
+    def enabled(self, layer: int, step: int, num_steps: int, num_layers: int) -> bool:
+        """C(t,l)."""
+        if layer == num_layers - 1 or self.curriculum == "all":
+            return True
+        if self.rotation is not None:
+            return (layer - step) % self.rotation == 0
+        switched_on = 1 + 2 * num_layers * step // num_steps
+        return layer >= num_layers - switched_on
+
+    def weights(self, step: int, num_steps: int, num_layers: int) -> tuple[float, ...]:
+        """w(t,l), normalised over the layers that the curriculum has switched on (eq. 6)."""
+        scales = [
+            layer_scale(layer, num_layers, self.e_scale)
+            * self.enabled(layer, step, num_steps, num_layers)
+            for layer in range(num_layers)
+        ]
+        total = sum(scales)
+        return tuple(scale / total for scale in scales) if total else _last_alone(num_layers)
+
+
+@dataclass(frozen=True)
+class LastLayerLoss:
+    """The last layer's loss alone: ordinary training."""
+
+    def weights(self, step: int, num_steps: int, num_layers: int) -> tuple[float, ...]:  # noqa: ARG002
+        """1 for the last layer."""
+        return _last_alone(num_layers)
+
+
+def _last_alone(num_layers: int) -> tuple[float, ...]:
+    return (*(0.0,) * (num_layers - 1), 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What should be predicted, and where.
+
+    Attributes:
+        positions: int64 [n], into the flattened [batch * length] of the states.
+        tokens: int64 [n], the token that each of them should predict.
+    """
+
+    positions: Tensor
+    tokens: Tensor
+
+    def logits(self, head: Head, state: Tensor) -> Tensor:
+        """head(h) at the target positions alone: float32 [n, vocab_size]."""
+        return head(state.flatten(0, 1).index_select(0, self.positions)).float()
+
+    def loss(self, head: Head, state: Tensor) -> Tensor:
+        """The mean cross entropy of one exit."""
+        return cross_entropy(self.logits(head, state), self.tokens)
+
+
+def early_exit_loss(
+    head: Head, states: Sequence[Tensor], targets: Targets, weights: Sequence[float]
+) -> Tensor:
+    """J of eq. 5; heads run for layers with a weight alone.
+
+    Args:
+        head: final norm and LM head.
+        states: h[1..L], each [batch, length, hidden_size].
+        targets: where and what.
+        weights: w(t,l), one a state.
+    """
+    _check_weights(states, weights)
+    terms = [
+        weight * targets.loss(head, state)
+        for state, weight in zip(states, weights, strict=True)
+        if weight
+    ]
+    return torch.stack(terms).sum()
+
+
+def early_exit_backward(
+    head: Head, states: Sequence[Tensor], targets: Targets, weights: Sequence[float]
+) -> dict[int, Tensor]:
+    """Accumulate the gradients of :func:`early_exit_loss` without all logits at once.
+
+    Each exit's head runs forwards and backwards by itself, down to the state's gradient; one pass
+    then takes all of these through the layers. Arguments as for :func:`early_exit_loss`.
+
+    Returns:
+        The loss of each layer that has a weight, detached, by l.
+    """
+    _check_weights(states, weights)
+    losses: dict[int, Tensor] = {}
+    reached: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for layer, (state, weight) in enumerate(zip(states, weights, strict=True)):
+        if not weight:
+            continue
+        leaf = state.detach().requires_grad_(state.requires_grad)
+        loss = targets.loss(head, leaf)
+        losses[layer] = loss.detach()
+        if loss.requires_grad:  # not below the first adapter of a frozen model
+            (weight * loss).backward()  # type: ignore[no-untyped-call]
+        if leaf.grad is not None:
+            reached.append(state)
+            gradients.append(leaf.grad)
+    torch.autograd.backward(reached, gradients)
+    return losses
+
+
+def _check_weights(states: Sequence[Tensor], weights: Sequence[float]) -> None:
+    if len(weights) != len(states) or not any(weights):
+        raise TrainingError(
+            f"weights: expected {len(states)}, one a layer and not all 0, got {tuple(weights)}"
+        )

@@ -1,0 +1,126 @@
+"""A transformers model taken apart for early exits: its layers, what comes after each, its head.
+
+``h[l]`` is the residual stream after l layers, before the final norm, and ``head(h)`` is the final
+norm and the LM head: every exit shares them (LayerSkip §4.1.2; CALM §3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eecore.errors import TrainingError
+
+__all__ = ["DECODERS", "ENCODER_DECODERS", "ExitModel"]
+
+DECODERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ENCODER_DECODERS = ("T5ForConditionalGeneration",)
+
+
+@dataclass(frozen=True, eq=False)
+class ExitModel:
+    """Layers, states and head of a model of :data:`DECODERS` or :data:`ENCODER_DECODERS`.
+
+    Attributes:
+        model: what is trained: the transformers model, or the peft model around it.
+        base: the transformers model itself.
+        layers: the decoder's layers; the l-th one makes h[l] (l from 1).
+        encoder_layers: the encoder's; none in a decoder-only model.
+    """
+
+    model: nn.Module
+    base: Any
+    layers: tuple[nn.Module, ...]
+    encoder_layers: tuple[nn.Module, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> ExitModel:
+        """Take a model apart, peft's wrapper or not; a TrainingError names a class not known."""
+        base: Any = model
+        if hasattr(model, "get_base_model"):
+            active: Any = getattr(model, "active_peft_config", None)
+            if getattr(active, "is_prompt_learning", False):
+                raise TrainingError(
+                    f"model: expected LoRA or another adapter of weights, got {active.peft_type}"
+                )
+            base = model.get_base_model()  # type: ignore[operator]
+        name = type(base).__name__
+        if name in DECODERS:
+            return ExitModel(model, base, tuple(base.model.layers), ())
+        if name in ENCODER_DECODERS:
+            return ExitModel(model, base, tuple(base.decoder.block), tuple(base.encoder.block))
+        raise TrainingError(
+            f"model: expected one of {', '.join((*DECODERS, *ENCODER_DECODERS))}, got {name}"
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.base.get_input_embeddings().weight.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def has_encoder(self) -> bool:
+        return bool(self.encoder_layers)
+
+    def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run all layers: ``[h[1], ..., h[L]]``, each [batch, length, hidden_size].
+
+        Args:
+            inputs: for a decoder ``input_ids`` [batch, length], padded on the right (what is right
+                of a token never reaches it); with an encoder ``input_ids``, ``attention_mask``
+                and ``decoder_input_ids``.
+        """
+        with self._recorded_states() as states:
+            if self.has_encoder:
+                mask = inputs["attention_mask"]
+                encoded = self.base.encoder(input_ids=inputs["input_ids"], attention_mask=mask)
+                self.base.decoder(
+                    input_ids=inputs["decoder_input_ids"],
+                    encoder_hidden_states=encoded[0],
+                    encoder_attention_mask=mask,
+                    use_cache=False,
+                )
+            else:
+                self.base.model(input_ids=inputs["input_ids"], use_cache=False)
+        return states
+
+    @contextmanager
+    def _recorded_states(self) -> Iterator[list[Tensor]]:
+        states: list[Tensor] = []
+
+        def record(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            states.append(output[0] if isinstance(output, tuple) else output)
+
+        hooks = [layer.register_forward_hook(record) for layer in self.layers]
+        try:
+            yield states
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""
+        base = self.base
+        if not self.has_encoder:
+            return lambda state: base.lm_head(base.model.norm(state))
+        decoder = base.decoder
+        scale = base.model_dim**-0.5 if base.config.scale_decoder_outputs else 1.0
+
+        def head(state: Tensor) -> Tensor:
+            logits: Tensor = base.lm_head(decoder.dropout(decoder.final_layer_norm(state)) * scale)
+            return logits
+
+        return head

@@ -1,0 +1,71 @@
+"""The trained model as an ordinary Hugging Face directory, and what is known of its exits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eecore.training.evaluation import ExitScores
+from eecore.training.recipe import TrainingConfig
+
+__all__ = ["EXITS_FILE", "model_digest", "save_model"]
+
+EXITS_FILE = "exits.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def save_model(
+    model: Any,
+    directory: Path,
+    *,
+    config: TrainingConfig,
+    scores: ExitScores | None,
+    tokens: int,
+    tokenizer_directory: Path | None,
+) -> None:
+    """Write weights (adapters merged, and alone under ``adapter/``), tokenizer, exits.json.
+
+    Args:
+        model: the transformers model, or the peft model around it, which is merged by this.
+        directory: to write to.
+        config: of the run.
+        scores: of the exits on held-out data.
+        tokens: that the run has read.
+        tokenizer_directory: its tokenizer files are copied.
+    """
+    if hasattr(model, "merge_and_unload"):
+        model.save_pretrained(str(directory / "adapter"))
+        model = model.merge_and_unload()
+    model.save_pretrained(str(directory))
+    for name in TOKENIZER_FILES:
+        source = None if tokenizer_directory is None else tokenizer_directory / name
+        if source is not None and source.is_file() and source.parent != directory:
+            shutil.copyfile(source, directory / name)
+    about = {
+        "model_sha256": model_digest(directory),
+        "num_layers": model.config.num_hidden_layers,
+        "training": config.to_dict(),
+        "training_tokens": tokens,
+        "held_out": None if scores is None else asdict(scores),
+    }
+    (directory / EXITS_FILE).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def model_digest(directory: Path) -> str:
+    """The SHA-256 of a model directory's weight files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
