@@ -236,6 +236,15 @@ def test_nothing_imports_the_engine_but_generation_and_servers() -> None:
         assert inside or not engine, f"{module} imports {engine}"
 
 
+def test_training_looks_at_models_exits_and_config() -> None:
+    for module in matching("training"):
+        for name in own_imports(module):
+            allowed = within(name, "training", "models", "exits", "config")
+            assert allowed, f"{module} imports {name}"
+        lazy = {name for name in imports(module) if name.split(".")[0] in ("transformers", "peft")}
+        assert not lazy, f"{module} imports {lazy}: they come with an extra"
+
+
 def test_nothing_below_the_command_line_imports_the_root_package() -> None:
     """The root re-exports everything: importing from it looks at everything."""
     for module in modules():

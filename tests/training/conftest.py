@@ -48,7 +48,6 @@ def make_model() -> MakeModel:
         config = getattr(transformers, f"{names[family]}Config")(
             vocab_size=40,
             hidden_size=16,
-            intermediate_size=24,
             num_hidden_layers=num_layers,
             num_attention_heads=2,
             num_key_value_heads=1,
@@ -57,7 +56,7 @@ def make_model() -> MakeModel:
             initializer_range=0.3,
             bos_token_id=1,
             eos_token_id=2,
-            **overrides,
+            **{"intermediate_size": 24, **overrides},
         )
         return getattr(transformers, f"{names[family]}ForCausalLM")(config)
 

@@ -161,9 +161,7 @@ def test_an_epoch_has_each_sequence_once_in_batches_of_like_lengths() -> None:
     # Any step by itself, in any order, is the same.
     again = BatchOrder(lengths, 4, seed=7)
     for step in (300, 2, 251, 250):
-        expected = epochs[step // 251][step % 251 * 4 : step % 251 * 4 + 3]
-        if step % 251 < 200 and 3 not in map(len, [again.indices(s) for s in range(step)]):
-            assert again.indices(step).tolist()[:3] == expected
+        assert again.indices(step).tolist() == order.indices(step).tolist()
     assert BatchOrder(lengths, 4, seed=8).indices(0).tolist() != order.indices(0).tolist()
     with pytest.raises(TrainingError, match="expected at least one sequence, got none"):
         BatchOrder(torch.tensor([], dtype=torch.int64), 4, 0)

@@ -172,5 +172,5 @@ def test_adapters_are_looked_through(make_model: Any, pairs: Any) -> None:
     prompts = peft.get_peft_model(
         make_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
-    with pytest.raises(TrainingError, match="expected LoRA .* got .*PROMPT_TUNING"):
+    with pytest.raises(TrainingError, match=r"expected LoRA .* got .*PROMPT_TUNING"):
         ExitModel.of(prompts)

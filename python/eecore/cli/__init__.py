@@ -1,4 +1,4 @@
-"""The command line: ``eecore generate``, ``info``, ``convert`` and ``search``.
+"""The command line: ``eecore generate``, ``info``, ``convert``, ``search`` and ``train``.
 
 Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.
 """

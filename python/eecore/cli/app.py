@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eecore.cli import convert, generate, info, search
+from eecore.cli import convert, generate, info, search, train
 from eecore.cli.failures import EXIT_CODES, INTERRUPTED, USAGE, reports_failures, usage_message
 
 __all__ = ["main", "run"]
@@ -28,6 +28,7 @@ for _name, _command in (
     ("info", info.info),
     ("convert", convert.convert),
     ("search", search.search),
+    ("train", train.train),
 ):
     app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
 

@@ -28,6 +28,7 @@ from eecore.training.evaluation import ExitScores, evaluate_exits
 from eecore.training.exit_model import ExitModel
 from eecore.training.interrupts import stop_on_signals
 from eecore.training.layer_dropout import LayerDropout, LayerDropoutHandle, drop_layers
+from eecore.training.loading import StartingPoint, load_starting_point
 from eecore.training.plots import plot_run
 from eecore.training.recipe import LoraSettings, TrainingConfig
 from eecore.training.run import StepReport, TrainingResult, state_path, train
@@ -46,6 +47,7 @@ __all__ = [
     "LayerDropoutHandle",
     "LoraSettings",
     "LossWeights",
+    "StartingPoint",
     "StepReport",
     "Targets",
     "TokenData",
@@ -59,6 +61,7 @@ __all__ = [
     "early_exit_loss",
     "evaluate_exits",
     "layer_scale",
+    "load_starting_point",
     "model_digest",
     "plot_run",
     "read_data",
