@@ -29,9 +29,10 @@ void measure(const ExitConfidenceSoftmaxParams& params, LogitSummary* summaries,
   SkinnyPlan plan = make_plan<T>(params.lm_head, params.lm_head_stride, params.hidden_size);
   plan.early_weight = early_weight;
   plan.num_tiles = static_cast<int>(ceil_div(params.vocab_size, kTileRows));
-  set_stages(plan, kHeadMTiles, kSkinnyWarps * 8 * kNTiles * int64_t{sizeof(LogitSummary)},
+  const int64_t blocks = num_blocks(params, stream.device);
+  set_stages(plan, kHeadMTiles, blocks, kSkinnyWarps * 8 * kNTiles * int64_t{sizeof(LogitSummary)},
              stream.device);
-  const dim3 grid(static_cast<unsigned>(num_blocks(params, stream.device)),
+  const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_seqs, 8 * kNTiles)));
   launch("exit_confidence_softmax", exit_confidence_softmax_kernel<T, kNTiles>,
          {grid, dim3(kSkinnyThreads), static_cast<size_t>(skinny_ring_bytes(plan, kHeadMTiles)),

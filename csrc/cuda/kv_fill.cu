@@ -34,9 +34,9 @@ void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   cut.num_parts = static_cast<int>(ceil_div(cut.row_tiles, cut.group_tiles));
   cut.column = 16 * cut.row_tiles + 4;  // the offset keeps the banks apart
   const int64_t products_bytes = head_floats(plan, cut, kNTiles) * int64_t{sizeof(float)};
-  set_stages(plan, 1, products_bytes, stream.device);
   const int64_t blocks = std::min(params.num_layers * 2 * params.num_kv_heads,
                                   resident_skinny_blocks(1, stream.device));
+  set_stages(plan, 1, blocks, products_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
   launch("kv_fill", kv_fill_kernel<T, kNTiles>,

@@ -14,9 +14,9 @@ void multiply(const SkinnyGatedLinearParams& params, bool early_weight, Stream s
   plan.num_tiles = static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
   const int64_t exchange_bytes =
       skinny_exchange_floats(plan, kGatedMTiles) * int64_t{sizeof(float)};
-  set_stages(plan, kGatedMTiles, exchange_bytes, stream.device);
   const int64_t blocks =
       std::min<int64_t>(plan.num_tiles, resident_skinny_blocks(kGatedMTiles, stream.device));
+  set_stages(plan, kGatedMTiles, blocks, exchange_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
   launch("skinny_gated_linear", skinny_gated_linear_kernel<T, kNTiles>,

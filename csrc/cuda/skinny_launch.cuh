@@ -66,21 +66,28 @@ void make_rows(int64_t num_rows, int64_t row_size, const void* norm_weight, floa
 // Blocks that share a multiprocessor, with 16 or 32 rows to a warp.
 constexpr int skinny_blocks_per_multiprocessor(int m_tiles) { return m_tiles == 1 ? 2 : 1; }
 
-// The ring takes what shared memory is left beside `other_bytes` of a block.
-inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t other_bytes, int device) {
-  const int64_t block_bytes = static_cast<int64_t>(device_properties(device).max_shared_bytes) /
-                                  skinny_blocks_per_multiprocessor(m_tiles) -
-                              1024;
-  plan.num_stages = 1;
-  const int64_t stage_bytes = skinny_ring_bytes(plan, m_tiles);
-  plan.num_stages = static_cast<int>(
-      std::clamp<int64_t>((block_bytes - other_bytes) / stage_bytes, 2, kSkinnyMaxStages));
-}
-
 // Blocks that run at a time.
 inline int64_t resident_skinny_blocks(int m_tiles, int device) {
   return int64_t{skinny_blocks_per_multiprocessor(m_tiles)} *
          device_properties(device).num_multiprocessors;
+}
+
+// Stages that keep enough of the weight on its way with `num_blocks` blocks at work, as far as
+// shared memory goes beside the `other_bytes` of a block. More would only take L1 cache from x.
+inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t num_blocks, int64_t other_bytes,
+                       int device) {
+  const DeviceProperties& properties = device_properties(device);
+  constexpr int64_t kWantedBytes = 96 * 1024;  // of each multiprocessor
+  plan.num_stages = 1;
+  const int64_t stage_bytes = skinny_ring_bytes(plan, m_tiles);
+  const int64_t wanted =
+      1 + ceil_div(kWantedBytes * properties.num_multiprocessors, num_blocks * stage_bytes);
+  const int64_t block_bytes = static_cast<int64_t>(properties.max_shared_bytes) /
+                                  skinny_blocks_per_multiprocessor(m_tiles) -
+                              1024;
+  const int64_t fitting = (block_bytes - other_bytes) / stage_bytes;
+  plan.num_stages =
+      static_cast<int>(std::clamp<int64_t>(std::min(wanted, fitting), 2, kSkinnyMaxStages));
 }
 
 // Warps that share 16 rows: as few as give each multiprocessor two blocks to run. From the shape of

@@ -1,5 +1,5 @@
-// exit_confidence_softmax: each thread keeps, for its columns of the products of the LM head, what
-// is to be known of the logits that it has seen; the logits themselves never leave its registers.
+// exit_confidence_softmax: of each tile of logits only a summary leaves the registers, and
+// summaries of tiles, warps and blocks are merged in an order that does not depend on the rows.
 #pragma once
 
 #include "eecore/params.h"
@@ -22,12 +22,8 @@ struct alignas(16) LogitSummary {
   }
 };
 
-// exp(x - largest), where there is anything larger than -infinity.
-__device__ __forceinline__ float exp_below(float x, float largest) {
-  return x > -INFINITY ? expf(x - largest) : 0.0f;
-}
-
-// Both together, in either order.
+// Both together. The sum is spelled out: a compiler's choice of fma must not differ between
+// kernels.
 __device__ __forceinline__ LogitSummary merged(const LogitSummary& a, const LogitSummary& b) {
   LogitSummary both;
   both.largest = fmaxf(a.largest, b.largest);
@@ -37,35 +33,33 @@ __device__ __forceinline__ LogitSummary merged(const LogitSummary& a, const Logi
   // A summary of nothing but -infinity adds its total of 0, or NaN, as it is.
   const float a_scale = a.largest > -INFINITY ? expf(a.largest - both.largest) : 1.0f;
   const float b_scale = b.largest > -INFINITY ? expf(b.largest - both.largest) : 1.0f;
-  both.total = a.total * a_scale + b.total * b_scale;
+  both.total = fmaf(a.total, a_scale, b.total * b_scale);
   return both;
 }
 
-// Adds logits of ascending indices; those with `valid` false do not exist.
+// Of the logits of rows first_row, first_row + 8, .. that are below num_rows.
 template <int kCount>
-__device__ __forceinline__ void add_logits(LogitSummary& summary, const float (&logits)[kCount],
-                                           const int32_t (&indices)[kCount],
-                                           const bool (&valid)[kCount]) {
-  const float before = summary.largest;
+__device__ __forceinline__ LogitSummary summary_of(const float (&logits)[kCount], int64_t first_row,
+                                                   int64_t num_rows) {
+  LogitSummary summary = LogitSummary::none();
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (!valid[i]) continue;
+    if (first_row + 8 * i >= num_rows) break;
     if (logits[i] > summary.largest) {
       summary.second = summary.largest;
       summary.largest = logits[i];
-      summary.index = indices[i];
+      summary.index = static_cast<int32_t>(first_row + 8 * i);
     } else if (logits[i] > summary.second) {
       summary.second = logits[i];
     }
   }
-  const float largest = summary.largest;
-  if (largest > before) summary.total *= exp_below(before, largest);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (!valid[i]) continue;
-    const bool is_nan = logits[i] != logits[i];
-    summary.total += is_nan ? logits[i] : exp_below(logits[i], largest);
+    if (first_row + 8 * i >= num_rows) break;
+    // -infinity adds nothing, and is not to be taken from itself.
+    summary.total += logits[i] == -INFINITY ? 0.0f : expf(logits[i] - summary.largest);
   }
+  return summary;
 }
 
 __device__ __forceinline__ LogitSummary shuffled(const LogitSummary& summary, int distance) {
@@ -75,6 +69,17 @@ __device__ __forceinline__ LogitSummary shuffled(const LogitSummary& summary, in
           __shfl_xor_sync(kWholeWarp, summary.index, distance)};
 }
 
+__device__ __forceinline__ LogitSummary load_summary(Shared<float> from) {
+  return {from[0], from[1], from[2], static_cast<int32_t>(float_to_bits(from[3]))};
+}
+
+__device__ __forceinline__ void store_summary(Shared<float> to, const LogitSummary& summary) {
+  to[0] = summary.largest;
+  to[1] = summary.second;
+  to[2] = summary.total;
+  to[3] = bits_to_float(static_cast<uint32_t>(summary.index));
+}
+
 // Grid: (blocks that share the tiles of the vocabulary, groups of 8 * kNTiles rows). The number of
 // blocks must not depend on the rows: it is part of the order of the sums. params.hidden holds rows
 // as SkinnyRows wants them. Writes summaries: [num_seqs, blocks]. Dynamic shared memory: the ring.
@@ -82,10 +87,10 @@ template <typename T, int kNTiles>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     exit_confidence_softmax_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
                                    LogitSummary* summaries) {
+  constexpr int kColumns = 8 * kNTiles;
   const SkinnyLane lane(plan);
   const int tile_rows = skinny_tile_rows(plan, kHeadMTiles);
   const int my_tiles = tiles_of_block(plan.num_tiles);
-  const int num_rows = static_cast<int>(params.vocab_size);
   // Of the thread's first row; past the last row it may pass INT32_MAX.
   const auto first_row = [&](int tile) {
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
@@ -95,35 +100,24 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
 #pragma unroll
     for (int i = 0; i < 2 * kHeadMTiles; ++i) {
       int64_t row = first_row(tile) + 8 * i;
-      if (row >= num_rows) row = num_rows - 1;
+      if (row >= params.vocab_size) row = params.vocab_size - 1;
       rows[i] = static_cast<const T*>(params.lm_head) + row * params.lm_head_stride;
     }
   };
 
   WeightStream<T, kHeadMTiles> weight(plan, lane, my_tiles);
-  if (!plan.early_weight) wait_for_previous_kernel();
-  weight.start(rows_of);
-  if (plan.early_weight) wait_for_previous_kernel();
-  let_next_kernel_start();
+  start_stream(plan, weight, rows_of);
 
-  // Summaries of this thread's columns: 8 * n + 2 * lane.piece and the next.
-  LogitSummary mine[kNTiles][2];
-#pragma unroll
-  for (int n = 0; n < kNTiles; ++n) mine[n][0] = mine[n][1] = LogitSummary::none();
-  const int64_t first_seq = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
+  // Each warp's summaries of its rows of the head, [columns] of four numbers: the lanes of row 0
+  // keep them, each those of its own columns.
+  EECORE_SHARED(float, of_warps, kSkinnyWarps * kColumns * 4);
+  const Shared<float> of_warp = of_warps + static_cast<int>(threadIdx.x) / 32 * (kColumns * 4);
+  const int64_t first_seq = static_cast<int64_t>(blockIdx.y) * kColumns;
   const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.hidden), params.hidden_stride,
                                       params.num_seqs, first_seq);
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kHeadMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
-    int32_t indices[2 * kHeadMTiles];
-    bool valid[2 * kHeadMTiles];
-#pragma unroll
-    for (int i = 0; i < 2 * kHeadMTiles; ++i) {
-      const int64_t row = first_row(tile) + 8 * i;
-      indices[i] = static_cast<int32_t>(row);
-      valid[i] = row < num_rows;
-    }
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
@@ -131,42 +125,26 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
         float logits[2 * kHeadMTiles];
 #pragma unroll
         for (int i = 0; i < 2 * kHeadMTiles; ++i) logits[i] = sums[i / 2][n][i % 2 * 2 + j];
-        add_logits(mine[n][j], logits, indices, valid);
+        LogitSummary summary = summary_of(logits, first_row(tile), params.vocab_size);
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          summary = merged(summary, shuffled(summary, distance));
+        }
+        if (lane.row != 0) continue;
+        const Shared<float> kept = of_warp + (8 * n + 2 * lane.piece + j) * 4;
+        if (tile > 0) summary = merged(load_summary(kept), summary);
+        store_summary(kept, summary);
       }
     }
   }
 
-  // One summary for each warp and row, then for the block, in the order of the warps.
-  EECORE_SHARED(float, of_warps, kSkinnyWarps * 8 * kNTiles * 4);
-#pragma unroll
-  for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      LogitSummary summary = mine[n][j];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        summary = merged(summary, shuffled(summary, distance));
-      }
-      if (lane.row == 0) {
-        const int column = 8 * n + 2 * lane.piece + j;
-        const Shared<float> to =
-            of_warps + (static_cast<int>(threadIdx.x) / 32 * (8 * kNTiles) + column) * 4;
-        to[0] = summary.largest;
-        to[1] = summary.second;
-        to[2] = summary.total;
-        to[3] = bits_to_float(static_cast<uint32_t>(summary.index));
-      }
-    }
-  }
+  // One summary for the block, in the order of its warps.
   __syncthreads();
   const int column = static_cast<int>(threadIdx.x);
   if (column >= x.count) return;
-  LogitSummary whole = LogitSummary::none();
-  for (int warp = 0; warp < kSkinnyWarps; ++warp) {
-    const Shared<float> from = of_warps + (warp * (8 * kNTiles) + column) * 4;
-    const LogitSummary summary{from[0], from[1], from[2],
-                               static_cast<int32_t>(float_to_bits(from[3]))};
-    whole = merged(whole, summary);
+  LogitSummary whole = load_summary(of_warps + column * 4);
+  for (int warp = 1; warp < kSkinnyWarps; ++warp) {
+    whole = merged(whole, load_summary(of_warps + (warp * kColumns + column) * 4));
   }
   summaries[(first_seq + column) * gridDim.x + blockIdx.x] = whole;
 }

@@ -104,6 +104,12 @@ __device__ __forceinline__ void shared_store16(T* to, const Pack<T>& pack) {
   *reinterpret_cast<Pack<T>*>(to) = pack;
 }
 
+// Brings the 128 bytes around an address into the L2 cache. Nothing is read by it: writes that come
+// later are seen as ever.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- Named barriers: 1 to 15, of whole warps of a block ----
 
 // Waits until `num_threads` threads have waited or arrived at barrier `id`; what they wrote to

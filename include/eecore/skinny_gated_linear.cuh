@@ -31,10 +31,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   };
 
   WeightStream<T, kGatedMTiles> weight(plan, lane, my_tiles);
-  if (!plan.early_weight) wait_for_previous_kernel();
-  weight.start(rows_of);
-  if (plan.early_weight) wait_for_previous_kernel();
-  let_next_kernel_start();
+  start_stream(plan, weight, rows_of);
 
   const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
   const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,

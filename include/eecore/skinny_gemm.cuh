@@ -22,6 +22,7 @@ namespace eecore::cuda {
 constexpr int kSkinnyWarps = 8;
 constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
 constexpr int kSkinnyMaxStages = 6;
+constexpr int kPrefetchedChunks = 8;  // of each warp, where the weight has to wait
 
 // Elements of the 16 bytes of a row that a thread takes, and of the 128 bytes that a warp takes.
 template <typename T>
@@ -111,6 +112,19 @@ class WeightStream {
     for (int i = 1; i < plan_.num_stages; ++i) copy_next(rows_of);
   }
 
+  // Brings the first chunks closer without reading them.
+  template <typename RowsOf>
+  __device__ __forceinline__ void prefetch(const RowsOf& rows_of) {
+    if (num_tiles_ == 0) return;
+    rows_of(0, rows_);
+    for (int i = lane_.piece; i < kPrefetchedChunks; i += 4) {
+      const int chunk = lane_.slice + i * plan_.num_slices;
+      if (chunk >= plan_.num_chunks) break;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) prefetch_l2(rows_[row] + chunk * kChunkSize<T>);
+    }
+  }
+
   // Waits for the next chunk, and has the stage of the one before it filled anew.
   template <typename RowsOf>
   __device__ __forceinline__ void advance(const RowsOf& rows_of) {
@@ -181,6 +195,21 @@ class WeightStream {
   int tile_ = 0, chunk_;       // to be copied next
   int write_ = -1, read_ = 0;  // stages
 };
+
+// Starts the stream and waits for the previous kernel: after it where W cannot be its work, before
+// it where it can. Then W is brought as far as the L2 cache meanwhile.
+template <typename T, int kMTiles, typename RowsOf>
+__device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
+                                             WeightStream<T, kMTiles>& weight,
+                                             const RowsOf& rows_of) {
+  if (!plan.early_weight) {
+    weight.prefetch(rows_of);
+    wait_for_previous_kernel();
+  }
+  weight.start(rows_of);
+  if (plan.early_weight) wait_for_previous_kernel();
+  let_next_kernel_start();
+}
 
 // Rows of x, each at a multiple of 16 bytes and a whole number of chunks long.
 template <typename T>

@@ -84,6 +84,8 @@ void shared_store16(const ::emulator::Shared<T>& to, const Pack<T>& pack) {
   std::memcpy(::emulator::write_shared(to.checked(16, 16), 16), &pack, 16);
 }
 
+inline void prefetch_l2(const void*) {}
+
 // ---- Named barriers ----
 
 inline void named_barrier_wait(int id, int num_threads, EMULATOR_SITE) {
