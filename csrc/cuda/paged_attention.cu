@@ -134,8 +134,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
   const auto stages_of = [&](int64_t blocks_per_multiprocessor) {
     const int64_t all = static_cast<int64_t>(properties.max_shared_bytes) + kReservedSharedBytes;
-    const int64_t taken =
-        kReservedSharedBytes + Sizes::kStatsSize * int64_t{sizeof(float)} + Sizes::kRestBytes;
+    const int64_t taken = kReservedSharedBytes + Sizes::kFixedBytes + Sizes::kRestBytes;
     return (all / blocks_per_multiprocessor - taken) / Sizes::kStageBytes;
   };
   int64_t stages = stages_of(kAttentionBlocksPerMultiprocessor);

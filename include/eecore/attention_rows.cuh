@@ -1,0 +1,387 @@
+// Rows of queries in the registers of a warp, and their online softmax in base 2 over the keys that
+// lie in shared memory: 16-bit elements on the tensor cores, float32 on the CUDA cores.
+#pragma once
+
+#include "eecore/attention_tile.cuh"
+
+namespace eecore::cuda {
+
+// What a row gives a key before the softmax, in base 2: the one place where a bias joins.
+__device__ __forceinline__ float attention_score(float dot, float scale) { return dot * scale; }
+
+// exp2(x - maximum) with nothing seen yet, of which the maximum is -inf, as 0.
+__device__ __forceinline__ float reference_of(float maximum) {
+  return maximum == -INFINITY ? 0.0f : maximum;
+}
+
+// A warp's 16 rows on the tensor cores; rows past the tile's last repeat it and are never stored.
+// Lane l has rows l / 4 and l / 4 + 8.
+template <typename T, int kHeadDim>
+class TensorCoreRows {
+  using Sizes = AttentionSizes<T, kHeadDim>;
+  static constexpr int kStepKeys = Sizes::kStepKeys, kRowStride = Sizes::kRowStride;
+  static constexpr int kKeptSteps = Sizes::kKeptColumns / 16;
+
+ public:
+  __device__ __forceinline__ TensorCoreRows(const PagedAttentionParams& params,
+                                            const AttentionPlan& plan, const AttentionTile& tile,
+                                            int first_row)
+      : params_(params), plan_(plan), lane_(threadIdx.x % 32), length_(tile.seq.length) {
+    const int last = tile.first_row + tile.num_rows - 1;
+    const auto position = [&](int row) {
+      return tile.seq.position(min(row, last) / plan.group_size);
+    };
+    has_rows_ = first_row <= last;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) position_[i] = position(first_row + lane_ / 4 + 8 * i);
+    first_position_ = position(first_row);
+    last_position_ = position(first_row + Sizes::kWarpRows - 1);
+  }
+
+  // The queries, by way of shared memory of this warp; `offset` is where the row lane % 16 lies.
+  // The columns without room in registers stay in `rest`.
+  __device__ __forceinline__ void load_queries(const T* q, int64_t offset, int64_t head_dim,
+                                               bool aligned, Shared<T> shared, Shared<T> rest) {
+#pragma unroll 1
+    for (int i = lane_; i < Sizes::kWarpRows * Sizes::kPieces; i += 32) {
+      const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * Sizes::kPack;
+      const int64_t from = __shfl_sync(kWholeWarp, offset, row);
+      const Pack<T> pack = load_pack(q + from + at, head_dim - at, aligned);
+      if (at < Sizes::kKeptColumns) {
+        shared_store16(shared + row * kRowStride + at, pack);
+      } else {
+        shared_store16(rest + row * Sizes::kRestStride + (at - Sizes::kKeptColumns), pack);
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int d = 0; d < kKeptSteps; ++d) {
+      ldmatrix_x4(q_[d], shared + lane_ % 16 * kRowStride + lane_ / 16 * 8 + d * 16);
+    }
+    rest_ = rest + lane_ % 16 * Sizes::kRestStride + lane_ / 16 * 8;
+  }
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      maximum_[i] = -INFINITY;
+      weight_[i] = 0.0f;
+    }
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums_[d][i] = 0.0f;
+    }
+  }
+
+  // Adds the keys [first_key, first_key + kStepKeys) that lie before `end`.
+  __device__ __forceinline__ void attend(Shared<T> k, Shared<T> v, int first_key, int end) {
+    // Rows past the tile's last see what it sees, so these bounds hold for all 16.
+    const KeyRange first = visible(first_position_), last = visible(last_position_);
+    if (!has_rows_ || first_key >= min(last.end, end) || first_key + kStepKeys <= first.begin)
+      return;
+    float scores[kStepKeys / 8][4] = {};
+    const int matrix = lane_ / 8, matrix_row = lane_ % 8;
+    const Shared<T> k_lane = k + (matrix / 2 * 8 + matrix_row) * kRowStride + matrix % 2 * 8;
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      uint32_t queries[4];
+      if (d < kKeptSteps) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) queries[i] = q_[d < kKeptSteps ? d : 0][i];
+      } else {
+        ldmatrix_x4(queries, rest_ + (d - kKeptSteps) * 16);
+      }
+#pragma unroll
+      for (int j = 0; j < kStepKeys / 16; ++j) {
+        uint32_t keys[4];
+        ldmatrix_x4(keys, k_lane + j * 16 * kRowStride + d * 16);
+        mma_m16n8k16<T>(scores[2 * j], queries, {keys[0], keys[1]});
+        mma_m16n8k16<T>(scores[2 * j + 1], queries, {keys[2], keys[3]});
+      }
+    }
+
+#pragma unroll
+    for (int j = 0; j < kStepKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores[j][i], plan_.scale);
+    }
+    if (first_key < last.begin || first_key + kStepKeys > min(first.end, end)) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const KeyRange seen = visible(position_[i / 2]);
+#pragma unroll
+        for (int j = 0; j < kStepKeys / 8; ++j) {
+          const int key = first_key + j * 8 + lane_ % 4 * 2 + i % 2;
+          if (key < seen.begin || key >= min(seen.end, end)) scores[j][i] = -INFINITY;
+        }
+      }
+    }
+
+    // Online softmax. Most steps leave every maximum as it is.
+    float largest[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = maximum_[i];
+#pragma unroll
+      for (int j = 0; j < kStepKeys / 8; ++j) {
+        largest[i] = fmaxf(largest[i], fmaxf(scores[j][2 * i], scores[j][2 * i + 1]));
+      }
+      largest[i] = reduce_lanes<4>(largest[i], Max{});
+    }
+    if (__any_sync(kWholeWarp, largest[0] != maximum_[0] || largest[1] != maximum_[1])) {
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        factor[i] = exp2_fast(maximum_[i] - reference_of(largest[i]));
+        maximum_[i] = largest[i];
+        weight_[i] *= factor[i];
+      }
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums_[d][i] *= factor[i / 2];
+      }
+    }
+    const float reference[2] = {reference_of(maximum_[0]), reference_of(maximum_[1])};
+#pragma unroll
+    for (int j = 0; j < kStepKeys / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[j][i] = exp2_fast(scores[j][i] - reference[i / 2]);
+        weight_[i / 2] += scores[j][i];
+      }
+    }
+
+    const Shared<T> v_lane = v + (matrix % 2 * 8 + matrix_row) * kRowStride + matrix / 2 * 8;
+#pragma unroll
+    for (int j = 0; j < kStepKeys / 16; ++j) {
+      const float (&low)[4] = scores[2 * j];
+      const float (&high)[4] = scores[2 * j + 1];
+      const uint32_t weights[4] = {pack_pair<T>(low[0], low[1]), pack_pair<T>(low[2], low[3]),
+                                   pack_pair<T>(high[0], high[1]), pack_pair<T>(high[2], high[3])};
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        uint32_t values[4];
+        ldmatrix_x4_transposed(values, v_lane + j * 16 * kRowStride + d * 16);
+        mma_m16n8k16<T>(sums_[2 * d], weights, {values[0], values[1]});
+        mma_m16n8k16<T>(sums_[2 * d + 1], weights, {values[2], values[3]});
+      }
+    }
+  }
+
+  // The rows' results: values [kWarpRows, kPartStride], (maximum, weight) [kWarpRows, 2].
+  __device__ __forceinline__ void store(Shared<float> values, Shared<float> stats) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane_ / 4 + 8 * i;
+      const float weight = reduce_lanes<4>(weight_[i]);
+      if (lane_ % 4 == 0) {
+        stats[row * 2] = maximum_[i];
+        stats[row * 2 + 1] = weight;
+      }
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+        values[row * Sizes::kPartStride + d * 8 + lane_ % 4 * 2] = sums_[d][2 * i];
+        values[row * Sizes::kPartStride + d * 8 + lane_ % 4 * 2 + 1] = sums_[d][2 * i + 1];
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ KeyRange visible(int position) const {
+    return visible_keys(params_, plan_, length_, position);
+  }
+
+  const PagedAttentionParams& params_;
+  const AttentionPlan& plan_;
+  int lane_, length_;
+  bool has_rows_;
+  int position_[2], first_position_, last_position_;  // of this lane's rows, of the warp's
+  uint32_t q_[kKeptSteps][4];
+  Shared<T> rest_;
+  float sums_[kHeadDim / 8][4];
+  float maximum_[2], weight_[2];  // the weight is of this lane's keys alone
+};
+
+// A warp's 4 rows of float32 on the CUDA cores. kLanes neighbouring lanes share a key, kGroups keys
+// are under way at a time, and each group has a softmax of its own until the end.
+template <int kHeadDim>
+class PlainRows {
+  using Sizes = AttentionSizes<float, kHeadDim>;
+  static constexpr int kRows = Sizes::kWarpRows;
+  static constexpr int kLanes = kHeadDim > 128 ? 16 : 8;
+  static constexpr int kGroups = 32 / kLanes;
+  static constexpr int kGroupKeys = Sizes::kStepKeys / kGroups;
+  static constexpr int kLanePieces = (Sizes::kPieces + kLanes - 1) / kLanes;
+
+ public:
+  __device__ __forceinline__ PlainRows(const PagedAttentionParams& params,
+                                       const AttentionPlan& plan, const AttentionTile& tile,
+                                       int first_row)
+      : params_(params),
+        plan_(plan),
+        lane_(threadIdx.x % kLanes),
+        group_(threadIdx.x % 32 / kLanes),
+        length_(tile.seq.length) {
+    const int last = tile.first_row + tile.num_rows - 1;
+    has_rows_ = first_row <= last;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      position_[r] = tile.seq.position(min(first_row + r, last) / plan.group_size);
+    }
+  }
+
+  __device__ __forceinline__ void load_queries(const float* q, int64_t offset, int64_t head_dim,
+                                               bool aligned, Shared<float>, Shared<float>) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t from = __shfl_sync(kWholeWarp, offset, r);
+#pragma unroll
+      for (int i = 0; i < kLanePieces; ++i) {
+        const int at = (i * kLanes + lane_) * 4;
+        const Pack<float> pack = load_pack(q + from + at, head_dim - at, aligned);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) q_[r][i][e] = pack.values[e];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      maximum_[r] = -INFINITY;
+      weight_[r] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kLanePieces; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums_[r][i][e] = 0.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void attend(Shared<float> k, Shared<float> v, int first_key, int end) {
+    if (!has_rows_ || first_key >= min(visible(position_[kRows - 1]).end, end) ||
+        first_key + Sizes::kStepKeys <= visible(position_[0]).begin) {
+      return;
+    }
+    float scores[kGroupKeys][kRows] = {};
+#pragma unroll
+    for (int j = 0; j < kGroupKeys; ++j) {
+      const Shared<float> row = k + (j * kGroups + group_) * Sizes::kRowStride;
+#pragma unroll
+      for (int i = 0; i < kLanePieces; ++i) {
+        if (!has_piece(i)) continue;
+        const Pack<float> keys = shared_load16(row + (i * kLanes + lane_) * 4);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            scores[j][r] = fmaf(q_[r][i][e], keys.values[e], scores[j][r]);
+          }
+        }
+      }
+    }
+    float largest[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      largest[r] = maximum_[r];
+      const KeyRange seen = visible(position_[r]);
+#pragma unroll
+      for (int j = 0; j < kGroupKeys; ++j) {
+        const int key = first_key + j * kGroups + group_;
+        scores[j][r] = attention_score(reduce_lanes<kLanes>(scores[j][r]), plan_.scale);
+        if (key < seen.begin || key >= min(seen.end, end)) scores[j][r] = -INFINITY;
+        largest[r] = fmaxf(largest[r], scores[j][r]);
+      }
+      const float reference = reference_of(largest[r]);
+      const float factor = exp2_fast(maximum_[r] - reference);
+      maximum_[r] = largest[r];
+      weight_[r] *= factor;
+#pragma unroll
+      for (int j = 0; j < kGroupKeys; ++j) {
+        scores[j][r] = exp2_fast(scores[j][r] - reference);
+        weight_[r] += scores[j][r];
+      }
+#pragma unroll
+      for (int i = 0; i < kLanePieces; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums_[r][i][e] *= factor;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kGroupKeys; ++j) {
+      const Shared<float> row = v + (j * kGroups + group_) * Sizes::kRowStride;
+#pragma unroll
+      for (int i = 0; i < kLanePieces; ++i) {
+        if (!has_piece(i)) continue;
+        const Pack<float> values = shared_load16(row + (i * kLanes + lane_) * 4);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            sums_[r][i][e] = fmaf(scores[j][r], values.values[e], sums_[r][i][e]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(Shared<float> values, Shared<float> stats) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int distance = kLanes; distance < 32; distance *= 2) {
+        const float other = __shfl_xor_sync(kWholeWarp, maximum_[r], distance);
+        const float other_weight = __shfl_xor_sync(kWholeWarp, weight_[r], distance);
+        const float largest = fmaxf(maximum_[r], other);
+        const float mine = exp2_fast(maximum_[r] - reference_of(largest));
+        const float theirs = exp2_fast(other - reference_of(largest));
+        maximum_[r] = largest;
+        weight_[r] = fmaf(other_weight, theirs, weight_[r] * mine);
+#pragma unroll
+        for (int i = 0; i < kLanePieces; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float sum = __shfl_xor_sync(kWholeWarp, sums_[r][i][e], distance);
+            sums_[r][i][e] = fmaf(sum, theirs, sums_[r][i][e] * mine);
+          }
+        }
+      }
+      if (group_ != 0) continue;
+      if (lane_ == 0) {
+        stats[r * 2] = maximum_[r];
+        stats[r * 2 + 1] = weight_[r];
+      }
+#pragma unroll
+      for (int i = 0; i < kLanePieces; ++i) {
+        if (!has_piece(i)) continue;
+        Pack<float> pack;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) pack.values[e] = sums_[r][i][e];
+        shared_store16(values + r * Sizes::kPartStride + (i * kLanes + lane_) * 4, pack);
+      }
+    }
+  }
+
+ private:
+  // Whether the last pieces, which not all lanes have, are this lane's too.
+  __device__ __forceinline__ bool has_piece(int i) const {
+    return (i + 1) * kLanes <= Sizes::kPieces || i * kLanes + lane_ < Sizes::kPieces;
+  }
+
+  __device__ __forceinline__ KeyRange visible(int position) const {
+    return visible_keys(params_, plan_, length_, position);
+  }
+
+  const PagedAttentionParams& params_;
+  const AttentionPlan& plan_;
+  int lane_, group_, length_;
+  bool has_rows_;
+  int position_[kRows];
+  float q_[kRows][kLanePieces][4];
+  float sums_[kRows][kLanePieces][4];
+  float maximum_[kRows], weight_[kRows];
+};
+
+}  // namespace eecore::cuda

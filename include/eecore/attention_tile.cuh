@@ -1,0 +1,235 @@
+// How a paged_attention call is cut up: tiles of rows, splits of keys, and the partial results that
+// the splits of a row leave.
+#pragma once
+
+#include "eecore/element.cuh"
+#include "eecore/params.h"
+#include "eecore/reduce.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kAttentionWarps = 4;
+constexpr int kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kAttentionBlocksPerMultiprocessor = 2;
+constexpr int kMinAttentionStages = 2, kMaxAttentionStages = 6;
+
+// How a call is cut into blocks, worked out from its shapes alone.
+struct AttentionPlan {
+  int32_t group_size;                       // query heads of a kv head
+  int32_t num_tiles;                        // at most, of all sequences
+  int32_t num_blocks;                       // that share the keys of a tile
+  int32_t num_stages;                       // of keys under way to shared memory
+  int32_t step_keys;                        // AttentionSizes::kStepKeys
+  int32_t num_partials;                     // of each row in the workspace
+  int32_t sliding_window;                   // 0: none
+  int32_t fixed_split_size;                 // 0: from the keys of a tile
+  float scale;                              // of the scores, times log2(e)
+  bool q_aligned, kv_aligned, out_aligned;  // whether 16-byte accesses are possible
+};
+
+// What a head dimension makes of the tiles. 16-bit elements go through the tensor cores whatever
+// the number of rows: a step's instructions, rows of padding included, take a fraction of the time
+// that its keys take to arrive.
+template <typename T, int kHeadDim>
+struct AttentionSizes {
+  static constexpr bool kTensorCores = sizeof(T) == 2;
+  static constexpr int kPack = Pack<T>::kSize;
+  static constexpr int kPieces = kHeadDim / kPack;  // 16-byte pieces of a row
+  static constexpr int kWarpRows = kTensorCores ? 16 : 4;
+  static constexpr int kTileRows = kAttentionWarps * kWarpRows;
+  static constexpr int kStepKeys = kTensorCores
+                                       ? (kHeadDim > 64 ? 16 : 32)  // keys of a warp's step
+                                       : (kHeadDim > 64 ? 8 : 16);
+  static constexpr int kRowStride = kHeadDim + kPack;        // no two of 8 rows in the same banks
+  static constexpr int kBlockSize = kStepKeys * kRowStride;  // elements of the keys of a step
+  static constexpr int kStageBytes = kAttentionWarps * 2 * kBlockSize * static_cast<int>(sizeof(T));
+  // Columns of the queries that stay in registers; what has no room there is read again and again
+  // from shared memory of each warp.
+  static constexpr int kKeptColumns = kTensorCores && kHeadDim > 128 ? 128 : kHeadDim;
+  static constexpr int kRestStride = kHeadDim - kKeptColumns + kPack;
+  static constexpr int kRestSize = kKeptColumns < kHeadDim ? kWarpRows * kRestStride : 0;
+  static constexpr int kRestBytes = kAttentionWarps * kRestSize * static_cast<int>(sizeof(T));
+  static constexpr int kPartStride = kHeadDim + 8;  // floats of a row of a warp's result
+  static constexpr int kPartBytes = kTileRows * (kPartStride + 2) * static_cast<int>(sizeof(float));
+  static constexpr int kStatsSize = 2 * kTileRows * 2;  // floats
+  static constexpr int kFixedBytes =                    // beside the stages
+      kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)};
+  static_assert(kHeadDim % 16 == 0 && kStepKeys * kPieces % 32 == 0);
+  static_assert(kPartBytes <= kMinAttentionStages * kStageBytes);
+};
+
+// Keys [begin, end) of a sequence.
+struct KeyRange {
+  int begin, end;
+};
+
+__device__ __forceinline__ KeyRange intersect(KeyRange a, KeyRange b) {
+  return {max(a.begin, b.begin), min(a.end, b.end)};
+}
+
+// The queries of a sequence are its last positions.
+struct QuerySequence {
+  int index, first_token, num_queries, length;
+
+  __device__ __forceinline__ int position(int query) const { return length - num_queries + query; }
+};
+
+// Rows [first_row, first_row + num_rows) of a sequence: row r of a kv head is query r / group_size,
+// head r % group_size of the group. Teams of 1, 2 or 4 warps take a split each, so that all warps
+// work whether the tile has few rows or many.
+struct AttentionTile {
+  QuerySequence seq;
+  int first_row, num_rows;
+  KeyRange used;  // the keys that any of the rows sees
+  int team_warps;
+  int split_origin, split_size;
+  int first_split, end_split;  // those that hold used keys
+
+  __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
+  __device__ __forceinline__ KeyRange split(int index) const {
+    const int begin = split_origin + index * split_size;
+    return {begin, begin + split_size};
+  }
+};
+
+// The last of the sequences [0, num_sequences) whose first(index, first_token) is at most `target`;
+// first ascends and is at most `target` for sequence 0. All lanes of a warp call it; each tries
+// another sequence.
+template <typename First>
+__device__ __forceinline__ QuerySequence find_sequence(const PagedAttentionParams& params,
+                                                       int target, First first) {
+  const int lane = threadIdx.x % 32;
+  int begin = 0, count = static_cast<int>(params.num_seqs);
+  while (count > 32) {
+    const int stride = (count + 31) / 32;
+    const bool tries = lane * stride < count;
+    const int index = begin + (tries ? lane * stride : 0);
+    const bool reached = first(index, params.query_start_loc[index]) <= target;
+    const int skipped = (__popc(__ballot_sync(kWholeWarp, tries && reached)) - 1) * stride;
+    begin += skipped;
+    count = min(stride, count - skipped);
+  }
+  const int index = begin + min(lane, count - 1);
+  const int first_token = params.query_start_loc[index];
+  const int end_token = params.query_start_loc[index + 1];
+  const int length = params.seq_lens[index];
+  const bool reached = lane < count && first(index, first_token) <= target;
+  const int found = __popc(__ballot_sync(kWholeWarp, reached)) - 1;
+  return {begin + found, __shfl_sync(kWholeWarp, first_token, found),
+          __shfl_sync(kWholeWarp, end_token - first_token, found),
+          __shfl_sync(kWholeWarp, length, found)};
+}
+
+// The keys that a query at `position` of a sequence of `length` keys sees.
+__device__ __forceinline__ KeyRange visible_keys(const PagedAttentionParams& params,
+                                                 const AttentionPlan& plan, int length,
+                                                 int position) {
+  const int begin = plan.sliding_window > 0 ? position + 1 - plan.sliding_window : 0;
+  return {max(begin, 0), max(params.causal ? position + 1 : length, 0)};
+}
+
+// A tile's rows, the keys that they use and how those are split.
+template <int kWarpRows>
+__device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& params,
+                                                   const AttentionPlan& plan,
+                                                   const QuerySequence& seq, int first_row) {
+  constexpr int kMinSplit = 64;
+  AttentionTile tile{};
+  tile.seq = seq;
+  tile.first_row = first_row;
+  tile.num_rows = min(seq.num_queries * plan.group_size - first_row, kAttentionWarps * kWarpRows);
+  if (tile.num_rows <= 0) return tile;
+  const int last_row = first_row + tile.num_rows - 1;
+  const auto visible = [&](int row) {
+    return visible_keys(params, plan, seq.length, seq.position(row / plan.group_size));
+  };
+  tile.used = {visible(first_row).begin, visible(last_row).end};
+  tile.team_warps = tile.num_rows <= kWarpRows ? 1 : tile.num_rows <= 2 * kWarpRows ? 2 : 4;
+  if (plan.fixed_split_size > 0) {
+    tile.split_size = plan.fixed_split_size;
+  } else {
+    const int num_splits = tile.num_teams() * plan.num_blocks;
+    const int step = plan.step_keys * tile.team_warps;
+    const int keys =
+        max((tile.used.end - tile.used.begin + num_splits - 1) / num_splits, kMinSplit);
+    tile.split_origin = tile.used.begin;
+    tile.split_size = (keys + step - 1) / step * step;
+  }
+  if (tile.used.begin < tile.used.end) {
+    tile.first_split = (tile.used.begin - tile.split_origin) / tile.split_size;
+    tile.end_split = (tile.used.end - 1 - tile.split_origin) / tile.split_size + 1;
+  }
+  return tile;
+}
+
+// Weighted values of a row, relative to its largest score, which is in base 2.
+template <int kSize>
+struct PartialRow {
+  float values[kSize] = {};
+  float maximum = -INFINITY, weight = 0.0f;
+
+  // Adds the keys of the next split.
+  __device__ __forceinline__ void merge(const PartialRow& next) {
+    const float largest = fmaxf(maximum, next.maximum);
+    if (largest == -INFINITY) return;
+    const float before = exp2_fast(maximum - largest), now = exp2_fast(next.maximum - largest);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = fmaf(next.values[i], now, values[i] * before);
+    weight = fmaf(next.weight, now, weight * before);
+    maximum = largest;
+  }
+
+  // Writes the row's `kSize` elements of the result; zeros where no key was seen.
+  template <typename T>
+  __device__ __forceinline__ void store(T* out, bool aligned) const {
+    const float inverse = weight > 0.0f ? 1.0f / weight : 0.0f;
+    float results[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) results[i] = values[i] * inverse;
+    store_pack(out, from_floats<T>(results), kSize, aligned);
+  }
+};
+
+// A row in the workspace: values [num_partials, num_tokens, num_q_heads, head_dim], then (maximum,
+// weight) of each.
+struct PartialAddress {
+  float* values;
+  float* stats;
+};
+
+__device__ __forceinline__ PartialAddress partial_address(const PagedAttentionParams& params,
+                                                          const AttentionPlan& plan, int partial,
+                                                          int token, int head) {
+  float* const workspace = static_cast<float*>(params.workspace);
+  const int64_t row = (partial * params.num_tokens + token) * params.num_q_heads + head;
+  const int64_t num_rows = plan.num_partials * params.num_tokens * params.num_q_heads;
+  return {workspace + row * params.head_dim, workspace + num_rows * params.head_dim + row * 2};
+}
+
+template <int kSize>
+__device__ __forceinline__ PartialRow<kSize> load_partial(const PartialAddress& from, int at) {
+  PartialRow<kSize> row;
+#pragma unroll
+  for (int i = 0; i < kSize; i += 4) {
+    const Pack<float> pack = load16(from.values + at + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) row.values[i + j] = pack.values[j];
+  }
+  row.maximum = from.stats[0];
+  row.weight = from.stats[1];
+  return row;
+}
+
+template <int kSize>
+__device__ __forceinline__ void store_partial_values(const PartialAddress& to, int at,
+                                                     const PartialRow<kSize>& row) {
+#pragma unroll
+  for (int i = 0; i < kSize; i += 4) {
+    Pack<float> pack;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pack.values[j] = row.values[i + j];
+    store16(to.values + at + i, pack);
+  }
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,210 @@
+// The keys and values of a split on their way from the pages of the cache through a ring of stages
+// in shared memory.
+#pragma once
+
+#include "eecore/attention_tile.cuh"
+
+namespace eecore::cuda {
+
+// Waits for the oldest of num_stages - 1 groups of copies.
+__device__ __forceinline__ void wait_for_oldest(int num_stages) {
+  static_assert(kMinAttentionStages == 2 && kMaxAttentionStages == 6);
+  switch (num_stages) {
+    case 2:
+      return cp_async_wait<0>();
+    case 3:
+      return cp_async_wait<1>();
+    case 4:
+      return cp_async_wait<2>();
+    case 5:
+      return cp_async_wait<3>();
+    default:
+      return cp_async_wait<4>();
+  }
+}
+
+// A split as one warp of the team that takes it sees it. Each warp of the team brings a part of
+// every stage, the keys of one step; all of them read all parts.
+template <typename T, int kHeadDim>
+class KeyStream {
+  using Sizes = AttentionSizes<T, kHeadDim>;
+  static constexpr int kStepKeys = Sizes::kStepKeys, kPieces = Sizes::kPieces;
+  static constexpr int kCopies = kStepKeys * kPieces / 32;  // of a lane, of keys and of values each
+  static constexpr int kBatch = 4;
+
+ public:
+  // Steps begin at multiples of kStepKeys from the split's first key. `offsets` is this warp's own
+  // memory, int64 [kStepKeys, 2].
+  __device__ __forceinline__ KeyStream(const PagedAttentionParams& params,
+                                       const AttentionPlan& plan, const AttentionTile& tile,
+                                       int kv_head, KeyRange split, Shared<T> ring,
+                                       Shared<int64_t> offsets)
+      : params_(params),
+        plan_(plan),
+        page_table_(params.page_table + tile.seq.index * params.page_table_stride),
+        k_(static_cast<const T*>(params.k_cache) + kv_head * params.head_dim),
+        v_(static_cast<const T*>(params.v_cache) + kv_head * params.head_dim),
+        ring_(ring),
+        offsets_(offsets),
+        keys_(intersect(tile.used, split)),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32),
+        team_warps_(tile.team_warps),
+        stage_keys_(tile.team_warps * kStepKeys),
+        used_(tile.used),
+        first_key_(first_step(split)),
+        num_stages_(num_stages(split)) {}
+
+  // How many stages the split takes, and the end of its keys.
+  __device__ __forceinline__ int num_stages() const { return num_stages_; }
+  __device__ __forceinline__ int end() const { return keys_.end; }
+
+  // How many another split of the tile takes.
+  __device__ __forceinline__ int num_stages(KeyRange split) const {
+    const KeyRange keys = intersect(used_, split);
+    if (keys.begin >= keys.end) return 0;
+    return (keys.end - first_step(split) + stage_keys_ - 1) / stage_keys_;
+  }
+
+  // The first key that warp `of_team` brings to a stage.
+  __device__ __forceinline__ int first_key(int stage, int of_team) const {
+    return first_key_ + stage * stage_keys_ + of_team * kStepKeys;
+  }
+
+  // Sends for all that the ring holds but its last stage. All page-table entries are asked for
+  // before the first of them is used.
+  __device__ __forceinline__ void start() {
+    Slot slots[kMaxAttentionStages];
+#pragma unroll
+    for (int i = 0; i < kMaxAttentionStages; ++i) {
+      slots[i] = i < plan_.num_stages ? locate(i) : Slot{-1, 0};
+    }
+#pragma unroll 1
+    for (int i = 0; i < plan_.num_stages - 1; ++i) {
+      if (i < num_stages_) copy(slots[0], i);
+      cp_async_commit();
+#pragma unroll
+      for (int j = 0; j < kMaxAttentionStages - 1; ++j) slots[j] = slots[j + 1];
+    }
+    next_ = slots[0];
+  }
+
+  // The part of the ring's last stage that nothing has been sent to yet after start().
+  __device__ __forceinline__ Shared<T> unused() const { return part(plan_.num_stages - 1, warp_); }
+
+  // Waits for a stage, after which that of the stage before has been read by all of the team, and
+  // sends for another one in its place. With teams of several warps, all of the block call it.
+  __device__ __forceinline__ void advance(int stage) {
+    wait_for_oldest(plan_.num_stages);
+    if (team_warps_ == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+    at_ = at_ + 1 == plan_.num_stages ? 0 : at_ + 1;
+    const int ahead = stage + plan_.num_stages - 1;
+    if (ahead < num_stages_) copy(next_, at_ == 0 ? plan_.num_stages - 1 : at_ - 1);
+    cp_async_commit();
+    next_ = locate(ahead + 1);
+  }
+
+  // What warp `of_team` has brought to the stage: keys [kStepKeys, kRowStride], and the values.
+  __device__ __forceinline__ Shared<T> keys(int of_team) const {
+    return part(at_, warp_ / team_warps_ * team_warps_ + of_team);
+  }
+  __device__ __forceinline__ Shared<T> values(int of_team) const {
+    return keys(of_team) + Sizes::kBlockSize;
+  }
+
+ private:
+  // Where a key lies; page -1: no key that is used.
+  struct Slot {
+    int page, offset;
+  };
+
+  __device__ __forceinline__ int first_step(KeyRange split) const {
+    return split.begin + max(used_.begin - split.begin, 0) / stage_keys_ * stage_keys_;
+  }
+
+  __device__ __forceinline__ Shared<T> part(int stage, int warp) const {
+    return ring_ + (stage * kAttentionWarps + warp) * 2 * Sizes::kBlockSize;
+  }
+
+  // Of this lane's key among those that this warp brings to a stage.
+  __device__ __forceinline__ Slot locate(int stage) const {
+    const int key = first_key(stage, warp_ % team_warps_) + lane_ % kStepKeys;
+    if (key < keys_.begin || key >= keys_.end) return {-1, 0};
+    const uint32_t page_size = static_cast<uint32_t>(params_.page_size);
+    const uint32_t index = static_cast<uint32_t>(key) / page_size;
+    return {page_table_[index], key - static_cast<int>(index * page_size)};
+  }
+
+  // Starts the copies of the keys that the lanes have located; what is not used becomes zeros.
+  __device__ __forceinline__ void copy(Slot slot, int stage) const {
+    const bool used = slot.page >= 0;
+    Pack<int64_t> mine = {{-1, -1}};
+    if (used) {
+      mine = {{slot.page * params_.k_page_stride + slot.offset * params_.k_slot_stride,
+               slot.page * params_.v_page_stride + slot.offset * params_.v_slot_stride}};
+    }
+    __syncwarp();  // the offsets of the stage before are read
+    if (lane_ < kStepKeys) shared_store16(offsets_ + lane_ * 2, mine);
+    __syncwarp();
+    const Shared<T> k_to = part(stage, warp_), v_to = k_to + Sizes::kBlockSize;
+    const int head_dim = static_cast<int>(params_.head_dim);
+    const auto key_of = [&](int i) { return (i * 32 + lane_) / kPieces; };
+    const auto column_of = [&](int i) { return (i * 32 + lane_) % kPieces * Sizes::kPack; };
+    if (__all_sync(kWholeWarp, used && plan_.kv_aligned && head_dim == kHeadDim)) {
+      // Offsets first, a few at a time: no load moves up across a copy.
+#pragma unroll
+      for (int i = 0; i < kCopies; i += kBatch) {
+        Pack<int64_t> from[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          if (i + j < kCopies) from[j] = shared_load16(offsets_ + key_of(i + j) * 2);
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          if (i + j >= kCopies) continue;
+          const int at = column_of(i + j), to = key_of(i + j) * Sizes::kRowStride + at;
+          cp_async16(k_to + to, k_ + at + from[j].values[0]);
+          cp_async16(v_to + to, v_ + at + from[j].values[1]);
+        }
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      const int key = key_of(i), at = column_of(i);
+      const Pack<int64_t> from = shared_load16(offsets_ + key * 2);
+      const bool exists = from.values[0] >= 0 && at < head_dim;
+      const T* const k_from = exists ? k_ + from.values[0] + at : k_;
+      const T* const v_from = exists ? v_ + from.values[1] + at : v_;
+      const Shared<T> k_piece = k_to + (key * Sizes::kRowStride + at);
+      const Shared<T> v_piece = v_to + (key * Sizes::kRowStride + at);
+      if (plan_.kv_aligned) {
+        cp_async16(k_piece, k_from, exists ? 16 : 0);
+        cp_async16(v_piece, v_from, exists ? 16 : 0);
+      } else {
+        shared_store16(k_piece, load_pack(k_from, exists ? Sizes::kPack : 0, false));
+        shared_store16(v_piece, load_pack(v_from, exists ? Sizes::kPack : 0, false));
+      }
+    }
+  }
+
+  const PagedAttentionParams& params_;
+  const AttentionPlan& plan_;
+  const int32_t* page_table_;
+  const T* k_;
+  const T* v_;
+  Shared<T> ring_;
+  Shared<int64_t> offsets_;
+  KeyRange keys_;
+  int lane_, warp_, team_warps_, stage_keys_;
+  KeyRange used_;
+  int first_key_, num_stages_;
+  int at_ = -1;  // the stage of the ring that is read
+  Slot next_{};  // of the next stage to be sent for
+};
+
+}  // namespace eecore::cuda
