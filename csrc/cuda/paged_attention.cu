@@ -46,19 +46,20 @@ Work work_of(const PagedAttentionParams& params, int64_t group_size) {
           std::min<int64_t>(params.max_pages_per_seq * params.page_size, INT32_MAX)};
 }
 
-// The fewest blocks per unit, of at most `most`, that keep nearly as many of the `resident` blocks
-// busy as any number does.
-int64_t blocks_per_unit(int64_t units, int64_t resident, int64_t most) {
+// The fewest blocks per unit, of `least` to `most`, that keep nearly as many of the `resident`
+// blocks busy as any number does. Too many waves of blocks and `least` gives way.
+int64_t blocks_per_unit(int64_t units, int64_t resident, int64_t least, int64_t most) {
   constexpr int64_t kMostWaves = 4;
-  constexpr double kNearly = 0.9;
+  constexpr double kNearly = 0.95;
   most = std::min(most, std::max<int64_t>(kMostWaves * resident / units, 1));
+  least = std::min(least, most);
   const auto busy = [&](int64_t blocks) {
     const int64_t all = units * blocks;
     return static_cast<double>(all) / static_cast<double>(ceil_div(all, resident) * resident);
   };
   double best = 0.0;
-  for (int64_t blocks = 1; blocks <= most; ++blocks) best = std::max(best, busy(blocks));
-  int64_t blocks = 1;
+  for (int64_t blocks = least; blocks <= most; ++blocks) best = std::max(best, busy(blocks));
+  int64_t blocks = least;
   while (busy(blocks) < kNearly * best) ++blocks;
   return blocks;
 }
@@ -67,14 +68,16 @@ int64_t blocks_per_unit(int64_t units, int64_t resident, int64_t most) {
 template <typename Sizes>
 void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors,
                  AttentionPlan& plan) {
-  constexpr int64_t kMinBlockKeys = 512;  // worth merging the result of a block
+  constexpr int64_t kMinBlockKeys = 512;    // worth merging the result of a block
+  constexpr int64_t kMaxBlockKeys = 16384;  // lest one long sequence keeps a few blocks for long
   constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
   constexpr double kBusyEnough = 0.8;
   const Work work = work_of<Sizes>(params, plan.group_size);
   const int64_t resident = num_multiprocessors * kAttentionBlocksPerMultiprocessor;
   if (params.fixed_split_size == 0) {
     const int64_t most = std::max<int64_t>(work.max_keys / kMinBlockKeys, 1);
-    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, most));
+    const int64_t least = ceil_div(work.max_keys, kMaxBlockKeys);
+    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, least, most));
     plan.num_partials = plan.num_blocks > 1 ? plan.num_blocks : 0;
     return;
   }
@@ -87,7 +90,7 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
                       static_cast<double>(ceil_div(work.units, resident) * resident);
   plan.num_blocks = 1;
   if (busy < kBusyEnough && partial_bytes <= kMaxWorkspace) {
-    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, rounds));
+    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, 1, rounds));
   }
   // A tile with more teams or fewer than the average one takes more rounds or fewer.
   const bool one_round = splits == 1;

@@ -133,7 +133,7 @@ template <int kWarpRows>
 __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& params,
                                                    const AttentionPlan& plan,
                                                    const QuerySequence& seq, int first_row) {
-  constexpr int kMinSplit = 64;
+  constexpr int kMinSplit = 128;  // keys: a fourth of what makes another block worth it
   AttentionTile tile{};
   tile.seq = seq;
   tile.first_row = first_row;

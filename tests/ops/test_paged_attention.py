@@ -103,21 +103,25 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sliding_window", [0, 90])
-@pytest.mark.parametrize("head_dim", [72, 128])
+@pytest.mark.parametrize(("head_dim", "num_queries"), [(72, 20), (128, 20), (64, 8)])
 def test_a_fixed_split_makes_a_row_independent_of_its_company(
-    head_dim: int, sliding_window: int, dtype: torch.dtype, device: torch.device
+    head_dim: int,
+    num_queries: int,
+    sliding_window: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Verification gives bit by bit what decoding gives: in any batch, chunk and thread count."""
     shape = {"sliding_window": sliding_window, "fixed_split_size": 96}
-    batch = AttentionCase((20, 2, 1), (310, 40, 500), 6, 2, head_dim, 8, **shape)
+    batch = AttentionCase((num_queries, 2, 1), (310, 40, 500), 6, 2, head_dim, 8, **shape)
     call = random_call(batch, dtype, device)
     together = with_threads(2, call)
-    for query in (0, 7, 19):
+    for query in (0, 7, num_queries - 1):
         alone = {
             **call,
             "q": call["q"][query : query + 1],
             "page_table": call["page_table"][:1],
-            "seq_lens": call["seq_lens"][:1] - 19 + query,
+            "seq_lens": call["seq_lens"][:1] - (num_queries - 1) + query,
             "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device),
         }
         for num_threads in (1, 2):
