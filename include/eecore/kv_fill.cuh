@@ -68,19 +68,18 @@ __host__ __device__ inline int head_floats(const SkinnyPlan& plan, const HeadPla
   return plan.num_slices * 8 * n_tiles * head.column;
 }
 
-// One head of one row as float: [head_dim], in every `slice_stride`-th place of `slices` sums that
-// are still to be added. The lanes of a warp share it, and each writes what it alone reads.
+// Finishes one head of one row and writes it to its slot. values: [head_dim], with `num_slices`
+// sums still to be added that lie `slice_stride` apart. The lanes of a warp share the head.
 template <typename T>
 __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
-                                           int64_t token, Shared<float> values, int num_slices,
-                                           int slice_stride) {
+                                           int64_t slot, int64_t position, Shared<float> values,
+                                           int num_slices, int slice_stride) {
+  // Elements of a lane whose loads are under way together.
+  constexpr int kBatch = 4;
   const int lane = threadIdx.x % 32, head_dim = static_cast<int>(params.head_dim);
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
-  const int64_t slot = params.slot_mapping[token];
-  const T* bias = params.kv_bias == nullptr
-                      ? nullptr
-                      : static_cast<const T*>(params.kv_bias) + layer * params.bias_layer_stride +
-                            head * params.head_dim;
+  const T* bias = static_cast<const T*>(params.kv_bias);
+  if (bias != nullptr) bias += layer * params.bias_layer_stride + head * params.head_dim;
   const bool is_key = head < num_kv_heads;
   T* out = is_key ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
                         slot * params.k_cache_slot_stride + head * params.head_dim
@@ -89,18 +88,29 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
 
   // The projection, rounded as a model of dtype T rounds it; what follows is rounded at the store.
   float squares = 0.0f;
-  for (int i = lane; i < head_dim; i += 32) {
-    float value = values[i];
-    for (int slice = 1; slice < num_slices; ++slice) value += values[slice * slice_stride + i];
-    if (bias != nullptr) value += to_float(bias[i]);
-    const T result = from_float<T>(value);
-    if (!is_key) {
-      out[i] = result;
-      continue;
+  for (int first = lane; first < head_dim; first += 32 * kBatch) {
+    float biases[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + 32 * j;
+      biases[j] = bias != nullptr && i < head_dim ? to_float(bias[i]) : 0.0f;
     }
-    value = to_float(result);
-    values[i] = value;
-    squares = fmaf(value, value, squares);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + 32 * j;
+      if (i >= head_dim) break;
+      float value = values[i];
+      for (int slice = 1; slice < num_slices; ++slice) value += values[slice * slice_stride + i];
+      if (bias != nullptr) value += biases[j];
+      const T result = from_float<T>(value);
+      if (is_key) {
+        value = to_float(result);
+        values[i] = value;
+        squares = fmaf(value, value, squares);
+      } else {
+        out[i] = result;
+      }
+    }
   }
   if (!is_key) return;
 
@@ -113,22 +123,32 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
     scale = 1.0f / sqrtf(squares / static_cast<float>(head_dim) + params.eps);
   }
   __syncwarp();
-  const auto normed = [&](int i) {
-    const float value = values[i];
-    return weight == nullptr ? value : value * scale * to_float(weight[i]);
-  };
-  const bool rotates = params.positions != nullptr;
-  const int half = rotates ? static_cast<int>(params.rotary_dim / 2) : 0;
-  const float* cos_sin =
-      rotates ? params.cos_sin + params.positions[token] * params.rotary_dim : nullptr;
-  for (int i = lane; i < head_dim; i += 32) {
-    float value = normed(i);
-    if (i < half) {
-      value = fmaf(value, cos_sin[i], -(normed(i + half) * cos_sin[half + i]));
-    } else if (i < 2 * half) {
-      value = fmaf(value, cos_sin[i - half], normed(i - half) * cos_sin[i]);
+  const int half = params.positions != nullptr ? static_cast<int>(params.rotary_dim / 2) : 0;
+  const float* cos_sin = params.cos_sin + position * params.rotary_dim;  // where half is not 0
+  for (int first = lane; first < head_dim; first += 32 * kBatch) {
+    float x[kBatch], y[kBatch], cosine[kBatch], sine[kBatch];  // y: the other of the pair
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + 32 * j;
+      const int other = i < half ? i + half : i < 2 * half ? i - half : i;
+      const int angle = i < half ? i : i - half;
+      cosine[j] = other != i ? cos_sin[angle] : 1.0f;
+      sine[j] = other != i ? cos_sin[half + angle] : 0.0f;
+      x[j] = i < head_dim ? values[i] : 0.0f;
+      y[j] = other != i ? values[other] : 0.0f;
+      if (weight != nullptr && i < head_dim) {
+        x[j] *= scale * to_float(weight[i]);
+        y[j] *= scale * to_float(weight[other]);
+      }
     }
-    out[i] = from_float<T>(value);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + 32 * j;
+      if (i >= head_dim) break;
+      const float turned = y[j] * sine[j];
+      if (i < 2 * half) x[j] = fmaf(x[j], cosine[j], i < half ? -turned : turned);
+      out[i] = from_float<T>(x[j]);
+    }
   }
 }
 
@@ -188,6 +208,15 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   if (blockIdx.y == 0) wait_for_previous_kernel();
   let_next_kernel_start();
 
+  // Where this group's rows go: the same for every head.
+  EECORE_SHARED(int64_t, slots, 8 * kNTiles);
+  EECORE_SHARED(int64_t, positions, 8 * kNTiles);
+  if (threadIdx.x < 8 * kNTiles && first_place + threadIdx.x < rows.counts[num_layers - 1]) {
+    const int64_t token = rows.order[first_place + threadIdx.x];
+    slots[threadIdx.x] = params.slot_mapping[token];
+    positions[threadIdx.x] = params.positions == nullptr ? 0 : params.positions[token];
+  }
+
   const Shared<float> products = dynamic_shared<float>(skinny_ring_bytes(plan, 1));
   const int slice_stride = 8 * kNTiles * cut.column;
   for (int i = 0; i < my_heads; ++i) {
@@ -211,7 +240,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
     }
     __syncthreads();
     for (int column = threadIdx.x / 32; column < x.count; column += kSkinnyWarps) {
-      write_head<T>(params, layer, head, rows.order[first_place + column],
+      write_head<T>(params, layer, head, slots[column], positions[column],
                     products + column * cut.column, plan.num_slices, slice_stride);
     }
     __syncthreads();  // the products are read before those of the next head are written

@@ -30,19 +30,30 @@ __device__ __forceinline__ void scale_row(const T* x, const T* weight, float sca
                                           bool x_aligned, bool weight_aligned, int64_t padded_size,
                                           T* out) {
   constexpr int kSize = Pack<T>::kSize;
-  for (int64_t i = static_cast<int64_t>(threadIdx.x) * kSize; i < padded_size;
-       i += kRmsNormThreads * kSize) {
-    const int64_t count = i < size ? size - i : 0;
-    Pack<T> pack = load_pack(x + i, count, x_aligned);
-    if (weight != nullptr) {
-      const Pack<T> factors = load_pack(weight + i, count, weight_aligned);
+  constexpr int kBatch = 4;  // packs whose loads are under way together
+  constexpr int kStep = kRmsNormThreads * kSize;
+  for (int64_t first = static_cast<int64_t>(threadIdx.x) * kSize; first < padded_size;
+       first += kBatch * kStep) {
+    Pack<T> packs[kBatch], factors[kBatch];
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        const float scaled = rounded<T>(to_float(pack.values[j]) * scale);
-        pack.values[j] = from_float<T>(to_float(factors.values[j]) * scaled);
-      }
+    for (int j = 0; j < kBatch; ++j) {
+      const int64_t i = first + j * kStep, count = i < size ? size - i : 0;
+      packs[j] = load_pack(x + i, count, x_aligned);
+      if (weight != nullptr) factors[j] = load_pack(weight + i, count, weight_aligned);
     }
-    store16(out + i, pack);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int64_t i = first + j * kStep;
+      if (i >= padded_size) break;
+      if (weight != nullptr) {
+#pragma unroll
+        for (int k = 0; k < kSize; ++k) {
+          const float scaled = rounded<T>(to_float(packs[j].values[k]) * scale);
+          packs[j].values[k] = from_float<T>(to_float(factors[j].values[k]) * scaled);
+        }
+      }
+      store16(out + i, packs[j]);
+    }
   }
 }
 

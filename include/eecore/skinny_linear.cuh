@@ -49,14 +49,14 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
                        for (int m = 0; m < kMTiles; ++m) {
                          const int64_t row = first_row(tile) + 16 * m + row_in_tile;
                          if (row >= params.out_features) break;
-                         float value = values[m];
-                         if (bias != nullptr) value += to_float(bias[row]);
-                         T result = from_float<T>(value);
-                         if (residual != nullptr) {
-                           const float before =
-                               to_float(residual[token * params.residual_stride + row]);
-                           result = from_float<T>(before + to_float(result));
-                         }
+                         // Both loads at once: their latency ends the kernel.
+                         const float addend = bias == nullptr ? 0.0f : to_float(bias[row]);
+                         const float before =
+                             residual == nullptr
+                                 ? 0.0f
+                                 : to_float(residual[token * params.residual_stride + row]);
+                         T result = from_float<T>(bias == nullptr ? values[m] : values[m] + addend);
+                         if (residual != nullptr) result = from_float<T>(before + to_float(result));
                          out[token * params.out_stride + row] = result;
                        }
                      });
