@@ -22,6 +22,7 @@ from eecore.training import (
     TokenData,
     TrainingConfig,
     model_digest,
+    seconds_per_step,
     state_path,
     train,
 )
@@ -273,3 +274,20 @@ def test_without_the_extra_training_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(TrainingError, match=r"expected the package peft, .*eecore\[train\]"):
         library("peft")
+
+
+def test_the_pace_is_measured_without_a_trace(make_model: Any, pairs: TokenData) -> None:
+    model = make_model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    ticks = iter(range(0, 1000, 6))  # each look at the clock is 6 s after the one before
+    pace = seconds_per_step(
+        model, pairs, small(), points=4, steps_a_point=3, clock=lambda: float(next(ticks))
+    )
+    assert pace == 2.0
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+    assert "forward" not in vars(model.model.layers[0])

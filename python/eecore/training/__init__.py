@@ -29,6 +29,7 @@ from eecore.training.exit_model import ExitModel
 from eecore.training.interrupts import stop_on_signals
 from eecore.training.layer_dropout import LayerDropout, LayerDropoutHandle, drop_layers
 from eecore.training.loading import StartingPoint, load_starting_point
+from eecore.training.pace import seconds_per_step
 from eecore.training.plots import plot_run
 from eecore.training.recipe import LoraSettings, TrainingConfig
 from eecore.training.run import StepReport, TrainingResult, state_path, train
@@ -66,6 +67,7 @@ __all__ = [
     "plot_run",
     "read_data",
     "save_classifier",
+    "seconds_per_step",
     "state_path",
     "stop_on_signals",
     "train",

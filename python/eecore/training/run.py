@@ -342,6 +342,7 @@ def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
         ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
+        fused=True,
     )
 
 

@@ -1,0 +1,134 @@
+"""The intent task: what its data promise, and the way from them to a scored model."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train_intents
+from eecore.models.tokenizer import Tokenizer
+from eecore.training import LastLayerLoss, TrainingConfig
+from intent_grammar import Grammar
+from intent_names import DEVICES, seen_and_held_out
+from make_data import SPLITS, Sizes, make_data, write
+from train_tokenizer import END, train_tokenizer
+
+SIZES = Sizes(3000, 100)
+
+
+@pytest.fixture(scope="module")
+def splits() -> dict[str, Any]:
+    return make_data(0, SIZES)
+
+
+def test_an_utterance_is_in_one_split_and_has_one_parse(splits: dict[str, Any]) -> None:
+    texts = [utterance.text.lower() for split in SPLITS for utterance in splits[split]]
+    assert len(texts) == len(set(texts))
+    assert [len(splits[split]) for split in SPLITS[1:]] == [100] * 4
+    assert len(splits["train"]) > 2500
+    intents = {utterance.intent for utterance in splits["train"]}
+    assert len(intents) > 38  # of 42: some have a handful of utterances
+
+
+def test_names_that_are_held_out_are_never_trained_on(splits: dict[str, Any]) -> None:
+    seen, held_out = seen_and_held_out(0)
+    for kind, names in held_out.values.items():
+        assert names
+        if kind != "floor":
+            assert not set(names) & set(seen[kind]), kind
+    for split in ("train", "valid", "test", "test_templates"):
+        for utterance in splits[split]:
+            assert all(name in seen[kind] for kind, name in utterance.named)
+    for utterance in splits["test_names"]:
+        assert all(name in held_out[kind] for kind, name in utterance.named)
+        assert any(kind != "floor" for kind, _ in utterance.named)
+
+
+def test_names_fit_one_kind() -> None:
+    seen, held_out = seen_and_held_out(0)
+    owner: dict[str, str] = {}
+    for kind in seen.values:
+        if kind != "name.input_button":  # a button by another name
+            for name in (*seen[kind], *(held_out[kind] if kind != "floor" else ())):
+                if kind.startswith("name.") or kind == "area":
+                    assert owner.setdefault(name, kind) == kind, name
+    assert len(DEVICES) == 20
+
+
+def test_parses_say_what_was_said() -> None:
+    grammar = Grammar()
+    seen, _ = seen_and_held_out(0)
+    rng = random.Random(1)
+    in_a_room = next(
+        template
+        for template in grammar.templates
+        if grammar.sample(template, rng, seen).parse.startswith("[HassLightSet [area ")
+    )
+    for _ in range(50):
+        utterance = grammar.sample(in_a_room, rng, seen)
+        area = dict(utterance.named)["area"]
+        assert area in utterance.text
+        assert f"[area {area}]" in utterance.parse
+        assert utterance.parse.startswith("[HassLightSet [area ")
+        assert utterance.parse.endswith(" [domain light]]")
+    for template in grammar.templates:
+        utterance = grammar.sample(template, rng, seen)
+        assert utterance.text
+        assert utterance.parse.startswith(f"[{template.intent}")
+        assert utterance.parse.count("[") == utterance.parse.count("]")
+
+
+def test_files_are_the_same_for_the_same_seed(splits: dict[str, Any], tmp_path: Path) -> None:
+    counts = write(splits, tmp_path / "a")
+    write(make_data(0, SIZES), tmp_path / "b")
+    for split in SPLITS:
+        text = (tmp_path / "a" / f"{split}.jsonl").read_text()
+        assert text == (tmp_path / "b" / f"{split}.jsonl").read_text()
+        assert text.count("\n") == counts[split]["all"] == len(splits[split])
+    assert make_data(1, SIZES)["train"] != splits["train"]
+    record = json.loads(text.splitlines()[0])
+    assert record["input"].endswith("\n")
+    assert record["target"].startswith(f"[{record['intent']}")
+
+
+def test_from_data_to_exact_match(
+    splits: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    write(splits, data)
+    train_tokenizer(data, 400)
+    tokenizer = Tokenizer.from_directory(data)
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == 400
+    assert tokenizer.token_id(END) == 0
+    text = "set the Café to 20 %\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("1234")) == 4
+
+    options: dict[str, Any] = {
+        "minutes": None,
+        "batch_size": 4,
+        "learning_rate": 1e-3,
+        "layers": 2,
+        "vocab_size": 400,
+        "seed": 0,
+        "resume": False,
+        "threads": 1,
+    }
+    train_intents.main(data, out, steps=3, plain=False, evaluated=2, **options)
+    scores = json.loads((out / "exact_match.json").read_text())
+    assert {split: sorted(by_exit) for split, by_exit in scores.items()} == {
+        split: ["1", "2"] for split in SPLITS[1:]
+    }
+    assert "test_names, exact match by exit layer  2: 0.000" in capsys.readouterr().out
+
+
+def test_the_baseline_differs_in_exits_and_dropout_alone() -> None:
+    layerskip, plain = (train_intents.recipe(flag, 8, 1e-3, 0, 500) for flag in (False, True))
+    assert (plain.loss, plain.layer_dropout) == (LastLayerLoss(), None)
+    parts = {"loss": layerskip.loss, "layer_dropout": layerskip.layer_dropout}
+    assert TrainingConfig(**{**vars(plain), **parts}) == layerskip
