@@ -16,10 +16,16 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor? lm_head_scale, float eps, "
       "Tensor(a!) confidence, Tensor(b!) token, Tensor(c!)? logsumexp, "
       "Tensor(d!)? top_logit) -> ()");
-  m.def("exit_confidence_cosine(Tensor previous, Tensor hidden, Tensor(a!) confidence) -> ()");
+  m.def(
+      "exit_confidence_cosine(Tensor previous, Tensor hidden, Tensor(a!) confidence, "
+      "Tensor? thresholds=None, int layer=0, Tensor(b!)? status=None, "
+      "Tensor(c!)? exit_layer=None, Tensor(d!)? survivors=None, "
+      "Tensor(e!)? num_survivors=None, Tensor(f!)? all_accepted=None) -> ()");
   m.def(
       "exit_confidence_mlp(Tensor hidden, Tensor weight1, Tensor? bias1, Tensor? weight2, "
-      "Tensor? bias2, Tensor(a!) confidence) -> ()");
+      "Tensor? bias2, Tensor(a!) confidence, Tensor? thresholds=None, int layer=0, "
+      "Tensor(b!)? status=None, Tensor(c!)? exit_layer=None, Tensor(d!)? survivors=None, "
+      "Tensor(e!)? num_survivors=None, Tensor(f!)? all_accepted=None) -> ()");
   m.def(
       "append_kv(Tensor(a!)? q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, "
       "Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? q_norm_weight, "

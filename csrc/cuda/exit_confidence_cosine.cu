@@ -6,12 +6,21 @@
 namespace eecore::cuda {
 
 void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream) {
+  // A few rows fit one block, which can then accept them; else that is a launch of its own.
+  const bool accepts = params.accept.num_survivors != nullptr;
+  const bool in_one_block =
+      accepts && params.num_seqs >= 1 && params.num_seqs <= kCosineMaxRowsPerBlock;
+  const int64_t rows = in_one_block ? params.num_seqs : 1;
+  ExitConfidenceCosineParams of_kernel = params;
+  if (!in_one_block) of_kernel.accept = {};
   dispatch_dtype(params.dtype, "exit_confidence_cosine", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const LaunchShape shape = {dim3(static_cast<unsigned>(params.num_seqs)),
-                               dim3(kCosineThreadsPerRow), 0, Launch::kAfterPrevious};
-    launch("exit_confidence_cosine", exit_confidence_cosine_kernel<T>, shape, stream, params);
+    const LaunchShape shape = {dim3(static_cast<unsigned>(params.num_seqs / rows)),
+                               dim3(static_cast<unsigned>(rows * kCosineThreadsPerRow)), 0,
+                               Launch::kAfterPrevious};
+    launch("exit_confidence_cosine", exit_confidence_cosine_kernel<T>, shape, stream, of_kernel);
   });
+  if (accepts && !in_one_block) run_accept_mask(params.accept, stream);
 }
 
 }  // namespace eecore::cuda

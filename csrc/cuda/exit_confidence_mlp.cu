@@ -7,6 +7,8 @@
 namespace eecore::cuda {
 namespace {
 
+constexpr int64_t kFinishRows = 8;  // of a block of the second kernel
+
 // Units of a block: all of them where one block reads their weights quickly. It depends on the
 // classifier alone, so that a row's result does not depend on its neighbours.
 int64_t slice_size(const ExitConfidenceMlpParams& params) {
@@ -32,25 +34,38 @@ int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int
 
 void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream) {
   const int64_t slices = num_slices(params);
+  // Rows that one block measures, or finishes, it can also accept; else that is a launch of its
+  // own.
+  const bool accepts = params.accept.num_survivors != nullptr;
+  const int64_t rows_of_one_block = slices == 1 ? kMlpMaxRows : kMlpMaxFinishThreads / 32;
+  const bool in_one_block = accepts && params.num_seqs >= 1 && params.num_seqs <= rows_of_one_block;
+  ExitConfidenceMlpParams measuring = params, finishing = params;
+  if (!in_one_block || slices > 1) measuring.accept = {};
+  if (!in_one_block) finishing.accept = {};
+
   float* parts = static_cast<float*>(params.workspace);
   dispatch_dtype(params.dtype, "exit_confidence_mlp", [&](auto tag) {
     using T = typename decltype(tag)::type;
     // A linear classifier's weights are few: more blocks pay more than reading them once.
-    const bool by_row = params.num_seqs == 1 || params.weight2 == nullptr;
-    const int64_t rows = by_row ? 1 : kMlpMaxRows;
+    const bool one_by_one = params.num_seqs == 1 || (params.weight2 == nullptr &&
+                                                     measuring.accept.num_survivors == nullptr);
+    const int64_t rows = one_by_one ? 1 : kMlpMaxRows;
     const LaunchShape shape = {dim3(static_cast<unsigned>((params.num_seqs + rows - 1) / rows),
                                     static_cast<unsigned>(slices)),
                                dim3(kMlpThreads), 0, Launch::kAfterPrevious};
-    launch("exit_confidence_mlp",
-           by_row ? exit_confidence_mlp_kernel<T, 1> : exit_confidence_mlp_kernel<T, kMlpMaxRows>,
-           shape, stream, params, slice_size(params), parts);
+    launch(
+        "exit_confidence_mlp",
+        one_by_one ? exit_confidence_mlp_kernel<T, 1> : exit_confidence_mlp_kernel<T, kMlpMaxRows>,
+        shape, stream, measuring, slice_size(params), parts);
   });
-  if (slices == 1) return;
-  const int64_t blocks = (params.num_seqs + kMlpFinishRows - 1) / kMlpFinishRows;
-  launch(
-      "exit_confidence_mlp_finish", exit_confidence_mlp_finish_kernel,
-      {dim3(static_cast<unsigned>(blocks)), dim3(32 * kMlpFinishRows), 0, Launch::kAfterPrevious},
-      stream, params, slices, const_cast<const float*>(parts));
+  if (slices > 1) {
+    const int64_t rows = in_one_block ? params.num_seqs : kFinishRows;
+    const LaunchShape shape = {dim3(static_cast<unsigned>((params.num_seqs + rows - 1) / rows)),
+                               dim3(static_cast<unsigned>(32 * rows)), 0, Launch::kAfterPrevious};
+    launch("exit_confidence_mlp_finish", exit_confidence_mlp_finish_kernel, shape, stream,
+           finishing, slices, const_cast<const float*>(parts));
+  }
+  if (accepts && !in_one_block) run_accept_mask(params.accept, stream);
 }
 
 }  // namespace eecore::cuda

@@ -1,4 +1,5 @@
 // accept_mask: sticky per-row acceptance at one exit point, on the device.
+#include "accept_arguments.h"
 #include "backend.h"
 
 namespace eecore {
@@ -8,25 +9,8 @@ void accept_mask(const Tensor& confidence, const Tensor& thresholds, int64_t lay
                  Tensor exit_layer, Tensor survivors, Tensor num_survivors, Tensor all_accepted) {
   Checker check("accept_mask");
   check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
-  check(thresholds, "thresholds", Accept::kFloat32, {"num_seqs"});
-  check(status, "status", Accept::kBool, {"num_seqs"});
-  check(exit_layer, "exit_layer", Accept::kInt32, {"num_seqs"});
-  check(survivors, "survivors", Accept::kInt32, {"num_seqs"});
-  check(num_survivors, "num_survivors", Accept::kInt32, {1});
-  check(all_accepted, "all_accepted", Accept::kBool, {1});
-  check.require(layer >= 1 && layer <= INT32_MAX,
-                "layer: expected a positive number of layers that have run, got ", layer);
-
-  AcceptMaskParams params{};
-  params.confidence = data<const float>(confidence);
-  params.thresholds = data<const float>(thresholds);
-  params.status = data<uint8_t>(status);
-  params.exit_layer = data<int32_t>(exit_layer);
-  params.survivors = data<int32_t>(survivors);
-  params.num_survivors = data<int32_t>(num_survivors);
-  params.all_accepted = data<uint8_t>(all_accepted);
-  params.num_seqs = check["num_seqs"];
-  params.layer = static_cast<int32_t>(layer);
+  const AcceptMaskParams params = accept_params(check, confidence, thresholds, layer, status,
+                                                exit_layer, survivors, num_survivors, all_accepted);
   EECORE_RUN(accept_mask, params, confidence);
 }
 

@@ -1,10 +1,15 @@
 // exit_confidence_cosine: cosine of the hidden states of two consecutive layers, per row.
+#include "accept_arguments.h"
 #include "backend.h"
 
 namespace eecore {
 namespace {
 
-void exit_confidence_cosine(const Tensor& previous, const Tensor& hidden, Tensor confidence) {
+void exit_confidence_cosine(const Tensor& previous, const Tensor& hidden, Tensor confidence,
+                            const std::optional<Tensor>& thresholds, int64_t layer,
+                            std::optional<Tensor> status, std::optional<Tensor> exit_layer,
+                            std::optional<Tensor> survivors, std::optional<Tensor> num_survivors,
+                            std::optional<Tensor> all_accepted) {
   Checker check("exit_confidence_cosine");
   check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
   check(previous, "previous", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
@@ -19,7 +24,13 @@ void exit_confidence_cosine(const Tensor& previous, const Tensor& hidden, Tensor
   params.previous_stride = previous.stride(0);
   params.hidden_stride = hidden.stride(0);
   params.dtype = check.dtype();
+  params.accept =
+      OptionalAccept{thresholds, layer, status, exit_layer, survivors, num_survivors, all_accepted}
+          .params(check, confidence);
   EECORE_RUN(exit_confidence_cosine, params, hidden);
+#ifndef EECORE_BACKEND_CUDA  // whose launchers go on to it themselves
+  if (params.accept.num_survivors != nullptr) EECORE_RUN(accept_mask, params.accept, confidence);
+#endif
 }
 
 EECORE_IMPL(exit_confidence_cosine, exit_confidence_cosine)

@@ -1,4 +1,5 @@
 // exit_confidence_mlp: an early-exit classifier, linear or with one ReLU hidden layer, per row.
+#include "accept_arguments.h"
 #include "backend.h"
 
 namespace eecore {
@@ -6,7 +7,11 @@ namespace {
 
 void exit_confidence_mlp(const Tensor& hidden, const Tensor& weight1,
                          const std::optional<Tensor>& bias1, const std::optional<Tensor>& weight2,
-                         const std::optional<Tensor>& bias2, Tensor confidence) {
+                         const std::optional<Tensor>& bias2, Tensor confidence,
+                         const std::optional<Tensor>& thresholds, int64_t layer,
+                         std::optional<Tensor> status, std::optional<Tensor> exit_layer,
+                         std::optional<Tensor> survivors, std::optional<Tensor> num_survivors,
+                         std::optional<Tensor> all_accepted) {
   Checker check("exit_confidence_mlp");
   check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
   check(weight1, "weight1", Accept::kFloat32, {"inner_size", "hidden_size"});
@@ -33,12 +38,18 @@ void exit_confidence_mlp(const Tensor& hidden, const Tensor& weight1,
   params.inner_size = check["inner_size"];
   params.hidden_stride = hidden.stride(0);
   params.dtype = check.dtype();
+  params.accept =
+      OptionalAccept{thresholds, layer, status, exit_layer, survivors, num_survivors, all_accepted}
+          .params(check, confidence);
 #ifdef EECORE_BACKEND_CUDA
   const Tensor memory =
       workspace(hidden, cuda::exit_confidence_mlp_workspace(params, hidden.get_device_index()));
   params.workspace = data<void>(memory);
 #endif
   EECORE_RUN(exit_confidence_mlp, params, hidden);
+#ifndef EECORE_BACKEND_CUDA  // whose launchers go on to it themselves
+  if (params.accept.num_survivors != nullptr) EECORE_RUN(accept_mask, params.accept, confidence);
+#endif
 }
 
 EECORE_IMPL(exit_confidence_mlp, exit_confidence_mlp)

@@ -3,6 +3,7 @@
 // blocks have a row's units, their parts of its logits are added by a second kernel.
 #pragma once
 
+#include "eecore/accept_rows.cuh"
 #include "eecore/element.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
@@ -10,9 +11,9 @@
 namespace eecore::cuda {
 
 constexpr int kMlpThreads = 256;
-constexpr int kMlpUnits = 4;       // units whose weights a thread holds at a time
-constexpr int kMlpMaxRows = 8;     // rows of a tile
-constexpr int kMlpFinishRows = 8;  // rows, one a warp, of a block of the second kernel
+constexpr int kMlpUnits = 4;  // units whose weights a thread holds at a time
+constexpr int kMlpMaxFinishThreads = 1024;
+constexpr int kMlpMaxRows = 8;  // rows of a tile
 
 // Adds up kCount numbers over the lanes of a warp. The sum of x[i] ends in lanes i * 32 / kCount
 // and the next ones, and is the same number whatever kCount is.
@@ -33,7 +34,11 @@ __device__ __forceinline__ float reduce_each(const float (&x)[kCount], int lane)
   }
 }
 
-__device__ __forceinline__ float softmax_of_second(float logit0, float logit1) {
+__device__ __forceinline__ float softmax_of_second(float logit0, float logit1, const float* bias) {
+  if (bias != nullptr) {
+    logit0 += bias[0];
+    logit1 += bias[1];
+  }
   return 1.0f / (1.0f + expf(logit0 - logit1));
 }
 
@@ -98,7 +103,8 @@ struct MlpTile {
 };
 
 // Grid: (tiles of kRows rows, slices of slice_size units). With one slice the confidence is
-// written, else each slice's part of the logits: parts [num_slices, num_seqs, 2].
+// written, else each slice's part of the logits: parts [num_slices, num_seqs, 2]. With
+// params.accept one block has all rows and units, and goes on to accept the rows.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kMlpThreads)
     exit_confidence_mlp_kernel(ExitConfidenceMlpParams params, int64_t slice_size, float* parts) {
@@ -149,46 +155,47 @@ __global__ void __launch_bounds__(kMlpThreads)
   }
 
   // A row's units lie in neighbouring lanes.
-  if (warp != 0) return;
-  logit0 = reduce_lanes<kMlpUnits>(logit0);
-  logit1 = reduce_lanes<kMlpUnits>(logit1);
-  if (unit != 0 || row >= num_rows) return;
-  if (gridDim.y > 1) {
-    float* part = parts + 2 * (blockIdx.y * params.num_seqs + first_row + row);
-    part[0] = logit0;
-    part[1] = logit1;
-    return;
+  if (warp == 0) {
+    logit0 = reduce_lanes<kMlpUnits>(logit0);
+    logit1 = reduce_lanes<kMlpUnits>(logit1);
+    if (unit == 0 && row < num_rows) {
+      if (gridDim.y > 1) {
+        float* part = parts + 2 * (blockIdx.y * params.num_seqs + first_row + row);
+        part[0] = logit0;
+        part[1] = logit1;
+      } else {
+        params.confidence[first_row + row] = softmax_of_second(logit0, logit1, params.bias2);
+      }
+    }
   }
-  if (params.bias2 != nullptr) {
-    logit0 += params.bias2[0];
-    logit1 += params.bias2[1];
-  }
-  params.confidence[first_row + row] = softmax_of_second(logit0, logit1);
+  if (params.accept.num_survivors == nullptr) return;
+  __syncthreads();  // the confidences of all rows are written
+  accept_rows(params.accept);
 }
 
-// Adds the parts of each row's logits, one warp a row. Grid: the rows by kMlpFinishRows.
-__global__ void __launch_bounds__(32 * kMlpFinishRows)
+// Adds the parts of each row's logits, one warp a row. Grid: the rows by the block's warps. With
+// params.accept one block has all rows, and goes on to accept them.
+__global__ void __launch_bounds__(kMlpMaxFinishThreads)
     exit_confidence_mlp_finish_kernel(ExitConfidenceMlpParams params, int64_t num_slices,
                                       const float* parts) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int lane = threadIdx.x % 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kMlpFinishRows + threadIdx.x / 32;
-  if (row >= params.num_seqs) return;
-  float logit0 = 0.0f, logit1 = 0.0f;
-  for (int64_t slice = lane; slice < num_slices; slice += 32) {
-    const float* part = parts + 2 * (slice * params.num_seqs + row);
-    logit0 += part[0];
-    logit1 += part[1];
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  if (row < params.num_seqs) {
+    float logit0 = 0.0f, logit1 = 0.0f;
+    for (int64_t slice = lane; slice < num_slices; slice += 32) {
+      const float* part = parts + 2 * (slice * params.num_seqs + row);
+      logit0 += part[0];
+      logit1 += part[1];
+    }
+    logit0 = reduce_lanes<32>(logit0);
+    logit1 = reduce_lanes<32>(logit1);
+    if (lane == 0) params.confidence[row] = softmax_of_second(logit0, logit1, params.bias2);
   }
-  logit0 = reduce_lanes<32>(logit0);
-  logit1 = reduce_lanes<32>(logit1);
-  if (lane != 0) return;
-  if (params.bias2 != nullptr) {
-    logit0 += params.bias2[0];
-    logit1 += params.bias2[1];
-  }
-  params.confidence[row] = softmax_of_second(logit0, logit1);
+  if (params.accept.num_survivors == nullptr) return;
+  __syncthreads();  // the confidences of all rows are written
+  accept_rows(params.accept);
 }
 
 }  // namespace eecore::cuda

@@ -48,6 +48,7 @@ struct ExitConfidenceCosineParams {
   float* confidence;     // [num_seqs]
   int64_t num_seqs, hidden_size;
   int64_t previous_stride, hidden_stride;
+  AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
   DType dtype;
 };
 
@@ -61,6 +62,7 @@ struct ExitConfidenceMlpParams {
   float* confidence;     // [num_seqs]
   int64_t num_seqs, hidden_size, inner_size;
   int64_t hidden_stride;
+  AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
   DType dtype;
   void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
 };

@@ -13,7 +13,7 @@ The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ if torch.cuda.is_available() and _C.build_info()["cuda"]:
 
 __all__ = [
     "AcceptMask",
+    "AcceptRows",
     "DecoderWeights",
     "SoftmaxConfidence",
     "SpeculativeAccept",
@@ -133,14 +134,34 @@ def accept_mask(
         status: bool [num_seqs], updated in place.
         exit_layer: int32 [num_seqs], updated in place.
     """
-    num_seqs = confidence.numel()
-    survivors = torch.empty(num_seqs, dtype=torch.int32, device=confidence.device)
-    num_survivors = torch.empty(1, dtype=torch.int32, device=confidence.device)
-    all_accepted = torch.empty(1, dtype=torch.bool, device=confidence.device)
-    _accept_mask(
-        confidence, thresholds, layer, status, exit_layer, survivors, num_survivors, all_accepted
+    mask = _empty_mask(confidence)
+    _accept_mask(confidence, thresholds, layer, status, exit_layer, *mask)
+    return mask
+
+
+def _empty_mask(confidence: Tensor) -> AcceptMask:
+    device = confidence.device
+    return AcceptMask(
+        torch.empty(confidence.numel(), dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.bool, device=device),
     )
-    return AcceptMask(survivors, num_survivors, all_accepted)
+
+
+class AcceptRows(NamedTuple):
+    """What :func:`accept_mask` takes beside the confidences, for ops that go on with it.
+
+    On CUDA a few rows are measured and accepted in one launch.
+    """
+
+    thresholds: Tensor
+    """float32 [num_seqs]"""
+    layer: int
+    """How many layers have run, 1..num_layers."""
+    status: Tensor
+    """bool [num_seqs], updated in place."""
+    exit_layer: Tensor
+    """int32 [num_seqs], updated in place."""
 
 
 class SoftmaxConfidence(NamedTuple):
@@ -195,7 +216,15 @@ def exit_confidence_softmax(
     return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
 
 
-def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
+@overload
+def exit_confidence_cosine(previous: Tensor, hidden: Tensor, *, accept: None = None) -> Tensor: ...
+@overload
+def exit_confidence_cosine(
+    previous: Tensor, hidden: Tensor, *, accept: AcceptRows
+) -> tuple[Tensor, AcceptMask]: ...
+def exit_confidence_cosine(
+    previous: Tensor, hidden: Tensor, *, accept: AcceptRows | None = None
+) -> Tensor | tuple[Tensor, AcceptMask]:
     """Cosine of the states of two consecutive layers, per row; 0 for a zero vector.
 
     (Early-exit framework §2.1, hidden states similarity.)
@@ -203,22 +232,49 @@ def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
     Args:
         previous: [num_seqs, hidden_size], after one layer less.
         hidden: [num_seqs, hidden_size].
+        accept: also accept the rows, as :func:`accept_mask` does.
 
     Returns:
-        float32 [num_seqs].
+        float32 [num_seqs]; with ``accept`` that and the mask.
     """
     confidence = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    _exit_confidence_cosine(previous, hidden, confidence)
-    return confidence
+    if accept is None:
+        _exit_confidence_cosine(previous, hidden, confidence)
+        return confidence
+    mask = _empty_mask(confidence)
+    _exit_confidence_cosine(previous, hidden, confidence, *accept, *mask)
+    return confidence, mask
 
 
+@overload
 def exit_confidence_mlp(
     hidden: Tensor,
     weight1: Tensor,
     bias1: Tensor | None = None,
     weight2: Tensor | None = None,
     bias2: Tensor | None = None,
-) -> Tensor:
+    *,
+    accept: None = None,
+) -> Tensor: ...
+@overload
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    accept: AcceptRows,
+) -> tuple[Tensor, AcceptMask]: ...
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    accept: AcceptRows | None = None,
+) -> Tensor | tuple[Tensor, AcceptMask]:
     """``softmax(M(hidden))[1]`` of an early-exit classifier on the un-normed state.
 
     With ``weight2`` M has one ReLU hidden layer, without it M is one linear layer. (Early-exit
@@ -230,13 +286,19 @@ def exit_confidence_mlp(
         bias1: float32 [inner_size].
         weight2: float32 [2, inner_size].
         bias2: float32 [2], only with ``weight2``.
+        accept: also accept the rows, as :func:`accept_mask` does.
 
     Returns:
-        float32 [num_seqs].
+        float32 [num_seqs]; with ``accept`` that and the mask.
     """
     confidence = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    _exit_confidence_mlp(hidden, weight1, bias1, weight2, bias2, confidence)
-    return confidence
+    classifier = (hidden, weight1, bias1, weight2, bias2)
+    if accept is None:
+        _exit_confidence_mlp(*classifier, confidence)
+        return confidence
+    mask = _empty_mask(confidence)
+    _exit_confidence_mlp(*classifier, confidence, *accept, *mask)
+    return confidence, mask
 
 
 def append_kv(

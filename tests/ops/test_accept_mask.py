@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -20,13 +22,15 @@ def random_rows(num_seqs: int, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
-def test_matches_the_reference(num_seqs: int, device: torch.device) -> None:
-    rows = random_rows(num_seqs, device)
-    status, exit_layer, survivors = reference.accept_mask(
-        rows["confidence"], rows["thresholds"], 5, rows["status"], rows["exit_layer"]
+def assert_accepts(
+    rows: dict[str, torch.Tensor], accept: Callable[[], ops.AcceptMask], layer: int
+) -> None:
+    """That ``accept`` does to the rows, and returns, what the reference says."""
+    expected = reference.accept_mask(
+        rows["confidence"], rows["thresholds"], layer, rows["status"], rows["exit_layer"]
     )
-    got = ops.accept_mask(layer=5, **rows)
+    got = accept()
+    status, exit_layer, survivors = expected
     assert torch.equal(rows["status"], status)
     assert torch.equal(rows["exit_layer"], exit_layer)
     count = int(got.num_survivors)
@@ -34,6 +38,12 @@ def test_matches_the_reference(num_seqs: int, device: torch.device) -> None:
     assert torch.equal(got.survivors[:count], survivors)
     assert (got.survivors[count:] == -1).all()
     assert bool(got.all_accepted) == (count == 0)
+
+
+@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
+def test_matches_the_reference(num_seqs: int, device: torch.device) -> None:
+    rows = random_rows(num_seqs, device)
+    assert_accepts(rows, lambda: ops.accept_mask(layer=5, **rows), layer=5)
 
 
 def test_a_row_once_accepted_stays_accepted_and_keeps_its_layer(device: torch.device) -> None:

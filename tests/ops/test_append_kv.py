@@ -83,6 +83,20 @@ def test_layers_and_interleaved_caches_may_be_strided(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_may_start_anywhere(dtype: torch.dtype, device: torch.device) -> None:
+    call = random_call(SMALL, dtype, device)
+    for name in ("q", "k", "v", "k_cache", "v_cache", "q_norm_weight"):
+        whole = call[name]
+        wider = torch.zeros(whole.numel() + 1, dtype=dtype, device=device)
+        if name in ("q", "k", "v"):  # an odd distance between heads
+            wider = torch.zeros(*whole.shape[:-1], whole.shape[-1] + 3, dtype=dtype, device=device)
+            call[name] = wider[..., 2:-1].copy_(whole)
+        else:
+            call[name] = wider[1:].view(whole.shape).copy_(whole)
+    assert_matches_the_reference(call, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_stored_bit_by_bit(dtype: torch.dtype, device: torch.device) -> None:
     call = random_call(SMALL, dtype, device)
     ops.append_kv(**call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_accept_mask import assert_accepts, random_rows
 
 import reference
 from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES, TOLERANCES
@@ -106,6 +107,37 @@ def test_rows_and_threads_do_not_change_a_result(device: torch.device) -> None:
     assert torch.equal(torch.cat(one_by_one), together[:9])
 
 
+@pytest.mark.parametrize("num_seqs", [0, 1, 3, 8, 9, 64])
+def test_rows_may_be_accepted_at_once(num_seqs: int, device: torch.device) -> None:
+    previous, hidden = random_states(num_seqs, 100, torch.float32, device)
+    rows = random_rows(num_seqs, device)
+    rows["confidence"] = ops.exit_confidence_cosine(previous, hidden)
+
+    def measure_and_accept() -> ops.AcceptMask:
+        accept = ops.AcceptRows(rows["thresholds"], 5, rows["status"], rows["exit_layer"])
+        confidence, mask = ops.exit_confidence_cosine(previous, hidden, accept=accept)
+        assert torch.equal(confidence, rows["confidence"])
+        return mask
+
+    assert_accepts(rows, measure_and_accept, layer=5)
+
+
+def test_what_accepting_takes_comes_whole_and_in_shape() -> None:
+    op = torch.ops.eecore.exit_confidence_cosine.default
+    states = (torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(4))
+    with pytest.raises(RuntimeError, match=r"exit_confidence_cosine: thresholds: .* got 1 of them"):
+        op(*states, torch.zeros(4), 5)
+    accept = ops.AcceptRows(
+        torch.zeros(3), 5, torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int32)
+    )
+    with pytest.raises(RuntimeError, match=r"thresholds: expected float32 \[num_seqs=4\], got"):
+        ops.exit_confidence_cosine(*states[:2], accept=accept)
+    with pytest.raises(RuntimeError, match=r"exit_confidence_cosine: layer: .* got 0"):
+        ops.exit_confidence_cosine(
+            *states[:2], accept=accept._replace(thresholds=torch.zeros(4), layer=0)
+        )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -147,6 +179,20 @@ def test_opcheck(dtype: torch.dtype, device: torch.device) -> None:
     torch.library.opcheck(
         torch.ops.eecore.exit_confidence_cosine.default,
         (previous, hidden, torch.empty(3, device=device)),
+    )
+
+
+def test_opcheck_with_accepting(device: torch.device) -> None:
+    rows = random_rows(3, device)
+    mask = ops.accept_mask(layer=5, **rows)
+    torch.library.opcheck(
+        torch.ops.eecore.exit_confidence_cosine.default,
+        (
+            *random_states(3, 20, torch.float32, device),
+            torch.empty(3, device=device),
+            *(rows["thresholds"], 5, rows["status"], rows["exit_layer"]),
+            *mask,
+        ),
     )
 
 

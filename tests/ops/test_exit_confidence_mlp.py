@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_accept_mask import assert_accepts, random_rows
 from torch import Tensor
 
 import reference
@@ -116,6 +117,25 @@ def test_rows_and_threads_do_not_change_a_result(
     assert torch.equal(torch.cat(one_by_one), together[:9])
 
 
+@pytest.mark.parametrize("num_seqs", [0, 1, 3, 8, 9, 32, 33])
+@pytest.mark.parametrize(("inner_size", "hidden_size"), [(None, 100), (12, 100), (24, 4096)])
+def test_rows_may_be_accepted_at_once(
+    inner_size: int | None, hidden_size: int, num_seqs: int, device: torch.device
+) -> None:
+    weights = random_classifier(hidden_size, inner_size, device)
+    hidden = random_states(num_seqs, hidden_size, torch.float32, device)
+    rows = random_rows(num_seqs, device)
+    rows["confidence"] = ops.exit_confidence_mlp(hidden, **weights)
+
+    def measure_and_accept() -> ops.AcceptMask:
+        accept = ops.AcceptRows(rows["thresholds"], 5, rows["status"], rows["exit_layer"])
+        confidence, mask = ops.exit_confidence_mlp(hidden, **weights, accept=accept)
+        assert torch.equal(confidence, rows["confidence"])
+        return mask
+
+    assert_accepts(rows, measure_and_accept, layer=5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -169,6 +189,21 @@ def test_opcheck(inner_size: int | None, device: torch.device) -> None:
             random_states(3, 20, torch.bfloat16, device),
             *(weights.get(name) for name in ("weight1", "bias1", "weight2", "bias2")),
             torch.empty(3, device=device),
+        ),
+    )
+
+
+def test_opcheck_with_accepting(device: torch.device) -> None:
+    weights, rows = random_classifier(20, 6, device), random_rows(3, device)
+    mask = ops.accept_mask(layer=5, **rows)
+    torch.library.opcheck(
+        torch.ops.eecore.exit_confidence_mlp.default,
+        (
+            random_states(3, 20, torch.float32, device),
+            *(weights[name] for name in ("weight1", "bias1", "weight2", "bias2")),
+            torch.empty(3, device=device),
+            *(rows["thresholds"], 5, rows["status"], rows["exit_layer"]),
+            *mask,
         ),
     )
 

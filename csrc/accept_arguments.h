@@ -1,0 +1,54 @@
+// The tensors of accept_mask, which ops that measure confidences take too, to go on with it.
+#pragma once
+
+#include "check.h"
+
+namespace eecore {
+
+// Checks them against a float32 [num_seqs] `confidence` that has been checked.
+inline AcceptMaskParams accept_params(Checker& check, const Tensor& confidence,
+                                      const Tensor& thresholds, int64_t layer, const Tensor& status,
+                                      const Tensor& exit_layer, const Tensor& survivors,
+                                      const Tensor& num_survivors, const Tensor& all_accepted) {
+  check(thresholds, "thresholds", Accept::kFloat32, {"num_seqs"});
+  check(status, "status", Accept::kBool, {"num_seqs"});
+  check(exit_layer, "exit_layer", Accept::kInt32, {"num_seqs"});
+  check(survivors, "survivors", Accept::kInt32, {"num_seqs"});
+  check(num_survivors, "num_survivors", Accept::kInt32, {1});
+  check(all_accepted, "all_accepted", Accept::kBool, {1});
+  check.require(layer >= 1 && layer <= INT32_MAX,
+                "layer: expected a positive number of layers that have run, got ", layer);
+
+  AcceptMaskParams params{};
+  params.confidence = data<const float>(confidence);
+  params.thresholds = data<const float>(thresholds);
+  params.status = data<uint8_t>(status);
+  params.exit_layer = data<int32_t>(exit_layer);
+  params.survivors = data<int32_t>(survivors);
+  params.num_survivors = data<int32_t>(num_survivors);
+  params.all_accepted = data<uint8_t>(all_accepted);
+  params.num_seqs = check["num_seqs"];
+  params.layer = static_cast<int32_t>(layer);
+  return params;
+}
+
+// Where they are optional, all of them or none are given; num_survivors stays null without them.
+struct OptionalAccept {
+  const std::optional<Tensor>& thresholds;
+  int64_t layer;
+  const std::optional<Tensor>&status, &exit_layer, &survivors, &num_survivors, &all_accepted;
+
+  AcceptMaskParams params(Checker& check, const Tensor& confidence) const {
+    const int given = thresholds.has_value() + status.has_value() + exit_layer.has_value() +
+                      survivors.has_value() + num_survivors.has_value() + all_accepted.has_value();
+    if (given == 0) return {};
+    check.require(given == 6,
+                  "thresholds: expected all of thresholds, status, exit_layer, survivors, "
+                  "num_survivors and all_accepted, or none, got ",
+                  given, " of them");
+    return accept_params(check, confidence, *thresholds, layer, *status, *exit_layer, *survivors,
+                         *num_survivors, *all_accepted);
+  }
+};
+
+}  // namespace eecore
