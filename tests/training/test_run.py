@@ -201,6 +201,20 @@ def test_adapters_are_written_merged_and_alone(
     eecore.load(tmp_path / "out", device="cpu", kv_cache_tokens=64)
 
 
+def test_tensorboard_gets_what_the_csv_gets(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    out = tmp_path / "out"
+    train(make_model(), pairs, small(5), out, held_out=pairs)
+    events = reading.EventAccumulator(str(out / "training" / "tensorboard")).Reload()
+    log = read_log(out / "training" / "steps.csv")
+    assert [event.value for event in events.Scalars("loss/total")] == pytest.approx(log["loss"])
+    evaluations = read_log(out / "training" / "evaluations.csv")
+    agreement = [event.value for event in events.Scalars("held_out_agreement/exit_2")]
+    assert agreement == pytest.approx(evaluations["agreement_exit_2"])
+
+
 def test_gradient_checkpointing_learns_the_same(
     make_model: Any, pairs: TokenData, tmp_path: Path
 ) -> None:

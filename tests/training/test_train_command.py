@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 import eecore
 from eecore.cli.app import run
 from eecore.cli.train import ProgressLine
-from eecore.training import StepReport, state_path, stop_on_signals
+from eecore.training import StepReport, model_digest, state_path, stop_on_signals
 from eecore.training.run_log import read_log
 from tiny_models import write_byte_tokenizer, write_model
 
@@ -123,6 +124,25 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
         assert stop()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_the_exit_classifier(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "classifier.safetensors"
+    command = ["train-classifier", str(folder / "model"), "--data", str(folder / "data.jsonl")]
+    command += ["--steps", "20", "--batch-size", "2", "--device", "cpu"]
+    assert run([*command, "--out", str(out)]) == 0
+    assert re.fullmatch(rf"loss [\d.]+ at first, .* wrote {out}\n", capsys.readouterr().out)
+    with safe_open(str(out), "pt") as file:
+        assert file.metadata()["model_sha256"] == model_digest(folder / "model")
+    options = ["--exit", "confident:0.5", "--measure", "classifier", "--classifier", str(out)]
+    generate = ["generate", str(folder / "model"), "ab=", "--max-tokens", "4", "--device", "cpu"]
+    assert run([*generate, *options]) == 0
+    assert run([*command, "--out", str(tmp_path / "none" / "c.safetensors")]) == USAGE
+    untrained = ["train-classifier", str(folder / "untrained"), *command[2:], "--out", str(out)]
+    assert run(untrained) == USAGE
+    assert "expected a model with weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

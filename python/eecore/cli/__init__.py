@@ -1,4 +1,5 @@
-"""The command line: ``eecore generate``, ``info``, ``convert``, ``search`` and ``train``.
+"""The command line: ``eecore generate``, ``info``, ``convert``, ``search``, ``train``
+and ``train-classifier``.
 
 Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.
 """

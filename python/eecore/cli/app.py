@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eecore.cli import convert, generate, info, search, train
+from eecore.cli import convert, generate, info, search, train, train_classifier
 from eecore.cli.failures import EXIT_CODES, INTERRUPTED, USAGE, reports_failures, usage_message
 
 __all__ = ["main", "run"]
@@ -29,6 +29,7 @@ for _name, _command in (
     ("convert", convert.convert),
     ("search", search.search),
     ("train", train.train),
+    ("train-classifier", train_classifier.train_classifier),
 ):
     app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
 

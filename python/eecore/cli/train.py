@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eecore.training import StepReport, TrainingConfig
     from eecore.training.early_exit_loss import LossWeights
 
-__all__ = ["ProgressLine", "train"]
+__all__ = ["ProgressLine", "train", "training_device"]
 
 # Of a panel in --help.
 EXITS, OPTIMIZER, RUN = "Early exits", "Optimizer", "Run"
@@ -173,7 +173,7 @@ def train(
         }
         sequences = read_data(data, start.tokenizer, **reading)
         scored = read_data(held_out, start.tokenizer, **reading) if held_out else None
-        where = _device(device)
+        where = training_device(device)
         start.model.to(where)
     per_epoch = -(-len(sequences) // batch_size)
     num_steps = steps or max(1, round((1.0 if epochs is None else epochs) * per_epoch))
@@ -307,7 +307,8 @@ def _lora(rank: int | None) -> Any:
     return None if rank is None else LoraSettings(rank, alpha=2.0 * rank)
 
 
-def _device(name: str | None) -> str:
+def training_device(name: str | None) -> str:
+    """The device asked for, or the best there is."""
     import torch
 
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eecore.training.evaluation import ExitScores
+from eecore.training.exit_model import ExitModel
+from eecore.training.libraries import library
 from eecore.training.recipe import TrainingConfig
 
 __all__ = ["EXITS_FILE", "model_digest", "save_model"]
@@ -46,19 +50,33 @@ def save_model(
     if hasattr(model, "merge_and_unload"):
         model.save_pretrained(str(directory / "adapter"))
         model = model.merge_and_unload()
-    model.save_pretrained(str(directory))
+    with _no_progress_bars():
+        model.save_pretrained(str(directory))
     for name in TOKENIZER_FILES:
         source = None if tokenizer_directory is None else tokenizer_directory / name
         if source is not None and source.is_file() and source.parent != directory:
             shutil.copyfile(source, directory / name)
     about = {
         "model_sha256": model_digest(directory),
-        "num_layers": model.config.num_hidden_layers,
+        "num_layers": ExitModel.of(model).num_layers,
         "training": config.to_dict(),
         "training_tokens": tokens,
         "held_out": None if scores is None else asdict(scores),
     }
     (directory / EXITS_FILE).write_text(json.dumps(about, indent=2) + "\n")
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers' own would break the run's line of progress."""
+    logging = library("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def model_digest(directory: Path) -> str:
