@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eecore import ops
+    from eecore.calibration import Calibration, calibrate
     from eecore.config import EngineConfig, ModelConfig, SamplingParams
     from eecore.decoding.skip_search import SkipSearch
     from eecore.engine.async_engine import AsyncEngine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from eecore.output import Output, RequestStats, StepOutput
 
 _NAMES = {
+    "eecore.calibration": ("Calibration", "calibrate"),
     "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams"),
     "eecore.decoding.skip_search": ("SkipSearch",),
     "eecore.engine.async_engine": ("AsyncEngine",),
@@ -48,6 +50,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AsyncEngine",
+    "Calibration",
     "ConfidentExit",
     "DraftAndVerify",
     "EecoreError",
@@ -68,6 +71,7 @@ __all__ = [
     "SkipSearch",
     "StepOutput",
     "build_info",
+    "calibrate",
     "generate",
     "load",
     "ops",

@@ -6,18 +6,23 @@ so E runs from 1 to the model's number of layers.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from eecore.config import is_whole, is_within
 from eecore.errors import ExitError
+
+if TYPE_CHECKING:
+    from eecore.calibration import Calibration
 
 __all__ = [
     "ConfidentExit",
@@ -130,6 +135,16 @@ class ExitClassifier:
             self._moved[device] = ExitClassifier(moved[0], *moved[1:])
         return self._moved[device]
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the weights in float32: the same numbers are the same classifier."""
+        digest = hashlib.sha256()
+        for tensor in (self.weight1, self.bias1, self.weight2, self.bias2):
+            digest.update(b"none" if tensor is None else str(list(tensor.shape)).encode())
+            if tensor is not None:
+                digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
     @staticmethod
     def load(path: str | Path) -> ExitClassifier:
         """Read ``weight1``, ``bias1``, ``weight2``, ``bias2`` from a safetensors file."""
@@ -164,6 +179,7 @@ class ConfidentExit(Exit):
         min_exit_layer: the earliest exit.
         thresholds: lambda of single exit points, in place of ``threshold``.
         classifier: for the ``classifier`` measure.
+        calibration: what the threshold was found by; :meth:`calibrated` sets it.
     """
 
     threshold: float = 0.9
@@ -174,6 +190,7 @@ class ConfidentExit(Exit):
     min_exit_layer: int = 1
     thresholds: Mapping[int, float] = field(default_factory=dict)
     classifier: ExitClassifier | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         for name, value in [
@@ -206,10 +223,30 @@ class ConfidentExit(Exit):
                 "ConfidentExit.classifier: expected one with measure='classifier', none without, "
                 f"got measure={self.measure!r} and classifier={self.classifier!r}"
             )
+        if self.calibration is not None:
+            self.calibration.check_fits(self)
+
+    @staticmethod
+    def calibrated(path: str | Path, classifier: ExitClassifier | None = None) -> ConfidentExit:
+        """The policy of a calibration file, with its guarantee (CALM §4).
+
+        The engine refuses it for another model, dtype or sampled output.
+
+        Args:
+            path: what ``eecore calibrate`` wrote.
+            classifier: the one it was calibrated with, for the ``classifier`` measure.
+
+        Raises:
+            ExitError: the file cannot be used, or the classifier is another.
+        """
+        from eecore.calibration import Calibration
+
+        return Calibration.load(path).policy(classifier)
 
     @property
     def contract(self) -> str:
-        return f"confident exit ({self.measure}, threshold {self.threshold:g}): uncalibrated"
+        promise = "uncalibrated" if self.calibration is None else self.calibration.promise
+        return f"confident exit ({self.measure}, threshold {self.threshold:g}): {promise}"
 
     def check(self, num_layers: int, hidden_size: int) -> None:
         _check_layer("ConfidentExit.min_exit_layer", self.min_exit_layer, 1, num_layers, num_layers)

@@ -1,5 +1,5 @@
-"""The command line: ``eecore generate``, ``info``, ``convert``, ``search``, ``train``
-and ``train-classifier``.
+"""The command line: ``eecore generate``, ``info``, ``convert``, ``search``, ``train``,
+``train-classifier`` and ``calibrate``.
 
 Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.
 """

@@ -9,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from eecore.cli import convert, generate, info, search, train, train_classifier
+from eecore.cli import (
+    calibrate,
+    convert,
+    generate,
+    info,
+    search,
+    train,
+    train_classifier,
+)
 from eecore.cli.failures import EXIT_CODES, INTERRUPTED, USAGE, reports_failures, usage_message
 
 __all__ = ["main", "run"]
@@ -30,6 +38,7 @@ for _name, _command in (
     ("search", search.search),
     ("train", train.train),
     ("train-classifier", train_classifier.train_classifier),
+    ("calibrate", calibrate.calibrate),
 ):
     app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
 

@@ -10,9 +10,9 @@ from eecore.cli.failures import UsageError
 from eecore.errors import ExitError
 
 if TYPE_CHECKING:
-    from eecore.exits import Exit
+    from eecore.exits import Exit, ExitClassifier
 
-__all__ = ["EXIT_HELP", "ExitOptions", "parse_layers"]
+__all__ = ["EXIT_HELP", "ExitOptions", "load_classifier", "parse_layers"]
 
 EXIT_HELP = (
     "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
@@ -26,6 +26,7 @@ BELONGS_TO = {
     "exit_points": "confident",
     "min_exit_layer": "confident",
     "classifier": "confident",
+    "calibration": "confident",
     "draft_threshold": "speculative",
     "skip_attention": "draft-verify",
     "skip_mlp": "draft-verify",
@@ -45,6 +46,7 @@ class ExitOptions:
     exit_points: str | None = None
     min_exit_layer: int | None = None
     classifier: Path | None = None
+    calibration: Path | None = None
     draft_threshold: float | None = None
     skip_attention: str | None = None
     skip_mlp: str | None = None
@@ -90,18 +92,13 @@ class ExitOptions:
     def _confident(self) -> Exit:
         from eecore import exits
 
+        if self.calibration is not None:
+            return self._calibrated(self.calibration)
         self._expect((0, 1), "confident or confident:THRESHOLD, such as confident:0.8")
         measure = self.measure or ("classifier" if self.classifier else "softmax")
         if measure == "classifier" and self.classifier is None:
             raise UsageError("--classifier: expected a file for --measure classifier, got none")
-        classifier = None
-        if self.classifier is not None:
-            try:
-                classifier = exits.ExitClassifier.load(self.classifier)
-            except ExitError:
-                raise
-            except Exception as error:
-                raise ExitError(f"--classifier: {self.classifier}: {error}") from None
+        classifier = None if self.classifier is None else load_classifier(self.classifier)
         points = self.exit_points
         return exits.ConfidentExit(
             self._number(0) if self._numbers else 0.9,
@@ -112,6 +109,18 @@ class ExitOptions:
             min_exit_layer=self.min_exit_layer or 1,
             classifier=classifier,
         )
+
+    def _calibrated(self, path: Path) -> Exit:
+        from eecore import exits
+
+        self._expect(0, "confident alone: the threshold is that of --calibration")
+        settings = ("measure", "batch_mode", "decay_tau", "exit_points", "min_exit_layer")
+        for name in settings:
+            if getattr(self, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag}: expected none beside --calibration, which holds it")
+        classifier = None if self.classifier is None else load_classifier(self.classifier)
+        return exits.ConfidentExit.calibrated(path, classifier)
 
     def _draft_and_verify(self) -> Exit:
         from eecore import DraftAndVerify, SkipSearch
@@ -168,3 +177,15 @@ def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     except ValueError:
         raise UsageError(f"{flag}: expected layers such as 4,8,12-20, got {text!r}") from None
     return tuple(sorted(layers))
+
+
+def load_classifier(path: Path) -> ExitClassifier:
+    """The classifier of a file named on the command line."""
+    from eecore import exits
+
+    try:
+        return exits.ExitClassifier.load(path)
+    except ExitError:
+        raise
+    except Exception as error:
+        raise ExitError(f"--classifier: {path}: {error}") from None

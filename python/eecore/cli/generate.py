@@ -78,6 +78,13 @@ def generate(
         Path | None,
         typer.Option(help="confident: safetensors file of the classifier.", rich_help_panel=EXITS),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="confident: file of eecore calibrate, with threshold and guarantee.",
+            rich_help_panel=EXITS,
+        ),
+    ] = None,
     draft_threshold: Annotated[
         float | None,
         typer.Option(
@@ -160,6 +167,7 @@ def generate(
         exit_points=exit_points,
         min_exit_layer=min_exit_layer,
         classifier=classifier,
+        calibration=calibration,
         draft_threshold=draft_threshold,
         skips=skips,
         skip_attention=skip_attention,

@@ -21,7 +21,7 @@ from eecore.engine.scheduler import Scheduler
 from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.engine.text import TextStream
 from eecore.errors import RequestError
-from eecore.exits import Exit, FixedExit, Full
+from eecore.exits import ConfidentExit, Exit, FixedExit, Full
 from eecore.models import KVCache, LlamaModel, Tokenizer
 from eecore.output import Output, RequestStats, StepOutput
 
@@ -85,6 +85,13 @@ class Engine:
         prompt_ids = self._tokenize(prompt)
         config = self.network.config
         policy.check(config.num_layers, config.hidden_size)
+        if isinstance(policy, ConfidentExit) and policy.calibration is not None:
+            policy.calibration.check_model(self.network.source)
+            if sampling.temperature > 0.0:
+                raise RequestError(
+                    "temperature: expected 0 with a calibrated exit, whose guarantee is for greedy "
+                    f"output, got {sampling.temperature:g}"
+                )
         self._check_length(len(prompt_ids), sampling.max_tokens)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")

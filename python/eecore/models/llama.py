@@ -20,6 +20,7 @@ from eecore.models.attention import AttentionBatch
 from eecore.models.int8 import WeightView, dequantise_rows
 from eecore.models.kv_cache import KVCache
 from eecore.models.rope import cos_sin_table
+from eecore.models.source import ModelSource
 
 # Up to so many rows a product is bound by reading its weight, and the skinny ops read it best.
 MAX_SKINNY_ROWS = 32
@@ -191,8 +192,11 @@ class LlamaModel:
     norm. Nothing keeps state between calls but the KV cache that is passed in.
     """
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: LlamaWeights, source: ModelSource | None = None
+    ) -> None:
         self.config = config
+        self.source = source
         self.weights = weights
         self.device = weights.final_norm.device
         self.dtype = weights.final_norm.dtype

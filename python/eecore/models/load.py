@@ -12,6 +12,7 @@ from eecore.errors import ModelError
 from eecore.models.checkpoint import Checkpoint, load_weights, with_stored_tying
 from eecore.models.config_json import read_model_config
 from eecore.models.llama import LlamaModel
+from eecore.models.source import ModelSource
 from eecore.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +48,8 @@ def load_model(
         config = with_stored_tying(config, checkpoint)
         what = choose_dtype(dtype, where, _stored_dtype(checkpoint, config))
         loaded = load_weights(checkpoint, config, where, what, int8=int8)
-    return config, LlamaModel(config, loaded), tokenizer
+    source = ModelSource(directory, str(what).removeprefix("torch."), "int8" if int8 else None)
+    return config, LlamaModel(config, loaded, source), tokenizer
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

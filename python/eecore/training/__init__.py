@@ -6,6 +6,7 @@ classifier (:func:`train_exit_classifier`). :func:`train` puts them together. Ne
 ``train``: ``pip install 'eecore[train]'``.
 """
 
+from eecore.models.source import model_digest
 from eecore.training.calm import (
     CalmLoss,
     ClassifierConfig,
@@ -33,7 +34,6 @@ from eecore.training.pace import seconds_per_step
 from eecore.training.plots import plot_run
 from eecore.training.recipe import LoraSettings, TrainingConfig
 from eecore.training.run import StepReport, TrainingResult, state_path, train
-from eecore.training.saving import model_digest
 
 __all__ = [
     "Batch",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eecore.models.source import model_digest
 from eecore.training.evaluation import ExitScores
 from eecore.training.exit_model import ExitModel
 from eecore.training.libraries import library
 from eecore.training.recipe import TrainingConfig
 
-__all__ = ["EXITS_FILE", "model_digest", "save_model"]
+__all__ = ["EXITS_FILE", "save_model"]
 
 EXITS_FILE = "exits.json"
 TOKENIZER_FILES = (
@@ -77,13 +77,3 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def model_digest(directory: Path) -> str:
-    """The SHA-256 of a model directory's weight files, in the order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.glob("model*.safetensors")):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()

@@ -1,0 +1,375 @@
+"""A threshold with a guarantee: Learn then Test over descending thresholds (CALM §4, App. E).
+
+For prompts like those of the calibration set, the expected loss of the early-exiting model is at
+most ``delta``, with probability at least ``1 - epsilon`` over the choice of the calibration set.
+The loss of a prompt is either 1 - similarity to the full model's text (*textual consistency*), or
+how much worse than the full model's the text is, measured against the label (*risk consistency*).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from eecore.config import is_whole, is_within
+from eecore.errors import ExitError, RequestError
+from eecore.evaluation import SIMILARITIES, Example
+from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
+
+if TYPE_CHECKING:
+    from eecore.generation import Model
+    from eecore.models.source import ModelSource
+
+__all__ = [
+    "DEFAULT_GRID",
+    "Calibration",
+    "CalibrationStep",
+    "calibrate",
+    "hoeffding_bentkus",
+    "lowest_passed",
+    "prompts_needed",
+    "tried_thresholds",
+]
+
+LossKind = Literal["textual", "risk"]
+DEFAULT_GRID = tuple(round(1.0 - 0.05 * i, 2) for i in range(21))
+
+
+# The statistics
+
+
+def hoeffding_bentkus(mean_loss: float, num_prompts: int, delta: float) -> float:
+    """p-value of "the expected loss exceeds delta", from a mean of losses in [0, 1].
+
+    ``min(exp(-n kl(min(E, delta) || delta)), e BinomCDF(ceil(n E); n, delta))`` with
+    ``0 log 0 = 0`` (CALM App. E; Bates et al. 2021).
+    """
+    from scipy.stats import binom
+
+    observed = min(mean_loss, delta)
+    kl = (observed * math.log(observed / delta) if observed > 0.0 else 0.0) + (
+        (1.0 - observed) * math.log((1.0 - observed) / (1.0 - delta)) if observed < 1.0 else 0.0
+    )
+    # A mean that is a whole number of prompts must not be rounded up past it.
+    count = math.ceil(num_prompts * mean_loss - 1e-9)
+    bentkus = math.e * float(binom.cdf(count, num_prompts, delta))
+    return min(1.0, math.exp(-num_prompts * kl), bentkus)
+
+
+def prompts_needed(delta: float, epsilon: float) -> int:
+    """The fewest prompts with which any threshold can pass: those of a loss of 0 on all of them."""
+    return math.ceil(math.log(epsilon) / math.log(1.0 - delta))
+
+
+@dataclass(frozen=True)
+class CalibrationStep:
+    """One threshold that was tried."""
+
+    threshold: float
+    mean_loss: float
+    p_value: float
+    passed: bool
+    mean_exit_layer: float | None = None
+
+
+def tried_thresholds(
+    losses_at: Callable[[float], Sequence[float]],
+    grid: Sequence[float],
+    delta: float,
+    epsilon: float,
+) -> Iterator[CalibrationStep]:
+    """Fixed-sequence testing: down the grid until a threshold's p-value exceeds epsilon.
+
+    Args:
+        losses_at: losses in [0, 1] of all prompts with a threshold.
+        grid: thresholds, descending.
+        delta: the tolerated expected loss.
+        epsilon: the tolerated probability that it is exceeded.
+    """
+    for threshold in grid:
+        losses = losses_at(threshold)
+        mean_loss = math.fsum(losses) / len(losses)
+        p_value = hoeffding_bentkus(mean_loss, len(losses), delta)
+        yield CalibrationStep(threshold, mean_loss, p_value, p_value <= epsilon)
+        if p_value > epsilon:
+            return
+
+
+def lowest_passed(steps: Iterable[CalibrationStep]) -> float:
+    """The last threshold that passed; 1, which never exits early, if none did."""
+    return min((step.threshold for step in steps if step.passed), default=1.0)
+
+
+# The record
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibrated threshold, what it was calibrated on, and all that was measured."""
+
+    threshold: float
+    measure: Measure
+    delta: float
+    epsilon: float
+    loss: LossKind
+    similarity: str
+    num_prompts: int
+    max_tokens: int
+    decay_tau: float
+    exit_points: tuple[int, ...] | None
+    min_exit_layer: int
+    model_sha256: str
+    dtype: str
+    weights: str | None
+    classifier_sha256: str | None
+    grid: tuple[float, ...]
+    steps: tuple[CalibrationStep, ...]
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether no threshold could have passed with so few prompts."""
+        return self.num_prompts < prompts_needed(self.delta, self.epsilon)
+
+    @property
+    def promise(self) -> str:
+        """The guarantee in words."""
+        return (
+            f"calibrated (delta {self.delta:g}, epsilon {self.epsilon:g}, {self.loss} loss by "
+            f"{self.similarity} on {self.num_prompts} prompts)"
+        )
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Calibration:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ExitError: the file cannot be read or is not a calibration.
+        """
+        try:
+            stored: Any = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ExitError(f"{path}: {error.strerror}") from None
+        except ValueError as error:
+            raise ExitError(f"{path}: expected the JSON of a calibration, got: {error}") from None
+        names = {field.name for field in fields(Calibration)}
+        if not isinstance(stored, dict) or set(stored) != names:
+            got = sorted(stored) if isinstance(stored, dict) else type(stored).__name__
+            raise ExitError(f"{path}: expected a calibration with {sorted(names)}, got {got}")
+        try:
+            points = stored["exit_points"]
+            stored["exit_points"] = None if points is None else tuple(points)
+            stored["grid"] = tuple(stored["grid"])
+            stored["steps"] = tuple(CalibrationStep(**step) for step in stored["steps"])
+        except TypeError as error:
+            raise ExitError(f"{path}: expected the JSON of a calibration, got: {error}") from None
+        return Calibration(**stored)
+
+    def policy(self, classifier: ExitClassifier | None = None) -> ConfidentExit:
+        """The calibrated exit policy.
+
+        Args:
+            classifier: the one it was calibrated with, for the ``classifier`` measure.
+        """
+        if self.measure == "classifier" and classifier is None:
+            raise ExitError("calibration: expected the classifier it was made with, got none")
+        if classifier is not None and classifier.sha256 != self.classifier_sha256:
+            raise ExitError(
+                "calibration: expected the classifier it was made with "
+                f"({_short(self.classifier_sha256)}), got another ({_short(classifier.sha256)})"
+            )
+        return ConfidentExit(
+            self.threshold,
+            self.measure,
+            decay_tau=self.decay_tau,
+            exit_points=self.exit_points,
+            min_exit_layer=self.min_exit_layer,
+            classifier=classifier,
+            calibration=self,
+        )
+
+    def check_fits(self, policy: ConfidentExit) -> None:
+        """Raise :class:`eecore.ExitError` unless the policy is the one that was calibrated."""
+        for name, calibrated, got in (
+            ("threshold", self.threshold, policy.threshold),
+            ("measure", self.measure, policy.measure),
+            ("batch", "each", policy.batch),
+            ("decay_tau", self.decay_tau, policy.decay_tau),
+            ("exit_points", self.exit_points, policy.exit_points),
+            ("min_exit_layer", self.min_exit_layer, policy.min_exit_layer),
+            ("thresholds", {}, dict(policy.thresholds)),
+        ):
+            if calibrated != got:
+                raise ExitError(
+                    f"ConfidentExit.{name}: expected {calibrated!r}, as calibrated, got {got!r} "
+                    "(calibration=None drops the guarantee)"
+                )
+
+    def check_model(self, source: ModelSource | None) -> None:
+        """Raise :class:`eecore.ExitError` unless this is the model that was calibrated."""
+        if source is None:
+            raise ExitError("calibration: expected a model loaded from a directory, got another")
+        for name, calibrated, got in (
+            ("weights", self.weights, source.weights),
+            ("dtype", self.dtype, source.dtype),
+            ("model", _short(self.model_sha256), _short(source.sha256)),
+        ):
+            if calibrated != got:
+                raise ExitError(
+                    f"calibration: made for {name} {calibrated}, got {name} {got}: calibrate again"
+                )
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]
+
+
+# Making one
+
+
+def calibrate(
+    model: Model,
+    examples: Sequence[Example],
+    *,
+    measure: Measure = "softmax",
+    delta: float,
+    epsilon: float = 0.05,
+    loss: LossKind = "textual",
+    similarity: str = "rougeL",
+    grid: Sequence[float] = DEFAULT_GRID,
+    max_tokens: int = 64,
+    decay_tau: float = 0.0,
+    exit_points: Sequence[int] | None = None,
+    min_exit_layer: int = 1,
+    classifier: ExitClassifier | None = None,
+    progress: Callable[[CalibrationStep], None] | None = None,
+) -> Calibration:
+    """Find the lowest threshold that keeps the promise, by generating with each of them.
+
+    Args:
+        model: from :func:`eecore.load`, with a tokenizer.
+        examples: prompts drawn like those to come; with targets for the ``risk`` loss.
+        measure: of :class:`eecore.ConfidentExit`.
+        delta: the tolerated expected loss, between 0 and 1.
+        epsilon: the tolerated probability that it is exceeded, between 0 and 1.
+        loss: ``textual`` or ``risk``.
+        similarity: ``rougeL``, ``rouge2`` or ``exact``.
+        grid: descending thresholds, the first of them 1.
+        max_tokens: new tokens a prompt.
+        decay_tau: of the policy, as are the next three.
+        exit_points: exit layers at which confidence is measured.
+        min_exit_layer: the earliest exit.
+        classifier: for the ``classifier`` measure.
+        progress: called with each threshold tried.
+
+    Raises:
+        RequestError: for settings or examples that cannot be used; nothing has run then.
+    """
+    _check_settings(model, examples, delta, epsilon, loss, similarity, grid, max_tokens)
+    source = model.network.source
+    if source is None:
+        raise RequestError("calibrate: expected a model loaded from a directory, got another")
+    points = None if exit_points is None else tuple(exit_points)
+
+    def policy_at(threshold: float) -> ConfidentExit:
+        return ConfidentExit(
+            threshold,
+            measure,
+            decay_tau=decay_tau,
+            exit_points=points,
+            min_exit_layer=min_exit_layer,
+            classifier=classifier,
+        )
+
+    policy_at(1.0).check(model.config.num_layers, model.config.hidden_size)
+    alike = SIMILARITIES[similarity]
+    full_texts, _ = _generate(model, examples, Full(), max_tokens)
+    depth: dict[float, float] = {}
+
+    def losses_at(threshold: float) -> list[float]:
+        texts, depth[threshold] = _generate(model, examples, policy_at(threshold), max_tokens)
+        if loss == "textual":
+            return [1.0 - alike(t, full) for t, full in zip(texts, full_texts, strict=True)]
+        return [
+            max(0.0, alike(full, example.target or "") - alike(text, example.target or ""))
+            for text, full, example in zip(texts, full_texts, examples, strict=True)
+        ]
+
+    steps = []
+    for step in tried_thresholds(losses_at, grid, delta, epsilon):
+        steps.append(replace(step, mean_exit_layer=depth[step.threshold]))
+        if progress is not None:
+            progress(steps[-1])
+    return Calibration(
+        threshold=lowest_passed(steps),
+        measure=measure,
+        delta=delta,
+        epsilon=epsilon,
+        loss=loss,
+        similarity=similarity,
+        num_prompts=len(examples),
+        max_tokens=max_tokens,
+        decay_tau=decay_tau,
+        exit_points=points,
+        min_exit_layer=min_exit_layer,
+        model_sha256=source.sha256,
+        dtype=source.dtype,
+        weights=source.weights,
+        classifier_sha256=None if classifier is None else classifier.sha256,
+        grid=tuple(grid),
+        steps=tuple(steps),
+    )
+
+
+def _check_settings(
+    model: Model,
+    examples: Sequence[Example],
+    delta: float,
+    epsilon: float,
+    loss: str,
+    similarity: str,
+    grid: Sequence[float],
+    max_tokens: int,
+) -> None:
+    for name, value in (("delta", delta), ("epsilon", epsilon)):
+        if not is_within(value, 0.0, 1.0) or value in (0.0, 1.0):
+            raise RequestError(f"{name}: expected a number between 0 and 1, got {value!r}")
+    for name, word, known in (
+        ("loss", loss, ("textual", "risk")),
+        ("similarity", similarity, tuple(SIMILARITIES)),
+    ):
+        if word not in known:
+            raise RequestError(f"{name}: expected {' or '.join(known)}, got {word!r}")
+    if not grid or grid[0] != 1.0 or any(a <= b for a, b in pairwise(grid)):
+        raise RequestError(f"grid: expected descending thresholds from 1 on, got {list(grid)}")
+    if not is_whole(max_tokens, 1):
+        raise RequestError(f"max_tokens: expected 1 or more, got {max_tokens!r}")
+    if not examples:
+        raise RequestError("examples: expected at least one, got none")
+    if model.tokenizer is None:
+        raise RequestError("calibrate: expected a model with a tokenizer, got one without")
+    if loss == "risk":
+        for number, example in enumerate(examples):
+            if example.target is None:
+                raise RequestError(
+                    f"examples[{number}]: expected a target for the risk loss, got none"
+                )
+
+
+def _generate(
+    model: Model, examples: Sequence[Example], policy: ConfidentExit | Full, max_tokens: int
+) -> tuple[list[str], float]:
+    """The greedy texts, and the mean exit layer of their tokens."""
+    from eecore.generation import generate
+
+    prompts = [example.prompt for example in examples]
+    outputs = generate(model, prompts, exit=policy, max_tokens=max_tokens)
+    layers = [layer for output in outputs for layer in output.exit_layers]
+    return [output.text or "" for output in outputs], sum(layers) / max(len(layers), 1)

@@ -1,0 +1,125 @@
+"""``eecore calibrate``: a threshold for confident exit that comes with a guarantee."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eecore.cli.exit_options import load_classifier, parse_layers
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import (
+    Debug,
+    Device,
+    Dtype,
+    ModelPath,
+    Threads,
+    Weights,
+    check_path,
+    load,
+)
+
+if TYPE_CHECKING:
+    from eecore.calibration import CalibrationStep
+
+
+def calibrate(
+    model: ModelPath,
+    data: Annotated[
+        Path, typer.Option(help='JSON lines of {"input": prompt, "target": label}, unseen so far.')
+    ],
+    out: Annotated[Path, typer.Option(help="Where the calibration goes, as JSON.")] = Path(
+        "calibration.json"
+    ),
+    measure: Annotated[str, typer.Option(help="softmax, state or classifier.")] = "softmax",
+    classifier: Annotated[
+        Path | None, typer.Option(help="Its weights, for --measure classifier.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Tolerated expected loss of a prompt.")] = 0.02,
+    epsilon: Annotated[
+        float, typer.Option(help="Tolerated probability that the loss exceeds delta all the same.")
+    ] = 0.05,
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="textual: 1 - similarity to the full model's text; risk: how much worse than "
+            "the full model's the text is, by the target."
+        ),
+    ] = "textual",
+    similarity: Annotated[str, typer.Option(help="rougeL, rouge2 or exact.")] = "rougeL",
+    grid: Annotated[
+        str | None, typer.Option(help="Thresholds, descending from 1: 1,0.9,0.8", show_default="21")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens a prompt.")] = 64,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to use.", show_default="all")
+    ] = None,
+    decay_tau: Annotated[float, typer.Option(help="Of CALM's decaying threshold.")] = 0.0,
+    exit_points: Annotated[
+        str | None, typer.Option(help="Layers to measure after: 8,16", show_default="all")
+    ] = None,
+    min_exit_layer: Annotated[int, typer.Option(min=1, help="The earliest exit.")] = 1,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Find the lowest threshold that keeps the loss below delta (Learn then Test, CALM §4).
+
+    Then: generate --exit confident --calibration FILE.
+    """
+    check_path(model)
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
+
+    from eecore.calibration import DEFAULT_GRID, prompts_needed
+    from eecore.calibration import calibrate as run
+    from eecore.evaluation import read_examples
+
+    examples = read_examples(data, limit=limit, needs_target=loss == "risk")
+    thresholds = DEFAULT_GRID if grid is None else _numbers("--grid", grid)
+    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
+    found = run(
+        loaded,
+        examples,
+        measure=measure,  # type: ignore[arg-type]
+        delta=delta,
+        epsilon=epsilon,
+        loss=loss,  # type: ignore[arg-type]
+        similarity=similarity,
+        grid=thresholds,
+        max_tokens=max_tokens,
+        decay_tau=decay_tau,
+        exit_points=None if exit_points is None else parse_layers("--exit-points", exit_points),
+        min_exit_layer=min_exit_layer,
+        classifier=None if classifier is None else load_classifier(classifier),
+        progress=_show,
+    )
+    found.save(out)
+    if found.is_too_small:
+        print(
+            f"warning: {found.num_prompts} prompts cannot show a loss below {delta:g}: expected at "
+            f"least {prompts_needed(delta, epsilon)}",
+            file=sys.stderr,
+        )
+    print(f"threshold {found.threshold:g}: {found.promise}; wrote {out}")
+    return 0
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option}: expected numbers such as 1,0.9,0.8, got {text!r}") from None
+
+
+def _show(step: CalibrationStep) -> None:
+    print(
+        f"threshold {step.threshold:.3f}: loss {step.mean_loss:.4f}, p {step.p_value:.4f}, mean "
+        f"exit layer {step.mean_exit_layer:.2f}, {'passed' if step.passed else 'failed'}",
+        file=sys.stderr,
+        flush=True,
+    )

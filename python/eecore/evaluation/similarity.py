@@ -1,0 +1,51 @@
+"""How alike a generated text is to another, from 0 to 1."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from eecore.errors import RequestError
+
+__all__ = ["SIMILARITIES", "Similarity", "exact_match", "rouge"]
+
+Similarity = Callable[[str, str], float]
+"""Of a generated text to a reference."""
+
+
+def exact_match(text: str, reference: str) -> float:
+    """1 for the same text but for white space around it, else 0."""
+    return float(text.strip() == reference.strip())
+
+
+@functools.cache
+def _scorer(kind: str) -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise RequestError(
+            f"{kind}: expected the package rouge-score, got none (pip install 'eecore[evaluate]')"
+        ) from None
+    return RougeScorer([kind])
+
+
+def rouge(kind: str, text: str, reference: str) -> float:
+    """ROUGE F1 (Lin 2004) of lower-cased words; texts that are the same are 1, also without words.
+
+    Args:
+        kind: ``rougeL``, ``rouge2`` or ``rouge1``.
+        text: the generated text.
+        reference: what it is held against.
+    """
+    scorer = _scorer(kind)
+    if text.strip() == reference.strip():
+        return 1.0
+    return float(scorer.score(reference, text)[kind].fmeasure)
+
+
+SIMILARITIES: dict[str, Similarity] = {
+    "rougeL": functools.partial(rouge, "rougeL"),
+    "rouge2": functools.partial(rouge, "rouge2"),
+    "exact": exact_match,
+}

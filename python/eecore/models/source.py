@@ -1,0 +1,36 @@
+"""Which model this is: what a guarantee, or a classifier made for it, holds on to."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+__all__ = ["ModelSource", "model_digest"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model directory, and the numbers that it is run in."""
+
+    directory: Path
+    dtype: str
+    """``float32``, ``bfloat16`` or ``float16``"""
+    weights: str | None
+    """``int8``, or None for those of the dtype."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the weight files, read when it is first asked for."""
+        return model_digest(self.directory)
+
+
+def model_digest(directory: Path) -> str:
+    """The SHA-256 of a model directory's weight files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
