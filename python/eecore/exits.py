@@ -287,11 +287,15 @@ class SelfSpeculative(Exit):
         exit_layer: layers of the draft, 1..num_layers-1.
         num_drafts: most tokens drafted a round.
         draft_threshold: stop a round's draft after a token whose top-2 probability gap is below it.
+        reuse: whether verification takes up keys, values and exit states of the draft. False runs
+            drafted positions through every layer again: the same tokens, to measure what the reuse
+            saves (LayerSkip §4.3.3, Table 7).
     """
 
     exit_layer: int
     num_drafts: int = 6
     draft_threshold: float | None = None
+    reuse: bool = True
 
     def __post_init__(self) -> None:
         _check_num_drafts("SelfSpeculative.num_drafts", self.num_drafts)

@@ -33,16 +33,6 @@ GRID = (1.0, 0.8, 0.4, 0.0)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("calibrated"))
-
-
-@pytest.fixture(scope="module")
-def model(directory: Path) -> eecore.Model:
-    return eecore.load(directory, device="cpu", kv_cache_tokens=2048)
-
-
-@pytest.fixture(scope="module")
 def found(model: eecore.Model) -> Calibration:
     """Delta so large that exits pass although a random model's differ from its last layer."""
     return calibrate(model, PROMPTS, delta=0.99, epsilon=0.4, grid=GRID, max_tokens=4)

@@ -1,5 +1,5 @@
 """The command line: ``eecore generate``, ``info``, ``convert``, ``search``, ``train``,
-``train-classifier`` and ``calibrate``.
+``train-classifier``, ``calibrate``, ``evaluate`` and ``sweep``.
 
 Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.
 """

@@ -12,6 +12,7 @@ import typer
 from eecore.cli import (
     calibrate,
     convert,
+    evaluate,
     generate,
     info,
     search,
@@ -39,8 +40,16 @@ for _name, _command in (
     ("train", train.train),
     ("train-classifier", train_classifier.train_classifier),
     ("calibrate", calibrate.calibrate),
+    ("sweep", evaluate.sweep),
 ):
     app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
+
+_evaluations = typer.Typer(
+    help="The papers' tables, for any model and data.", no_args_is_help=True, epilog=EXIT_CODES
+)
+_evaluations.callback()(lambda: None)  # a group also while it has one command
+_evaluations.command("layerskip", epilog=EXIT_CODES)(reports_failures(evaluate.layerskip))
+app.add_typer(_evaluations, name="evaluate")
 
 
 def main() -> None:

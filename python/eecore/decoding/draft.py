@@ -54,7 +54,7 @@ class Draft:
 def draft_path(policy: Exit, num_layers: int) -> DraftPath:
     """The draft of a speculating policy."""
     if isinstance(policy, SelfSpeculative):
-        return DraftPath(policy.exit_layer, policy.exit_layer)
+        return DraftPath(policy.exit_layer, policy.exit_layer if policy.reuse else 0)
     assert isinstance(policy, DraftAndVerify)
     return DraftPath(num_layers, policy.first_skipped, policy.skip_attention, policy.skip_mlp)
 

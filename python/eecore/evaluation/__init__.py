@@ -1,6 +1,26 @@
-"""What calibration and evaluation share: examples from files, and how alike two texts are."""
+"""What exits and modes are worth: quality exit by exit, modes side by side, sweeps."""
 
 from eecore.evaluation.examples import Example, read_examples
+from eecore.evaluation.exit_scores import ExitScore, Scored, score_exits
+from eecore.evaluation.layerskip import LayerSkipReport, ModeRow, evaluate_layerskip
 from eecore.evaluation.similarity import SIMILARITIES, Similarity
+from eecore.evaluation.sweep import Sweep, SweepCell, sweep_speculation
+from eecore.evaluation.timed import TimedRun, time_policies
 
-__all__ = ["SIMILARITIES", "Example", "Similarity", "read_examples"]
+__all__ = [
+    "SIMILARITIES",
+    "Example",
+    "ExitScore",
+    "LayerSkipReport",
+    "ModeRow",
+    "Scored",
+    "Similarity",
+    "Sweep",
+    "SweepCell",
+    "TimedRun",
+    "evaluate_layerskip",
+    "read_examples",
+    "score_exits",
+    "sweep_speculation",
+    "time_policies",
+]

@@ -1,0 +1,181 @@
+"""``eecore evaluate layerskip`` and ``eecore sweep``: what exits and speculation are worth."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eecore.cli.exit_options import ExitOptions, parse_layers
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import (
+    Debug,
+    Device,
+    Dtype,
+    ModelPath,
+    Threads,
+    Weights,
+    check_path,
+    load,
+)
+
+if TYPE_CHECKING:
+    from eecore.evaluation import TimedRun
+
+Data = Annotated[Path, typer.Option(help='JSON lines of {"input": prompt, "target": label}.')]
+MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens a prompt.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Examples to use.", show_default="all")]
+Batch = Annotated[int, typer.Option(min=1, help="Prompts that run together.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often all take their turn.")]
+
+
+def layerskip(
+    model: ModelPath,
+    data: Data,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="fixed:E, speculative:E,D or draft-verify; may be given several times.",
+            show_default="exits after a quarter, half and three quarters of the layers",
+        ),
+    ] = None,
+    skips: Annotated[
+        Path | None, typer.Option(help="File of eecore search, for --mode draft-verify.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Exits to score: 4,8,12 or none.", show_default="all")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="rouge2, rougeL or exact.")] = "rouge2",
+    max_tokens: MaxTokens = 64,
+    limit: Limit = None,
+    batch_size: Batch = 1,
+    rounds: Rounds = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write NAME.json and NAME.md.", metavar="NAME")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """LayerSkip's tables: exits one by one, modes side by side, what reuse saves."""
+    directory = check_path(model)
+    _check_parent(out)
+
+    from eecore.evaluation import evaluate_layerskip, read_examples
+    from eecore.models.config_json import read_model_config
+
+    examples = read_examples(data, limit=limit)
+    config = read_model_config(directory)
+    words = mode or _default_modes(config.num_layers)
+    policies = [
+        ExitOptions(word, skips=skips if word.startswith("draft-verify") else None).policy()
+        for word in words
+    ]
+    for policy in policies:
+        policy.check(config.num_layers, config.hidden_size)
+    chosen = None
+    if layers is not None:
+        chosen = () if layers == "none" else parse_layers("--layers", layers)
+    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
+    report = evaluate_layerskip(
+        loaded,
+        examples,
+        policies,  # type: ignore[arg-type]
+        layers=chosen,
+        metric=metric,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        rounds=rounds,
+        progress=_show,
+    )
+    print(report.markdown())
+    if out is not None:
+        _beside(out, "json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        _beside(out, "md").write_text(report.markdown() + "\n")
+    return 0
+
+
+def sweep(
+    model: ModelPath,
+    data: Data,
+    exit_layers: Annotated[
+        str | None,
+        typer.Option(help="Of the draft: 4,8,12.", show_default="eighths, to three quarters"),
+    ] = None,
+    num_drafts: Annotated[str, typer.Option(help="Most drafts a round.")] = "2,4,6,8",
+    max_tokens: MaxTokens = 64,
+    limit: Limit = None,
+    batch_size: Batch = 1,
+    rounds: Rounds = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write NAME.json, NAME.md and a heat map, NAME.svg.", metavar="NAME"
+        ),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Time self-speculation over exit layers and drafts on your prompts; answer with the best."""
+    check_path(model)
+    _check_parent(out)
+
+    from eecore.evaluation import read_examples, sweep_speculation
+
+    prompts = [example.prompt for example in read_examples(data, limit=limit)]
+    layers = None if exit_layers is None else parse_layers("--exit-layers", exit_layers)
+    drafts = parse_layers("--num-drafts", num_drafts)
+    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
+    found = sweep_speculation(
+        loaded,
+        prompts,
+        exit_layers=layers,
+        num_drafts=drafts,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        rounds=rounds,
+        progress=_show,
+    )
+    print(found.markdown())
+    best = found.best
+    print(
+        f"\nbest: --exit speculative:{best.exit_layer},{best.num_drafts}, {best.speedup:.2f} times "
+        f"full depth ({best.tokens_per_s:.1f} against {found.full_tokens_per_s:.1f} tokens/s)"
+    )
+    if best.speedup <= 1.0:
+        print("no pair is faster than full depth on these prompts")
+    if out is not None:
+        found.save(_beside(out, "json"))
+        _beside(out, "md").write_text(found.markdown() + "\n")
+        found.plot(_beside(out, "svg"))
+    return 0
+
+
+def _default_modes(num_layers: int) -> list[str]:
+    exits = sorted({max(1, min(num_layers - 1, num_layers * i // 4)) for i in (1, 2, 3)})
+    return [f"fixed:{e}" for e in exits] + [f"speculative:{e},6" for e in exits]
+
+
+def _check_parent(out: Path | None) -> None:
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    return out.with_name(f"{out.name}.{suffix}")
+
+
+def _show(number: int, run: TimedRun) -> None:
+    print(
+        f"round {number + 1}: {run.name}: {run.tokens / run.seconds[-1]:.1f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )

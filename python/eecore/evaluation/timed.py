@@ -1,0 +1,123 @@
+"""Exit policies on the same prompts, in turns: what they write, how fast, at what depth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from eecore.errors import RequestError
+from eecore.exits import DraftAndVerify, Exit, FixedExit, Full, SelfSpeculative
+
+if TYPE_CHECKING:
+    from eecore.generation import Model
+    from eecore.output import Output
+
+__all__ = ["TimedRun", "time_policies"]
+
+
+@dataclass
+class TimedRun:
+    """One policy's outputs, and its seconds in each round."""
+
+    policy: Exit
+    outputs: list[Output] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The policy as a row of a table is called."""
+        return _name_of(self.policy)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the fastest round."""
+        return self.tokens / min(self.seconds)
+
+    @property
+    def mean_exit_layer(self) -> float:
+        layers = [layer for output in self.outputs for layer in output.exit_layers]
+        return sum(layers) / len(layers)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts / drafted tokens; None when nothing was drafted."""
+        drafted = sum(output.stats.drafted for output in self.outputs)
+        accepted = sum(output.stats.accepted for output in self.outputs)
+        return accepted / drafted if drafted else None
+
+    def speedup_over(self, other: TimedRun) -> float:
+        """tokens/s over another run's, the median of the rounds' ratios: both ran in turns."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        ratios = sorted((self.tokens / mine) / (other.tokens / its) for mine, its in pairs)
+        middle = len(ratios) // 2
+        return (ratios[middle] + ratios[~middle]) / 2
+
+    def same_tokens(self, other: TimedRun) -> bool:
+        """Whether both wrote the same, token for token."""
+        return [o.token_ids for o in self.outputs] == [o.token_ids for o in other.outputs]
+
+
+def time_policies(
+    model: Model,
+    prompts: Sequence[str],
+    policies: Sequence[Exit],
+    *,
+    max_tokens: int,
+    batch_size: int = 1,
+    rounds: int = 1,
+    progress: Callable[[int, TimedRun], None] | None = None,
+) -> list[TimedRun]:
+    """Generate greedily with each policy, after :class:`eecore.Full`, which comes first.
+
+    Args:
+        model: from :func:`eecore.load`.
+        prompts: texts.
+        policies: beside ``Full()``.
+        max_tokens: new tokens a prompt.
+        batch_size: prompts that run together.
+        rounds: how often all policies take their turn.
+        progress: called with the round and a run when it has had its turn.
+    """
+    from eecore.generation import generate
+
+    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size), ("rounds", rounds)):
+        if value < 1:
+            raise RequestError(f"{name}: expected 1 or more, got {value}")
+    if not prompts:
+        raise RequestError("prompts: expected at least one, got none")
+    for policy in policies:
+        policy.check(model.config.num_layers, model.config.hidden_size)
+    groups = [
+        list(prompts[first : first + batch_size]) for first in range(0, len(prompts), batch_size)
+    ]
+    runs = [TimedRun(policy) for policy in (Full(), *policies)]
+    generate(model, groups[0], max_tokens=1)
+    for number in range(rounds):
+        for run in runs:
+            outputs: list[Output] = []
+            begin = time.perf_counter()
+            for group in groups:
+                outputs += generate(model, group, exit=run.policy, max_tokens=max_tokens)
+            run.seconds.append(time.perf_counter() - begin)
+            run.outputs = outputs
+            if progress is not None:
+                progress(number, run)
+    return runs
+
+
+def _name_of(policy: Exit) -> str:
+    if isinstance(policy, FixedExit):
+        return f"FixedExit({policy.exit_layer})"
+    if isinstance(policy, SelfSpeculative):
+        reuse = "" if policy.reuse else ", reuse=False"
+        return f"SelfSpeculative({policy.exit_layer}, {policy.num_drafts}{reuse})"
+    if isinstance(policy, DraftAndVerify):
+        skipped = len(policy.skip_attention) + len(policy.skip_mlp)
+        return f"DraftAndVerify({skipped} skipped, {policy.num_drafts})"
+    return type(policy).__name__ + "()"
