@@ -36,12 +36,12 @@ struct SkinnyPlan {
   int num_chunks;     // of a row, the last one filled up with zeros
   int num_slices;     // warps that share rows of W: warp i of them takes chunks i, i + num_slices..
   int num_stages;     // chunks that a warp has slots for, 2 to kSkinnyMaxStages
-  int num_tiles;      // of W: the rows that a block has in work at a time
+  int num_tiles;      // of W, of skinny_tile_rows rows each
   bool aligned;       // rows of W start at multiples of 16 bytes
   bool early_weight;  // W may be read before the previous kernel has ended
 };
 
-// Rows of a tile.
+// Rows of a tile, which is what a block has in work at a time.
 __host__ __device__ inline int skinny_tile_rows(const SkinnyPlan& plan, int m_tiles) {
   return 16 * m_tiles * (kSkinnyWarps / plan.num_slices);
 }

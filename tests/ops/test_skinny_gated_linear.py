@@ -107,8 +107,11 @@ def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
-    call = random_call(41, 100, 75, dtype=dtype, device=device)
+@pytest.mark.parametrize("in_features", [100, 1100])
+def test_a_row_does_not_depend_on_the_others(
+    in_features: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = random_call(41, in_features, 75, dtype=dtype, device=device)
     together = ops.skinny_gated_linear(**call)
     for row in range(41):
         one = {**call, "x": call["x"][row : row + 1]}
