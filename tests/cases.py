@@ -200,6 +200,9 @@ ATTENTION_CASES = (
     AttentionCase((30, 1), (300, 500), 4, 2, 128, 16, fixed_split_size=64),
     AttentionCase((1, 3), (700, 250), 4, 2, 64, 8, sliding_window=130, fixed_split_size=32),
     AttentionCase((1,), (5000,), 4, 1, 64, 16),
+    AttentionCase((2, 1), (150, 700), 4, 1, 64, 16, fixed_split_size=2**31 - 1),
+    # Two teams of warps, of which one has no keys.
+    AttentionCase((3,), (23,), 7, 1, 128, 48, sliding_window=1, fixed_split_size=17),
     # Of keys shared by many blocks, some sequences have next to none.
     AttentionCase((1, 1, 2), (2500, 0, 10), 2, 1, 64, 3),
     # A group of more heads than a tile has rows; the smallest head; more sequences than lanes.

@@ -33,7 +33,6 @@ void dispatch(const PagedAttentionParams& params, Body&& body) {
 struct Work {
   int64_t units;      // if all sequences have equally many queries
   int64_t num_teams;  // of the warps of such a tile
-  int64_t max_keys;   // of any sequence
 };
 
 template <typename Sizes>
@@ -42,8 +41,7 @@ Work work_of(const PagedAttentionParams& params, int64_t group_size) {
   const int64_t tiles =
       ceil_div(rows, Sizes::kTileRows) * std::min(params.num_seqs, params.num_tokens);
   const int64_t team_warps = rows <= Sizes::kWarpRows ? 1 : rows <= 2 * Sizes::kWarpRows ? 2 : 4;
-  return {tiles * params.num_kv_heads, kAttentionWarps / team_warps,
-          std::min<int64_t>(params.max_pages_per_seq * params.page_size, INT32_MAX)};
+  return {tiles * params.num_kv_heads, kAttentionWarps / team_warps};
 }
 
 // The fewest blocks per unit, of `least` to `most`, that keep nearly as many of the `resident`
@@ -70,20 +68,21 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
                  AttentionPlan& plan) {
   constexpr int64_t kMinBlockKeys = 512;    // worth merging the result of a block
   constexpr int64_t kMaxBlockKeys = 16384;  // lest one long sequence keeps a few blocks for long
+  constexpr int64_t kMostBlocks = 256;      // of a tile
   constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
   constexpr double kBusyEnough = 0.8;
   const Work work = work_of<Sizes>(params, plan.group_size);
   const int64_t resident = num_multiprocessors * kAttentionBlocksPerMultiprocessor;
   if (params.fixed_split_size == 0) {
-    const int64_t most = std::max<int64_t>(work.max_keys / kMinBlockKeys, 1);
-    const int64_t least = ceil_div(work.max_keys, kMaxBlockKeys);
+    const int64_t most = std::clamp<int64_t>(plan.max_keys / kMinBlockKeys, 1, kMostBlocks);
+    const int64_t least = std::max<int64_t>(ceil_div(plan.max_keys, kMaxBlockKeys), 1);
     plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, least, most));
     plan.num_partials = plan.num_blocks > 1 ? plan.num_blocks : 0;
     return;
   }
   // A block that takes all splits of a tile merges them itself, in the same order.
-  const int64_t splits = std::max<int64_t>(ceil_div(work.max_keys, params.fixed_split_size), 1);
-  const int64_t rounds = ceil_div(splits, work.num_teams);
+  const int64_t splits = std::max<int64_t>(ceil_div(plan.max_keys, params.fixed_split_size), 1);
+  const int64_t rounds = std::min(ceil_div(splits, work.num_teams), kMostBlocks);
   const int64_t partial_bytes = splits * params.num_tokens * params.num_q_heads *
                                 (params.head_dim + 2) * static_cast<int64_t>(sizeof(float));
   const double busy = static_cast<double>(work.units) /
@@ -92,9 +91,8 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
   if (busy < kBusyEnough && partial_bytes <= kMaxWorkspace) {
     plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, 1, rounds));
   }
-  // A tile with more teams or fewer than the average one takes more rounds or fewer.
-  const bool one_round = splits == 1;
-  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(splits) : one_round ? 0 : 1;
+  // One for the total so far, unless there are no rounds to come.
+  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(splits) : splits > 1 ? 1 : 0;
 }
 
 struct Call {
@@ -117,8 +115,10 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   }
   plan.num_tiles = static_cast<int32_t>(num_tiles);
   plan.step_keys = Sizes::kStepKeys;
+  const int64_t max_keys = params.max_pages_per_seq * params.page_size;
+  plan.max_keys = static_cast<int32_t>(std::min<int64_t>(max_keys, INT32_MAX));
   // A window that no query is far enough into to notice is none.
-  const int64_t max_window = params.max_pages_per_seq * params.page_size + params.num_tokens;
+  const int64_t max_window = max_keys + params.num_tokens;
   if (params.sliding_window < std::min<int64_t>(max_window, INT32_MAX)) {
     plan.sliding_window = static_cast<int32_t>(params.sliding_window);
   }

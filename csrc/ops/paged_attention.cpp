@@ -66,9 +66,12 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.causal = causal;
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
-  const Tensor scratch =
-      workspace(q, cuda::paged_attention_workspace(params, current_stream(q).device));
-  params.workspace = data<void>(scratch);
+  Tensor scratch;
+  const int64_t scratch_bytes = cuda::paged_attention_workspace(params, current_stream(q).device);
+  if (scratch_bytes > 0) {
+    scratch = workspace(q, scratch_bytes);
+    params.workspace = data<void>(scratch);
+  }
 #else
   check_sequences(check, params, params.max_pages_per_seq);
 #endif

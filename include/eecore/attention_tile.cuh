@@ -20,6 +20,7 @@ struct AttentionPlan {
   int32_t num_blocks;                       // that share the keys of a tile
   int32_t num_stages;                       // of keys under way to shared memory
   int32_t step_keys;                        // AttentionSizes::kStepKeys
+  int32_t max_keys;                         // that a row of the page table has room for
   int32_t num_partials;                     // of each row in the workspace
   int32_t sliding_window;                   // 0: none
   int32_t fixed_split_size;                 // 0: from the keys of a tile
@@ -86,9 +87,11 @@ struct AttentionTile {
   int first_split, end_split;  // those that hold used keys
 
   __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
+  // The used end of a split, which nothing past end_split has.
   __device__ __forceinline__ KeyRange split(int index) const {
+    if (index >= end_split) return {used.end, used.end};
     const int begin = split_origin + index * split_size;
-    return {begin, begin + split_size};
+    return {begin, begin + min(split_size, used.end - begin)};
   }
 };
 
@@ -143,7 +146,7 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   const auto visible = [&](int row) {
     return visible_keys(params, plan, seq.length, seq.position(row / plan.group_size));
   };
-  tile.used = {visible(first_row).begin, visible(last_row).end};
+  tile.used = {visible(first_row).begin, min(visible(last_row).end, plan.max_keys)};
   tile.team_warps = tile.num_rows <= kWarpRows ? 1 : tile.num_rows <= 2 * kWarpRows ? 2 : 4;
   if (plan.fixed_split_size > 0) {
     tile.split_size = plan.fixed_split_size;

@@ -53,7 +53,9 @@ class KeyStream {
         stage_keys_(tile.team_warps * kStepKeys),
         used_(tile.used),
         first_key_(first_step(split)),
-        num_stages_(num_stages(split)) {}
+        num_stages_(num_stages(split)) {
+    if (num_stages_ == 0) keys_ = {0, 0};
+  }
 
   // How many stages the split takes, and the end of its keys.
   __device__ __forceinline__ int num_stages() const { return num_stages_; }
