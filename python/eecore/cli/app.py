@@ -13,6 +13,7 @@ from eecore.cli import (
     calibrate,
     convert,
     evaluate,
+    exits,
     generate,
     info,
     search,
@@ -41,6 +42,7 @@ for _name, _command in (
     ("train-classifier", train_classifier.train_classifier),
     ("calibrate", calibrate.calibrate),
     ("sweep", evaluate.sweep),
+    ("exits", exits.exits),
 ):
     app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
 

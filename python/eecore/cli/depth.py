@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from eecore.depth_colours import depth_colour
+
 if TYPE_CHECKING:
     from eecore.generation import Model
 
 __all__ = ["DepthPainter", "depth_legend", "depth_style", "has_colours", "runs"]
-
-STOPS = ((56, 189, 248), (167, 139, 250), (251, 146, 60))
 
 
 def has_colours(console: Console) -> bool:
@@ -30,13 +30,7 @@ def has_colours(console: Console) -> bool:
 
 def depth_style(layer: int, lowest: int, num_layers: int) -> Style:
     """The colour of a token that left after ``layer`` layers."""
-    share = (layer - lowest) / max(num_layers - lowest, 1)
-    at = min(max(share, 0.0), 1.0) * (len(STOPS) - 1)
-    low = min(int(at), len(STOPS) - 2)
-    red, green, blue = (
-        round(a + (b - a) * (at - low)) for a, b in zip(STOPS[low], STOPS[low + 1], strict=True)
-    )
-    return Style(color=f"rgb({red},{green},{blue})")
+    return Style(color=depth_colour(layer, lowest, num_layers))
 
 
 def depth_legend(lowest: int, num_layers: int) -> Text:

@@ -1,6 +1,7 @@
 """What exits and modes are worth: quality exit by exit, modes side by side, sweeps."""
 
 from eecore.evaluation.examples import Example, read_examples
+from eecore.evaluation.exit_map import ExitMap, MapToken, map_exits
 from eecore.evaluation.exit_scores import ExitScore, Scored, score_exits
 from eecore.evaluation.layerskip import LayerSkipReport, ModeRow, evaluate_layerskip
 from eecore.evaluation.similarity import SIMILARITIES, Similarity
@@ -10,8 +11,10 @@ from eecore.evaluation.timed import TimedRun, time_policies
 __all__ = [
     "SIMILARITIES",
     "Example",
+    "ExitMap",
     "ExitScore",
     "LayerSkipReport",
+    "MapToken",
     "ModeRow",
     "Scored",
     "Similarity",
@@ -19,6 +22,7 @@ __all__ = [
     "SweepCell",
     "TimedRun",
     "evaluate_layerskip",
+    "map_exits",
     "read_examples",
     "score_exits",
     "sweep_speculation",

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from eecore.errors import RequestError
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
-__all__ = ["ExitScore", "Scored", "score_exits"]
+__all__ = ["ExitScore", "Scored", "score_exits", "whole_batch"]
 
 # Rows whose logits are in memory at a time.
 ROWS_AT_A_TIME = 64
@@ -90,7 +90,7 @@ def _sums(network: LlamaModel, sequence: Scored, layers: list[int]) -> dict[int,
     states = {}
     hidden = network.embed(ids)
     kv = KVCache.allocate(network.config, 1, len(ids), device=ids.device, dtype=network.dtype)
-    batch = _whole(len(ids), ids.device)
+    batch = whole_batch(len(ids), ids.device)
     for begin, end in itertools.pairwise([0, *layers]):
         hidden = network.layers(begin, end, hidden, kv, batch)
         states[end] = hidden[rows]
@@ -108,7 +108,7 @@ def _sums(network: LlamaModel, sequence: Scored, layers: list[int]) -> dict[int,
     return sums
 
 
-def _whole(count: int, device: torch.device) -> AttentionBatch:
+def whole_batch(count: int, device: torch.device) -> AttentionBatch:
     """One sequence in one page."""
     return AttentionBatch(
         positions=torch.arange(count, device=device),

@@ -1,0 +1,85 @@
+"""``eecore exits``: how deep each token of a text goes, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from eecore.cli.depth import depth_legend, depth_style, has_colours, runs
+from eecore.cli.exit_options import EXIT_HELP, ExitOptions
+from eecore.cli.failures import UsageError
+from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, Weights, check_path, load
+from eecore.errors import RequestError
+
+
+def exits(
+    model: ModelPath,
+    prompt: Annotated[str, typer.Argument(help="What is given.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Map this text behind the prompt, instead of one that is written."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
+    exit: Annotated[str, typer.Option(help=EXIT_HELP)] = "confident",
+    measure: Annotated[
+        str | None, typer.Option(help="confident: softmax | state | classifier.")
+    ] = None,
+    classifier: Annotated[Path | None, typer.Option(help="confident: its weights.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="File of eecore calibrate.")] = None,
+    exit_points: Annotated[str | None, typer.Option(help="confident: 8,16,24.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page to this file.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Show how deep each token goes; the page tells the confidence after every layer on hover."""
+    check_path(model)
+    if html is not None and not html.absolute().parent.is_dir():
+        raise UsageError(f"--html: {html.absolute().parent}: expected a directory, got nothing")
+    content = ""
+    if text is not None:
+        try:
+            content = text.read_text()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{text}: expected UTF-8 text, got {error}") from None
+        except OSError as error:
+            raise RequestError(f"{text}: {error.strerror}") from None
+        if not content:
+            raise RequestError(f"{text}: expected some text, got none")
+    policy = ExitOptions(
+        exit,
+        measure=measure,
+        classifier=classifier,
+        calibration=calibration,
+        exit_points=exit_points,
+    ).policy()
+    loaded = load(
+        model, threads=threads, policy=policy, device=device, dtype=dtype, weights=weights
+    )
+
+    from eecore.evaluation import map_exits
+
+    found = map_exits(loaded, prompt, policy, text=content, max_tokens=0 if content else max_tokens)
+    console = Console(highlight=False, soft_wrap=True)
+    painted = Text()
+    for token in found.tokens:
+        layer = token.exit_layer
+        style = "dim" if layer is None else depth_style(layer, found.lowest, found.num_layers)
+        painted.append(token.text, style)
+    console.print(painted)
+    if has_colours(console):
+        console.print(depth_legend(found.lowest, found.num_layers))
+    else:
+        layers = [token.exit_layer for token in found.tokens if token.exit_layer is not None]
+        console.print(f"exit layers: {runs(layers)}")
+    console.print(f"mean exit layer {found.mean_exit_layer:.2f} of {found.num_layers}")
+    if html is not None:
+        html.write_text(found.html())
+        console.print(f"wrote {html}")
+    return 0
