@@ -167,7 +167,9 @@ def map_exits(
         exit_layers = [_exit(measured, row, t, len(learnt)) for t, row in enumerate(table)]
     decoder = tokenizer.incremental(given)
     pieces = [decoder.add(token) for token in learnt]
-    lowest = policy.exit_layer if isinstance(policy, FixedExit) else 1
+    lowest = policy.exit_layer if isinstance(policy, FixedExit) else config.num_layers
+    if isinstance(policy, ConfidentExit):
+        lowest = min(policy.points(config.num_layers), default=config.num_layers)
     return ExitMap(
         num_layers=config.num_layers,
         lowest=min([lowest, *exit_layers]),
