@@ -141,7 +141,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
     whole, broken = tmp_path / "whole", tmp_path / "broken-off"
     start(whole)
-    for step, resume in ((7, False), (8, True), (14, True)):
+    for step, resume in ((2, False), (7, True), (8, True), (14, True)):
         with pytest.raises(Killed):
             start(broken, resume=resume, progress=killed_at(step))
         if step == 14:  # half a row, and half a state

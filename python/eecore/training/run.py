@@ -143,6 +143,7 @@ class _Run:
         self.tokens = 0
         self.scores: ExitScores | None = None
         saved = _saved_run(out, resume, config, self.digest)
+        self.is_fresh = saved is None
         torch.manual_seed(config.seed)
         self.exits = ExitModel.of(model if config.lora is None else _with_lora(model, config.lora))
         self.model = self.exits.model
@@ -171,8 +172,9 @@ class _Run:
         """Train to the end, True, or until told to stop, False."""
         self.model.train()
         started, tokens_before = time.monotonic(), self.tokens
-        if self.step == 0:
+        if self.is_fresh:
             self._evaluate()
+            self._save()  # a disk that cannot take it is found out now, not in an hour
         while self.step < self.config.steps:
             losses, row = self._one_step()
             self.log.step(row, losses)
