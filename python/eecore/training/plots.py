@@ -27,12 +27,14 @@ def plot_run(directory: Path, out: Path) -> None:
     figure = figure_module.Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     exits = [name for name in steps if name.startswith("loss_exit_")]
-    for index, name in enumerate(["loss", *exits]):
-        x, y = _smoothed(steps["step"], steps[name])
-        if y:
-            shade = "black" if name == "loss" else (0.1, 0.3, 1, 0.15 + 0.85 * index / len(exits))
-            label = name if index in (0, 1, len(exits)) else None
-            left.plot(x, y, color=shade, linewidth=1, label=label and label.replace("_", " "))
+    drawn = [name for name in exits if any(value is not None for value in steps[name])]
+    for name in drawn:
+        layer = exits.index(name) + 1
+        label = f"exit {layer}" if name in (drawn[0], drawn[-1]) else None
+        shade = (0.8 - 0.7 * layer / len(exits), 0.6 * (1 - layer / len(exits)) + 0.2, 0.7)
+        left.plot(*_smoothed(steps["step"], steps[name]), color=shade, linewidth=1, label=label)
+    x, y = _smoothed(steps["step"], steps["loss"])
+    left.plot(x, y, color="black", linewidth=0.8, linestyle="--", label="weighted")
     left.set(xlabel="step", ylabel="loss in training")
     left.legend()
     if evaluations["step"]:
