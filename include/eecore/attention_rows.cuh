@@ -6,8 +6,12 @@
 
 namespace eecore::cuda {
 
-// What a row gives a key before the softmax, in base 2: the one place where a bias joins.
-__device__ __forceinline__ float attention_score(float dot, float scale) { return dot * scale; }
+// What a row gives a key before the softmax, in base 2: the one place where a bias joins. The
+// product is rounded before anything is taken from it, so that steps with masked keys and steps
+// without come to the same scores.
+__device__ __forceinline__ float attention_score(float dot, float scale) {
+  return __fmul_rn(dot, scale);
+}
 
 // exp2(x - maximum) with nothing seen yet, of which the maximum is -inf, as 0.
 __device__ __forceinline__ float reference_of(float maximum) {
