@@ -110,14 +110,24 @@ __global__ void __launch_bounds__(kMlpThreads)
     exit_confidence_mlp_kernel(ExitConfidenceMlpParams params, int64_t slice_size, float* parts) {
   constexpr int kWarps = kMlpThreads / 32;
   constexpr int kSums = kRows * kMlpUnits;
-  EECORE_SHARED(float, sums_of_warps, kWarps* kSums);
+  constexpr int kSumsOfWarps = kWarps * kSums;
+  EECORE_SHARED(float, sums_of_warps, kSumsOfWarps);
+
+  // While the kernel before this one ends the weights come to L2, which stays coherent whatever it
+  // writes.
+  const int64_t begin = blockIdx.y * slice_size;
+  const int64_t end = min(begin + slice_size, params.inner_size);
+  if (blockIdx.x == 0) {
+    constexpr int kLine = 128 / sizeof(float);
+    const float* last = params.weight1 + end * params.hidden_size;
+    const float* line = params.weight1 + begin * params.hidden_size + threadIdx.x * kLine;
+    for (; line < last; line += kMlpThreads * kLine) prefetch_l2(line);
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
-  const int64_t begin = blockIdx.y * slice_size;
-  const int64_t end = min(begin + slice_size, params.inner_size);
   const int64_t num_rows = min(params.num_seqs - first_row, int64_t{kRows});
   // The first warp's lanes hold a row's unit each: its row, its unit of the tile.
   const int row = lane / kMlpUnits, unit = lane % kMlpUnits;
