@@ -118,7 +118,7 @@ def test_eval_mode_and_removal_leave_the_layers_alone() -> None:
 
 
 def _samples_one_by_one(
-    model: Any, ids: Tensor, kept: list[list[bool]], mask: Tensor | None
+    model: Any, ids: Tensor, kept: list[list[bool]], given: dict[str, Tensor]
 ) -> Tensor:
     """What the model gives when each sample runs alone through a model of its kept layers."""
     rows = []
@@ -127,8 +127,8 @@ def _samples_one_by_one(
         chosen = [layer for layer, row in zip(all_layers, kept, strict=True) if row[sample]]
         model.model.layers = nn.ModuleList(chosen)
         model.config.num_hidden_layers = len(chosen)
-        one = None if mask is None else mask[sample : sample + 1]
-        rows.append(model(ids[sample : sample + 1], attention_mask=one, use_cache=False).logits)
+        own = {name: value[sample : sample + 1] for name, value in given.items()}
+        rows.append(model(ids[sample : sample + 1], use_cache=False, **own).logits)
         model.model.layers = all_layers
         model.config.num_hidden_layers = len(all_layers)
     return torch.cat(rows)
@@ -143,10 +143,12 @@ def test_a_model_with_dropped_layers_is_each_sample_through_its_own_layers(
     mask = torch.ones_like(IDS)
     mask[1, :3] = 0  # padded on the left: masks and positions differ by sample
     mask[4, :1] = 0
-    given = mask if masked else None
+    # Broadcast over the batch without these, by sample with them.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"attention_mask": mask, "position_ids": positions} if masked else {}
     rates = LayerDropout(0.7)
     with drop_layers(model.model.layers, rates, num_steps=1, seed=5):
-        logits = model(IDS, attention_mask=given, use_cache=False).logits
+        logits = model(IDS, use_cache=False, **given).logits
     generator = torch.Generator().manual_seed(5 * 1_000_003)
     kept = [[True] * 6] + [
         (torch.rand(6, generator=generator) >= rates.rate(layer, 4, 0, 1)).tolist()

@@ -48,7 +48,7 @@ def test_a_run_from_start_to_generation(
     assert run(arguments(folder, out, *options, "--evaluate-steps", "6")) == 0
     shown = capsys.readouterr()
     assert shown.out == f"wrote {out}\n"
-    assert "4 sequences, 12 steps of 2 (6.0 epochs), on cpu" in shown.err
+    assert "from the weights that are there: 4 sequences, 12 steps of 2 (6.0 epochs)" in shown.err
     assert re.search(r"step 12/12, \d+ tokens/s, 0 min left, loss [\d.]+, by exit 2:", shown.err)
     assert re.search(
         r"step 6: held-out loss [\d.]+, agreement .* by exit: [\d. ]+ 1\.00", shown.err
@@ -83,6 +83,34 @@ def test_settings_reach_the_run(folder: Path, tmp_path: Path) -> None:
     assert training["lora"] == {"rank": 2, "alpha": 4.0, "dropout": 0.0}
     assert (calm / "adapter" / "adapter_config.json").is_file()
     assert eecore.load(calm, device="cpu", kv_cache_tokens=64).config.num_layers == 3
+
+
+def test_a_model_with_an_encoder(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    model = tmp_path / "t5"
+    config = transformers.T5Config(
+        vocab_size=260,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=2,
+        decoder_start_token_id=0,
+        eos_token_id=257,
+    )
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(model)
+    write_byte_tokenizer(model)
+    out = tmp_path / "out"
+    options = ("--loss", "calm", "--layer-dropout", "0.5", "--steps", "3", "--batch-size", "2")
+    held_out = ("--held-out", str(folder / "data.jsonl"))
+    assert run(arguments(folder, out, *options, *held_out, model=str(model))) == 0
+    about = json.loads((out / "exits.json").read_text())
+    assert about["num_layers"] == len(about["held_out"]["loss"]) == 3
+    trained = transformers.AutoModelForSeq2SeqLM.from_pretrained(out)
+    assert type(trained).__name__ == "T5ForConditionalGeneration"
 
 
 def test_ctrl_c_saves_and_resume_goes_on(
@@ -209,6 +237,10 @@ def test_a_model_that_cannot_be_trained_is_named(
     endless = write_model(tmp_path / "endless", "qwen2", eos_token_id=None, bos_token_id=None)
     code, line = error(str(endless))
     assert (code, "expected an eos_token_id" in line) == (REQUEST, True)
+    (folder / "untrained" / "pytorch_model.bin").write_bytes(b"")
+    code, line = error("untrained")
+    assert (code, "expected weights as safetensors, got pytorch_model.bin" in line) == (MODEL, True)
+    (folder / "untrained" / "pytorch_model.bin").unlink()
     broken = tmp_path / "broken"
     broken.mkdir()
     write_byte_tokenizer(broken)

@@ -194,7 +194,7 @@ def train(
         checkpoint_seconds=60 * checkpoint_minutes,
         evaluate_steps=evaluate_steps,
     )
-    _say_what_follows(config, len(sequences), where)
+    _say_what_follows(config, len(sequences), start.pretrained, where)
     with stop_on_signals() as stop, ProgressLine() as line:
         result = run_training(
             start.model,
@@ -319,8 +319,11 @@ def training_device(name: str | None) -> str:
     return chosen
 
 
-def _say_what_follows(config: TrainingConfig, num_sequences: int, device: str) -> None:
+def _say_what_follows(
+    config: TrainingConfig, num_sequences: int, pretrained: bool, device: str
+) -> None:
     print(
+        f"from {'the weights that are there' if pretrained else 'random weights'}: "
         f"{num_sequences} sequences, {config.steps} steps of {config.batch_size} "
         f"({config.steps * config.batch_size / num_sequences:.1f} epochs), on {device}; "
         f"{config.loss}, {config.layer_dropout or 'no layer dropout'}",

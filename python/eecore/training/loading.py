@@ -54,13 +54,18 @@ def load_starting_point(
     config_file = directory / "config.json" if given.is_dir() else given
     if not config_file.is_file():
         raise ModelError(f"{config_file}: expected a file, got nothing")
-    pretrained = given.is_dir() and any(directory.glob("*.safetensors"))
+    pretrained = given.is_dir() and any(directory.glob("model*.safetensors"))
+    others = sorted(directory.glob("*.bin")) if given.is_dir() and not pretrained else []
+    if others:
+        raise ModelError(f"{directory}: expected weights as safetensors, got {others[0].name}")
     tokenizer_directory = directory if tokenizer is None else Path(tokenizer)
     found = Tokenizer.from_directory(tokenizer_directory)
     if found is None:
         raise TrainingError(f"{tokenizer_directory}: expected tokenizer.json, got none")
     try:
-        config = transformers.AutoConfig.from_pretrained(str(config_file), local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            str(config_file), local_files_only=True, trust_remote_code=False
+        )
         kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
         auto = getattr(transformers, kind)
         if pretrained:
