@@ -124,3 +124,22 @@ def test_the_sanitizer_finds_a_write_past_a_tensor(sanitizer: dict[str, str], fa
     else:
         assert done.returncode == 0, done.stderr
         assert "ran 0" in done.stdout
+
+
+def test_the_ops_are_clean_under_the_sanitizer(sanitizer: dict[str, str]) -> None:
+    """A sample of the op tests on the sanitized kernels: no access outside any tensor."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/ops", "-k", "emulated", "-p", "no:cacheprovider"],
+        cwd=root,
+        env={
+            **sanitizer,
+            "EECORE_ONE_CASE_IN": "10",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "passed" in done.stdout
+    assert "failed" not in done.stdout

@@ -27,6 +27,8 @@ MAX_SKINNY_ROWS = 32
 # Keys per split of a long context. A fixed size, with the skinny ops, makes a row's result the same
 # bit for bit whatever runs beside it: verification then repeats full decoding exactly.
 KEYS_PER_SPLIT = 512
+# On a GPU a split is the work of one warp, and many of them are needed.
+CUDA_KEYS_PER_SPLIT = 128
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class LlamaModel:
         )
         self.cos_sin = cos_sin_table(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
+        self._keys_per_split = KEYS_PER_SPLIT if self._on_cpu else CUDA_KEYS_PER_SPLIT
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         stacked = [getattr(weights, name) for name in ops.DecoderWeights._fields]
         self._stacked = ops.DecoderWeights(*stacked)
@@ -266,7 +269,7 @@ class LlamaModel:
                 sliding_window=self._windows,
                 skip_attention=self._flags_of(skip_attention),
                 skip_mlp=self._flags_of(skip_mlp),
-                fixed_split_size=KEYS_PER_SPLIT,
+                fixed_split_size=self._keys_per_split,
             )
         for index in range(begin, end):
             if index not in skip_attention:
@@ -351,7 +354,7 @@ class LlamaModel:
             batch.query_start_loc,
             scale=self._scale,
             sliding_window=config.layer_windows[index],
-            fixed_split_size=KEYS_PER_SPLIT,
+            fixed_split_size=self._keys_per_split,
         )
         attended = attended.view(num_tokens, config.q_size)
         return self._linear(attended, layer.o_weight, layer.o_bias, residual=hidden)
