@@ -69,7 +69,7 @@ def main(
     minutes: Annotated[float | None, typer.Option(min=0.1, help="About how long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of --minutes.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="No early exits, no dropout.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
     learning_rate: Annotated[float, typer.Option()] = 1e-3,
     layers: Annotated[int, typer.Option(min=2)] = MODEL["num_hidden_layers"],
     vocab_size: Annotated[int, typer.Option(min=300)] = 2048,
