@@ -6,8 +6,8 @@
 
 The recipe is LayerSkip's for TOPv2, a task of this kind (§5: p_max = 0.2, e_scale = 1, C_grad),
 from random weights, so dropout grows over the run (§4.1.1). ``--plain`` has neither dropout nor the
-losses of early exits. Ctrl-C saves; ``--resume`` goes on. At the end every exit is scored by exact
-match on held-out utterances, through eecore.generate: exact_match.json in the model's directory.
+losses of early exits. Ctrl-C saves; ``--resume`` goes on, with the settings that the run began
+with. At the end every exit is scored by exact match: see score_intents.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import eecore
 from eecore.cli.train import ProgressLine
 from eecore.training import (
     EarlyExitLoss,
@@ -37,7 +36,7 @@ from eecore.training import (
     train,
 )
 from eecore.training.run_state import read_state
-from make_data import SPLITS
+from score_intents import write_exact_match
 from train_tokenizer import END, train_tokenizer
 
 CONTEXT = 256
@@ -60,7 +59,6 @@ MODEL: dict[str, Any] = {
     "eos_token_id": 0,
     "dtype": "float32",
 }
-LONGEST_PARSE = 96
 
 
 def main(
@@ -101,6 +99,8 @@ def main(
     )
     if resume:
         config = read_state(state_path(out)).config
+        if plain != isinstance(config.loss, LastLayerLoss):
+            raise typer.BadParameter(f"--plain: expected as the run began, got {plain}")
     else:
         config = recipe(plain, batch_size, learning_rate, seed, steps or 1000)
         if steps is None:
@@ -127,8 +127,7 @@ def main(
     if not result.finished:
         print(f"stopped after step {result.step}; --resume goes on", file=sys.stderr)
         raise typer.Exit(130)
-    scores = exact_match(out, data, evaluated)
-    (out / "exact_match.json").write_text(json.dumps(scores, indent=2) + "\n")
+    write_exact_match(out, data, evaluated)
 
 
 def recipe(
@@ -161,30 +160,6 @@ def for_minutes(
         config.seed,
         max(1, round(60 * minutes / pace)),
     )
-
-
-def exact_match(out: Path, data: Path, count: int) -> dict[str, dict[str, float]]:
-    """Share of parses right to the letter, by split and exit layer; printed as it comes."""
-    model = eecore.load(out, kv_cache_tokens=16384)
-    num_layers = model.config.num_layers
-    scores: dict[str, dict[str, float]] = {}
-    for split in SPLITS[1:]:
-        lines = (data / f"{split}.jsonl").read_text().splitlines()[:count]
-        records = [json.loads(line) for line in lines]
-        scores[split] = {}
-        for exit_layer in range(num_layers, 0, -1):
-            policy = eecore.Full() if exit_layer == num_layers else eecore.FixedExit(exit_layer)
-            outputs = eecore.generate(
-                model,
-                [record["input"] for record in records],
-                exit=policy,
-                max_tokens=LONGEST_PARSE,
-            )
-            right = sum(o.text == r["target"] for o, r in zip(outputs, records, strict=True))
-            scores[split][str(exit_layer)] = right / len(records)
-        shares = "  ".join(f"{layer}: {share:.3f}" for layer, share in scores[split].items())
-        print(f"{split}, exact match by exit layer  {shares}", flush=True)
-    return scores
 
 
 if __name__ == "__main__":

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+import eecore
+import score_intents
 import train_intents
+from eecore.errors import TrainingError
 from eecore.models.tokenizer import Tokenizer
 from eecore.training import LastLayerLoss, TrainingConfig
 from intent_grammar import Grammar
 from intent_names import DEVICES, seen_and_held_out
 from make_data import SPLITS, Sizes, make_data, write
+from tiny_models import write_model
 from train_tokenizer import END, train_tokenizer
 
 SIZES = Sizes(3000, 100)
@@ -125,6 +129,24 @@ def test_from_data_to_exact_match(
         split: ["1", "2"] for split in SPLITS[1:]
     }
     assert "test_names, exact match by exit layer  2: 0.000" in capsys.readouterr().out
+    with pytest.raises(TrainingError, match="expected the state of a run"):  # it is finished
+        train_intents.main(
+            data, out, steps=3, plain=True, evaluated=2, **{**options, "resume": True}
+        )
+
+
+def test_exact_match_counts_whole_parses(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    written = eecore.generate(eecore.load(model), "ab", max_tokens=score_intents.LONGEST_PARSE)
+    right = {"input": "ab", "target": written[0].text}
+    almost = {"input": "ab", "target": f"{written[0].text} "}
+    for split in SPLITS[1:]:
+        lines = [json.dumps(record) for record in (right, almost, right, right)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    score_intents.main(model, tmp_path, count=3)
+    scores = json.loads((model / "exact_match.json").read_text())
+    assert scores["test"]["2"] == pytest.approx(2 / 3)
+    assert set(scores) == set(SPLITS[1:])
 
 
 def test_the_baseline_differs_in_exits_and_dropout_alone() -> None:
