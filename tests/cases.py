@@ -10,22 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from eecore import ops
+
 # float16 is for CUDA kernels: tests of other backends leave it out.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Ops that have a CUDA kernel.
-CUDA_OPS = {
-    "accept_mask",
-    "append_kv",
-    "exit_confidence_cosine",
-    "exit_confidence_mlp",
-    "exit_confidence_softmax",
-    "kv_fill",
-    "paged_attention",
-    "skinny_gated_linear",
-    "skinny_linear",
-    "speculative_accept",
-}
+CUDA_OPS = frozenset(ops.OP_NAMES) - frozenset(ops.CPU_ONLY_OPS)
 
 
 def fits_the_emulator(parameters: Mapping[str, object]) -> bool:

@@ -2,6 +2,7 @@
 // the splits of a row leave.
 #pragma once
 
+#include "eecore/async_copy.cuh"
 #include "eecore/element.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
@@ -11,7 +12,7 @@ namespace eecore::cuda {
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kAttentionBlocksPerMultiprocessor = 2;
-constexpr int kMinAttentionStages = 2, kMaxAttentionStages = 6;
+constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMostPendingCopies + 2;
 
 // How a call is cut into blocks, worked out from its shapes alone.
 struct AttentionPlan {

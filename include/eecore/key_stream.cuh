@@ -2,26 +2,10 @@
 // in shared memory.
 #pragma once
 
+#include "eecore/async_copy.cuh"
 #include "eecore/attention_tile.cuh"
 
 namespace eecore::cuda {
-
-// Waits for the oldest of num_stages - 1 groups of copies.
-__device__ __forceinline__ void wait_for_oldest(int num_stages) {
-  static_assert(kMinAttentionStages == 2 && kMaxAttentionStages == 6);
-  switch (num_stages) {
-    case 2:
-      return cp_async_wait<0>();
-    case 3:
-      return cp_async_wait<1>();
-    case 4:
-      return cp_async_wait<2>();
-    case 5:
-      return cp_async_wait<3>();
-    default:
-      return cp_async_wait<4>();
-  }
-}
 
 // A split as one warp of the team that takes it sees it. Each warp of the team brings a part of
 // every stage, the keys of one step; all of them read all parts.
@@ -97,7 +81,7 @@ class KeyStream {
   // Waits for a stage, after which that of the stage before has been read by all of the team, and
   // sends for another one in its place. With teams of several warps, all of the block call it.
   __device__ __forceinline__ void advance(int stage) {
-    wait_for_oldest(plan_.num_stages);
+    cp_async_wait_all_but(plan_.num_stages - 2);
     if (team_warps_ == 1) {
       __syncwarp();
     } else {

@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "eecore/async_copy.cuh"
 #include "eecore/element.cuh"
 #include "eecore/reduce.cuh"
 #include "eecore/shared.cuh"
@@ -21,7 +22,7 @@ namespace eecore::cuda {
 
 constexpr int kSkinnyWarps = 8;
 constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
-constexpr int kSkinnyMaxStages = 6;
+constexpr int kSkinnyMaxStages = kMostPendingCopies + 2;
 constexpr int kPrefetchedChunks = 8;  // of each warp, where the weight has to wait
 
 // Elements of the 16 bytes of a row that a thread takes, and of the 128 bytes that a warp takes.
@@ -71,21 +72,6 @@ __device__ __forceinline__ int tiles_of_block(int num_tiles) {
   return (num_tiles - block + num_blocks - 1) / num_blocks;
 }
 
-__device__ __forceinline__ void wait_for_copies(int pending) {
-  switch (pending) {
-    case 0:
-      return cp_async_wait<0>();
-    case 1:
-      return cp_async_wait<1>();
-    case 2:
-      return cp_async_wait<2>();
-    case 3:
-      return cp_async_wait<3>();
-    default:
-      return cp_async_wait<4>();
-  }
-}
-
 // This thread's pieces of W, chunk after chunk and tile after tile. `rows_of(i, rows)` gives the
 // rows of the block's tile i that the thread takes pieces of: rows[2 * m] and rows[2 * m + 1] are
 // its rows lane / 4 and lane / 4 + 8 of the warp's 16 rows m.
@@ -128,7 +114,7 @@ class WeightStream {
   // Waits for the next chunk, and has the stage of the one before it filled anew.
   template <typename RowsOf>
   __device__ __forceinline__ void advance(const RowsOf& rows_of) {
-    wait_for_copies(plan_.num_stages - 2);
+    cp_async_wait_all_but(plan_.num_stages - 2);
     copy_next(rows_of);
     read_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
   }
