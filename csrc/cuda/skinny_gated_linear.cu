@@ -29,25 +29,17 @@ void multiply(const SkinnyGatedLinearParams& params, bool early_weight, Stream s
 }  // namespace
 
 int64_t skinny_gated_linear_workspace(const SkinnyGatedLinearParams& params, int) {
-  if (!needs_rows(params.x, params.x_stride, params.in_features, params.norm_weight, params.dtype))
-    return 0;
-  return rows_bytes(params.num_tokens, params.in_features, params.dtype);
+  return ready_rows_bytes(params);
 }
 
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream) {
   if (params.num_tokens == 0 || params.inner_size == 0) return;
-  dispatch_dtype(params.dtype, "skinny_gated_linear", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    SkinnyGatedLinearParams ready = params;
-    const bool makes_rows =
-        needs_rows(params.x, params.x_stride, params.in_features, params.norm_weight, params.dtype);
-    if (makes_rows) {
-      make_rows<T>(params.num_tokens, params.in_features, params.norm_weight, params.eps,
-                   params.workspace, ready.x, ready.x_stride, stream);
-    }
-    dispatch_tokens<T, 8>(params.num_tokens,
-                          [&](auto n_tiles) { multiply<T, n_tiles()>(ready, makes_rows, stream); });
-  });
+  with_ready_rows(
+      "skinny_gated_linear", params, stream,
+      [&](auto tag, auto n_tiles, const SkinnyGatedLinearParams& ready, bool makes_rows) {
+        using T = typename decltype(tag)::type;
+        multiply<T, n_tiles()>(ready, makes_rows, stream);
+      });
 }
 
 }  // namespace eecore::cuda

@@ -129,4 +129,29 @@ void dispatch_tokens(int64_t num_tokens, Body&& body) {
   }
 }
 
+// Bytes of workspace of a product whose Params has x, norm_weight and in_features: its rows, where
+// they must be made ready.
+template <typename Params>
+int64_t ready_rows_bytes(const Params& params) {
+  const bool makes_rows =
+      needs_rows(params.x, params.x_stride, params.in_features, params.norm_weight, params.dtype);
+  return makes_rows ? rows_bytes(params.num_tokens, params.in_features, params.dtype) : 0;
+}
+
+// multiply(TypeTag<T>{}, n_tiles, params, makes_rows) with the rows of x ready, made in the
+// workspace where they must be, and the number of 8-row tiles of x as a constant.
+template <typename Params, typename Multiply>
+void with_ready_rows(const char* op, Params params, Stream stream, Multiply&& multiply) {
+  const bool makes_rows = ready_rows_bytes(params) > 0;
+  dispatch_dtype(params.dtype, op, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (makes_rows) {
+      make_rows<T>(params.num_tokens, params.in_features, params.norm_weight, params.eps,
+                   params.workspace, params.x, params.x_stride, stream);
+    }
+    dispatch_tokens<T, 8>(params.num_tokens,
+                          [&](auto n_tiles) { multiply(tag, n_tiles, params, makes_rows); });
+  });
+}
+
 }  // namespace eecore::cuda

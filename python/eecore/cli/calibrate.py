@@ -10,6 +10,7 @@ import typer
 
 from eecore.cli.exit_options import load_classifier, parse_layers
 from eecore.cli.failures import UsageError
+from eecore.cli.files import check_parent
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -72,8 +73,7 @@ def calibrate(
     Then: generate --exit confident --calibration FILE.
     """
     check_path(model)
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
+    check_parent("--out", out)
 
     from eecore.calibration import DEFAULT_GRID, prompts_needed
     from eecore.calibration import calibrate as run

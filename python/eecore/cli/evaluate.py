@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.cli.exit_options import ExitOptions, parse_layers
-from eecore.cli.failures import UsageError
+from eecore.cli.files import check_parent
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -64,7 +64,7 @@ def layerskip(
 ) -> int:
     """LayerSkip's tables: exits one by one, modes side by side, what reuse saves."""
     directory = check_path(model)
-    _check_parent(out)
+    check_parent("--out", out)
 
     from eecore.evaluation import evaluate_layerskip, read_examples
     from eecore.models.config_json import read_model_config
@@ -126,7 +126,7 @@ def sweep(
 ) -> int:
     """Time self-speculation over exit layers and drafts on your prompts; answer with the best."""
     check_path(model)
-    _check_parent(out)
+    check_parent("--out", out)
 
     from eecore.evaluation import read_examples, sweep_speculation
 
@@ -162,11 +162,6 @@ def sweep(
 def _default_modes(num_layers: int) -> list[str]:
     exits = sorted({max(1, min(num_layers - 1, num_layers * i // 4)) for i in (1, 2, 3)})
     return [f"fixed:{e}" for e in exits] + [f"speculative:{e},6" for e in exits]
-
-
-def _check_parent(out: Path | None) -> None:
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
 
 
 def _beside(out: Path, suffix: str) -> Path:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from eecore.cli.depth import depth_legend, depth_style, has_colours, runs
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
-from eecore.cli.failures import UsageError
+from eecore.cli.files import check_parent, read_text
 from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, Weights, check_path, load
 from eecore.errors import RequestError
 
@@ -40,16 +40,10 @@ def exits(
 ) -> int:
     """Show how deep each token goes; the page tells the confidence after every layer on hover."""
     check_path(model)
-    if html is not None and not html.absolute().parent.is_dir():
-        raise UsageError(f"--html: {html.absolute().parent}: expected a directory, got nothing")
+    check_parent("--html", html)
     content = ""
     if text is not None:
-        try:
-            content = text.read_text()
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{text}: expected UTF-8 text, got {error}") from None
-        except OSError as error:
-            raise RequestError(f"{text}: {error.strerror}") from None
+        content = read_text(text)
         if not content:
             raise RequestError(f"{text}: expected some text, got none")
     policy = ExitOptions(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.failures import INTERRUPTED, UsageError
+from eecore.cli.failures import INTERRUPTED
+from eecore.cli.files import check_parent, read_text
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -20,7 +21,6 @@ from eecore.cli.loading import (
     load,
     spinner,
 )
-from eecore.errors import RequestError
 
 if TYPE_CHECKING:
     from eecore.decoding.skip_search import SkipStep
@@ -51,14 +51,8 @@ def search(
     Each line is one more sublayer left out. Ctrl-C keeps what was found so far.
     """
     check_path(model)
-    try:
-        content = text.read_text()[: max_tokens * MOST_CHARACTERS_A_TOKEN]
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{text}: expected UTF-8 text, got {error}") from None
-    except OSError as error:
-        raise RequestError(f"{text}: {error.strerror}") from None
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
+    content = read_text(text)[: max_tokens * MOST_CHARACTERS_A_TOKEN]
+    check_parent("--out", out)
     loaded = load(
         model, threads=threads, device=device, dtype=dtype, weights=weights, kv_cache_tokens=16
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from eecore.cli.failures import UsageError
+from eecore.cli.files import check_parent
 from eecore.cli.loading import Debug, ModelPath, Threads, check_path, spinner
 from eecore.cli.train import training_device
 
@@ -37,8 +38,7 @@ def train_classifier(
     It learns from a layer's state whether exiting there would give the last layer's token.
     """
     directory = check_path(model)
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out: {out.absolute().parent}: expected a directory, got nothing")
+    check_parent("--out", out)
     with spinner(f"loading {model}"):
         import torch
 
