@@ -1,5 +1,8 @@
 """Home Assistant's English sentence templates, and random utterances of one with its parse.
 
+A few templates are our own (:data:`OURS`): particles that follow what they are about, which the
+others lack.
+
 A parse is the intent and its slots in alphabetical order: ``[HassLightSet [area kitchen]
 [brightness 20] [domain light]]``. Slots that the template fixes are in it; what only the context of
 a request would tell (the room that the speaker is in) is not.
@@ -30,8 +33,39 @@ from home_assistant_intents import get_intents
 
 from intent_names import Names
 
-# How often a number is written in words, and an utterance politely.
-WORDS, POLITE = 0.25, 0.15
+# How often a number is written in words, an utterance politely, and as a sentence is written.
+WORDS, POLITE, WRITTEN = 0.25, 0.15, 0.15
+# Intent: blocks of templates, as Home Assistant writes them.
+TO_BRIGHTNESS = "(down|up) to {brightness}[([ ]%)| percent]"
+OURS: dict[str, list[dict[str, Any]]] = {
+    "HassLightSet": [
+        {
+            "sentences": [
+                f"(turn|dim|bring|set) [<the>] {{area}} <light> {TO_BRIGHTNESS}",
+                f"(turn|dim|bring|set) [<the>] <light> <in> [<the>] {{area}} {TO_BRIGHTNESS}",
+            ],
+            "slots": {"domain": "light"},
+        },
+        {
+            "sentences": [f"(turn|dim|bring|set) [<the>] {{name}} {TO_BRIGHTNESS}"],
+            "requires_context": {"domain": ["light"]},
+        },
+    ],
+    "HassTurnOn": [
+        {"sentences": ["(turn|switch) [<the>] {area} <light> on"], "slots": {"domain": "light"}},
+        {
+            "sentences": ["(turn|switch) [<the>] {name} on"],
+            "requires_context": {"domain": ["light", "switch", "fan", "media_player"]},
+        },
+    ],
+    "HassTurnOff": [
+        {"sentences": ["(turn|switch) [<the>] {area} <light> off"], "slots": {"domain": "light"}},
+        {
+            "sentences": ["(turn|switch) [<the>] {name} off"],
+            "requires_context": {"domain": ["light", "switch", "fan", "media_player"]},
+        },
+    ],
+}
 POLITE_BEFORE = ("please", "can you", "could you", "would you")
 POLITE_AFTER = ("please", "for me")
 
@@ -84,6 +118,8 @@ class Grammar:
         data = get_intents(language)
         if data is None:
             raise ValueError(f"language: expected one of Home Assistant's, got {language!r}")
+        for intent, blocks in OURS.items():
+            data["intents"][intent]["data"] += blocks
         self._intents = Intents.from_dict(data)
         self._language = language
         self.templates = tuple(self._templates())
@@ -111,6 +147,8 @@ class Grammar:
                 if before
                 else f"{text} {rng.choice(POLITE_AFTER)}"
             )
+        if rng.random() < WRITTEN:
+            text = f"{text[:1].upper()}{text[1:]}."
         slots = {**{name: str(value) for name, value in template.fixed.items()}, **walk.slots}
         inner = "".join(f" [{name} {slots[name]}]" for name in sorted(slots))
         return Utterance(text, f"[{template.intent}{inner}]", template.intent, tuple(walk.named))

@@ -1,19 +1,25 @@
 """What may stand in an utterance's slots: rooms, devices by kind, things to buy, play and say.
 
-Every name fits its kind and no other, so that an utterance has one meaning. Lists of two parts are
-combined: ``reading`` and ``lamp`` is a light.
+Every name fits its kind and no other, so that an utterance has one meaning. Lists of several parts
+are combined: ``reading`` and ``lamp`` is a light. There are many combinations, so that a model
+learns to copy a name rather than to know it.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
-AREAS = """kitchen|bedroom|living room|bathroom|office|garage|hallway|attic|basement|cellar|nursery|
-guest room|dining room|laundry room|pantry|library|studio|workshop|patio|balcony|garden|terrace|
-conservatory|playroom|den|foyer|entrance|utility room|sunroom|home gym|cinema room|music room|
-master bedroom|kids room|shed|greenhouse|porch|driveway|wine cellar|mud room|sauna|study|
-craft room|server room|dressing room|back yard|front yard|tool room|reading nook|tea room"""
+AREAS = (
+    "|small|big|old|new|upstairs|east",
+    "kitchen|bedroom|living room|bathroom|office|garage|hallway|attic|basement|cellar|nursery|"
+    "guest room|dining room|laundry room|pantry|library|studio|workshop|patio|balcony|garden|"
+    "terrace|conservatory|playroom|den|foyer|entrance|utility room|sunroom|home gym|cinema room|"
+    "music room|master bedroom|kids room|shed|greenhouse|porch|driveway|wine cellar|mud room|"
+    "sauna|study|craft room|server room|dressing room|back yard|front yard|tool room|tea room|"
+    "reading nook|closet|stairwell|lounge|parlor|bar|lobby|barn|loft|carport|gallery",
+)
 
 FLOORS = "ground|first|second|third|top|upper|lower|main"
 
@@ -67,11 +73,14 @@ DEVICES = {
     ),
     "person": (
         "alice|bob|carol|david|emma|frank|grace|henry|isabel|jack|karen|liam|mia|noah|olivia|"
-        "peter|quinn|rachel|sam|tina|umar|vera|walter|xenia|yusuf|zoe|anika|boris|chloe|dmitri",
+        "peter|quinn|rachel|sam|tina|umar|vera|walter|xenia|yusuf|zoe|anika|boris|chloe|dmitri|"
+        "elena|felix|gita|hugo|ivan|jonas|kofi|lena|marta|nils|oskar|paula|raj|sofia|tariq|ursula|"
+        "viktor|wendy|yara|anton|bella|cyrus|diego|esther|fatima|george|hanna|ines|julia|kurt",
     ),
     "weather": (
         "london|paris|berlin|madrid|oslo|dublin|vienna|prague|lisbon|athens|rome|zurich|tokyo|"
-        "boston|denver|seattle|toronto|sydney|cairo|lima|helsinki|warsaw|budapest|nairobi",
+        "boston|denver|seattle|toronto|sydney|cairo|lima|helsinki|warsaw|budapest|nairobi|chicago|"
+        "munich|porto|seoul|delhi|bergen|geneva|havana|quito|riga|milan|lyon|perth|austin|naples",
     ),
     "vacuum": (
         "dusty|roomba|robo|speedy|turbo|little|silver|clever|lazy|mighty",
@@ -98,50 +107,107 @@ DEVICES = {
 }
 DEVICES["input_button"] = DEVICES["button"]
 
-ITEMS = """milk|bread|eggs|butter|cheese|apples|bananas|tomatoes|onions|garlic|potatoes|rice|pasta|
-olive oil|salt|pepper|sugar|flour|coffee|green tea|orange juice|yogurt|chicken|salmon|ham|lettuce|
-carrots|peppers|mushrooms|honey|jam|peanut butter|cereal|toilet paper|dish soap|sponges|batteries|
-trash bags|shampoo|toothpaste|dog food|cat litter|red wine|sparkling water|dark chocolate|cookies|
-ice cream|frozen peas|maple syrup|soy sauce|light bulbs|paper towels|strawberries|cucumbers|spinach|
-broccoli|lemons|limes|avocados|cinnamon"""
-
-TASKS = """call the plumber|water the plants|pay the rent|book a flight|renew the passport|
-walk the dog|clean the oven|fix the bike|send the invoice|buy new shoes|return the parcel|
-write a letter|mow the grass|wash the car|pick up the laundry|order a cake|paint the fence|
-email the teacher|change the filter|vacuum the stairs|plan the menu|sharpen the knives"""
-
-MUSIC = """abbey road|thriller|bohemian rhapsody|blue in green|hey jude|imagine|purple rain|
-clair de lune|the wall|billie jean|hotel california|smooth jazz|piano classics|summer hits|
-the beatles|pink floyd|nina simone|miles davis|daft punk|radiohead|johnny cash|ella fitzgerald|
-morning acoustic|deep focus|workout mix|the daily|serial|star wars|casablanca|the matrix|toy story|
-planet earth|breaking bad|the office us|frozen songs|swan lake|moonlight sonata|rolling stones"""
-
-MESSAGES = """dinner is ready|time for school|we are leaving in ten minutes|the laundry is done|
-breakfast is on the table|please come downstairs|the pizza has arrived|bedtime in five minutes|
-someone is at the door|the movie is starting|happy birthday|lunch will be late today|
-the taxi is waiting outside|turn down the music please|grandma is on the phone|
-the cake is in the oven|do not forget your umbrella|practice the violin now"""
-
-ZONES = """work|school|the gym|the supermarket|the airport|the hospital|the park|university|
-the beach|church|the mall|the train station|the stadium|the harbor"""
-
-TIMER_NAMES = """pizza|egg|tea|pasta|workout|meditation|homework|bread|roast|nap|steak|rice|
-laundry|parking|cookies|chicken|yoga|potato|oven|dough|reading|shower|screen time|plank|coffee|
-soup|muffin|turkey|brownies|dentist"""
-
-COMMANDS = """turn off the lights|open the curtains|start the dishwasher|lock the front door|
-play some music|turn on the sprinklers|stop the radio|close the garage door|water the lawn|
-turn up the heating|switch off the television|feed the cat|boil the kettle|dim the lamps|
-unlock the gate|mute the speakers|ring the bell|run the washing machine|pause the movie"""
-
-WILDCARDS = {
-    "shopping_list_item": ITEMS,
-    "todo_list_item": TASKS,
-    "search_query": MUSIC,
-    "message": MESSAGES,
-    "zone": ZONES,
-    "timer_name": TIMER_NAMES,
-    "timer_command": COMMANDS,
+# What else fills a slot: lists of parts to combine.
+WILDCARDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "shopping_list_item": (
+        (
+            "|organic|fresh|cheap|two packs of|a bag of|a box of|some|three|half a pound of|"
+            "vegan|extra large|local|gluten free|six",
+            "milk|bread|eggs|butter|cheese|apples|bananas|tomatoes|onions|garlic|potatoes|rice|"
+            "pasta|olive oil|salt|pepper|sugar|flour|coffee|green tea|orange juice|yogurt|"
+            "chicken|salmon|ham|lettuce|carrots|peppers|mushrooms|honey|jam|peanut butter|cereal|"
+            "toilet paper|dish soap|sponges|batteries|trash bags|shampoo|toothpaste|dog food|"
+            "cat litter|red wine|sparkling water|dark chocolate|cookies|ice cream|frozen peas|"
+            "maple syrup|soy sauce|light bulbs|paper towels|strawberries|cucumbers|spinach|"
+            "broccoli|lemons|limes|avocados|cinnamon|tofu|oat milk|basil|candles|napkins|plums|"
+            "walnuts|crackers|mustard|vinegar|beer|tuna|lentils|chickpeas|raisins|oats",
+        ),
+    ),
+    "todo_list_item": (
+        (
+            "call|email|visit|pay|thank|write to|meet|invite|ring|text",
+            "the plumber|the teacher|the dentist|grandma|the landlord|the electrician|uncle joe|"
+            "the bank|the neighbours|the vet|the school|aunt mary|the accountant|the doctor",
+        ),
+        (
+            "clean|fix|paint|replace|measure|move|sell|check|order|repair|wash|assemble",
+            "the oven|the bike|the fence|the filter|the stairs|the gutters|the tent|the sofa|"
+            "the car|the mower|the cupboard|the shelf|the window|the grill|the roof|the skis",
+        ),
+        (
+            "water the plants|pay the rent|book a flight|renew the passport|walk the dog|"
+            "send the invoice|buy new shoes|return the parcel|write a letter|mow the grass|"
+            "pick up the laundry|order a cake|plan the menu|sharpen the knives|do the taxes|"
+            "learn the poem|bake a pie|feed the hamster|print the tickets|backup the photos",
+        ),
+    ),
+    "search_query": (
+        (
+            "abbey road|thriller|bohemian rhapsody|blue in green|hey jude|imagine|purple rain|"
+            "clair de lune|the wall|billie jean|hotel california|summer hits|swan lake|serial|"
+            "the daily|star wars|casablanca|the matrix|toy story|planet earth|breaking bad|"
+            "the office us|frozen songs|moonlight sonata|fever|yesterday|dreams|jolene|respect|"
+            "waterloo|heroes|africa|roxanne|wonderwall|creep|the four seasons|bolero|carmen",
+        ),
+        (
+            "the beatles|pink floyd|nina simone|miles davis|daft punk|radiohead|johnny cash|abba|"
+            "ella fitzgerald|rolling stones|queen|david bowie|aretha franklin|bob marley|mozart|"
+            "dolly parton|fleetwood mac|coldplay|chopin|madonna|prince|metallica|vivaldi|blur",
+        ),
+        (
+            "smooth|classic|morning|happy|deep|late night|slow|german|japanese|nineties|acoustic|"
+            "rainy day|workout|latin|quiet|modern",
+            "jazz|piano|focus|rock|soul|blues|country music|house music|pop songs|folk|ballads|"
+            "reggae|opera|film music|disco|guitar",
+        ),
+    ),
+    "message": (
+        (
+            "dinner|breakfast|lunch|the pizza|the soup|the tea|dessert|the bread|the roast",
+            "is ready|is on the table|will be late today|has arrived|is getting cold|is served|"
+            "will take ten minutes|is in the oven",
+        ),
+        (
+            "grandma|the plumber|your teacher|someone|the taxi|uncle joe|the postman|a visitor|"
+            "the neighbour|the doctor",
+            "is at the door|is on the phone|is waiting outside|will be here soon|has left|"
+            "wants to talk to you|is early",
+        ),
+        (
+            "time for school|we are leaving in ten minutes|the laundry is done|happy birthday|"
+            "please come downstairs|bedtime in five minutes|the movie is starting|good night all|"
+            "turn down the music please|do not forget your umbrella|practice the violin now|"
+            "put your shoes away|the dog needs a walk|brush your teeth|meeting in the study",
+        ),
+    ),
+    "zone": (
+        (
+            "work|school|the gym|the supermarket|the airport|the hospital|the park|university|"
+            "the beach|church|the mall|the train station|the stadium|the harbor|the library|"
+            "the museum|the pool|the cinema|the farm|the clinic|the bakery|the zoo|the cabin",
+        ),
+    ),
+    "timer_name": (
+        (
+            "|second|big|my|quick|small|long",
+            "pizza|egg|tea|pasta|workout|meditation|homework|bread|roast|nap|steak|rice|laundry|"
+            "parking|cookies|chicken|yoga|potato|oven|dough|reading|shower|screen time|plank|"
+            "coffee|soup|muffin|turkey|brownies|dentist|salmon|quiche|piano practice|sauna",
+        ),
+    ),
+    "timer_command": (
+        (
+            "turn on|turn off|switch on|switch off|check|reset",
+            "the lights|the sprinklers|the heating|the television|the lamps|the dishwasher|"
+            "the radio|the heater|the fan|the oven|the coffee machine|the pump",
+        ),
+        (
+            "open the curtains|lock the front door|play some music|close the garage door|"
+            "water the lawn|feed the cat|boil the kettle|unlock the gate|mute the speakers|"
+            "ring the bell|run the washing machine|pause the movie|open the windows|"
+            "close the blinds|start the vacuum|dim the lamps",
+        ),
+    ),
 }
 
 
@@ -160,13 +226,12 @@ def seen_and_held_out(seed: int, share: float = 0.2) -> tuple[Names, Names]:
 
     Of a combined name it is the combination that is held out, not its words.
     """
-    lists = {"area": _split(AREAS), "floor": _split(FLOORS)}
-    lists |= {kind: _split(values) for kind, values in WILDCARDS.items()}
-    for kind, parts in DEVICES.items():
-        names = [""]
-        for part in parts:
-            names = [f"{name} {end}".strip() for name in names for end in _split(part)]
-        lists[f"name.{kind}"] = tuple(names)
+    lists = {"area": _combined(AREAS), "floor": _combined((FLOORS,))}
+    lists |= {
+        kind: tuple(name for parts in several for name in _combined(parts))
+        for kind, several in WILDCARDS.items()
+    }
+    lists |= {f"name.{kind}": _combined(parts) for kind, parts in DEVICES.items()}
     seen, held_out = {}, {}
     for kind, values in lists.items():
         # One order for buttons of both kinds: a name is held out everywhere or nowhere.
@@ -177,5 +242,7 @@ def seen_and_held_out(seed: int, share: float = 0.2) -> tuple[Names, Names]:
     return Names(seen), Names(held_out)
 
 
-def _split(values: str) -> tuple[str, ...]:
-    return tuple(value.strip() for value in values.replace("\n", "").split("|"))
+def _combined(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Every choice of one from each part; an empty choice leaves the part out."""
+    choices = [[choice.strip() for choice in part.split("|")] for part in parts]
+    return tuple(" ".join(words).strip() for words in itertools.product(*choices))

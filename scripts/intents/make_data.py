@@ -2,8 +2,8 @@
 
     python scripts/intents/make_data.py data/intents
 
-Writes JSON lines of {"input", "target", "intent"}, an input ending in a newline, the target its
-parse (see intent_grammar.py), and counts.json:
+Writes JSON lines of {"input", "target", "intent"}, the target being the input's parse (see
+intent_grammar.py), and counts.json:
 
     train, valid, test        templates and names that are all trained on, utterances that differ
     test_names                templates that are trained on, with names that are not
@@ -62,13 +62,13 @@ def make_data(seed: int, sizes: Sizes) -> dict[str, list[Utterance]]:
     }
     parses = defaultdict(set)
     for utterance in (u for pool in pools.values() for u in pool):
-        parses[utterance.text.lower()].add(utterance.parse)
+        parses[spoken(utterance)].add(utterance.parse)
     taken: set[str] = set()
     splits: dict[str, list[Utterance]] = {}
     for name, pool in pools.items():
         kept = []
         for utterance in pool:
-            text = utterance.text.lower()
+            text = spoken(utterance)
             if len(parses[text]) == 1 and text not in taken:
                 taken.add(text)
                 kept.append(utterance)
@@ -78,6 +78,11 @@ def make_data(seed: int, sizes: Sizes) -> dict[str, list[Utterance]]:
     splits["valid"], splits["test"] = known[: sizes.each], known[sizes.each : 2 * sizes.each]
     splits["train"] = known[2 * sizes.each :]
     return splits
+
+
+def spoken(utterance: Utterance) -> str:
+    """The words alone: utterances that are written differently may sound the same."""
+    return utterance.text.lower().removesuffix(".")
 
 
 def held_out_templates(
@@ -151,7 +156,7 @@ def write(splits: dict[str, list[Utterance]], folder: Path) -> dict[str, dict[st
         with (folder / f"{name}.jsonl").open("w") as file:
             for utterance in splits[name]:
                 record = {
-                    "input": f"{utterance.text}\n",
+                    "input": utterance.text,
                     "target": utterance.parse,
                     "intent": utterance.intent,
                 }

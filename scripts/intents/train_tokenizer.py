@@ -3,7 +3,8 @@
     python scripts/intents/train_tokenizer.py data/intents
 
 Writes tokenizer.json and tokenizer_config.json beside the data. Digits stay single, so that numbers
-are spelled and not looked up.
+are spelled and not looked up. A prompt ends with a token of its own, which the tokenizer adds: it
+says that the utterance is over and its parse is wanted.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-END = "<|end|>"
+END, PARSE = "<|end|>", "<|parse|>"
 
 
 def train_tokenizer(folder: Path, vocab_size: int = 2048) -> Tokenizer:
@@ -31,11 +40,14 @@ def train_tokenizer(folder: Path, vocab_size: int = 2048) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(END, special=True)],
+        special_tokens=[AddedToken(token, special=True) for token in (END, PARSE)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(folder / "train.jsonl"), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {PARSE}", special_tokens=[(PARSE, tokenizer.token_to_id(PARSE))]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from eecore.models.tokenizer import Tokenizer
 from eecore.training import LastLayerLoss, TrainingConfig
 from intent_grammar import Grammar
 from intent_names import DEVICES, seen_and_held_out
-from make_data import SPLITS, Sizes, make_data, write
+from make_data import SPLITS, Sizes, make_data, spoken, write
 from tiny_models import write_model
-from train_tokenizer import END, train_tokenizer
+from train_tokenizer import END, PARSE, train_tokenizer
 
 SIZES = Sizes(3000, 100)
 
@@ -30,7 +31,7 @@ def splits() -> dict[str, Any]:
 
 
 def test_an_utterance_is_in_one_split_and_has_one_parse(splits: dict[str, Any]) -> None:
-    texts = [utterance.text.lower() for split in SPLITS for utterance in splits[split]]
+    texts = [spoken(utterance) for split in SPLITS for utterance in splits[split]]
     assert len(texts) == len(set(texts))
     assert [len(splits[split]) for split in SPLITS[1:]] == [100] * 4
     assert len(splits["train"]) > 2500
@@ -86,6 +87,22 @@ def test_parses_say_what_was_said() -> None:
         assert utterance.parse.count("[") == utterance.parse.count("]")
 
 
+def test_sentences_may_be_written_as_such(splits: dict[str, Any]) -> None:
+    sentences = [u.text for u in splits["train"] if u.text.endswith(".")]
+    assert 0.1 * len(splits["train"]) < len(sentences) < 0.2 * len(splits["train"])
+    assert all(text[0] == text[0].upper() for text in sentences)
+
+
+def test_particles_may_follow() -> None:
+    grammar = Grammar()
+    seen, _ = seen_and_held_out(0)
+    ours = [t for t in grammar.templates if t.intent == "HassLightSet"][-3]
+    utterance = grammar.sample(ours, random.Random(2), seen)
+    area = dict(utterance.named)["area"]
+    assert re.search(rf"{area} \w+ (down|up) to \S", utterance.text)
+    assert f"[area {area}] [brightness " in utterance.parse
+
+
 def test_files_are_the_same_for_the_same_seed(splits: dict[str, Any], tmp_path: Path) -> None:
     counts = write(splits, tmp_path / "a")
     write(make_data(0, SIZES), tmp_path / "b")
@@ -95,7 +112,7 @@ def test_files_are_the_same_for_the_same_seed(splits: dict[str, Any], tmp_path: 
         assert text.count("\n") == counts[split]["all"] == len(splits[split])
     assert make_data(1, SIZES)["train"] != splits["train"]
     record = json.loads(text.splitlines()[0])
-    assert record["input"].endswith("\n")
+    assert record["input"].strip() == record["input"]
     assert record["target"].startswith(f"[{record['intent']}")
 
 
@@ -109,9 +126,10 @@ def test_from_data_to_exact_match(
     assert tokenizer is not None
     assert tokenizer.vocab_size == 400
     assert tokenizer.token_id(END) == 0
-    text = "set the Café to 20 %\n"
+    text = "set the Café to 20 %"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("1234")) == 4
+    assert tokenizer.encode(text)[-1] == tokenizer.token_id(PARSE)  # a prompt is over
+    assert len(tokenizer.encode("1234", add_special_tokens=False)) == 4
 
     options: dict[str, Any] = {
         "minutes": None,
