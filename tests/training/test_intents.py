@@ -19,8 +19,8 @@ from eecore.training import LastLayerLoss, TrainingConfig
 from intent_grammar import Grammar
 from intent_names import DEVICES, seen_and_held_out
 from make_data import SPLITS, Sizes, make_data, spoken, write
+from small_model import END, Task, recipe, train_tokenizer
 from tiny_models import write_model
-from train_tokenizer import END, PARSE, train_tokenizer
 
 SIZES = Sizes(3000, 100)
 
@@ -117,26 +117,29 @@ def test_files_are_the_same_for_the_same_seed(splits: dict[str, Any], tmp_path: 
 
 
 def test_from_data_to_exact_match(
-    splits: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    splits: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
     write(splits, data)
-    train_tokenizer(data, 400)
+    train_tokenizer(data, Task("<|parse|>", 256, 400))
     tokenizer = Tokenizer.from_directory(data)
     assert tokenizer is not None
     assert tokenizer.vocab_size == 400
     assert tokenizer.token_id(END) == 0
     text = "set the Café to 20 %"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode(text)[-1] == tokenizer.token_id(PARSE)  # a prompt is over
+    assert tokenizer.encode(text)[-1] == tokenizer.token_id("<|parse|>")  # a prompt is over
     assert len(tokenizer.encode("1234", add_special_tokens=False)) == 4
 
+    monkeypatch.setattr(train_intents, "INTENTS", Task("<|parse|>", 256, 400))
     options: dict[str, Any] = {
         "minutes": None,
         "batch_size": 4,
         "learning_rate": 1e-3,
         "layers": 2,
-        "vocab_size": 400,
         "seed": 0,
         "resume": False,
         "threads": 1,
@@ -168,7 +171,7 @@ def test_exact_match_counts_whole_parses(tmp_path: Path) -> None:
 
 
 def test_the_baseline_differs_in_exits_and_dropout_alone() -> None:
-    layerskip, plain = (train_intents.recipe(flag, 8, 1e-3, 0, 500) for flag in (False, True))
+    layerskip, plain = (recipe(flag, 8, 1e-3, 0, 500) for flag in (False, True))
     assert (plain.loss, plain.layer_dropout) == (LastLayerLoss(), None)
     parts = {"loss": layerskip.loss, "layer_dropout": layerskip.layer_dropout}
     assert TrainingConfig(**{**vars(plain), **parts}) == layerskip

@@ -1,0 +1,216 @@
+"""A small Llama and its tokenizer, trained from nothing on JSON lines of {"input", "target"}.
+
+The recipe is LayerSkip's for TOPv2, a task of this kind (§5: p_max = 0.2, e_scale = 1, C_grad),
+from random weights, so dropout grows over the run (§4.1.1). See scripts/intents, scripts/synopsis.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from eecore.cli.train import ProgressLine
+from eecore.training import (
+    EarlyExitLoss,
+    LastLayerLoss,
+    LayerDropout,
+    TokenData,
+    TrainingConfig,
+    load_starting_point,
+    read_data,
+    seconds_per_step,
+    state_path,
+    stop_on_signals,
+    train,
+)
+from eecore.training.run_state import read_state
+
+END = "<|end|>"
+# 8.8M parameters with a vocabulary of 2048.
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt.
+
+    Attributes:
+        ask: the special token that ends a prompt: the input is over, its target is wanted.
+        context: most tokens of an input and its target.
+        vocab_size: of the tokenizer.
+    """
+
+    ask: str
+    context: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long to train: steps, or the minutes that they take on this machine now."""
+
+    steps: int | None = None
+    minutes: float | None = None
+
+
+def train_tokenizer(folder: Path, task: Task) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``train.jsonl`` alone, written beside it; its id 0 is END.
+
+    Digits stay single, so that numbers are spelled and not looked up.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=task.vocab_size,
+        special_tokens=[AddedToken(token, special=True) for token in (END, task.ask)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(folder / "train.jsonl"), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {task.ask}", special_tokens=[(task.ask, tokenizer.token_to_id(task.ask))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return tokenizer
+
+
+def _texts(path: Path) -> Iterator[str]:
+    with path.open() as file:
+        for line in file:
+            record = json.loads(line)
+            yield record["input"]
+            yield record["target"]
+
+
+def recipe(
+    plain: bool, batch_size: int, learning_rate: float, seed: int, steps: int
+) -> TrainingConfig:
+    """LayerSkip's for TOPv2, or the same without exits and dropout."""
+    return TrainingConfig(
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        warmup_steps=min(200, steps // 10),
+        loss=LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual"),
+        layer_dropout=None if plain else LayerDropout(0.2, "exponential"),
+        seed=seed,
+        checkpoint_seconds=120.0,
+        evaluate_steps=500,
+    )
+
+
+def train_small_model(
+    task: Task,
+    data: Path,
+    out: Path,
+    *,
+    length: Length,
+    plain: bool = False,
+    batch_size: int = 16,
+    learning_rate: float = 1.5e-3,
+    seed: int = 0,
+    layers: int = MODEL["num_hidden_layers"],
+    resume: bool = False,
+) -> None:
+    """Train on ``train.jsonl``, score every exit on ``valid.jsonl``, write the model to ``out``.
+
+    Progress goes to stderr. Ctrl-C saves and exits with 130; ``resume`` goes on, with the settings
+    that the run began with.
+    """
+    if not (data / "tokenizer.json").is_file():
+        train_tokenizer(data, task)
+    with tempfile.TemporaryDirectory() as scratch:
+        config_file = Path(scratch) / "config.json"
+        sizes = {
+            "num_hidden_layers": layers,
+            "vocab_size": task.vocab_size,
+            "max_position_embeddings": task.context,
+        }
+        config_file.write_text(json.dumps({**MODEL, **sizes}))
+        start = load_starting_point(config_file, tokenizer=data, seed=seed)
+    assert start.tokenizer.token_id(END) == start.eos_token_id
+    sequences, held_out = (
+        read_data(
+            [data / f"{split}.jsonl"],
+            start.tokenizer,
+            context=task.context,
+            eos_token_id=start.eos_token_id,
+        )
+        for split in ("train", "valid")
+    )
+    if resume:
+        config = read_state(state_path(out)).config
+        if plain != isinstance(config.loss, LastLayerLoss):
+            raise typer.BadParameter(f"--plain: expected as the run began, got {plain}")
+    else:
+        steps = length.steps or 1000
+        config = recipe(plain, batch_size, learning_rate, seed, steps)
+        if length.steps is None:
+            steps = _steps_in(length.minutes or 10.0, start.model, sequences, config)
+            config = recipe(plain, batch_size, learning_rate, seed, steps)
+    parameters = sum(parameter.numel() for parameter in start.model.parameters())
+    print(
+        f"{parameters / 1e6:.1f}M parameters, {len(sequences)} pairs of "
+        f"{sequences.lengths.float().mean():.1f} tokens, {config.steps} steps of "
+        f"{config.batch_size} ({config.steps * config.batch_size / len(sequences):.2f} epochs)",
+        file=sys.stderr,
+    )
+    with stop_on_signals() as stop, ProgressLine() as line:
+        result = train(
+            start.model,
+            sequences,
+            config,
+            out,
+            held_out=held_out,
+            tokenizer_directory=data,
+            resume=resume,
+            progress=line.show,
+            should_stop=stop,
+        )
+    if not result.finished:
+        print(f"stopped after step {result.step}; --resume goes on", file=sys.stderr)
+        raise typer.Exit(130)
+
+
+def _steps_in(minutes: float, model: Any, data: TokenData, config: TrainingConfig) -> int:
+    return max(1, round(60 * minutes / seconds_per_step(model, data, config)))
