@@ -15,10 +15,11 @@ import pytest
 
 import bench_intents
 import eecore
+import intent_modes
 import intent_tables
-from bench_intents import Mode
 from decode_engines import EngineError, Process
 from eecore.calibration import Calibration
+from intent_modes import Mode
 from intent_peers import Parse, PeerMode
 from tiny_models import random_prompts, write_model
 
@@ -116,7 +117,7 @@ def test_reuse_is_a_share_of_the_time_of_the_same_mode_without_it() -> None:
 def test_modes_take_turns_chunk_by_chunk_after_a_warm_up_that_does_not_count() -> None:
     turns: list[tuple[str, int]] = []
 
-    def decode(name: str) -> bench_intents.Decode:
+    def decode(name: str) -> intent_modes.Decode:
         def some(prompts: Sequence[list[int]]) -> list[Parse]:
             turns.append((name, len(prompts)))
             return [parse(2, 0.1) for _ in prompts]
@@ -201,10 +202,10 @@ def a_calibration(measure: Any, classifier: eecore.ExitClassifier | None = None)
 def test_a_missing_calibration_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
     a_calibration("softmax").save(tmp_path / "calibration-softmax.json")
     with pytest.raises(SystemExit, match=r"(?s)calibration-state\.json.*eecore calibrate.*state"):
-        bench_intents.calibrated_policies(tmp_path)
+        intent_modes.calibrated_policies(tmp_path)
     a_calibration("state").save(tmp_path / "calibration-state.json")
     with pytest.raises(SystemExit, match=r"(?s)classifier\.safetensors.*eecore train-classifier"):
-        bench_intents.calibrated_policies(tmp_path)
+        intent_modes.calibrated_policies(tmp_path)
 
 
 def test_calibrations_are_read_with_the_classifier_beside_them(tmp_path: Path) -> None:
@@ -213,12 +214,12 @@ def test_calibrations_are_read_with_the_classifier_beside_them(tmp_path: Path) -
 
     save_file({"weight1": torch.ones(2, 64)}, tmp_path / "classifier.safetensors")
     classifier = eecore.ExitClassifier.load(tmp_path / "classifier.safetensors")
-    for measure in bench_intents.MEASURES:
+    for measure in intent_modes.MEASURES:
         own = classifier if measure == "classifier" else None
         a_calibration(measure, own).save(tmp_path / f"calibration-{measure}.json")
-    policies = bench_intents.calibrated_policies(tmp_path)
+    policies = intent_modes.calibrated_policies(tmp_path)
     assert {measure: policy.measure for measure, policy in policies.items()} == {
-        measure: measure for measure in bench_intents.MEASURES
+        measure: measure for measure in intent_modes.MEASURES
     }
     assert all(policy.threshold == 0.55 for policy in policies.values())
 
@@ -231,15 +232,15 @@ def test_more_utterances_than_there_are_is_an_error(tmp_path: Path) -> None:
 
 
 def test_pairs_to_speculate_with_may_have_a_threshold() -> None:
-    assert bench_intents.speculation("3,6") == eecore.SelfSpeculative(3, 6)
-    assert bench_intents.speculation("3,6,0.5") == eecore.SelfSpeculative(3, 6, 0.5)
-    assert bench_intents.default_speculations(12) == [
+    assert intent_modes.speculation("3,6") == eecore.SelfSpeculative(3, 6)
+    assert intent_modes.speculation("3,6,0.5") == eecore.SelfSpeculative(3, 6, 0.5)
+    assert intent_modes.default_speculations(12) == [
         eecore.SelfSpeculative(2, 4),
         eecore.SelfSpeculative(3, 6),
         eecore.SelfSpeculative(4, 6),
     ]
     for num_layers in (2, 4, 30):
-        for policy in bench_intents.default_speculations(num_layers):
+        for policy in intent_modes.default_speculations(num_layers):
             policy.check(num_layers, 64)
 
 
@@ -336,7 +337,7 @@ def a_result() -> dict[str, Any]:
         "peers": {
             "versions": {"transformers": "5", "economize": "0.3.2"},
             "dtype": "float32",
-            "ms_per_token_tried": {"float32": 4.0, "bfloat16": 5.0},
+            "ms_per_token_tried": {"float32": {"theirs": 4.0}, "bfloat16": {"theirs": 5.0}},
         },
         "left_out": {"economize": "no network"},
         "model_sha256": "0" * 64,
