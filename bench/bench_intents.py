@@ -31,6 +31,7 @@ import harness  # noqa: E402
 import intent_tables  # noqa: E402
 from decode_engines import EngineError  # noqa: E402
 from intent_modes import (  # noqa: E402
+    DTYPES,
     Mode,
     calibrated_policies,
     default_exits,
@@ -134,8 +135,8 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """All figures, and which promises were broken."""
     directory = model_directory(arguments.model)
     calibrated = {} if arguments.skip_calibrated else calibrated_policies(directory)
+    model = eecore.load(directory, device="cpu", dtype=arguments.dtype, kv_cache_tokens=1024)
     records = utterances(arguments.data, arguments.count)
-    model = eecore.load(directory, device="cpu", kv_cache_tokens=1024)
     tokenizer, num_layers = model.tokenizer, model.config.num_layers
     assert tokenizer is not None
     prompts = [tokenizer.encode(record["input"]) for record in records]
@@ -206,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--chunk", type=int, default=50, help="utterances a turn")
     made.add_argument("--rounds", type=int, default=1)
     made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--dtype", choices=DTYPES, default="float32", help="of eecore's modes")
     made.add_argument("--fixed", type=int, nargs="+", metavar="E", help="depths of FixedExit")
     made.add_argument(
         "--speculate", type=speculation, nargs="+", metavar="E,D[,THRESHOLD]", help="pairs to try"
