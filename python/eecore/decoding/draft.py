@@ -10,18 +10,20 @@ KV, where a draft with left-out sublayers wrote any, is overwritten by the verif
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from eecore.decoding.draft_stop import stop_rule
 from eecore.decoding.heads import Heads, read_heads
-from eecore.engine.batch import RowBuilder
 from eecore.engine.runner import Runner
 from eecore.engine.sampling import filtered_probs, generator_of, pick
 from eecore.engine.scheduler import Work
 from eecore.engine.sequence import Sequence
 from eecore.exits import DraftAndVerify, Exit, SelfSpeculative
+from eecore.models import AttentionBatch
 
 __all__ = ["Draft", "DraftPath", "draft", "draft_path"]
 
@@ -68,39 +70,60 @@ def draft(runner: Runner, works: list[Work]) -> list[Draft]:
             path = draft_path(work.sequence.exit, runner.num_layers)
             groups.setdefault(path, []).append(i)
     for path, members in groups.items():
-        while members:
-            _draft_one(runner, path, [(works[i].sequence, drafts[i]) for i in members])
-            members = [i for i in members if _goes_on(works[i], drafts[i])]
+        _draft_group(runner, path, [(works[i], drafts[i]) for i in members])
     return drafts
 
 
-def _draft_one(runner: Runner, path: DraftPath, rows: list[tuple[Sequence, Draft]]) -> None:
-    """One more draft token for each sequence."""
-    builder = RowBuilder(runner.kv.page_size)
-    for sequence, draft in rows:
-        last = draft.tokens[-1] if draft.tokens else sequence.output_ids[-1]
-        position = sequence.num_tokens - 1 + len(draft.tokens)
-        builder.add([last], position, sequence.pages, enter=[0], leave=[path.num_layers])
-    sweep = runner.sweep(
-        builder.build(),
-        skip_attention=path.skip_attention,
-        skip_mlp=path.skip_mlp,
-        capture_after=path.shared_layers,
-    )
-    heads = read_heads(
-        runner, sweep.hidden, [(i, sequence) for i, (sequence, _) in enumerate(rows)]
-    )
-    skipped = sum(
-        (layer in path.skip_attention and layer in path.skip_mlp)
-        for layer in range(path.num_layers)
-    )
-    for i, (sequence, draft) in enumerate(rows):
-        token = _choose(heads, i, sequence, draft)
-        draft.tokens.append(token)
-        draft.confidences.append(_draft_confidence(heads, i, sequence, draft))
-        if sweep.captured is not None:
-            draft.states.append(sweep.captured[i])
-        draft.layers_run += path.num_layers - skipped
+def _draft_group(runner: Runner, path: DraftPath, rows: list[tuple[Work, Draft]]) -> None:
+    """Drafts of requests with one path, until none of them goes on."""
+    model, first, last = runner.model, path.shared_layers, path.num_layers
+    skips = {"skip_attention": path.skip_attention, "skip_mlp": path.skip_mlp}
+    both = len(path.skip_attention & path.skip_mlp)
+    while rows:
+        batches, tokens = _batches(runner, rows), _last_tokens(runner, rows)
+        count = len(rows)
+        while len(rows) == count:  # until somebody ends
+            hidden = model.embed(tokens)
+            batch = next(batches)
+            if first:
+                hidden = model.layers(0, first, hidden, runner.kv, batch, **skips)
+                for i, (_, draft) in enumerate(rows):
+                    draft.states.append(hidden[i])
+            if first < last:
+                hidden = model.layers(first, last, hidden, runner.kv, batch, **skips)
+            heads = read_heads(runner, hidden, [(i, w.sequence) for i, (w, _) in enumerate(rows)])
+            for i, (work, draft) in enumerate(rows):
+                draft.tokens.append(_choose(heads, i, work.sequence, draft))
+                draft.confidences.append(_draft_confidence(heads, i, work.sequence, draft))
+                draft.layers_run += last - both
+            rows = [(work, draft) for work, draft in rows if _goes_on(work, draft)]
+            tokens = _last_tokens(runner, rows) if heads.tokens is None else heads.tokens
+
+
+def _last_tokens(runner: Runner, rows: list[tuple[Work, Draft]]) -> Tensor:
+    """int64 [num_rows]"""
+    last = [d.tokens[-1] if d.tokens else work.sequence.output_ids[-1] for work, d in rows]
+    return runner.tensor(np.array(last, dtype=np.int64))
+
+
+def _batches(runner: Runner, rows: list[tuple[Work, Draft]]) -> Iterator[AttentionBatch]:
+    """One more position of every row at a time; all arrays are made at once."""
+    page_size, count = runner.kv.page_size, len(rows)
+    steps = max(work.max_drafts - len(draft.tokens) for work, draft in rows)
+    begins = [work.sequence.num_tokens - 1 + len(draft.tokens) for work, draft in rows]
+    positions = np.add.outer(np.arange(steps), np.array(begins))  # [steps, rows]
+    pages = [work.sequence.pages for work, _ in rows]
+    table = np.zeros((count, max(map(len, pages))), dtype=np.int32)
+    for i, own in enumerate(pages):
+        table[i, : len(own)] = own
+    column = np.minimum(positions // page_size, table.shape[1] - 1)  # rows end before others do
+    slots = table[np.arange(count), column].astype(np.int64) * page_size + positions % page_size
+    at, to = runner.tensor(positions), runner.tensor(slots)
+    seq_lens = runner.tensor((positions + 1).astype(np.int32))
+    page_table = runner.tensor(table)
+    starts = runner.tensor(np.arange(count + 1, dtype=np.int32))
+    for step in range(steps):
+        yield AttentionBatch(at[step], to[step], page_table, seq_lens[step], starts)
 
 
 def _choose(heads: Heads, row: int, sequence: Sequence, draft: Draft) -> int:

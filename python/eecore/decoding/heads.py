@@ -31,6 +31,8 @@ class Heads:
     """Log-probability of the most probable token."""
     logits: dict[int, Tensor]
     """float32 [vocab_size] of each row of a request that needs them."""
+    tokens: Tensor | None = None
+    """int64 [num_rows], ``token`` on the model's device, where no row has logits."""
 
     def adjusted(self, row: int, sequence: Sequence, context: list[int]) -> Tensor:
         """The row's logits after the request's repetition penalty over ``context``."""
@@ -57,6 +59,10 @@ def read_heads(runner: Runner, hidden: Tensor, rows: HeadRows) -> Heads:
     plain = [row for row, sequence in asked if not needs_logits(sequence.sampling)]
     full = [row for row, sequence in asked if needs_logits(sequence.sampling)]
     num_rows = hidden.shape[0]
+    if len(plain) == num_rows:
+        got = runner.model.confidence(hidden)
+        logprobs = (got.top_logit - got.logsumexp).tolist()
+        return Heads(got.token.tolist(), got.confidence.tolist(), logprobs, {}, got.token)
     token, confidence, logprob = [0] * num_rows, [0.0] * num_rows, [0.0] * num_rows
     logits: dict[int, Tensor] = {}
 

@@ -28,44 +28,48 @@ def accept(heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]) -> list[tu
         rounds: sequence, its drafts, and where its rows are: one per draft and one more.
     """
     results: list[tuple[int, int]] = [(0, 0)] * len(rounds)
-    for greedy in (True, False):
-        chosen = [
-            i for i, (s, _, _) in enumerate(rounds) if (s.sampling.temperature == 0.0) == greedy
-        ]
-        if not chosen:
-            continue
-        group = [rounds[i] for i in chosen]
-        tokens = torch.tensor([t for _, d, _ in group for t in d.tokens], dtype=torch.int64)
-        lengths = torch.tensor([0] + [len(d.tokens) for _, d, _ in group])
-        starts = lengths.cumsum(0).to(torch.int32)
-        if greedy:
-            target = [t for s, d, at in group for t in _target_tokens(heads, s, d, at)]
-            got = ops.speculative_accept(
-                tokens, starts, target_tokens=torch.tensor(target, dtype=torch.int64)
-            )
-        else:
-            target_probs = torch.stack(
-                [p for s, d, at in group for p in _target_probs(heads, s, d, at)]
-            ).cpu()
-            drafted = [p for _, d, _ in group for p in d.probs]
-            got = ops.speculative_accept(
-                tokens,
-                starts,
-                draft_probs=torch.stack(drafted).cpu() if drafted else target_probs[:0],
-                target_probs=target_probs,
-                uniform=torch.cat(
-                    [torch.rand(len(d.tokens) + 1, generator=generator_of(s)) for s, d, _ in group]
-                ),
-            )
-        if bool((got.next_token < 0).any()):
-            raise RuntimeError(NO_TOKEN)
-        outcomes = zip(got.num_accepted.tolist(), got.next_token.tolist(), strict=True)
-        for i, outcome in zip(chosen, outcomes, strict=True):
+    sampled = [i for i, (s, _, _) in enumerate(rounds) if s.sampling.temperature > 0.0]
+    for i, (sequence, draft, at) in enumerate(rounds):
+        if sequence.sampling.temperature == 0.0:
+            results[i] = _longest_match(draft, _target_tokens(heads, sequence, draft, at))
+    if sampled:
+        outcomes = _accept_sampled(heads, [rounds[i] for i in sampled])
+        for i, outcome in zip(sampled, outcomes, strict=True):
             results[i] = outcome
     for (sequence, draft, _), (accepted, _) in zip(rounds, results, strict=True):
         if isinstance(sequence.exit, DraftAndVerify) and sequence.exit.adaptive:
             stop_rule(sequence).update(len(draft.tokens), accepted, sequence.exit.num_drafts)
     return results
+
+
+def _longest_match(draft: Draft, target: list[int]) -> tuple[int, int]:
+    """Accepted drafts, and the token after them; both sides are on the host already."""
+    accepted = 0
+    while accepted < len(draft.tokens) and draft.tokens[accepted] == target[accepted]:
+        accepted += 1
+    return accepted, target[accepted]
+
+
+def _accept_sampled(
+    heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]
+) -> list[tuple[int, int]]:
+    lengths = torch.tensor([0] + [len(draft.tokens) for _, draft, _ in rounds])
+    drafted = [probs for _, draft, _ in rounds for probs in draft.probs]
+    target_probs = torch.stack(
+        [probs for round_ in rounds for probs in _target_probs(heads, *round_)]
+    ).cpu()
+    got = ops.speculative_accept(
+        torch.tensor([t for _, draft, _ in rounds for t in draft.tokens], dtype=torch.int64),
+        lengths.cumsum(0).to(torch.int32),
+        draft_probs=torch.stack(drafted).cpu() if drafted else target_probs[:0],
+        target_probs=target_probs,
+        uniform=torch.cat(
+            [torch.rand(len(d.tokens) + 1, generator=generator_of(s)) for s, d, _ in rounds]
+        ),
+    )
+    if bool((got.next_token < 0).any()):
+        raise RuntimeError(NO_TOKEN)
+    return list(zip(got.num_accepted.tolist(), got.next_token.tolist(), strict=True))
 
 
 def _context(sequence: Sequence, draft: Draft, count: int) -> list[int]:

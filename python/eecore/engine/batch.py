@@ -39,10 +39,32 @@ class Rows:
     page_tables: Int32Array  # [num_sequences, max_pages]
     seq_lens: Int32Array  # [num_sequences], positions up to each sequence's last row
     starts: Int32Array  # [num_sequences + 1], each sequence's first row, then num_rows
-    depth: int  # how many layers every row runs from the embedding on; 0 when they differ
+    leave_alike: int  # how many layers are behind every row when it leaves; 0 when they differ
+    enter_alike: int  # where all rows enter but each sequence's last, which enters at 0; or -1
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def depth(self) -> int:
+        """How many layers every row runs from the embedding on; 0 when they differ."""
+        return 0 if self.enter_alike else self.leave_alike
+
+    @property
+    def last(self) -> Int64Array:
+        """[num_sequences], each sequence's last row."""
+        return self.starts[1:].astype(np.int64) - 1
+
+    def last_batch(self, to_tensor: ToTensor) -> AttentionBatch:
+        """Each sequence's last row."""
+        last = self.last
+        return AttentionBatch(
+            positions=to_tensor(self.positions[last]),
+            slot_mapping=to_tensor(self.slots[last]),
+            page_table=to_tensor(self.page_tables),
+            seq_lens=to_tensor(self.seq_lens),
+            query_start_loc=to_tensor(np.arange(len(last) + 1, dtype=np.int32)),
+        )
 
     def whole_batch(self, to_tensor: ToTensor) -> AttentionBatch:
         """All rows, one ragged entry per sequence."""
@@ -117,7 +139,6 @@ class RowBuilder:
         def array(values: list[int]) -> Int64Array:
             return np.array(values, dtype=np.int64)
 
-        alike = not any(self._enter) and len(set(self._leave)) == 1
         return Rows(
             token_ids=array(self._token_ids),
             positions=array(self._positions),
@@ -128,5 +149,14 @@ class RowBuilder:
             page_tables=np.array(page_tables, dtype=np.int32).reshape(len(page_tables), width),
             seq_lens=np.array(self._seq_lens, dtype=np.int32),
             starts=np.array([*self._starts, len(self._positions)], dtype=np.int32),
-            depth=self._leave[0] if alike else 0,
+            leave_alike=self._leave[0] if len(set(self._leave)) == 1 else 0,
+            enter_alike=self._enter_alike(),
         )
+
+    def _enter_alike(self) -> int:
+        if not any(self._enter):
+            return 0
+        last = {start - 1 for start in [*self._starts[1:], len(self._enter)]}
+        lasts = {self._enter[row] for row in last}
+        others = {enter for row, enter in enumerate(self._enter) if row not in last}
+        return others.pop() if lasts == {0} and len(others) == 1 else -1
