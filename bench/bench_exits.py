@@ -21,6 +21,7 @@ import contextlib
 import inspect
 import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -79,7 +80,8 @@ def exits_of(num_layers: int) -> dict[str, tuple[eecore.Exit, float, bool]]:
         confident = eecore.ConfidentExit(0.0, exit_points=(layer,))
         settings[f"fixed {quarter}/4"] = (eecore.FixedExit(layer), layer, False)
         settings[f"filled {quarter}/4"] = (confident, layer, True)
-    never = eecore.ConfidentExit(1.0, exit_points=(num_layers // 2,))
+    almost_one = math.nextafter(1.0, 0.0)  # at 1 nothing would be measured
+    never = eecore.ConfidentExit(almost_one, exit_points=(num_layers // 2,))
     settings["one check"] = (never, num_layers, False)
     return settings
 

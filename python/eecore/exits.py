@@ -260,9 +260,17 @@ class ConfidentExit(Exit):
             )
 
     def points(self, num_layers: int) -> frozenset[int]:
-        """The exit layers at which confidence is measured; the last layer needs no measuring."""
+        """The exit layers at which confidence is measured: those at which a token may leave.
+
+        The last layer needs no measuring, nor does a threshold of 1.
+        """
         chosen = range(1, num_layers) if self.exit_points is None else self.exit_points
-        return frozenset(e for e in chosen if self.min_exit_layer <= e < num_layers)
+        return frozenset(
+            e
+            for e in chosen
+            if self.min_exit_layer <= e < num_layers
+            and self.thresholds.get(e, self.threshold) < 1.0
+        )
 
     def threshold_at(self, exit_layer: int, t: int, max_tokens: int) -> float:
         """lambda'(t) at an exit point, for token ``t`` of at most ``max_tokens`` (CALM eq. 5).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -156,7 +157,8 @@ def test_layers_between_exit_points_run_in_one_stretch(
 ) -> None:
     """A measure of two states has the layer before an exit point run alone."""
     engine = tiny.engine()
-    policy = ConfidentExit(1.0, measure=measure, exit_points=(1, 3))
+    almost_one = math.nextafter(1.0, 0.0)  # at 1 nothing is measured
+    policy = ConfidentExit(almost_one, measure=measure, exit_points=(1, 3))
     engine.add_request(PROMPTS[0], exit=policy)
     engine.step()
     work = WorkRecorder(monkeypatch)
@@ -175,6 +177,19 @@ def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:
         assert {layer for o in outputs for layer in o.exit_layers} == {4}
         assert [o.stats.layers_run for o in outputs] == [o.stats.layers_run for o in full]
         assert {o.stats.fill_calls for o in outputs} == {0}
+
+
+@pytest.mark.parametrize("measure", ["softmax", "state"])
+def test_a_threshold_of_one_is_not_measured(
+    tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, measure: Measure
+) -> None:
+    """It runs the layers of Full; the state's confidence at the end is for the record."""
+    engine = tiny.engine()
+    engine.add_request(PROMPTS[0], exit=ConfidentExit(1.0, measure=measure, thresholds={2: 1.0}))
+    engine.step()
+    work = WorkRecorder(monkeypatch)
+    engine.step()
+    assert work.stretches == Counter([(0, 4)] if measure == "softmax" else [(0, 3), (3, 4)])
 
 
 def test_a_confidence_of_nan_never_accepts(tiny: eecore.Model) -> None:

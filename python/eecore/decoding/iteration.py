@@ -21,7 +21,7 @@ from eecore.engine.runner import Runner, Sweep
 from eecore.engine.sampling import filtered_probs, generator_of, needs_logits, pick
 from eecore.engine.scheduler import Work
 from eecore.engine.sequence import Sequence, TokenRecord
-from eecore.exits import ConfidentExit, FixedExit
+from eecore.exits import ConfidentExit, Exit, FixedExit
 
 __all__ = ["Outcome", "run_iteration"]
 
@@ -75,7 +75,7 @@ def run_iteration(runner: Runner, works: list[Work]) -> list[Outcome]:
     confident = [
         (plan.at.start, plan.work.sequence)
         for plan in plans
-        if not plan.work.is_prefill and isinstance(plan.work.sequence.exit, ConfidentExit)
+        if not plan.work.is_prefill and _is_watched(plan.work.sequence.exit, runner.num_layers)
     ]
     controller = ConfidentController(runner, confident) if confident else None
     sweep = runner.sweep(
@@ -91,6 +91,13 @@ def run_iteration(runner: Runner, works: list[Work]) -> list[Outcome]:
         _outcome(plan, sweep, heads, controller, rounds.get(id(plan)), runner.num_layers)
         for plan in plans
     ]
+
+
+def _is_watched(policy: Exit, num_layers: int) -> bool:
+    """Whether it may leave early, keeps others from it, or is measured for the record."""
+    return isinstance(policy, ConfidentExit) and (
+        bool(policy.points(num_layers)) or policy.batch == "all" or policy.measure != "softmax"
+    )
 
 
 def _add_rows(builder: RowBuilder, num_layers: int, work: Work, made: Draft) -> slice:
