@@ -104,6 +104,40 @@ def test_stops_inside_a_run_of_accepted_drafts(
     assert seen_inside or isinstance(policy, DraftAndVerify)
 
 
+def test_nothing_runs_behind_a_drafted_end(
+    agreeing: eecore.Model, full_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that ends the text needs no token after it: k drafts, k rows, whoever is beside."""
+    record = ExecutionRecorder(monkeypatch)
+    seen = 0
+    for prompt, expected in zip(PROMPTS, full_tokens, strict=True):
+        for stop in sorted(set(expected[2:9])):
+            engine = agreeing.engine()
+            sampling = SamplingParams(max_tokens=20, stop_token_ids=[stop], ignore_eos=True)
+            engine.add_request(prompt, exit=SelfSpeculative(2, 6), sampling=sampling)
+            while engine.has_unfinished:
+                record.runs.clear()
+                (step,) = engine.step()
+            assert step.output is not None
+            assert step.output.token_ids == expected[: expected.index(stop) + 1]
+            if step.output.exit_layers[-1] == 2:  # an accepted draft was the end
+                assert set(record.runs.values()) == {1}
+                assert len(record.runs) == 5 * len(step.token_ids)
+                seen += 1
+    assert seen
+    stops = [expected[5] for expected in full_tokens]
+    outputs = eecore.generate(
+        agreeing,
+        PROMPTS,
+        exit=SelfSpeculative(2, 6),
+        sampling=[
+            SamplingParams(max_tokens=20, stop_token_ids=[stop], ignore_eos=True) for stop in stops
+        ],
+    )
+    for output, expected, stop in zip(outputs, full_tokens, stops, strict=True):
+        assert output.token_ids == expected[: expected.index(stop) + 1]
+
+
 @pytest.mark.parametrize("policy", [SelfSpeculative(2, 5), DraftAndVerify({2, 3}, {4})])
 def test_repetition_penalty_reaches_draft_and_verification(
     agreeing: eecore.Model, full_tokens: list[list[int]], policy: Exit

@@ -15,7 +15,7 @@ from torch import Tensor
 from eecore.decoding.confident import ConfidentController
 from eecore.decoding.draft import Draft, draft, draft_path
 from eecore.decoding.heads import Heads, read_heads
-from eecore.decoding.verify import accept
+from eecore.decoding.verify import Acceptance, accept, needs_next
 from eecore.engine.batch import BoolArray, RowBuilder
 from eecore.engine.runner import Runner, Sweep
 from eecore.engine.sampling import filtered_probs, generator_of, needs_logits, pick
@@ -115,16 +115,19 @@ def _add_rows(builder: RowBuilder, num_layers: int, work: Work, made: Draft) -> 
         tokens = sequence.tokens(first, stop)
         enter = [0] * work.num_tokens
         return builder.add(tokens, first, sequence.pages, enter=enter, leave=leaves)
+    tokens = [sequence.output_ids[-1], *made.tokens]
+    if not needs_next(sequence, made):
+        tokens.pop()
     kept = len(made.states)
-    enter = [0] * (1 + len(made.tokens))
+    enter = [0] * len(tokens)
     if kept:
         enter[:kept] = [draft_path(policy, num_layers).shared_layers] * kept
     return builder.add(
-        [sequence.output_ids[-1], *made.tokens],
+        tokens,
         sequence.num_tokens - 1,
         sequence.pages,
         enter=enter,
-        leave=[leave] * (1 + len(made.tokens)),
+        leave=[leave] * len(tokens),
     )
 
 
@@ -152,8 +155,8 @@ def _mask(rows: list[int], num_rows: int) -> BoolArray | None:
     return mask
 
 
-def _verify(plans: list[_Plan], heads: Heads) -> dict[int, tuple[int, int]]:
-    """(number of accepted drafts, next token) of each verified plan, by the plan's id."""
+def _verify(plans: list[_Plan], heads: Heads) -> dict[int, Acceptance]:
+    """What stands of each verified plan's drafts, by the plan's id."""
     verified = [
         plan
         for plan in plans
@@ -199,7 +202,7 @@ def _outcome(
     sweep: Sweep,
     heads: Heads,
     controller: ConfidentController | None,
-    verified: tuple[int, int] | None,
+    verified: Acceptance | None,
     num_layers: int,
 ) -> Outcome:
     """The tokens and counters of one work."""
@@ -213,9 +216,10 @@ def _outcome(
 
     if verified is not None:
         accepted, next_token = verified
-        outcome.num_computed = sequence.num_computed + 1 + accepted
+        computed = accepted if next_token is None else 1 + accepted
+        outcome.num_computed = sequence.num_computed + computed
         outcome.drafted, outcome.accepted = len(plan.draft.tokens), accepted
-        outcome.kv_exit_layers = [num_layers] * (1 + accepted)
+        outcome.kv_exit_layers = [num_layers] * computed
         outcome.records = _speculated(plan, heads, accepted, next_token, num_layers)
         return outcome
 
@@ -253,13 +257,14 @@ def _sampled(
 
 
 def _speculated(
-    plan: _Plan, heads: Heads, accepted: int, next_token: int, num_layers: int
+    plan: _Plan, heads: Heads, accepted: int, next_token: int | None, num_layers: int
 ) -> list[TokenRecord]:
     """Accepted drafts with the depth and confidence of the draft, then the verifier's token."""
     sequence, made = plan.work.sequence, plan.draft
     depth = draft_path(sequence.exit, num_layers).num_layers
     records = []
-    for i, token in enumerate([*made.tokens[:accepted], next_token]):
+    following = [] if next_token is None else [next_token]
+    for i, token in enumerate([*made.tokens[:accepted], *following]):
         row = plan.at.start + i
         logprob, top = heads.logprobs(row, sequence, token)
         if i < accepted:

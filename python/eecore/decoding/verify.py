@@ -17,17 +17,31 @@ from eecore.engine.sampling import NO_TOKEN, filtered_probs, generator_of
 from eecore.engine.sequence import Sequence
 from eecore.exits import DraftAndVerify
 
-__all__ = ["accept"]
+__all__ = ["Acceptance", "accept", "needs_next"]
 
 
-def accept(heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]) -> list[tuple[int, int]]:
-    """(number of accepted drafts, next token) of each verified sequence.
+# Accepted drafts, and the token after them: None behind an accepted end of the text.
+Acceptance = tuple[int, int | None]
+
+
+def needs_next(sequence: Sequence, draft: Draft) -> bool:
+    """Whether the token after the last draft may be needed: not after one that ends the text.
+
+    Sampling draws one number a row, and keeps the row.
+    """
+    ends = bool(draft.tokens) and sequence.stops_at(draft.tokens[-1])
+    return not ends or sequence.sampling.temperature > 0.0
+
+
+def accept(heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]) -> list[Acceptance]:
+    """What stands of each verified sequence's drafts.
 
     Args:
         heads: of the verified rows.
-        rounds: sequence, its drafts, and where its rows are: one per draft and one more.
+        rounds: sequence, its drafts, and where its rows are: one per draft, and one more where the
+            draft :func:`needs_next`.
     """
-    results: list[tuple[int, int]] = [(0, 0)] * len(rounds)
+    results: list[Acceptance] = [(0, None)] * len(rounds)
     sampled = [i for i, (s, _, _) in enumerate(rounds) if s.sampling.temperature > 0.0]
     for i, (sequence, draft, at) in enumerate(rounds):
         if sequence.sampling.temperature == 0.0:
@@ -42,12 +56,12 @@ def accept(heads: Heads, rounds: list[tuple[Sequence, Draft, slice]]) -> list[tu
     return results
 
 
-def _longest_match(draft: Draft, target: list[int]) -> tuple[int, int]:
-    """Accepted drafts, and the token after them; both sides are on the host already."""
+def _longest_match(draft: Draft, target: list[int]) -> Acceptance:
+    """Both sides are on the host already, so no op is called for this."""
     accepted = 0
     while accepted < len(draft.tokens) and draft.tokens[accepted] == target[accepted]:
         accepted += 1
-    return accepted, target[accepted]
+    return accepted, target[accepted] if accepted < len(target) else None
 
 
 def _accept_sampled(

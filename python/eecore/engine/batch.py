@@ -40,7 +40,7 @@ class Rows:
     seq_lens: Int32Array  # [num_sequences], positions up to each sequence's last row
     starts: Int32Array  # [num_sequences + 1], each sequence's first row, then num_rows
     leave_alike: int  # how many layers are behind every row when it leaves; 0 when they differ
-    enter_alike: int  # where all rows enter but each sequence's last, which enters at 0; or -1
+    kept_at: int  # where all rows enter but some sequences' last ones, which enter at 0; or -1
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -48,21 +48,16 @@ class Rows:
     @property
     def depth(self) -> int:
         """How many layers every row runs from the embedding on; 0 when they differ."""
-        return 0 if self.enter_alike else self.leave_alike
+        return 0 if self.kept_at else self.leave_alike
 
-    @property
-    def last(self) -> Int64Array:
-        """[num_sequences], each sequence's last row."""
-        return self.starts[1:].astype(np.int64) - 1
-
-    def last_batch(self, to_tensor: ToTensor) -> AttentionBatch:
-        """Each sequence's last row."""
-        last = self.last
+    def last_batch(self, last: Int64Array, to_tensor: ToTensor) -> AttentionBatch:
+        """The rows ``last``, each the last one of its sequence."""
+        sequence = self.sequence[last]
         return AttentionBatch(
             positions=to_tensor(self.positions[last]),
             slot_mapping=to_tensor(self.slots[last]),
-            page_table=to_tensor(self.page_tables),
-            seq_lens=to_tensor(self.seq_lens),
+            page_table=to_tensor(self.page_tables[sequence]),
+            seq_lens=to_tensor(self.seq_lens[sequence]),
             query_start_loc=to_tensor(np.arange(len(last) + 1, dtype=np.int32)),
         )
 
@@ -150,13 +145,14 @@ class RowBuilder:
             seq_lens=np.array(self._seq_lens, dtype=np.int32),
             starts=np.array([*self._starts, len(self._positions)], dtype=np.int32),
             leave_alike=self._leave[0] if len(set(self._leave)) == 1 else 0,
-            enter_alike=self._enter_alike(),
+            kept_at=self._kept_at(),
         )
 
-    def _enter_alike(self) -> int:
-        if not any(self._enter):
+    def _kept_at(self) -> int:
+        enters = set(self._enter)
+        if enters == {0}:
             return 0
         last = {start - 1 for start in [*self._starts[1:], len(self._enter)]}
-        lasts = {self._enter[row] for row in last}
-        others = {enter for row, enter in enumerate(self._enter) if row not in last}
-        return others.pop() if lasts == {0} and len(others) == 1 else -1
+        fresh = {row for row, enter in enumerate(self._enter) if not enter}
+        enters.discard(0)
+        return enters.pop() if len(enters) == 1 and fresh <= last else -1

@@ -113,7 +113,7 @@ class Runner:
         watched = controller is not None or fill_at_once is not None or fill_at_end is not None
         if rows.depth and not watched and capture_after in (0, rows.depth):
             return self._sweep_alike(rows, skip_attention, skip_mlp, capture_after)
-        if rows.enter_alike > 0 and rows.leave_alike and not (watched or capture_after):
+        if rows.kept_at > 0 and rows.leave_alike and not (watched or capture_after):
             assert entering is not None
             return self._sweep_kept(rows, entering, skip_attention, skip_mlp)
         num_rows = len(rows)
@@ -215,18 +215,20 @@ class Runner:
         skip_attention: frozenset[int],
         skip_mlp: frozenset[int],
     ) -> Sweep:
-        """Kept states come in together, and each sequence's last row behind the layers before."""
+        """Kept states come in together, and with them the last rows that ran the layers before."""
         skips = {"skip_attention": skip_attention, "skip_mlp": skip_mlp}
-        kept_at, leave, last = rows.enter_alike, rows.leave_alike, rows.last
-        embedded = self.model.embed(self.tensor(rows.token_ids[last]))
-        batch = rows.last_batch(self.tensor)
-        fresh = self.model.layers(0, kept_at, embedded, self.kv, batch, **skips)
-        if len(last) == 1:
-            hidden = torch.cat((entering, fresh))
-        else:
-            hidden = entering.new_empty(len(rows), entering.shape[1])
-            hidden[self.tensor(np.flatnonzero(rows.enter))] = entering
-            hidden[self.tensor(last)] = fresh
+        kept_at, leave, hidden = rows.kept_at, rows.leave_alike, entering
+        last = np.flatnonzero(rows.enter == 0)
+        if len(last):
+            embedded = self.model.embed(self.tensor(rows.token_ids[last]))
+            batch = rows.last_batch(last, self.tensor)
+            fresh = self.model.layers(0, kept_at, embedded, self.kv, batch, **skips)
+            if len(rows.seq_lens) == 1:
+                hidden = torch.cat((entering, fresh))
+            else:
+                hidden = entering.new_empty(len(rows), entering.shape[1])
+                hidden[self.tensor(np.flatnonzero(rows.enter))] = entering
+                hidden[self.tensor(last)] = fresh
         batch = rows.whole_batch(self.tensor)
         hidden = self.model.layers(kept_at, leave, hidden, self.kv, batch, **skips)
         return Sweep(hidden, [leave] * len(rows), (leave - rows.enter).tolist(), None)
