@@ -86,11 +86,13 @@ def take_turn(
 
 def broken_promises(modes: Sequence[Mode]) -> list[str]:
     """Where self-speculation did not give the tokens of full depth."""
-    full = [parse.tokens for chunk in modes[0].chunks for parse in chunk]
     found = []
     for mode in modes:
-        if mode.group not in ("speculative", "without reuse"):
+        if not mode.group.endswith(("speculative", "without reuse")):
             continue
+        reference = intent_tables.full_depth(mode, modes)
+        assert reference is not None
+        full = [parse.tokens for chunk in reference.chunks for parse in chunk]
         own = [parse.tokens for chunk in mode.chunks for parse in chunk]
         differing = [i for i, pair in enumerate(zip(own, full, strict=True)) if pair[0] != pair[1]]
         if differing:
@@ -121,19 +123,9 @@ def utterances(folder: Path, count: int) -> list[dict[str, str]]:
     return records
 
 
-def model_directory(given: Path | None) -> Path:
-    """The one given, or the one that ships with eecore."""
-    if given is not None:
-        return given
-    default = getattr(eecore, "default_model", None)
-    if default is None:
-        raise SystemExit("--model: expected a model directory, since this eecore ships with none")
-    return Path(default())
-
-
 def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """All figures, and which promises were broken."""
-    directory = model_directory(arguments.model)
+    directory = arguments.model or eecore.default_model()
     calibrated = {} if arguments.skip_calibrated else calibrated_policies(directory)
     model = eecore.load(directory, device="cpu", dtype=arguments.dtype, kv_cache_tokens=1024)
     records = utterances(arguments.data, arguments.count)
@@ -143,6 +135,8 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     speculations = list(dict.fromkeys(arguments.speculate or default_speculations(num_layers)))
     exit_layers = sorted(set(arguments.fixed or default_exits(num_layers)))
     modes = eecore_modes(model, exit_layers, speculations, calibrated)
+    int8 = eecore.load(directory, device="cpu", weights="int8", kv_cache_tokens=1024)
+    modes += eecore_modes(int8, (), speculations, {})
     left_out: dict[str, str] = {}
     beside = None
     if not arguments.skip_peers:

@@ -118,17 +118,25 @@ def eecore_modes(
     speculations: Sequence[eecore.SelfSpeculative],
     calibrated: dict[str, eecore.ConfidentExit],
 ) -> list[Mode]:
-    """Full depth first; each self-speculation is followed by itself without reuse."""
-    modes = [Mode("`Full()`", "full", eecore_decode(model, eecore.Full()))]
+    """Full depth first; each self-speculation is followed by itself without reuse.
+
+    With weights of eight bits the groups are called so.
+    """
+    source = model.network.source
+    is_int8 = source is not None and source.weights == "int8"
+    kind, suffix = ("int8 ", ", int8 weights") if is_int8 else ("", "")
+    modes = [Mode(f"`Full()`{suffix}", f"{kind}full", eecore_decode(model, eecore.Full()))]
     for layer in exit_layers:
         decode = eecore_decode(model, eecore.FixedExit(layer))
         modes.append(Mode(f"`FixedExit({layer})`", "fixed", decode))
     for policy in speculations:
         name = speculation_name(policy)
-        modes.append(Mode(f"`{name})`", "speculative", eecore_decode(model, policy)))
+        decode = eecore_decode(model, policy)
+        modes.append(Mode(f"`{name})`{suffix}", f"{kind}speculative", decode))
         without = dataclasses.replace(policy, reuse=False)
         decode = eecore_decode(model, without)
-        modes.append(Mode(f"`{name}, reuse=False)`", "without reuse", decode))
+        name = f"`{name}, reuse=False)`{suffix}"
+        modes.append(Mode(name, f"{kind}without reuse", decode))
     for measure, confident in calibrated.items():
         name = f"`ConfidentExit.calibrated`, {measure} at {confident.threshold:g}"
         modes.append(Mode(name, "confident", eecore_decode(model, confident)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Pace = Callable[[Iterable["Parse"]], float]
 OWN_GROUPS = ("full", "fixed", "speculative", "without reuse", "confident")
+INT8_GROUPS = ("int8 full", "int8 speculative", "int8 without reuse")
 TRANSFORMERS_GROUPS = ("transformers", "assisted")
 
 
@@ -65,15 +66,17 @@ def fastest(modes: Iterable[Mode]) -> Mode | None:
     return min(modes, key=lambda mode: ms_per_token(_all(mode)), default=None)
 
 
-def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
-    """Speeds and shares of one mode, against full depth and each peer's fastest mode.
+def full_depth(mode: Mode, modes: Sequence[Mode]) -> Mode | None:
+    """Eecore's own in equal weights for its modes, transformers' generate for the peers."""
+    own = {**dict.fromkeys(OWN_GROUPS, "full"), **dict.fromkeys(INT8_GROUPS, "int8 full")}
+    group = own.get(mode.group, "transformers")
+    return next((other for other in modes if other.group == group), None)
 
-    Full depth is eecore's own for its modes, transformers' generate for the peers.
-    """
-    own_full = "full" if mode.group in OWN_GROUPS else "transformers"
-    full = next((other for other in modes if other.group == own_full), None)
+
+def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
+    """Speeds and shares of one mode, against full depth and each peer's fastest mode."""
     compared = {
-        "full": full,
+        "full": full_depth(mode, modes),
         "transformers": fastest(other for other in modes if other.group in TRANSFORMERS_GROUPS),
         "economize": fastest(other for other in modes if other.group == "economize"),
     }
@@ -113,7 +116,7 @@ def reuse(modes: Sequence[Mode]) -> list[dict[str, Any]]:
     """Each self-speculation beside itself without reuse, and the share of a token's time saved."""
     rows = []
     for mode, without in pairwise(modes):
-        if without.group != "without reuse":
+        if not without.group.endswith("without reuse"):
             continue
         row: dict[str, Any] = {"name": mode.name}
         for prefix, pace in (("", ms_per_token), ("decode_", decode_ms_per_token)):
@@ -150,7 +153,7 @@ def full(result: dict[str, Any]) -> str:
             _share(row["same_as_full"]),
         ]
         for row in result["modes"]
-        if row["group"] != "without reuse"
+        if not row["group"].endswith("without reuse")
     ]
     parts = [markdown(head, lines, text_columns=1), notes(result)]
     if result["reuse"]:
@@ -179,7 +182,10 @@ def short(result: dict[str, Any]) -> str:
     return "\n\n".join([SHORT_LEAD, markdown(head, lines, text_columns=1), about(result)])
 
 
-SHORT_GROUPS = ("full", "speculative", "confident", "transformers", "assisted", "economize")
+SHORT_GROUPS = (
+    *("full", "speculative", "confident", "int8 full", "int8 speculative"),
+    *("transformers", "assisted", "economize"),
+)
 SHORT_LEAD = (
     "On a model trained for early exit, which parses what somebody says to a home "
     "(`scripts/intents/`); of each kind of mode the fastest:"

@@ -158,6 +158,8 @@ def test_other_tokens_than_those_of_full_depth_are_a_broken_promise() -> None:
     other = mode_of("without reuse", [parse(4, 1.0)], [parse(6, 1.0)])
     allowed = mode_of("fixed", [parse(3, 1.0)], [parse(5, 1.0)])
     assert bench_intents.broken_promises([full, same, allowed]) == []
+    int8 = [mode_of("int8 full", [parse(7, 1.0)]), mode_of("int8 speculative", [parse(7, 1.0)])]
+    assert bench_intents.broken_promises([full, same, *int8]) == []  # held to its own full depth
     [message] = bench_intents.broken_promises([full, same, other, allowed])
     assert message.startswith("without reuse: expected the tokens of Full(), got others for 1 of 2")
 
@@ -271,7 +273,9 @@ def test_the_script_runs_on_a_tiny_model_and_writes_nothing_when_dry(tmp_path: P
     rows = [line for line in done.stdout.splitlines() if line.startswith("| `")]
     names = [row.split(" | ")[0].removeprefix("| ") for row in rows]
     speculative = ["`SelfSpeculative(1, 3)`", "`SelfSpeculative(2, 2, 0.1)`"]
-    assert names == ["`Full()`", "`FixedExit(2)`", *speculative, *speculative]
+    int8 = [f"{name}, int8 weights" for name in speculative]
+    first = ["`Full()`", "`FixedExit(2)`", *speculative, "`Full()`, int8 weights", *int8]
+    assert names == [*first, *speculative, *int8]  # and what reuse saves
     assert all(row.endswith("| 100.0% |") for row in (rows[0], *rows[2:4]))
     assert before == {path: path.read_bytes() for path in (ROOT / "bench").glob("*.md")}
 
