@@ -156,7 +156,7 @@ class Engine:
         if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
         for token in prompt:
-            if not isinstance(token, SupportsIndex) or not 0 <= int(token) < vocab_size:
+            if not isinstance(token, (int, SupportsIndex)) or not 0 <= int(token) < vocab_size:
                 raise RequestError(f"prompt: expected token ids 0..{vocab_size - 1}, got {token!r}")
         return [int(token) for token in prompt]
 

@@ -28,7 +28,7 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., num_rows, n] in ``dtype``, of int8 rows [..., num_rows, n] times ``scale``."""
-    return (weight.float() * scale[..., None]).to(dtype)
+    return (weight * scale[..., None]).to(dtype)  # the product is in float32
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class LlamaModel:
         rows = weights.embed_tokens.index_select(0, token_ids)
         if weights.embed_scale is None:
             return rows
-        return dequantise_rows(rows, weights.embed_scale[token_ids], self.dtype)
+        return dequantise_rows(rows, weights.embed_scale.index_select(0, token_ids), self.dtype)
 
     def layers(
         self,
