@@ -1,7 +1,8 @@
-"""A real model in every exit mode: streamed text with each token's exit depth, and a table.
+"""Real models in every exit mode: streamed text with each token's exit depth, and a table.
 
-The model is SmolLM2-135M-Instruct, which is fetched on the first run. It was not trained for early
-exit: what that means for each mode is said along the way.
+First the model that ships with eecore, which was trained for early exit; then one that was not,
+SmolLM2-135M-Instruct, which is fetched on the first run. What each mode means for them is said
+along the way.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +23,15 @@ from eecore.cli.depth import DepthPainter, depth_legend, has_colours, runs
 from eecore.exits import Exit
 from get_smollm2 import get_smollm2
 
+UTTERANCES = (
+    "turn the kitchen lights down to 20 percent",
+    "start a 25 minute timer for the pasta",
+)
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
 )
 SKIPS = Path(__file__).parent / "smollm2_skips.json"
-COLOURS_FROM = 12  # no mode below leaves before this layer
 
 
 @dataclass
@@ -40,7 +45,58 @@ class Mode:
     seconds: float = 0.0
 
 
-def modes(num_layers: int) -> list[Mode]:
+@dataclass
+class Part:
+    """A model, what it is asked, and in which modes.
+
+    Attributes:
+        name: of the model.
+        waiting: what is said while it is being had.
+        directory: has it.
+        prompts: as shown.
+        tokens: a prompt as the model reads it.
+        modes: for a model of so many layers.
+        colours_from: no mode leaves before this layer.
+        dtype: to run in; None for the device's own.
+    """
+
+    name: str
+    waiting: str
+    directory: Callable[[], Path]
+    prompts: Sequence[str]
+    tokens: Callable[[eecore.Model, str], list[int]]
+    modes: Callable[[int], list[Mode]]
+    colours_from: int
+    dtype: str | None = None
+    done: list[Mode] = field(default_factory=list)
+
+
+def intent_modes(num_layers: int) -> list[Mode]:
+    """The modes, for the model that was trained for early exit."""
+    calibration = eecore.default_model() / "calibration-softmax.json"
+    half, quarter = num_layers // 2, num_layers // 4
+    return [
+        Mode("full", "every layer for every token", eecore.Full()),
+        Mode(
+            "confident exit",
+            "a token leaves once its two best candidates are far apart. The threshold is "
+            "calibrated: what it may cost is promised, see the model card",
+            eecore.ConfidentExit.calibrated(calibration),
+        ),
+        Mode(
+            "fixed exit",
+            f"the model cut after layer {half}, where it was trained to speak too",
+            eecore.FixedExit(half),
+        ),
+        Mode(
+            "self-speculative",
+            f"the first {quarter} layers draft, all verify: the text is that of full, sooner",
+            eecore.SelfSpeculative(exit_layer=quarter, num_drafts=6),
+        ),
+    ]
+
+
+def smollm2_modes(num_layers: int) -> list[Mode]:
     """The modes, for a model of so many layers that was never trained for early exit."""
     return [
         Mode("full", "every layer for every token", eecore.Full()),
@@ -74,59 +130,92 @@ def modes(num_layers: int) -> list[Mode]:
     ]
 
 
+def parts(prompts: Sequence[str]) -> list[Part]:
+    """Both models; the prompts are for the second."""
+    return [
+        Part(
+            "intent, the model that ships with eecore",
+            "loading the model",
+            eecore.default_model,
+            UTTERANCES,
+            encode,
+            intent_modes,
+            colours_from=1,
+            dtype="float32",  # the calibration's
+        ),
+        Part(
+            "SmolLM2-135M-Instruct",
+            "getting SmolLM2-135M-Instruct (a 93 MB download the first time)",
+            get_smollm2,
+            prompts,
+            chat,
+            smollm2_modes,
+            colours_from=12,
+        ),
+    ]
+
+
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("prompts", nargs="*", default=PROMPTS)
+    parser.add_argument("prompts", nargs="*", default=PROMPTS, help="for SmolLM2")
     arguments = parser.parse_args(command_line)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     console = Console(highlight=False, soft_wrap=True)
-    done: list[Mode] = []
     code = 0
-    try:
-        show(console, arguments.prompts, arguments.max_tokens, done)
-    except KeyboardInterrupt:
-        console.print("\ninterrupted")
-        code = 130
-    except (eecore.EecoreError, RuntimeError, OSError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
-    if done:
-        console.print()
-        console.print(table(done))
-        console.print(CLOSING)
-    return code
+    for part in parts(arguments.prompts):
+        try:
+            show(console, part, arguments.max_tokens)
+        except KeyboardInterrupt:
+            console.print("\ninterrupted")
+            code = 130
+        except (eecore.EecoreError, RuntimeError, OSError) as error:
+            print(f"demo: {error}", file=sys.stderr)
+            code = 1
+        if part.done:
+            console.print()
+            console.print(table(part.done))
+        if code:
+            return code
+    console.print(CLOSING)
+    return 0
 
 
 CLOSING = """\
-Next: eecore generate MODEL "Once upon a time" --depth --stats, or eecore generate --help.
+Next: eecore generate "dim the bedroom lamp to 40%" --depth --stats, or eecore generate --help.
 Checkpoints trained for early exit, such as LayerSkip's, load the same way."""
 
 
-def show(console: Console, prompts: list[str], max_tokens: int, done: list[Mode]) -> None:
-    """Run every mode on every prompt; finished modes go into ``done``."""
-    with console.status("getting SmolLM2-135M-Instruct (a 93 MB download the first time)"):
-        directory = get_smollm2()
+def show(console: Console, part: Part, max_tokens: int) -> None:
+    """Run every mode on every prompt; finished modes go into ``part.done``."""
+    with console.status(part.waiting):
+        directory = part.directory()
     with console.status("loading the model"):
-        model = eecore.load(directory, kv_cache_tokens=4096)
-        asked = [chat(model, prompt) for prompt in prompts]
+        model = eecore.load(directory, dtype=part.dtype, kv_cache_tokens=4096)
+        asked = [part.tokens(model, prompt) for prompt in part.prompts]
         eecore.generate(model, asked[0], max_tokens=2)  # the first pass touches all weights
     build = eecore.build_info()
     console.print(
-        f"SmolLM2-135M-Instruct, {model.config.num_layers} layers, "
+        f"\n[bold]{part.name}[/bold]: {model.config.num_layers} layers, "
         f"{str(model.network.dtype).removeprefix('torch.')} on {model.network.device.type} "
         f"({build['cpu_capability']}, {torch.get_num_threads()} threads)"
     )
     if has_colours(console):
-        console.print(depth_legend(COLOURS_FROM, model.config.num_layers))
-    for mode in modes(model.config.num_layers):
+        console.print(depth_legend(part.colours_from, model.config.num_layers))
+    for mode in part.modes(model.config.num_layers):
         console.print(f"\n[bold]{mode.name}[/bold]: {mode.says}")
-        for prompt, ids in zip(prompts, asked, strict=True):
+        for prompt, ids in zip(part.prompts, asked, strict=True):
             console.print(f"[dim]> {prompt}[/dim]")
-            stream(console, model, ids, mode, max_tokens)
-        done.append(mode)
+            stream(console, model, ids, mode, max_tokens, part.colours_from)
+        part.done.append(mode)
+
+
+def encode(model: eecore.Model, prompt: str) -> list[int]:
+    """The tokens of a prompt as it is."""
+    assert model.tokenizer is not None
+    return model.tokenizer.encode(prompt)
 
 
 def chat(model: eecore.Model, prompt: str) -> list[int]:
@@ -137,10 +226,15 @@ def chat(model: eecore.Model, prompt: str) -> list[int]:
 
 
 def stream(
-    console: Console, model: eecore.Model, prompt: list[int], mode: Mode, max_tokens: int
+    console: Console,
+    model: eecore.Model,
+    prompt: list[int],
+    mode: Mode,
+    max_tokens: int,
+    colours_from: int,
 ) -> None:
     """Generate one text, printed as it comes, each token in the colour of its exit layer."""
-    painter = DepthPainter(model, prompt, COLOURS_FROM)
+    painter = DepthPainter(model, prompt, colours_from)
     started = time.perf_counter()
     for step in eecore.stream(model, prompt, exit=mode.exit, max_tokens=max_tokens):
         console.print(painter.add(step.token_ids, step.exit_layers, step.text), end="")

@@ -88,12 +88,12 @@ class Length:
 def train_tokenizer(folder: Path, task: Task) -> Tokenizer:
     """A byte-level BPE tokenizer of ``train.jsonl`` alone, written beside it; its id 0 is END.
 
-    Digits stay single, so that numbers are spelled and not looked up.
+    Numbers stand alone, so that a common one is a token wherever it stands, easy to copy.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Digits(individual_digits=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eecore import ops
+    from eecore.builtin import default_model
     from eecore.calibration import Calibration, calibrate
     from eecore.config import EngineConfig, ModelConfig, SamplingParams
     from eecore.decoding.skip_search import SkipSearch
@@ -43,6 +44,7 @@ _NAMES = {
         "SelfSpeculative",
     ),
     "eecore.generation": ("Model", "generate", "load", "search_skipped_sublayers", "stream"),
+    "eecore.builtin": ("default_model",),
     "eecore.ops": ("build_info",),
     "eecore.output": ("Output", "RequestStats", "StepOutput"),
 }
@@ -72,6 +74,7 @@ __all__ = [
     "StepOutput",
     "build_info",
     "calibrate",
+    "default_model",
     "generate",
     "load",
     "ops",

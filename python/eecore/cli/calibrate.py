@@ -118,7 +118,7 @@ def _numbers(option: str, text: str) -> list[float]:
 
 def _show(step: CalibrationStep) -> None:
     print(
-        f"threshold {step.threshold:.3f}: loss {step.mean_loss:.4f}, p {step.p_value:.4f}, mean "
+        f"threshold {step.threshold:g}: loss {step.mean_loss:.4f}, p {step.p_value:.4f}, mean "
         f"exit layer {step.mean_exit_layer:.2f}, {'passed' if step.passed else 'failed'}",
         file=sys.stderr,
         flush=True,

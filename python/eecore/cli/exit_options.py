@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,10 +70,19 @@ class ExitOptions:
         text = self.exit.partition(":")[2]
         return text.split(",") if text else []
 
-    def policy(self) -> Exit:
-        """The exit policy; an ExitError when it contradicts itself."""
+    def policy(self, directory: Path | None = None) -> Exit:
+        """The exit policy; an ExitError when it contradicts itself.
+
+        Calibrations and classifiers may be named as they are called in the model's ``directory``.
+        """
         from eecore import exits
 
+        if directory is not None:
+            return replace(
+                self,
+                classifier=_beside(self.classifier, directory),
+                calibration=_beside(self.calibration, directory),
+            ).policy()
         if self.kind == "full":
             self._expect(0, "full")
             return exits.Full()
@@ -177,6 +186,12 @@ def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     except ValueError:
         raise UsageError(f"{flag}: expected layers such as 4,8,12-20, got {text!r}") from None
     return tuple(sorted(layers))
+
+
+def _beside(path: Path | None, directory: Path) -> Path | None:
+    if path is None or path.exists() or not (directory / path).is_file():
+        return path
+    return directory / path
 
 
 def load_classifier(path: Path) -> ExitClassifier:

@@ -11,14 +11,25 @@ from rich.text import Text
 
 from eecore.cli.depth import depth_legend, depth_style, has_colours, runs
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
+from eecore.cli.failures import UsageError
 from eecore.cli.files import check_parent, read_text
-from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, Weights, check_path, load
+from eecore.cli.loading import (
+    Debug,
+    Device,
+    Dtype,
+    OptionalModel,
+    Threads,
+    Weights,
+    check_path,
+    load,
+    model_and_prompt,
+)
 from eecore.errors import RequestError
 
 
 def exits(
-    model: ModelPath,
-    prompt: Annotated[str, typer.Argument(help="What is given.")],
+    model: OptionalModel = None,
+    prompt: Annotated[str | None, typer.Argument(help="What is given.")] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Map this text behind the prompt, instead of one that is written."),
@@ -39,7 +50,10 @@ def exits(
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Show how deep each token goes; the page tells the confidence after every layer on hover."""
-    check_path(model)
+    model, prompt = model_and_prompt(model, prompt)
+    directory = check_path(model)
+    if prompt is None:
+        raise UsageError("PROMPT: expected one, got none")
     check_parent("--html", html)
     content = ""
     if text is not None:
@@ -52,7 +66,7 @@ def exits(
         classifier=classifier,
         calibration=calibration,
         exit_points=exit_points,
-    ).policy()
+    ).policy(directory)
     loaded = load(
         model, threads=threads, policy=policy, device=device, dtype=dtype, weights=weights
     )

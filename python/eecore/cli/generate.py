@@ -14,7 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
 from eecore.cli.failures import INTERRUPTED, UsageError
-from eecore.cli.loading import Debug, Device, Dtype, ModelPath, Threads, Weights, check_path, load
+from eecore.cli.loading import (
+    Debug,
+    Device,
+    Dtype,
+    OptionalModel,
+    Threads,
+    Weights,
+    check_path,
+    load,
+    model_and_prompt,
+)
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
 
@@ -31,7 +41,7 @@ MACHINE = "Machine"
 
 
 def generate(
-    model: ModelPath,
+    model: OptionalModel = None,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - or none: all of stdin is one.")
     ] = None,
@@ -81,7 +91,8 @@ def generate(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="confident: file of eecore calibrate, with threshold and guarantee.",
+            help="confident: file of eecore calibrate (or the name of one in MODEL), which has a "
+            "threshold and its guarantee.",
             rich_help_panel=EXITS,
         ),
     ] = None,
@@ -179,7 +190,8 @@ def generate(
         raise UsageError("--depth: goes with text, not with --json (which has exit_layers)")
     if logprobs is not None and not json:
         raise UsageError("--logprobs: goes with --json")
-    check_path(model)
+    model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
+    directory = check_path(model)
     prompts = read_prompts(prompt, file)
 
     from eecore.config import SamplingParams
@@ -196,7 +208,7 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    policy = options.policy()
+    policy = options.policy(directory)
     loaded = load(
         model,
         threads=threads,

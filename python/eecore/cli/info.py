@@ -11,13 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from eecore.builtin import BUILTIN
 from eecore.cli.loading import Debug, ModelPath, check_path, spinner
 
 FORMATS = ("float32", "bfloat16", "float16")
 
 
 def info(
-    model: ModelPath,
+    model: ModelPath = BUILTIN,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:

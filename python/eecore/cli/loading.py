@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from eecore.builtin import BUILTIN, model_directory
 from eecore.errors import ModelError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -20,15 +22,20 @@ __all__ = [
     "Device",
     "Dtype",
     "ModelPath",
+    "OptionalModel",
     "Threads",
     "Weights",
     "check_path",
     "load",
+    "model_and_prompt",
     "spinner",
 ]
 
-ModelPath = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model directory in Hugging Face layout.")
+MODEL_HELP = "A model directory in Hugging Face layout; intent: the model that ships with eecore."
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+# Of the commands that go on with a prompt.
+OptionalModel = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default=BUILTIN)
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")
@@ -52,7 +59,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 def check_path(path: str) -> Path:
     """The directory, or a ModelError that says what to do; needs no heavy import."""
-    directory = Path(path).expanduser()
+    directory = model_directory(path)
     if directory.is_dir():
         return directory
     if directory.is_file() and directory.suffix == ".gguf":
@@ -64,8 +71,24 @@ def check_path(path: str) -> Path:
         )
     found = "a file" if directory.exists() else "nothing"
     raise ModelNotFoundError(
-        f"{path}: expected a model directory (config.json, *.safetensors), got {found}"
+        f"{path}: expected a model directory (config.json, *.safetensors) or {BUILTIN}, got {found}"
     )
+
+
+def model_and_prompt(
+    model: str | None, prompt: str | None, *, has_file: bool = False
+) -> tuple[str, str | None]:
+    """MODEL and PROMPT of a command line, of which the first may be left out.
+
+    One alone is the model where a file or directory is called so, where prompts come from a file,
+    and where it is one word.
+    """
+    if model is None:
+        return BUILTIN, None
+    words = len(model.split()) > 1
+    if prompt is None and (model == "-" or (words and not has_file and not os.path.exists(model))):
+        return BUILTIN, model
+    return model, prompt
 
 
 def load(path: str, *, threads: int | None, policy: Exit | None = None, **options: Any) -> Model:
@@ -82,6 +105,10 @@ def load(path: str, *, threads: int | None, policy: Exit | None = None, **option
         if policy is not None:
             config = read_model_config(directory)
             policy.check(config.num_layers, config.hidden_size)
+            calibration = getattr(policy, "calibration", None)
+            for name in ("dtype", "weights"):  # its guarantee holds in no other
+                if calibration is not None and options.get(name) is None:
+                    options[name] = getattr(calibration, name)
         return eecore.load(directory, **options)
 
 
