@@ -174,10 +174,13 @@ def imports(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
+EVERYBODYS = {"eecore.errors", "eecore.textfiles"}
+
+
 def own_imports(module: str) -> set[str]:
-    """Modules of the package that a module looks at; eecore.errors is everybody's."""
+    """Modules of the package that a module looks at; EVERYBODYS do not count."""
     names = {name for name in imports(module) if name.split(".")[0] == "eecore"}
-    return names - {"eecore.errors"}
+    return names - EVERYBODYS
 
 
 def within(name: str, *units: str) -> bool:
@@ -197,7 +200,7 @@ def test_only_ops_imports_the_compiled_modules() -> None:
 
 def test_ops_and_config_stand_on_nothing_else() -> None:
     assert own_imports("eecore.ops") <= {"eecore._C", "eecore._cuda"}
-    for module in matching("config", "errors"):
+    for module in matching("config", "errors", "textfiles"):
         assert not own_imports(module), f"{module} imports {own_imports(module)}"
 
 

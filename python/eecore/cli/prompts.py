@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from eecore.cli.failures import UsageError
 from eecore.errors import RequestError
+from eecore.textfiles import STDIN, JsonLine, has_json_lines, json_lines, name_of, read_text
 
 __all__ = ["Prompt", "read_prompts"]
 
@@ -24,20 +24,17 @@ def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
     if argument is not None and file is not None:
         raise UsageError("PROMPT: expected it or --file, got both")
     if file is not None:
-        name = "stdin" if str(file) == "-" else str(file)
-        lines = _text(file).splitlines()
-        as_json = file.suffix in (".jsonl", ".ndjson")
-        prompts = [
-            _from_json(line, f"{name}:{number}") if as_json else line
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        ]
+        prompts: list[Prompt]
+        if has_json_lines(file):
+            prompts = [_prompt(line) for line in json_lines(file)]
+        else:
+            prompts = [line for line in read_text(file).splitlines() if line.strip()]
         if not prompts:
-            raise RequestError(f"{name}: expected at least one prompt, got none")
+            raise RequestError(f"{name_of(file)}: expected at least one prompt, got none")
         return prompts
     if argument is None and sys.stdin.isatty():
         raise UsageError("PROMPT: expected one, or --file, or text on stdin, got none")
-    text = _text(Path("-")).rstrip("\n") if argument in (None, "-") else argument
+    text = read_text(STDIN).rstrip("\n") if argument in (None, "-") else argument
     assert text is not None
     if not text.strip():
         raise RequestError("prompt: expected some text, got an empty one")
@@ -48,27 +45,14 @@ def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
     return [text]
 
 
-def _text(path: Path) -> str:
-    name = "stdin" if str(path) == "-" else str(path)
-    try:
-        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: expected UTF-8 text, got {error}") from None
-    except OSError as error:
-        raise RequestError(f"{name}: {error.strerror}") from None
-
-
-def _from_json(line: str, where: str) -> Prompt:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{where}: expected JSON, got: {error}") from None
+def _prompt(line: JsonLine) -> Prompt:
+    value = line.value
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     raise RequestError(
-        f'{where}: expected a string, token ids, or an object with a "prompt", got {line.strip()}'
+        f'{line.where}: expected a string, token ids, or an object with a "prompt", '
+        f"got {line.shown}"
     )

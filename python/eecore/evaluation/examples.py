@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 from eecore.errors import RequestError
+from eecore.textfiles import JsonLine, json_lines
 
 __all__ = ["Example", "read_examples"]
 
@@ -34,33 +35,17 @@ def read_examples(
             number.
     """
     path = Path(path)
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: expected UTF-8 text, got {error}") from None
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}") from None
-    examples = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            examples.append(_example(line, f"{path}:{number}", needs_target))
-        if limit is not None and len(examples) >= limit:
-            break
+    lines = itertools.islice(json_lines(path), limit)
+    examples = [_example(line, needs_target) for line in lines]
     if not examples:
         raise RequestError(f"{path}: expected at least one example, got none")
     return examples
 
 
-def _example(line: str, where: str, needs_target: bool) -> Example:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{where}: expected JSON, got: {error}") from None
-    fields = value if isinstance(value, dict) else {}
-    prompt, target = fields.get("input"), fields.get("target")
+def _example(line: JsonLine, needs_target: bool) -> Example:
+    prompt, target = line.fields("input", "target")
     has_target = isinstance(target, str) or (target is None and not needs_target)
     if isinstance(prompt, str) and prompt and has_target:
         return Example(prompt, target)
     expected = '{"input": text, "target": text}' if needs_target else '{"input": text, ...}'
-    shown = line.strip() if len(line) < 80 else f"{line.strip()[:77]}..."
-    raise RequestError(f"{where}: expected {expected}, got {shown}")
+    raise RequestError(f"{line.where}: expected {expected}, got {line.shown}")

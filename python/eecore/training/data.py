@@ -8,7 +8,6 @@ follows its input as ``eecore.generate`` would see it: the input is encoded as a
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from eecore.config import is_whole
 from eecore.errors import TrainingError
 from eecore.models.tokenizer import Tokenizer
+from eecore.textfiles import JsonLine, has_json_lines, json_lines, read_text
 from eecore.training.early_exit_loss import Targets
 
 __all__ = ["Batch", "BatchOrder", "TokenData", "collate", "read_data"]
@@ -187,36 +187,24 @@ def _fitted(
 
 def _records(path: Path) -> Iterator[tuple[str, str | tuple[str, str]]]:
     """Where it stands, and a text or a pair."""
-    try:
-        content = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TrainingError(f"{path}: expected UTF-8 text, got {error}") from None
-    except OSError as error:
-        raise TrainingError(f"{path}: {error.strerror}") from None
-    if path.suffix not in (".jsonl", ".ndjson"):
-        if content.strip():
-            yield str(path), content
+    if has_json_lines(path):
+        for line in json_lines(path, TrainingError):
+            yield line.where, _record(line)
         return
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            yield f"{path}:{number}", _record(line, f"{path}:{number}")
+    content = read_text(path, TrainingError)
+    if content.strip():
+        yield str(path), content
 
 
-def _record(line: str, where: str) -> str | tuple[str, str]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TrainingError(f"{where}: expected JSON, got: {error}") from None
-    fields = value if isinstance(value, dict) else {}
-    given, learnt, text = (fields.get(name) for name in ("input", "target", "text"))
+def _record(line: JsonLine) -> str | tuple[str, str]:
+    given, learnt, text = line.fields("input", "target", "text")
     if isinstance(text, str) and text and given is None and learnt is None:
         return text
     if isinstance(given, str) and isinstance(learnt, str) and given and learnt and text is None:
         return given, learnt
-    shown = line.strip() if len(line) < 80 else f"{line.strip()[:77]}..."
     raise TrainingError(
-        f'{where}: expected {{"input": text, "target": text}} or {{"text": text}}, none empty, '
-        f"got {shown}"
+        f'{line.where}: expected {{"input": text, "target": text}} or {{"text": text}}, none '
+        f"empty, got {line.shown}"
     )
 
 

@@ -1,0 +1,75 @@
+"""Text and JSON lines from files, with errors that name the file and the line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eecore.errors import RequestError
+
+__all__ = ["JsonLine", "has_json_lines", "json_lines", "name_of", "read_text"]
+
+STDIN = Path("-")
+MOST_SHOWN = 80
+
+
+class JsonLine(NamedTuple):
+    """A line that is not blank."""
+
+    where: str
+    """``data.jsonl:3``"""
+    value: Any
+    shown: str
+    """The line, cut where it is long."""
+
+    def fields(self, *names: str) -> list[Any]:
+        """Values by name; None for what is missing, and all None where it is no object."""
+        fields = self.value if isinstance(self.value, dict) else {}
+        return [fields.get(name) for name in names]
+
+
+def has_json_lines(path: Path) -> bool:
+    """Whether a file's name says that it holds JSON lines."""
+    return path.suffix in (".jsonl", ".ndjson")
+
+
+def name_of(path: Path) -> str:
+    """What errors call a file; ``-`` is stdin."""
+    return "stdin" if path == STDIN else str(path)
+
+
+def read_text(path: Path, error: type[RequestError] = RequestError) -> str:
+    """A file's UTF-8 text, without a byte order mark; ``-`` is stdin.
+
+    Raises:
+        RequestError: or the one asked for; it cannot be read.
+    """
+    try:
+        content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as caught:
+        raise error(f"{name_of(path)}: expected UTF-8 text, got {caught}") from None
+    except OSError as caught:
+        raise error(f"{name_of(path)}: {caught.strerror}") from None
+
+
+def json_lines(path: Path, error: type[RequestError] = RequestError) -> Iterator[JsonLine]:
+    """A file's lines that are not blank, one by one.
+
+    Raises:
+        RequestError: or the one asked for; it cannot be read, or a line is not JSON.
+    """
+    for number, line in enumerate(read_text(path, error).split("\n"), 1):
+        if not line.strip():
+            continue
+        where, shown = f"{name_of(path)}:{number}", line.strip()
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as caught:
+            raise error(f"{where}: expected JSON, got: {caught}") from None
+        if len(shown) >= MOST_SHOWN:
+            shown = f"{shown[: MOST_SHOWN - 3]}..."
+        yield JsonLine(where, value, shown)
