@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.engine.batch import BoolArray, Int64Array
+from eecore.engine.batch import Int64Array
 from eecore.engine.runner import Runner
 from eecore.engine.sequence import Sequence
 from eecore.exits import ConfidentExit
 
 __all__ = ["ConfidentController", "measure_states"]
 
-NEVER = float("inf")
+NOBODY: Int64Array = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConfidentRow:
     """One decoding row under ConfidentExit."""
 
@@ -27,13 +26,24 @@ class ConfidentRow:
     sequence: Sequence
     policy: ConfidentExit
     points: frozenset[int]
+    is_accepted: bool = False
+    is_gone: bool = False
+
+    def accepts(self, confidence: float, layers_run: int) -> bool:
+        """Whether a confidence (float32, as the threshold is then) is enough at an exit point."""
+        sampling = self.sequence.sampling
+        threshold = self.policy.threshold_at(
+            layers_run, len(self.sequence.output_ids), sampling.max_tokens
+        )
+        return threshold < 1.0 and confidence >= float(np.float32(threshold))
 
 
 class ConfidentController:
     """Sticky acceptance of the confident rows of one pass.
 
     Rows with ``batch="each"`` leave when they are accepted. Rows with ``batch="all"`` leave
-    together, at the first exit point at which all of them are accepted.
+    together, at the first exit point at which all of them are accepted. The confidences go to the
+    host for the record of each token, so they are compared there.
     """
 
     def __init__(self, runner: Runner, rows: list[tuple[int, Sequence]]) -> None:
@@ -44,20 +54,13 @@ class ConfidentController:
             assert isinstance(sequence.exit, ConfidentExit)
             points = sequence.exit.points(num_layers)
             self._rows.append(ConfidentRow(row, sequence, sequence.exit, points))
-        count = len(rows)
+        self._together = [row for row in self._rows if row.policy.batch == "all"]
         self._kinds = {_kind(row.policy) for row in self._rows}
         measures = {measure for measure, _ in self._kinds}
         self.needs_previous = "state" in measures
         self.looks_after: frozenset[int] = frozenset().union(*(row.points for row in self._rows))
         if measures != {"softmax"}:  # for the record of rows that go through all layers
             self.looks_after |= {num_layers}
-        self._status = torch.zeros(count, dtype=torch.bool, device=runner.device)
-        self._exit_layer = torch.full((count,), num_layers, dtype=torch.int32, device=runner.device)
-        self._accepted: BoolArray = np.zeros(count, dtype=np.bool_)
-        self._together: BoolArray = np.array(
-            [row.policy.batch == "all" for row in self._rows], dtype=np.bool_
-        )
-        self._gone: BoolArray = np.zeros(count, dtype=np.bool_)
         self.measured: dict[int, float] = {}
         """Confidence by row, as last measured."""
         self.measured_at: dict[int, int] = {}
@@ -69,44 +72,32 @@ class ConfidentController:
         self, layers_run: int, active: Int64Array, previous: Tensor, hidden: Tensor
     ) -> Int64Array:
         """See :class:`eecore.engine.runner.ExitController`."""
-        none = np.empty(0, dtype=np.int64)
         if layers_run == self._runner.num_layers:
-            self._observe(layers_run, ~self._gone, active, previous, hidden)
-            return none
-        asked = [
-            i
-            for i, row in enumerate(self._rows)
-            if layers_run in row.points and not self._accepted[i]
-        ]
+            through = [row for row in self._rows if not row.is_gone]
+            self._observe(layers_run, through, active, previous, hidden)
+            return NOBODY
+        asked = [row for row in self._rows if not row.is_accepted and layers_run in row.points]
         if not asked:
-            return none
-        confidence = self._measure(layers_run, asked, active, previous, hidden)
-        thresholds = [NEVER] * len(self._rows)
-        for i in asked:
-            row = self._rows[i]
-            thresholds[i] = row.policy.threshold_at(
-                layers_run, len(row.sequence.output_ids), row.sequence.sampling.max_tokens
-            )
-        ops.accept_mask(
-            confidence,
-            torch.tensor(thresholds, dtype=torch.float32, device=confidence.device),
-            layers_run,
-            self._status,
-            self._exit_layer,
-        )
-        self._accepted = self._status.cpu().numpy().copy()
+            return NOBODY
+        self._measure(layers_run, asked, active, previous, hidden)
+        for row in asked:
+            row.is_accepted = row.accepts(self.measured[row.row], layers_run)
 
-        goes = self._accepted & ~self._together & ~self._gone
-        if self._together.any() and self._accepted[self._together].all():
-            goes |= self._together & ~self._gone
-        self._gone |= goes
+        go_together = all(row.is_accepted for row in self._together)
+        goes = [
+            row
+            for row in self._rows
+            if row.is_accepted and not row.is_gone and (go_together or row.policy.batch == "each")
+        ]
+        for row in goes:
+            row.is_gone = True
         self._observe(layers_run, goes, active, previous, hidden)
-        return np.array([self._rows[i].row for i in np.flatnonzero(goes)], dtype=np.int64)
+        return _numbers(goes) if goes else NOBODY
 
     def _observe(
         self,
         layers_run: int,
-        who: BoolArray,
+        who: list[ConfidentRow],
         active: Int64Array,
         previous: Tensor,
         hidden: Tensor,
@@ -116,10 +107,9 @@ class ConfidentController:
         The softmax gap needs no extra pass: the head that gives the token tells it.
         """
         asked = [
-            i
-            for i in np.flatnonzero(who).tolist()
-            if self._rows[i].policy.measure != "softmax"
-            and self.measured_at.get(self._rows[i].row) != layers_run
+            row
+            for row in who
+            if row.policy.measure != "softmax" and self.measured_at.get(row.row) != layers_run
         ]
         if asked:
             self._measure(layers_run, asked, active, previous, hidden)
@@ -127,52 +117,43 @@ class ConfidentController:
     def _measure(
         self,
         layers_run: int,
-        asked: list[int],
+        asked: list[ConfidentRow],
         active: Int64Array,
         previous: Tensor,
         hidden: Tensor,
-    ) -> Tensor:
-        """float32 [num_rows of the controller]: NaN where not asked."""
-        policy = self._rows[asked[0]].policy
-        if len(asked) == len(self._rows) == len(active) and len(self._kinds) == 1:
-            return self._measure_group(policy, active, previous, hidden, layers_run)
-        confidence = torch.full(
-            (len(self._rows),), torch.nan, dtype=torch.float32, device=self._runner.device
-        )
-        by_policy: dict[tuple[str, int], list[int]] = {}
-        for i in asked:
-            policy = self._rows[i].policy
-            by_policy.setdefault(_kind(policy), []).append(i)
-        for group in by_policy.values():
-            rows = np.array([self._rows[i].row for i in group], dtype=np.int64)
-            at = self._runner.tensor(np.searchsorted(active, rows))
-            policy = self._rows[group[0]].policy
+    ) -> None:
+        """Measure rows behind ``hidden``, each by its own measure."""
+        if len(asked) == len(active) and len(self._kinds) == 1:
+            self._measure_group(asked, previous, hidden, layers_run)
+            return
+        groups: dict[tuple[str, int], list[ConfidentRow]] = {}
+        for row in asked:
+            groups.setdefault(_kind(row.policy), []).append(row)
+        for group in groups.values():
+            at = self._runner.tensor(np.searchsorted(active, _numbers(group)))
             earlier = previous[at] if self.needs_previous else previous
-            values = self._measure_group(policy, rows, earlier, hidden[at], layers_run)
-            confidence[self._runner.tensor(np.asarray(group, dtype=np.int64))] = values
-        return confidence
+            self._measure_group(group, earlier, hidden[at], layers_run)
 
     def _measure_group(
-        self,
-        policy: ConfidentExit,
-        rows: Int64Array,
-        previous: Tensor,
-        hidden: Tensor,
-        layers_run: int,
-    ) -> Tensor:
-        """float32 [num_rows] of rows with one measure; ``hidden`` holds these rows alone."""
+        self, group: list[ConfidentRow], previous: Tensor, hidden: Tensor, layers_run: int
+    ) -> None:
+        """Rows with one measure; ``hidden`` holds these rows alone."""
+        policy = group[0].policy
         if policy.measure != "softmax":
-            confidence = measure_states(policy, previous, hidden)
-            gaps = confidence.tolist()
+            confidences = measure_states(policy, previous, hidden).tolist()
         else:
             got = self._runner.model.confidence(hidden)
-            confidence, gaps = got.confidence, got.confidence.tolist()
-            told = (got.token.tolist(), gaps, got.top_logit.tolist(), got.logsumexp.tolist())
-            for row, token, gap, logit, logsumexp in zip(rows.tolist(), *told, strict=True):
-                self.tokens[row] = (token, gap, logit - logsumexp)
-        for row, value in zip(rows.tolist(), gaps, strict=True):
-            self.measured[row], self.measured_at[row] = value, layers_run
-        return confidence
+            confidences = got.confidence.tolist()
+            logprobs = (got.top_logit - got.logsumexp).tolist()
+            told = zip(got.token.tolist(), confidences, logprobs, strict=True)
+            self.tokens.update(zip([row.row for row in group], told, strict=True))
+        for row, confidence in zip(group, confidences, strict=True):
+            self.measured[row.row], self.measured_at[row.row] = confidence, layers_run
+
+
+def _numbers(rows: list[ConfidentRow]) -> Int64Array:
+    """int64 [num_rows], where the rows are in the pass."""
+    return np.array([row.row for row in rows], dtype=np.int64)
 
 
 def _kind(policy: ConfidentExit) -> tuple[str, int]:

@@ -22,6 +22,8 @@ from eecore.models import AttentionBatch, KVCache, LlamaModel
 
 __all__ = ["ExitController", "Runner", "Sweep"]
 
+NO_ROWS: Int64Array = np.empty(0, dtype=np.int64)
+
 
 class ExitController(Protocol):
     """Decides, after some of the layers, who leaves; after the last one everybody does anyway."""
@@ -121,8 +123,11 @@ class Runner:
         final: Tensor | None = None
         captured: Tensor | None = None
         stops = self._stops(rows, controller, capture_after)
-        kept_rows = np.flatnonzero(rows.enter > 0)
-        active = np.flatnonzero(rows.enter == stops[0])
+        if rows.depth:
+            kept_rows, active = NO_ROWS, np.arange(num_rows)
+        else:
+            kept_rows = np.flatnonzero(rows.enter > 0)
+            active = np.flatnonzero(rows.enter == stops[0])
         hidden = self._states(rows, active, entering, kept_rows)
         batch: AttentionBatch | None = (
             rows.whole_batch(self.tensor)
@@ -132,7 +137,9 @@ class Runner:
 
         for begin, end in itertools.pairwise(stops):
             # Rows that come in here.
-            coming = np.flatnonzero(rows.enter == begin) if begin > stops[0] else active[:0]
+            coming = NO_ROWS
+            if begin > stops[0] and not rows.depth:
+                coming = np.flatnonzero(rows.enter == begin)
             if len(coming):
                 states = self._states(rows, coming, entering, kept_rows)
                 active, hidden = self._merge(active, hidden, coming, states)
@@ -154,12 +161,15 @@ class Runner:
                 captured = hidden
 
             # Rows that leave behind this stretch, by plan or by the controller's word.
-            leaving = active[rows.leave[active] == end]
+            if rows.leave_alike:
+                leaving = active if end == rows.leave_alike else active[:0]
+            else:
+                leaving = active[rows.leave[active] == end]
             if controller is not None and end in controller.looks_after:
                 early = controller.leaving(end, active, previous, hidden)
                 if len(early):
                     exit_layer[early] = end
-                    leaving = np.union1d(leaving, early)
+                    leaving = np.union1d(leaving, early) if len(leaving) else early
             if not len(leaving):
                 continue
             if len(leaving) == num_rows:
@@ -177,7 +187,7 @@ class Runner:
                 self._fill(rows, final, exit_layer, leaving[fill_at_once[leaving]])
             if len(active):
                 batch = rows.attention_batch(active, self.tensor)
-            elif not (rows.enter >= end).any():
+            elif rows.depth or not (rows.enter >= end).any():
                 break
             else:
                 batch = None
@@ -237,8 +247,9 @@ class Runner:
         self, rows: Rows, controller: ExitController | None, capture_after: int
     ) -> list[int]:
         """The layers between which nothing happens to any row, from the first to the last."""
-        first, last = int(rows.enter.min()), int(rows.leave.max())
-        stops = {*rows.enter.tolist(), *rows.leave.tolist(), capture_after}
+        stops = {0, rows.depth} if rows.depth else {*rows.enter.tolist(), *rows.leave.tolist()}
+        first, last = min(stops), max(stops)
+        stops.add(capture_after)
         if controller is not None:
             stops.update(controller.looks_after)
             if controller.needs_previous:
