@@ -1,14 +1,17 @@
-// CUDA C++ for g++: the names of the language, and launches that the emulator runs at once.
+// CUDA C++ for g++: the names of the language, and launches that the emulator runs at once, or
+// records where their stream is captured.
 #pragma once
 
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <emulator/device.h>
+#include <emulator/graph.h>
 
 #include <cstdlib>
 #include <map>
 #include <string>
+#include <tuple>
 #include <utility>
 
 struct dim3 {
@@ -84,6 +87,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     launch.starts_early |= config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
   }
-  ::emulator::launch(launch, [&] { kernel(args...); });
+  const auto run = [launch, kernel, arguments = std::tuple<Params...>(args...)] {
+    ::emulator::launch(launch, [&] { std::apply(kernel, arguments); });
+  };
+  if (!::emulator::record(config->stream, run)) run();
   return cudaSuccess;
+}
+
+inline void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned value) {
+  ::emulator::set_condition(handle, value);
 }

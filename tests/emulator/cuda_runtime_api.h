@@ -47,3 +47,57 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
   }
   return cudaSuccess;
 }
+
+// ---- Stream capture and graphs: see emulator/graph.h ----
+
+struct EmulatedGraph;
+struct EmulatedNode;
+using cudaGraph_t = EmulatedGraph*;
+using cudaGraphNode_t = EmulatedNode*;
+using cudaGraphConditionalHandle = unsigned long long;
+
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone,
+  cudaStreamCaptureStatusActive,
+  cudaStreamCaptureStatusInvalidated
+};
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+enum cudaGraphNodeType { cudaGraphNodeTypeKernel, cudaGraphNodeTypeConditional };
+enum cudaGraphConditionalNodeType { cudaGraphCondTypeIf };
+constexpr unsigned cudaStreamNonBlocking = 1, cudaGraphCondAssignDefault = 1,
+                   cudaStreamSetCaptureDependencies = 1;
+struct cudaGraphEdgeData;
+struct cudaConditionalNodeParams {
+  cudaGraphConditionalHandle handle;
+  cudaGraphConditionalNodeType type;
+  unsigned size;
+  cudaGraph_t* phGraph_out;
+};
+struct cudaGraphNodeParams {
+  cudaGraphNodeType type;
+  cudaConditionalNodeParams conditional;
+};
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph,
+                                          const cudaGraphNode_t* dependencies,
+                                          const cudaGraphEdgeData* edges, size_t num_dependencies,
+                                          cudaStreamCaptureMode mode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** dependencies,
+                                     const cudaGraphEdgeData** edges, size_t* num_dependencies);
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* dependencies,
+                                                const cudaGraphEdgeData* edges,
+                                                size_t num_dependencies, unsigned flags);
+cudaError_t cudaGraphConditionalHandleCreate(cudaGraphConditionalHandle* handle, cudaGraph_t graph,
+                                             unsigned initial, unsigned flags);
+cudaError_t cudaGraphAddNode(cudaGraphNode_t* node, cudaGraph_t graph,
+                             const cudaGraphNode_t* dependencies, const cudaGraphEdgeData* edges,
+                             size_t num_dependencies, cudaGraphNodeParams* params);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+// Runs a captured graph; the seed decides among orders that its dependencies leave open.
+cudaError_t emulated_graph_launch(cudaGraph_t graph, unsigned long long seed);

@@ -3,11 +3,19 @@
 
 #include "emulator/machine.h"
 
-// torch's current stream: the emulator has one.
+namespace {
+void* current_stream = nullptr;  // null runs at once
+}  // namespace
+
+// torch's current stream.
 extern "C" __attribute__((visibility("default"))) int32_t
 aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
-  *stream = nullptr;
+  *stream = current_stream;
   return 0;
+}
+
+extern "C" __attribute__((visibility("default"))) void eecore_emulator_use_stream(void* stream) {
+  current_stream = stream;
 }
 
 extern "C" __attribute__((visibility("default"))) void eecore_emulator_set_seed(uint64_t seed) {

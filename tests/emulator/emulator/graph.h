@@ -1,0 +1,18 @@
+// Streams that are captured, and the graphs that come of it: what is launched becomes a node.
+//
+// A launched graph runs its nodes one by one, in a seeded random order that keeps their
+// dependencies; a dependency that is missing shows as a wrong result. What a GPU would refuse is an
+// error here too.
+#pragma once
+
+#include <functional>
+
+namespace emulator {
+
+// Where `stream` is captured, the work becomes a node of its graph, and true comes back.
+bool record(void* stream, const std::function<void()>& work);
+
+// cudaGraphSetConditional, from a kernel.
+void set_condition(unsigned long long handle, unsigned value);
+
+}  // namespace emulator

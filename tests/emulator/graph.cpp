@@ -1,0 +1,199 @@
+#include "emulator/graph.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <vector>
+
+struct EmulatedNode {
+  std::set<const EmulatedNode*> behind;  // must have run
+  std::function<void()> work;
+};
+
+struct EmulatedGraph {
+  std::vector<std::unique_ptr<EmulatedNode>> nodes;
+  std::vector<std::unique_ptr<EmulatedGraph>> bodies;
+  std::vector<cudaGraph_t> body_of_node;  // what cudaConditionalNodeParams.phGraph_out points to
+  bool is_body = false;
+  int open_captures = 0;  // streams that are being captured into it
+};
+
+struct EmulatedStream {
+  cudaGraph_t graph = nullptr;  // into which it is being captured
+  bool owns_graph = false;
+  std::vector<cudaGraphNode_t> dependencies;
+};
+
+namespace {
+
+struct Condition {
+  unsigned initial = 0, value = 0;
+  bool has_node = false;
+};
+
+std::map<cudaGraphConditionalHandle, Condition> conditions;
+std::mt19937_64 order;
+
+EmulatedStream* of(cudaStream_t stream) { return static_cast<EmulatedStream*>(stream); }
+
+bool is_captured(cudaStream_t stream) { return stream != nullptr && of(stream)->graph != nullptr; }
+
+bool has_open_body(const EmulatedGraph& graph) {
+  return std::any_of(graph.bodies.begin(), graph.bodies.end(), [](const auto& body) {
+    return body->open_captures > 0 || has_open_body(*body);
+  });
+}
+
+// Every node after those that it is behind; among those that may run, chance decides.
+void run(const EmulatedGraph& graph) {
+  std::set<const EmulatedNode*> done;
+  while (done.size() < graph.nodes.size()) {
+    std::vector<const EmulatedNode*> ready;
+    for (const auto& node : graph.nodes) {
+      if (done.count(node.get()) == 0 &&
+          std::all_of(node->behind.begin(), node->behind.end(),
+                      [&](const EmulatedNode* other) { return done.count(other) > 0; })) {
+        ready.push_back(node.get());
+      }
+    }
+    const EmulatedNode* next = ready[order() % ready.size()];
+    next->work();
+    done.insert(next);
+  }
+}
+
+}  // namespace
+
+namespace emulator {
+
+bool record(void* stream, const std::function<void()>& work) {
+  if (!is_captured(stream)) return false;
+  EmulatedStream& captured = *of(stream);
+  auto node = std::make_unique<EmulatedNode>();
+  node->behind.insert(captured.dependencies.begin(), captured.dependencies.end());
+  node->work = work;
+  captured.dependencies = {node.get()};
+  captured.graph->nodes.push_back(std::move(node));
+  return true;
+}
+
+void set_condition(unsigned long long handle, unsigned value) {
+  conditions.at(handle).value = value;
+}
+
+}  // namespace emulator
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = new EmulatedStream;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  delete of(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  if (stream == nullptr || is_captured(stream)) return cudaErrorInvalidValue;
+  of(stream)->graph = new EmulatedGraph;
+  of(stream)->graph->open_captures = 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph,
+                                          const cudaGraphNode_t* dependencies,
+                                          const cudaGraphEdgeData*, size_t num_dependencies,
+                                          cudaStreamCaptureMode) {
+  if (stream == nullptr || is_captured(stream) || graph == nullptr) return cudaErrorInvalidValue;
+  of(stream)->graph = graph;
+  of(stream)->dependencies.assign(dependencies, dependencies + num_dependencies);
+  ++graph->open_captures;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  *graph = nullptr;
+  if (!is_captured(stream)) return cudaErrorInvalidValue;
+  const cudaGraph_t captured = of(stream)->graph;
+  of(stream)->graph = nullptr;
+  of(stream)->dependencies.clear();
+  --captured->open_captures;
+  if (has_open_body(*captured)) {
+    if (!captured->is_body) delete captured;
+    return cudaErrorInvalidValue;  // a GPU says cudaErrorStreamCaptureUnjoined
+  }
+  *graph = captured;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long*, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** dependencies,
+                                     const cudaGraphEdgeData** edges, size_t* num_dependencies) {
+  *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (!is_captured(stream)) return cudaSuccess;
+  *graph = of(stream)->graph;
+  *dependencies = of(stream)->dependencies.data();
+  *edges = nullptr;
+  *num_dependencies = of(stream)->dependencies.size();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* dependencies,
+                                                const cudaGraphEdgeData*, size_t num_dependencies,
+                                                unsigned flags) {
+  if (!is_captured(stream)) return cudaErrorInvalidValue;
+  auto& own = of(stream)->dependencies;
+  if (flags == cudaStreamSetCaptureDependencies) own.clear();
+  own.insert(own.end(), dependencies, dependencies + num_dependencies);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphConditionalHandleCreate(cudaGraphConditionalHandle* handle, cudaGraph_t graph,
+                                             unsigned initial, unsigned flags) {
+  if (graph == nullptr || flags != cudaGraphCondAssignDefault) return cudaErrorInvalidValue;
+  *handle = conditions.size() + 1;
+  conditions[*handle].initial = initial;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphAddNode(cudaGraphNode_t* node, cudaGraph_t graph,
+                             const cudaGraphNode_t* dependencies, const cudaGraphEdgeData*,
+                             size_t num_dependencies, cudaGraphNodeParams* params) {
+  const auto handle = params->conditional.handle;
+  const auto known = conditions.find(handle);
+  if (params->type != cudaGraphNodeTypeConditional || params->conditional.size != 1 ||
+      params->conditional.type != cudaGraphCondTypeIf || known == conditions.end() ||
+      known->second.has_node) {
+    return cudaErrorInvalidValue;
+  }
+  known->second.has_node = true;
+  graph->bodies.push_back(std::make_unique<EmulatedGraph>());
+  EmulatedGraph* body = graph->bodies.back().get();
+  body->is_body = true;
+  body->body_of_node = {body};
+  params->conditional.phGraph_out = body->body_of_node.data();
+  graph->nodes.push_back(std::make_unique<EmulatedNode>());
+  *node = graph->nodes.back().get();
+  (*node)->behind.insert(dependencies, dependencies + num_dependencies);
+  (*node)->work = [handle, body] {
+    if (conditions.at(handle).value != 0) run(*body);
+  };
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+
+cudaError_t emulated_graph_launch(cudaGraph_t graph, unsigned long long seed) {
+  for (auto& [handle, condition] : conditions) condition.value = condition.initial;
+  order.seed(seed);
+  run(*graph);
+  return cudaSuccess;
+}

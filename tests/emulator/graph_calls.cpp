@@ -1,0 +1,78 @@
+// For the tests, through ctypes: captures on emulated streams, and conditional bodies in them.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "conditional_body.h"
+#include "emulator/machine.h"
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using eecore::cuda::ConditionalBody;
+
+// Runs `work`; what it throws goes to `message`. Returns whether it threw.
+template <typename Work>
+int guarded(char* message, int message_size, const Work& work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::exception& error) {
+    const int length = std::min<int>(message_size - 1, static_cast<int>(std::strlen(error.what())));
+    std::memcpy(message, error.what(), length);
+    message[length] = '\0';
+    return 1;
+  }
+}
+
+}  // namespace
+
+EXPORTED void* eecore_emulator_new_stream() {
+  cudaStream_t stream = nullptr;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  return stream;
+}
+
+EXPORTED void eecore_emulator_delete_stream(void* stream) { cudaStreamDestroy(stream); }
+
+EXPORTED int eecore_emulator_begin_capture(void* stream) {
+  return cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
+}
+
+EXPORTED void* eecore_emulator_end_capture(void* stream) {
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(stream, &graph);
+  return graph;
+}
+
+EXPORTED void* eecore_emulator_new_body(void* stream, const uint8_t* flag, int when, char* message,
+                                        int message_size) {
+  ConditionalBody* body = nullptr;
+  guarded(message, message_size, [&] { body = new ConditionalBody({stream, 0}, flag, when != 0); });
+  return body;
+}
+
+EXPORTED void* eecore_emulator_body_stream(void* body) {
+  return static_cast<ConditionalBody*>(body)->body_stream().handle;
+}
+
+EXPORTED int eecore_emulator_end_body(void* body, char* message, int message_size) {
+  return guarded(message, message_size, [&] { static_cast<ConditionalBody*>(body)->end(); });
+}
+
+EXPORTED void eecore_emulator_delete_body(void* body) {
+  delete static_cast<ConditionalBody*>(body);
+}
+
+EXPORTED int eecore_emulator_run_graph(void* graph, uint64_t seed, char* message,
+                                       int message_size) {
+  return guarded(message, message_size,
+                 [&] { emulated_graph_launch(static_cast<cudaGraph_t>(graph), seed); });
+}
+
+EXPORTED void eecore_emulator_delete_graph(void* graph) {
+  cudaGraphDestroy(static_cast<cudaGraph_t>(graph));
+}

@@ -1,0 +1,222 @@
+"""IF nodes of a captured graph: their bodies run when the flag on the device says so.
+
+Graphs are captured and run by the emulator, whose runs take any order that the graph's
+dependencies leave open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulated
+import reference
+from eecore import ops
+
+NUM_LAYERS, NUM_SEQS = 12, 3
+NULL = ctypes.c_void_p(None)
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """A function of graph_calls.cpp that gives a pointer or nothing."""
+    function = getattr(emulated.library(), f"eecore_emulator_{name}")
+    function.restype = ctypes.c_void_p
+    return function(*arguments)
+
+
+def call_guarded(name: str, *arguments: Any) -> Any:
+    """The same of one that may throw: RuntimeError with its message."""
+    message = ctypes.create_string_buffer(1000)
+    result = call(name, *arguments, message, len(message))
+    if message.value:
+        raise RuntimeError(message.value.decode())
+    return result
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.c_void_p]:
+    """An emulated stream that the ops launch on; it is being captured."""
+    emulated.route(monkeypatch)
+    made = ctypes.c_void_p(call("new_stream"))
+    call("begin_capture", made)
+    call("use_stream", made)
+    yield made
+    call("use_stream", NULL)
+    call("delete_stream", made)
+
+
+class Body:
+    """A conditional body that the ops are captured into."""
+
+    def __init__(self, stream: ctypes.c_void_p, flag: Tensor, when: bool) -> None:
+        self._pointer: ctypes.c_void_p | None = None
+        made = call_guarded("new_body", stream, ctypes.c_void_p(flag.data_ptr()), int(when))
+        self._pointer = ctypes.c_void_p(made)
+        self.stream = ctypes.c_void_p(call("body_stream", self._pointer))
+
+    def end(self) -> None:
+        call_guarded("end_body", self._pointer)
+
+    def __del__(self) -> None:
+        if self._pointer is not None:
+            call("delete_body", self._pointer)
+
+
+@contextmanager
+def only_when(stream: ctypes.c_void_p, flag: Tensor, when: bool) -> Iterator[ctypes.c_void_p]:
+    body = Body(stream, flag, when)
+    call("use_stream", body.stream)
+    yield body.stream
+    call("use_stream", stream)
+    body.end()
+
+
+class ExitChecks:
+    """Exit checks at three layers, each in the body of the one before; what they decide."""
+
+    layers = (3, 6, 9)
+
+    def __init__(self) -> None:
+        self.confidence = torch.zeros(len(self.layers), NUM_SEQS)
+        self.thresholds = torch.full((NUM_SEQS,), 0.5)
+        self.status = torch.zeros(NUM_SEQS, dtype=torch.bool)
+        self.exit_layer = torch.zeros(NUM_SEQS, dtype=torch.int32)
+        self.masks = [
+            ops.AcceptMask(
+                torch.empty(NUM_SEQS, dtype=torch.int32),
+                torch.empty(1, dtype=torch.int32),
+                torch.empty(1, dtype=torch.bool),
+            )
+            for _ in self.layers
+        ]
+
+    def check(self, index: int) -> Tensor:
+        """Accepts after a layer; the flag that says whether all rows are accepted."""
+        mask = self.masks[index]
+        layer, confidence = self.layers[index], self.confidence[index]
+        ops._accept_mask(confidence, self.thresholds, layer, self.status, self.exit_layer, *mask)
+        return mask.all_accepted
+
+    def reset(self, confidence: Tensor) -> None:
+        self.confidence.copy_(confidence)
+        self.status.zero_()
+        self.exit_layer.fill_(NUM_LAYERS)
+        for mask in self.masks:
+            mask.num_survivors.fill_(-1)  # who was not checked keeps it
+
+    def expected(self) -> tuple[list[int], int]:
+        """Exit layers, and how many checks run."""
+        status = torch.zeros(NUM_SEQS, dtype=torch.bool)
+        exits = torch.full((NUM_SEQS,), NUM_LAYERS, dtype=torch.int32)
+        for i, layer in enumerate(self.layers):
+            status, exits, survivors = reference.accept_mask(
+                self.confidence[i], self.thresholds, layer, status, exits
+            )
+            if not len(survivors):
+                return exits.tolist(), i + 1
+        return exits.tolist(), len(self.layers)
+
+
+def capture(stream: ctypes.c_void_p, checks: ExitChecks) -> ctypes.c_void_p:
+    """First check, then each in the body that runs unless all are accepted already."""
+
+    def from_check(index: int, stream: ctypes.c_void_p) -> None:
+        flag = checks.check(index)
+        if index + 1 < len(checks.layers):
+            with only_when(stream, flag, when=False) as inner:
+                from_check(index + 1, inner)
+
+    from_check(0, stream)
+    return ctypes.c_void_p(call("end_capture", stream))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_deeper_checks_run_only_while_a_row_survives(stream: ctypes.c_void_p, seed: int) -> None:
+    checks = ExitChecks()
+    checks.reset(torch.ones(3, NUM_SEQS))
+    graph = capture(stream, checks)
+    assert checks.exit_layer.tolist() == [NUM_LAYERS] * NUM_SEQS  # capturing runs nothing
+    depths = set()
+    for _ in range(20):
+        checks.reset(torch.rand(3, NUM_SEQS))
+        call_guarded("run_graph", graph, ctypes.c_uint64(seed))
+        exits, depth = checks.expected()
+        assert checks.exit_layer.tolist() == exits
+        ran = [mask.num_survivors.item() >= 0 for mask in checks.masks]
+        assert ran == [index < depth for index in range(3)]
+        depths.add(depth)
+    assert len(depths) > 1
+    call("delete_graph", graph)
+
+
+@pytest.mark.parametrize("when", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_follows_runs_behind_the_body(stream: ctypes.c_void_p, when: bool, seed: int) -> None:
+    checks = ExitChecks()
+    flag = torch.zeros(1, dtype=torch.bool)
+    with only_when(stream, flag, when):
+        checks.check(0)
+    checks.check(1)  # sees what the body has accepted
+    graph = ctypes.c_void_p(call("end_capture", stream))
+    for flag_value in (False, True, True, False):
+        flag.fill_(flag_value)
+        checks.reset(torch.ones(3, NUM_SEQS))
+        call_guarded("run_graph", graph, ctypes.c_uint64(seed))
+        first = 3 if flag_value == when else 6
+        assert checks.exit_layer.tolist() == [first] * NUM_SEQS
+    call("delete_graph", graph)
+
+
+def test_two_bodies_follow_each_other(stream: ctypes.c_void_p) -> None:
+    checks = ExitChecks()
+    flags = torch.zeros(2, dtype=torch.bool)
+    for index in range(2):
+        with only_when(stream, flags[index : index + 1], when=True):
+            checks.check(index)
+    graph = ctypes.c_void_p(call("end_capture", stream))
+    for wanted, first in (((0, 0), 12), ((0, 1), 6), ((1, 0), 3), ((1, 1), 3)):
+        flags.copy_(torch.tensor(wanted, dtype=torch.bool))
+        checks.reset(torch.ones(3, NUM_SEQS))
+        call_guarded("run_graph", graph, ctypes.c_uint64(0))
+        assert checks.exit_layer.tolist() == [first] * NUM_SEQS
+    call("delete_graph", graph)
+
+
+def test_a_stream_that_is_not_captured_is_refused(stream: ctypes.c_void_p) -> None:
+    flag = torch.zeros(1, dtype=torch.bool)
+    call("delete_graph", ctypes.c_void_p(call("end_capture", stream)))
+    with pytest.raises(RuntimeError, match="expected a stream that is being captured, got one"):
+        Body(stream, flag, when=True)
+    call("begin_capture", stream)  # and nothing is left of it
+    body = Body(stream, flag, when=True)
+    body.end()
+    call("delete_graph", ctypes.c_void_p(call("end_capture", stream)))
+
+
+def test_a_body_ends_once(stream: ctypes.c_void_p) -> None:
+    body = Body(stream, torch.zeros(1, dtype=torch.bool), when=True)
+    body.end()
+    with pytest.raises(RuntimeError, match="expected one that is open"):
+        body.end()
+    call("delete_graph", ctypes.c_void_p(call("end_capture", stream)))
+
+
+def test_a_capture_around_an_open_body_fails_and_one_that_was_given_up_does_not(
+    stream: ctypes.c_void_p,
+) -> None:
+    flag = torch.zeros(1, dtype=torch.bool)
+    body = Body(stream, flag, when=True)
+    assert call("end_capture", stream) is None
+    del body
+    call("begin_capture", stream)
+    body = Body(stream, flag, when=True)
+    del body  # as an exception between would
+    graph = ctypes.c_void_p(call("end_capture", stream))
+    call_guarded("run_graph", graph, ctypes.c_uint64(0))
+    call("delete_graph", graph)
