@@ -11,7 +11,7 @@ from eecore import ops
 from eecore.engine.batch import Int64Array
 from eecore.engine.runner import Runner
 from eecore.engine.sequence import Sequence
-from eecore.exits import ConfidentExit
+from eecore.exits import ConfidentExit, ExitClassifier, Measure
 
 __all__ = ["ConfidentController", "measure_states"]
 
@@ -140,7 +140,9 @@ class ConfidentController:
         """Rows with one measure; ``hidden`` holds these rows alone."""
         policy = group[0].policy
         if policy.measure != "softmax":
-            confidences = measure_states(policy, previous, hidden).tolist()
+            confidences = measure_states(
+                policy.measure, policy.classifier, previous, hidden
+            ).tolist()
         else:
             got = self._runner.model.confidence(hidden)
             confidences = got.confidence.tolist()
@@ -161,10 +163,12 @@ def _kind(policy: ConfidentExit) -> tuple[str, int]:
     return policy.measure, id(policy.classifier)
 
 
-def measure_states(policy: ConfidentExit, previous: Tensor, hidden: Tensor) -> Tensor:
+def measure_states(
+    measure: Measure, classifier: ExitClassifier | None, previous: Tensor, hidden: Tensor
+) -> Tensor:
     """The ``state`` or ``classifier`` measure of [num_rows, hidden_size]: float32 [num_rows]."""
-    if policy.measure == "state":
+    if measure == "state":
         return ops.exit_confidence_cosine(previous, hidden)
-    assert policy.classifier is not None
-    m = policy.classifier.on(hidden.device)
+    assert classifier is not None
+    m = classifier.on(hidden.device)
     return ops.exit_confidence_mlp(hidden, m.weight1, m.bias1, m.weight2, m.bias2)

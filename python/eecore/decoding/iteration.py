@@ -6,7 +6,7 @@ they differ in where their rows enter and leave.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from eecore.decoding.confident import ConfidentController
 from eecore.decoding.draft import Draft, draft, draft_path
 from eecore.decoding.heads import Heads, read_heads
+from eecore.decoding.outcome import Outcome
 from eecore.decoding.verify import Acceptance, accept, needs_next
 from eecore.engine.batch import BoolArray, RowBuilder
 from eecore.engine.runner import Runner, Sweep
@@ -24,24 +25,6 @@ from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.exits import ConfidentExit, Exit, FixedExit
 
 __all__ = ["Outcome", "run_iteration"]
-
-
-@dataclass
-class Outcome:
-    """What an iteration did for one sequence; nothing of the sequence has changed yet."""
-
-    sequence: Sequence
-    num_computed: int
-    """Positions with valid KV."""
-    records: list[TokenRecord] = field(default_factory=list)
-    kv_exit_layers: list[int] = field(default_factory=list)
-    """Exit layer behind the KV of each newly computed generated position."""
-    layers_run: int = 0
-    prompt_layers_run: int = 0
-    layers_filled: int = 0
-    fill_calls: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 @dataclass(frozen=True)

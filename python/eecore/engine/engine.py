@@ -14,7 +14,9 @@ from dataclasses import replace
 from typing import Any, SupportsIndex
 
 from eecore.config import EngineConfig, SamplingParams
-from eecore.decoding.iteration import Outcome, run_iteration
+from eecore.decoding.iteration import run_iteration
+from eecore.decoding.outcome import Outcome
+from eecore.decoding.planned import PlannedDecoding
 from eecore.engine.pages import PageAllocator
 from eecore.engine.runner import Runner
 from eecore.engine.scheduler import Scheduler
@@ -46,6 +48,7 @@ class Engine:
         )
         self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
         self._runner = Runner(network, kv)
+        self._planned: PlannedDecoding | None = None
         self._scheduler = Scheduler(self.config, self.pages)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
@@ -123,7 +126,9 @@ class Engine:
             return []
         draws = [(work.sequence, _drawing_state(work.sequence)) for work in works]
         try:
-            outcomes = run_iteration(self._runner, works)
+            outcomes = None if self._planned is None else self._planned.run(works)
+            if outcomes is None:
+                outcomes = run_iteration(self._runner, works)
         except BaseException:
             for sequence, state in draws:
                 _restore_drawing_state(sequence, state)

@@ -218,4 +218,6 @@ def _measured(
 ) -> Tensor:
     if policy.measure == "softmax":
         return network.confidence(hidden.contiguous()).confidence
-    return measure_states(policy, previous.contiguous(), hidden.contiguous())
+    return measure_states(
+        policy.measure, policy.classifier, previous.contiguous(), hidden.contiguous()
+    )

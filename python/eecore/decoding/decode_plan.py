@@ -1,0 +1,244 @@
+"""One decoding iteration as a program over fixed memory, which a CUDA graph can capture.
+
+Who decodes, where, and how sure it has to be is data in fixed tensors; the calls on them are the
+same every time. Nothing is read back before the end: whether the next stretch of layers runs at all
+is asked of a flag on the device, through a :class:`Control`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.decoding.confident import measure_states
+from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
+from eecore.models import AttentionBatch, KVCache, LlamaModel
+
+__all__ = ["Control", "DecodeKind", "DecodePlan", "DecodeRow", "OnHost", "kind_of"]
+
+
+class Control(Protocol):
+    """Decides on what only the device knows."""
+
+    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
+        """Run ``body`` if ``flag`` (bool [1]) is false by then."""
+        ...
+
+
+class OnHost:
+    """Waits for the device and looks: the plain way, and the oracle of the others."""
+
+    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
+        """See :class:`Control`."""
+        if not flag.item():
+            body()
+
+
+@dataclass(frozen=True)
+class DecodeKind:
+    """What the rows of a plan have in common."""
+
+    depth: int
+    """Layers of a row that does not leave early."""
+    points: tuple[int, ...] = ()
+    """Exit points, ascending."""
+    measure: Measure = "softmax"
+    together: bool = False
+    """Rows leave when all of them are accepted, none before."""
+    classifier: ExitClassifier | None = None
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One row of an iteration."""
+
+    token_id: int
+    position: int
+    pages: list[int]
+    thresholds: tuple[float, ...] = ()
+    """At each exit point."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What an iteration gave, by row."""
+
+    token: list[int]
+    exit_layer: list[int]
+    confidence: list[float]
+    """As measured where the row left; of rows that nobody measures, the gap of the head."""
+    logprob: list[float]
+
+
+def kind_of(policy: Exit, num_layers: int) -> DecodeKind | None:
+    """The kind of plan that a policy decodes with; None where a plan cannot."""
+    if isinstance(policy, Full):
+        return DecodeKind(num_layers)
+    if isinstance(policy, FixedExit):
+        return DecodeKind(policy.exit_layer)
+    if isinstance(policy, ConfidentExit):
+        points = tuple(sorted(policy.points(num_layers)))
+        together = policy.batch == "all"
+        return DecodeKind(num_layers, points, policy.measure, together, policy.classifier)
+    return None
+
+
+class DecodePlan:
+    """The iterations of up to ``num_rows`` rows of one kind.
+
+    Fewer rows are padded by rows that are accepted from the start and write no keys or values.
+    """
+
+    def __init__(
+        self, model: LlamaModel, kv: KVCache, kind: DecodeKind, num_rows: int, max_pages: int
+    ) -> None:
+        self.kind = kind
+        self.num_rows = num_rows
+        self._model = model
+        self._kv = kv
+        device = model.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        # What load() writes.
+        self._token_ids = zeros(num_rows)
+        self._positions = zeros(num_rows)
+        self._slots = zeros(num_rows)
+        self._seq_lens = zeros(num_rows, dtype=torch.int32)
+        self._page_table = zeros(num_rows, max_pages, dtype=torch.int32)
+        self._is_padding = zeros(num_rows, dtype=torch.bool)
+        self._thresholds = zeros(len(kind.points), num_rows, dtype=torch.float32)
+        self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        # What run() works on: the rows that are still going through the layers ...
+        self._status = zeros(num_rows, dtype=torch.bool)
+        self._open_slots = zeros(num_rows)
+        self._open_lens = zeros(num_rows, dtype=torch.int32)
+        self._accepted_at = zeros(num_rows, dtype=torch.int32)
+        # ... and what has become of each.
+        self._final = zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
+        self._exit_layer = zeros(num_rows, dtype=torch.int32)
+        self._token = zeros(num_rows)
+        self._confidence = zeros(num_rows, dtype=torch.float32)
+        self._logprob = zeros(num_rows, dtype=torch.float32)
+
+    def load(self, rows: list[DecodeRow]) -> None:
+        """Say who decodes next: at most ``num_rows`` rows."""
+        count, size = len(rows), self._kv.page_size
+        padding = self.num_rows - count
+        positions = [row.position for row in rows]
+        slots = [
+            row.pages[p // size] * size + p % size for row, p in zip(rows, positions, strict=True)
+        ]
+        table = np.zeros(self._page_table.shape, dtype=np.int32)
+        for i, row in enumerate(rows):
+            table[i, : len(row.pages)] = row.pages
+        thresholds = np.full(self._thresholds.shape, np.inf, dtype=np.float32)
+        for i, row in enumerate(rows):
+            thresholds[:, i] = row.thresholds
+
+        def put(tensor: Tensor, values: list[int], filler: int) -> None:
+            tensor.copy_(torch.tensor(values + [filler] * padding, dtype=tensor.dtype))
+
+        put(self._token_ids, [row.token_id for row in rows], 0)
+        put(self._positions, positions, 0)
+        put(self._slots, slots, -1)
+        put(self._seq_lens, [p + 1 for p in positions], 1)
+        put(self._is_padding, [0] * count, 1)
+        self._page_table.copy_(torch.from_numpy(table))
+        self._thresholds.copy_(torch.from_numpy(thresholds))
+
+    def run(self, control: Control) -> None:
+        """One iteration: everything from the embedding to tokens and filled keys and values."""
+        self._status.copy_(self._is_padding)
+        self._open_slots.copy_(self._slots)
+        self._open_lens.copy_(self._seq_lens)
+        self._exit_layer.fill_(self.kind.depth)
+        self._layers_from(0, 0, self._model.embed(self._token_ids), control)
+        if self.kind.measure != "softmax":
+            head = self._model.confidence(self._final)
+            self._token.copy_(head.token)
+            torch.sub(head.top_logit, head.logsumexp, out=self._logprob)
+        if self.kind.points:
+            self._model.fill_kv(
+                self._final, self._exit_layer, self._kv, self._positions, self._slots
+            )
+
+    def decoded(self, count: int) -> Decoded:
+        """Of the first ``count`` rows; waits for the device."""
+        return Decoded(
+            self._token[:count].tolist(),
+            self._exit_layer[:count].tolist(),
+            self._confidence[:count].tolist(),
+            self._logprob[:count].tolist(),
+        )
+
+    def _layers_from(self, begin: int, index: int, hidden: Tensor, control: Control) -> None:
+        """The stretch to exit point ``index``, the check there, and what is behind it."""
+        kind = self.kind
+        is_last = index == len(kind.points)
+        end = kind.depth if is_last else kind.points[index]
+        batch = AttentionBatch(
+            self._positions, self._open_slots, self._page_table, self._open_lens, self._starts
+        )
+        previous = hidden
+        if kind.measure == "state":
+            previous = self._model.layers(begin, end - 1, hidden, self._kv, batch)
+            begin = end - 1
+        hidden = self._model.layers(begin, end, previous, self._kv, batch)
+        measured = self._measure(previous, hidden)
+        if is_last:
+            who = ~self._is_padding if kind.together else ~self._status
+            self._keep(who, end, hidden, measured)
+            return
+        before = self._status.clone()
+        mask = ops.accept_mask(
+            measured.confidence, self._thresholds[index], end, self._status, self._accepted_at
+        )
+        if kind.together:  # whoever goes on overwrites it
+            self._keep(~self._is_padding, end, hidden, measured)
+        else:
+            self._keep(self._status & ~before, end, hidden, measured)
+            self._open_slots.masked_fill_(self._status, -1)
+            self._open_lens.masked_fill_(self._status, 1)
+        control.unless(
+            mask.all_accepted, lambda: self._layers_from(end, index + 1, hidden, control)
+        )
+
+    def _measure(self, previous: Tensor, hidden: Tensor) -> _Measured:
+        if self.kind.measure == "softmax":
+            head = self._model.confidence(hidden)
+            return _Measured(head.confidence, head.token, head.top_logit - head.logsumexp)
+        return _Measured(
+            measure_states(self.kind.measure, self.kind.classifier, previous, hidden), None, None
+        )
+
+    def _keep(self, who: Tensor, layers_run: int, hidden: Tensor, measured: _Measured) -> None:
+        """Rows ``who`` (bool [num_rows]) leave here, for all that is known."""
+        self._exit_layer.masked_fill_(who, layers_run)
+        _put_where(self._final, who[:, None], hidden)
+        _put_where(self._confidence, who, measured.confidence)
+        if measured.token is not None and measured.logprob is not None:
+            _put_where(self._token, who, measured.token)
+            _put_where(self._logprob, who, measured.logprob)
+
+
+class _Measured(NamedTuple):
+    """What an exit point tells of every row."""
+
+    confidence: Tensor
+    """float32 [num_rows]"""
+    token: Tensor | None
+    """int64 [num_rows], when the head was run."""
+    logprob: Tensor | None
+    """float32 [num_rows], of the token."""
+
+
+def _put_where(into: Tensor, who: Tensor, values: Tensor) -> None:
+    torch.where(who, values, into, out=into)
