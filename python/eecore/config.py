@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 from eecore.errors import ModelError, RequestError
 
 __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams"]
 
+Decoding = Literal["plain", "planned", "captured"]
+DECODINGS = get_args(Decoding)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -240,6 +242,10 @@ class EngineConfig:
         max_num_seqs: most requests that run at once.
         max_batch_tokens: most rows in one iteration.
         max_prefill_chunk: most prompt tokens of one request in one iteration.
+        decoding: how greedy requests decode, all of which give the same tokens. ``plain``: the host
+            calls one layer stretch after another. ``planned``: the host runs a fixed program over
+            fixed memory and looks at its exit flags. ``captured`` (CUDA): that program is a CUDA
+            graph, captured once for each size of batch, and the GPU decides on exits by itself.
     """
 
     kv_cache_tokens: int = 16384
@@ -247,6 +253,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_batch_tokens: int = 1024
     max_prefill_chunk: int = 512
+    decoding: Decoding = "plain"
 
     def __post_init__(self) -> None:
         for name in (
@@ -258,6 +265,8 @@ class EngineConfig:
         ):
             if not is_whole(getattr(self, name), 1):
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)!r}")
+        if self.decoding not in DECODINGS:
+            raise ValueError(f"decoding: expected {', '.join(DECODINGS)}, got {self.decoding!r}")
 
     @property
     def num_pages(self) -> int:

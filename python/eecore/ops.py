@@ -13,6 +13,8 @@ The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from eecore import _C
 
 if torch.cuda.is_available() and _C.build_info()["cuda"]:
-    from eecore import _cuda  # noqa: F401  (importing it registers the CUDA kernels)
+    from eecore import _cuda  # importing it registers the CUDA kernels
 
 __all__ = [
     "AcceptMask",
@@ -32,6 +34,7 @@ __all__ = [
     "accept_mask",
     "append_kv",
     "build_info",
+    "captured_body",
     "decoder_layers",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
@@ -82,6 +85,29 @@ def missing_cuda_ops() -> tuple[str, ...]:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (name for name in OP_NAMES if name not in CPU_ONLY_OPS)
     return tuple(name for name in names if not has_kernel(f"eecore::{name}", "CUDA"))
+
+
+@contextmanager
+def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
+    """What is captured here is work that a CUDA graph does only if a flag says so by then.
+
+    The current stream must be captured (``torch.cuda.graph``); inside, another one is current. The
+    body may hold kernels, memory copies and further bodies. What it allocates comes from the
+    graph's pool only under ``torch.cuda.use_mem_pool``, since its stream is another.
+
+    Args:
+        flag: bool [1], on the device; kernels before may write it.
+        when: the value with which the body runs.
+
+    Raises:
+        RuntimeError: the current stream is not captured, or the CUDA runtime refuses.
+    """
+    stream = torch.cuda.current_stream(flag.device)
+    body = _cuda.ConditionalBody(stream.cuda_stream, stream.device_index, flag.data_ptr(), when)
+    inside = torch.cuda.ExternalStream(body.stream, flag.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(inside):
+        yield
+    body.end()
 
 
 def _no_output(*_args: Any) -> None:

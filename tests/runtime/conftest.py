@@ -39,8 +39,13 @@ def reference(tiny_directory: Path) -> ReferenceModel:
 
 
 @pytest.fixture(scope="session")
-def agreeing(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+def agreeing_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five layers, of which the last three change little: drafts are often accepted."""
     directory = write_model(tmp_path_factory.mktemp("agreeing"), seed=3, num_hidden_layers=5)
     scale_layers(directory, {2: 0.2, 3: 0.1, 4: 0.2})
-    return eecore.load(directory, device="cpu", kv_cache_tokens=2048)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def agreeing(agreeing_directory: Path) -> eecore.Model:
+    return eecore.load(agreeing_directory, device="cpu", kv_cache_tokens=2048)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from test_confident_exit import MEASURES, SETTINGS, policy_of
 
 import eecore
-from eecore import ConfidentExit, Engine, EngineConfig, FixedExit, Full, Output, SamplingParams
+from eecore import (
+    ConfidentExit,
+    Engine,
+    EngineConfig,
+    FixedExit,
+    Full,
+    Output,
+    SamplingParams,
+    SelfSpeculative,
+)
 from eecore.decoding.decode_plan import OnHost
 from eecore.decoding.planned import PlannedDecoding
 from eecore.exits import Exit
@@ -30,14 +41,26 @@ class Recorder(OnHost):
         super().unless(flag, body)
 
 
+def plans_of(engine: Engine, control: OnHost) -> PlannedDecoding:
+    return PlannedDecoding(engine._runner, lambda plan: plan.run(control))
+
+
 def run(
-    model: eecore.Model, policies: list[Exit], control: OnHost | None, **settings: int
+    model: eecore.Model,
+    policies: list[Exit],
+    control: OnHost | None,
+    stops: list[int] | None = None,
+    **settings: int,
 ) -> list[Output]:
     engine = Engine(model.network, model.tokenizer, EngineConfig(kv_cache_tokens=512, **settings))
     if control is not None:
-        engine._planned = PlannedDecoding(engine._runner, control)
+        engine._planned = plans_of(engine, control)
     for i, prompt in enumerate(PROMPTS):
-        sampling = SamplingParams(max_tokens=LENGTHS[i], logprobs=0 if i == 1 else None)
+        sampling = SamplingParams(
+            max_tokens=LENGTHS[i],
+            logprobs=0 if i == 1 else None,
+            stop_token_ids=tuple(stops or ())[: i + 1],
+        )
         policy = policies[i % len(policies)]
         engine.add_request(prompt, exit=policy, sampling=sampling, request_id=str(i))
     done = [step.output for step in engine.run() if step.output is not None]
@@ -95,7 +118,7 @@ def test_rows_that_are_done_write_no_keys(tiny: eecore.Model) -> None:
         kv.k.zero_()
         kv.v.zero_()
         if control is not None:
-            engine._planned = PlannedDecoding(engine._runner, control)
+            engine._planned = plans_of(engine, control)
         for prompt in PROMPTS:
             engine.add_request(
                 prompt, exit=policy_of("softmax", "plain", "each"), sampling=SamplingParams(8)
@@ -106,14 +129,73 @@ def test_rows_that_are_done_write_no_keys(tiny: eecore.Model) -> None:
         assert torch.equal(planned, plain)
 
 
+@pytest.mark.parametrize("threshold", [None, 0.2, 1.0])
+@pytest.mark.parametrize(("exit_layer", "num_drafts"), [(2, 3), (1, 6), (3, 1)])
+def test_self_speculation(
+    agreeing: eecore.Model, exit_layer: int, num_drafts: int, threshold: float | None
+) -> None:
+    policy = SelfSpeculative(exit_layer, num_drafts, threshold)
+    control = Recorder()
+    planned, plain = run(agreeing, [policy], control), run(agreeing, [policy], None)
+    check_same(planned, plain)
+    for got, expected in zip(planned, plain, strict=True):
+        assert (got.stats.drafted, got.stats.accepted) == (
+            expected.stats.drafted,
+            expected.stats.accepted,
+        )
+    assert (control.asked > 0) == (num_drafts > 1)
+
+
+def test_a_drafted_end_of_the_text_ends_the_round(agreeing: eecore.Model) -> None:
+    policy = SelfSpeculative(2, 4)
+    free = run(agreeing, [policy], None)
+    stops = [output.token_ids[len(output.token_ids) // 2] for output in free]
+    planned, plain = (run(agreeing, [policy], c, stops) for c in (OnHost(), None))
+    check_same(planned, plain)
+    assert any(output.finish_reason == "stop" for output in planned)
+
+
 def test_other_requests_go_the_plain_way(tiny: eecore.Model) -> None:
     mixed: list[Exit] = [Full(), policy_of("softmax", "plain", "each"), FixedExit(2)]
     check_same(run(tiny, mixed, OnHost()), run(tiny, mixed, None))
-    speculative: list[Exit] = [eecore.SelfSpeculative(2, 3)]
-    check_same(run(tiny, speculative, OnHost()), run(tiny, speculative, None))
+    ablation: list[Exit] = [SelfSpeculative(2, 3, reuse=False)]
+    check_same(run(tiny, ablation, OnHost()), run(tiny, ablation, None))
 
 
 def test_preempted_requests_come_back(tiny: eecore.Model) -> None:
     policy = policy_of("softmax", "plain", "each")
     settings = {"max_num_seqs": 5, "page_size": 4}
     check_same(run(tiny, [policy], OnHost(), **settings), run(tiny, [policy], None, **settings))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("decoding", ["planned", "captured"])
+@pytest.mark.parametrize("mode", ["full", "fixed", "each", "all", "speculative"])
+def test_the_setting(agreeing_directory: Path, device: str, decoding: str, mode: str) -> None:
+    """Every way to decode gives the tokens of the plain one, on the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if device == "cpu" and decoding == "captured":
+        pytest.skip("graphs are for CUDA")
+    policy = {
+        "full": Full(),
+        "fixed": FixedExit(2),
+        "each": policy_of("softmax", "plain", "each"),
+        "all": policy_of("state", "plain", "all"),
+        "speculative": SelfSpeculative(2, 3),
+    }[mode]
+    given = []
+    for way in ("plain", decoding):
+        settings = EngineConfig(kv_cache_tokens=512, decoding=way)
+        model = eecore.load(agreeing_directory, device=device, engine=settings)
+        outputs = eecore.generate(model, PROMPTS, exit=policy, max_tokens=8)
+        outputs += eecore.generate(model, PROMPTS[:3], exit=policy, max_tokens=5)
+        given.append([(output.token_ids, output.exit_layers) for output in outputs])
+    assert given[0] == given[1]
+
+
+def test_captured_is_for_cuda(tiny: eecore.Model) -> None:
+    with pytest.raises(ValueError, match="expected plain or planned on cpu, got captured"):
+        tiny.engine(EngineConfig(decoding="captured"))
+    with pytest.raises(ValueError, match="decoding: expected plain, planned, captured, got 'fast'"):
+        EngineConfig(decoding="fast")

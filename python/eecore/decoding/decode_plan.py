@@ -20,7 +20,7 @@ from eecore.decoding.confident import measure_states
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
-__all__ = ["Control", "DecodeKind", "DecodePlan", "DecodeRow", "OnHost", "kind_of"]
+__all__ = ["Control", "DecodeKind", "DecodePlan", "DecodeRow", "OnHost", "kind_of", "page_table_of"]
 
 
 class Control(Protocol):
@@ -89,6 +89,14 @@ def kind_of(policy: Exit, num_layers: int) -> DecodeKind | None:
     return None
 
 
+def page_table_of(pages: list[list[int]], num_rows: int, max_pages: int) -> Tensor:
+    """int32 [num_rows, max_pages] on the host, filled up with zeros."""
+    table = np.zeros((num_rows, max_pages), dtype=np.int32)
+    for i, own in enumerate(pages):
+        table[i, : len(own)] = own
+    return torch.from_numpy(table)
+
+
 class DecodePlan:
     """The iterations of up to ``num_rows`` rows of one kind.
 
@@ -123,10 +131,11 @@ class DecodePlan:
         self._accepted_at = zeros(num_rows, dtype=torch.int32)
         # ... and what has become of each.
         self._final = zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
-        self._exit_layer = zeros(num_rows, dtype=torch.int32)
         self._token = zeros(num_rows)
-        self._confidence = zeros(num_rows, dtype=torch.float32)
-        self._logprob = zeros(num_rows, dtype=torch.float32)
+        self._results = zeros(4, num_rows, dtype=torch.int32)  # one copy to the host
+        self._exit_layer = self._results[1]
+        self._confidence = self._results[2].view(torch.float32)
+        self._logprob = self._results[3].view(torch.float32)
 
     def load(self, rows: list[DecodeRow]) -> None:
         """Say who decodes next: at most ``num_rows`` rows."""
@@ -136,9 +145,6 @@ class DecodePlan:
         slots = [
             row.pages[p // size] * size + p % size for row, p in zip(rows, positions, strict=True)
         ]
-        table = np.zeros(self._page_table.shape, dtype=np.int32)
-        for i, row in enumerate(rows):
-            table[i, : len(row.pages)] = row.pages
         thresholds = np.full(self._thresholds.shape, np.inf, dtype=np.float32)
         for i, row in enumerate(rows):
             thresholds[:, i] = row.thresholds
@@ -151,7 +157,8 @@ class DecodePlan:
         put(self._slots, slots, -1)
         put(self._seq_lens, [p + 1 for p in positions], 1)
         put(self._is_padding, [0] * count, 1)
-        self._page_table.copy_(torch.from_numpy(table))
+        pages = [row.pages for row in rows]
+        self._page_table.copy_(page_table_of(pages, *self._page_table.shape))
         self._thresholds.copy_(torch.from_numpy(thresholds))
 
     def run(self, control: Control) -> None:
@@ -169,14 +176,16 @@ class DecodePlan:
             self._model.fill_kv(
                 self._final, self._exit_layer, self._kv, self._positions, self._slots
             )
+        self._results[0].copy_(self._token)
 
     def decoded(self, count: int) -> Decoded:
         """Of the first ``count`` rows; waits for the device."""
+        token, exit_layer, confidence, logprob = self._results.cpu()[:, :count]
         return Decoded(
-            self._token[:count].tolist(),
-            self._exit_layer[:count].tolist(),
-            self._confidence[:count].tolist(),
-            self._logprob[:count].tolist(),
+            token.tolist(),
+            exit_layer.tolist(),
+            confidence.view(torch.float32).tolist(),
+            logprob.view(torch.float32).tolist(),
         )
 
     def _layers_from(self, begin: int, index: int, hidden: Tensor, control: Control) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
-from eecore.config import EngineConfig, SamplingParams
+from eecore.config import Decoding, EngineConfig, SamplingParams
+from eecore.decoding.captured import CapturedPlans
 from eecore.decoding.iteration import run_iteration
 from eecore.decoding.outcome import Outcome
-from eecore.decoding.planned import PlannedDecoding
+from eecore.decoding.planned import PlannedDecoding, on_host
 from eecore.engine.pages import PageAllocator
 from eecore.engine.runner import Runner
 from eecore.engine.scheduler import Scheduler
@@ -48,7 +49,7 @@ class Engine:
         )
         self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
         self._runner = Runner(network, kv)
-        self._planned: PlannedDecoding | None = None
+        self._planned = _planned(self._runner, self.config.decoding)
         self._scheduler = Scheduler(self.config, self.pages)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
@@ -290,6 +291,17 @@ class Engine:
             total_s=stats.finished - stats.arrived,
             mean_exit_layer=depth / count if count else 0.0,
         )
+
+
+def _planned(runner: Runner, decoding: Decoding) -> PlannedDecoding | None:
+    """How greedy requests decode where not the plain way."""
+    if decoding == "plain":
+        return None
+    if decoding == "planned":
+        return PlannedDecoding(runner, on_host)
+    if runner.device.type != "cuda":
+        raise ValueError(f"decoding: expected plain or planned on {runner.device}, got captured")
+    return PlannedDecoding(runner, CapturedPlans(runner.device))
 
 
 def _drawing_state(sequence: Sequence) -> tuple[Any, Any]:
