@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,12 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
-from eecore.decoding.decode_plan import OnHost
+from eecore.decoding.captured import CapturedPlans
+from eecore.decoding.decode_plan import DecodeKind, DecodePlan, DecodeRow, OnHost
 from eecore.decoding.planned import PlannedDecoding
+from eecore.decoding.speculative_plan import SpeculativeKind, SpeculativePlan, SpeculativeRow
 from eecore.exits import Exit
+from eecore.models import KVCache
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -199,3 +203,32 @@ def test_captured_is_for_cuda(tiny: eecore.Model) -> None:
         tiny.engine(EngineConfig(decoding="captured"))
     with pytest.raises(ValueError, match="decoding: expected plain, planned, captured, got 'fast'"):
         EngineConfig(decoding="fast")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("mode", ["each", "speculative"])
+def test_a_captured_iteration_waits_for_nothing_and_allocates_nothing(
+    agreeing_directory: Path, mode: str
+) -> None:
+    network = eecore.load(agreeing_directory, device="cuda", kv_cache_tokens=512).network
+    kv = KVCache.allocate(network.config, 8, 16, device=network.device, dtype=network.dtype)
+    plan: DecodePlan | SpeculativePlan
+    if mode == "each":
+        plan = DecodePlan(network, kv, DecodeKind(5, (2, 3)), 2, 4)
+        given: list[Any] = [DecodeRow(3, i, [i], (0.5, 0.5)) for i in range(2)]
+    else:
+        plan = SpeculativePlan(network, kv, SpeculativeKind(2, 3), 2, 4, 1)
+        given = [SpeculativeRow(3, i, [i], 3, -1.0, []) for i in range(2)]
+    run_captured = CapturedPlans(network.device)
+    plan.load(given)
+    run_captured(plan)
+    assert run_captured.captures[0].seconds > 0.0
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan.load(given)
+        run_captured(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated

@@ -17,10 +17,19 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.confident import measure_states
+from eecore.decoding.twin_memory import TwinMemory
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
-__all__ = ["Control", "DecodeKind", "DecodePlan", "DecodeRow", "OnHost", "kind_of", "page_table_of"]
+__all__ = [
+    "Control",
+    "DecodeKind",
+    "DecodePlan",
+    "DecodeRow",
+    "OnHost",
+    "kind_of",
+    "write_page_table",
+]
 
 
 class Control(Protocol):
@@ -89,12 +98,12 @@ def kind_of(policy: Exit, num_layers: int) -> DecodeKind | None:
     return None
 
 
-def page_table_of(pages: list[list[int]], num_rows: int, max_pages: int) -> Tensor:
-    """int32 [num_rows, max_pages] on the host, filled up with zeros."""
-    table = np.zeros((num_rows, max_pages), dtype=np.int32)
+def write_page_table(table: Tensor, pages: list[list[int]]) -> None:
+    """Each sequence's pages into int32 [num_rows, max_pages] on the host; the rest is 0."""
+    rows = table.numpy()
+    rows[:] = 0
     for i, own in enumerate(pages):
-        table[i, : len(own)] = own
-    return torch.from_numpy(table)
+        rows[i, : len(own)] = own
 
 
 class DecodePlan:
@@ -110,64 +119,74 @@ class DecodePlan:
         self.num_rows = num_rows
         self._model = model
         self._kv = kv
-        device = model.device
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        # What load() writes.
-        self._token_ids = zeros(num_rows)
-        self._positions = zeros(num_rows)
-        self._slots = zeros(num_rows)
-        self._seq_lens = zeros(num_rows, dtype=torch.int32)
-        self._page_table = zeros(num_rows, max_pages, dtype=torch.int32)
-        self._is_padding = zeros(num_rows, dtype=torch.bool)
-        self._thresholds = zeros(len(kind.points), num_rows, dtype=torch.float32)
+        device, row = model.device, (num_rows,)
+        self._given = TwinMemory(
+            device,
+            {
+                "token_ids": (torch.int64, row),
+                "positions": (torch.int64, row),
+                "slots": (torch.int64, row),
+                "seq_lens": (torch.int32, row),
+                "page_table": (torch.int32, (num_rows, max_pages)),
+                "is_padding": (torch.bool, row),
+                "thresholds": (torch.float32, (len(kind.points), num_rows)),
+            },
+        )
+        given = self._given.device
+        self._positions, self._slots = given["positions"], given["slots"]
+        self._is_padding, self._thresholds = given["is_padding"], given["thresholds"]
         self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        # What run() works on: the rows that are still going through the layers ...
-        self._status = zeros(num_rows, dtype=torch.bool)
-        self._open_slots = zeros(num_rows)
-        self._open_lens = zeros(num_rows, dtype=torch.int32)
-        self._accepted_at = zeros(num_rows, dtype=torch.int32)
+        # The rows that are still going through the layers ...
+        self._status = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._accepted_at = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._open_slots = torch.zeros_like(given["slots"])
+        self._open_lens = torch.zeros_like(given["seq_lens"])
         # ... and what has become of each.
-        self._final = zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
-        self._token = zeros(num_rows)
-        self._results = zeros(4, num_rows, dtype=torch.int32)  # one copy to the host
-        self._exit_layer = self._results[1]
-        self._confidence = self._results[2].view(torch.float32)
-        self._logprob = self._results[3].view(torch.float32)
+        shape = num_rows, model.config.hidden_size
+        self._final = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._results = TwinMemory(
+            device,
+            {
+                "token": (torch.int64, row),
+                "exit_layer": (torch.int32, row),
+                "confidence": (torch.float32, row),
+                "logprob": (torch.float32, row),
+            },
+        )
+        results = self._results.device
+        self._token, self._exit_layer = results["token"], results["exit_layer"]
+        self._confidence, self._logprob = results["confidence"], results["logprob"]
 
     def load(self, rows: list[DecodeRow]) -> None:
-        """Say who decodes next: at most ``num_rows`` rows."""
-        count, size = len(rows), self._kv.page_size
-        padding = self.num_rows - count
+        """Say who decodes next: at most ``num_rows`` rows. What ran before must be done."""
+        size, given = self._kv.page_size, self._given.host
+        padding = self.num_rows - len(rows)
         positions = [row.position for row in rows]
         slots = [
             row.pages[p // size] * size + p % size for row, p in zip(rows, positions, strict=True)
         ]
-        thresholds = np.full(self._thresholds.shape, np.inf, dtype=np.float32)
+        for name, values, filler in (
+            ("token_ids", [row.token_id for row in rows], 0),
+            ("positions", positions, 0),
+            ("slots", slots, -1),
+            ("seq_lens", [p + 1 for p in positions], 1),
+            ("is_padding", [False] * len(rows), True),
+        ):
+            given[name].numpy()[:] = values + [filler] * padding
+        write_page_table(given["page_table"], [row.pages for row in rows])
+        thresholds = given["thresholds"].numpy()
+        thresholds[:] = np.inf
         for i, row in enumerate(rows):
             thresholds[:, i] = row.thresholds
-
-        def put(tensor: Tensor, values: list[int], filler: int) -> None:
-            tensor.copy_(torch.tensor(values + [filler] * padding, dtype=tensor.dtype))
-
-        put(self._token_ids, [row.token_id for row in rows], 0)
-        put(self._positions, positions, 0)
-        put(self._slots, slots, -1)
-        put(self._seq_lens, [p + 1 for p in positions], 1)
-        put(self._is_padding, [0] * count, 1)
-        pages = [row.pages for row in rows]
-        self._page_table.copy_(page_table_of(pages, *self._page_table.shape))
-        self._thresholds.copy_(torch.from_numpy(thresholds))
+        self._given.send()
 
     def run(self, control: Control) -> None:
         """One iteration: everything from the embedding to tokens and filled keys and values."""
         self._status.copy_(self._is_padding)
         self._open_slots.copy_(self._slots)
-        self._open_lens.copy_(self._seq_lens)
+        self._open_lens.copy_(self._given.device["seq_lens"])
         self._exit_layer.fill_(self.kind.depth)
-        self._layers_from(0, 0, self._model.embed(self._token_ids), control)
+        self._layers_from(0, 0, self._model.embed(self._given.device["token_ids"]), control)
         if self.kind.measure != "softmax":
             head = self._model.confidence(self._final)
             self._token.copy_(head.token)
@@ -176,17 +195,11 @@ class DecodePlan:
             self._model.fill_kv(
                 self._final, self._exit_layer, self._kv, self._positions, self._slots
             )
-        self._results[0].copy_(self._token)
 
     def decoded(self, count: int) -> Decoded:
         """Of the first ``count`` rows; waits for the device."""
-        token, exit_layer, confidence, logprob = self._results.cpu()[:, :count]
-        return Decoded(
-            token.tolist(),
-            exit_layer.tolist(),
-            confidence.view(torch.float32).tolist(),
-            logprob.view(torch.float32).tolist(),
-        )
+        self._results.fetch()
+        return Decoded(**{name: t[:count].tolist() for name, t in self._results.host.items()})
 
     def _layers_from(self, begin: int, index: int, hidden: Tensor, control: Control) -> None:
         """The stretch to exit point ``index``, the check there, and what is behind it."""
@@ -194,7 +207,11 @@ class DecodePlan:
         is_last = index == len(kind.points)
         end = kind.depth if is_last else kind.points[index]
         batch = AttentionBatch(
-            self._positions, self._open_slots, self._page_table, self._open_lens, self._starts
+            self._positions,
+            self._open_slots,
+            self._given.device["page_table"],
+            self._open_lens,
+            self._starts,
         )
         previous = hidden
         if kind.measure == "state":

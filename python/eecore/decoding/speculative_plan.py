@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from eecore.decoding.decode_plan import Control, page_table_of
+from eecore.decoding.decode_plan import Control, write_page_table
+from eecore.decoding.twin_memory import TwinMemory
 from eecore.exits import SelfSpeculative
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
@@ -79,79 +79,91 @@ class SpeculativePlan:
         self.num_rows = num_rows
         self._model = model
         self._kv = kv
-        self._max_pages = max_pages
-        device, steps = model.device, kind.num_drafts
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        # What load() writes.
-        self._first_position = zeros(num_rows)
-        self._slots = zeros(num_rows, steps + 1)
-        self._page_table = zeros(num_rows, max_pages, dtype=torch.int32)
-        self._most = zeros(num_rows)
-        self._thresholds = zeros(num_rows, dtype=torch.float64)
-        self._stop_ids = zeros(num_rows, max_stops)
-        # The round: its first token, then the drafts; states after the drafting layers.
-        self._tokens = zeros(num_rows, steps + 1)
-        self._states = zeros(num_rows, steps + 1, model.config.hidden_size, dtype=model.dtype)
-        self._drafts = zeros(num_rows, dtype=torch.bool)
-        self._num_drafted = zeros(num_rows)
-        # One copy to the host: drafted, accepted, gaps, tokens, then the verifier's tokens, gaps
-        # and log-probabilities.
-        self._sizes = (1, 1, steps, steps, steps + 1, steps + 1, steps + 1)
-        self._results = zeros(num_rows, sum(self._sizes), dtype=torch.int32)
-        views = self._results.split_with_sizes(self._sizes, dim=1)
-        self._gaps, self._confidence, self._logprob = (
-            views[i].view(torch.float32) for i in (2, 5, 6)
+        device, steps, row = model.device, kind.num_drafts, (num_rows,)
+        per_draft, per_token = (num_rows, steps), (num_rows, steps + 1)
+        self._given = TwinMemory(
+            device,
+            {
+                "token_ids": (torch.int64, row),
+                "first_position": (torch.int64, row),
+                "slots": (torch.int64, per_token),
+                "page_table": (torch.int32, (num_rows, max_pages)),
+                "most": (torch.int64, row),
+                "thresholds": (torch.float64, row),
+                "stop_ids": (torch.int64, (num_rows, max_stops)),
+            },
         )
-
+        given = self._given.device
+        self._first_position, self._slots = given["first_position"], given["slots"]
+        self._page_table, self._most = given["page_table"], given["most"]
+        # The round: its first token, then the drafts; states after the drafting layers.
+        self._tokens = torch.zeros(per_token, dtype=torch.int64, device=device)
+        shape = *per_token, model.config.hidden_size
+        self._states = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._drafts = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._results = TwinMemory(
+            device,
+            {
+                "num_drafted": (torch.int64, row),
+                "num_accepted": (torch.int64, row),
+                "drafts": (torch.int64, per_draft),
+                "draft_confidences": (torch.float32, per_draft),
+                "target": (torch.int64, per_token),
+                "confidences": (torch.float32, per_token),
+                "logprobs": (torch.float32, per_token),
+            },
+        )
+        self._num_drafted = self._results.device["num_drafted"]
         # What never changes.
         self._steps = torch.arange(steps + 1, device=device)
         self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
     def load(self, rows: list[SpeculativeRow]) -> None:
-        """Say who speculates next: at most ``num_rows`` sequences."""
-        padding, size = self.num_rows - len(rows), self._kv.page_size
-        table = page_table_of([row.pages for row in rows], self.num_rows, self._max_pages)
-        positions = torch.tensor([row.position for row in rows] + [0] * padding)
-        most = torch.tensor([row.max_drafts for row in rows] + [-1] * padding)
-        at = positions[:, None] + self._steps.cpu()
-        page = table.gather(1, (at // size).clamp(max=self._max_pages - 1)).long()
-        slots = (page * size + at % size).masked_fill(self._steps.cpu() > most[:, None], -1)
-        self._first_position.copy_(positions)
-        self._most.copy_(most)
-        self._slots.copy_(slots)
-        self._page_table.copy_(table)
-        thresholds = [row.draft_threshold for row in rows] + [0.0] * padding
-        self._thresholds.copy_(torch.tensor(thresholds, dtype=torch.float64))
-        self._tokens[:, 0] = torch.tensor([row.token_id for row in rows] + [0] * padding)
-        most_stops = self._stop_ids.shape[1]
-        stops = [row.stop_ids + [-1] * (most_stops - len(row.stop_ids)) for row in rows]
-        self._stop_ids.copy_(torch.tensor(stops + [[-1] * most_stops] * padding))
+        """Say who speculates next: at most ``num_rows`` sequences. What ran before must be done."""
+        size, given = self._kv.page_size, self._given.host
+        padding, most_stops = self.num_rows - len(rows), given["stop_ids"].shape[1]
+        for name, values, filler in (
+            ("token_ids", [row.token_id for row in rows], 0),
+            ("first_position", [row.position for row in rows], 0),
+            ("most", [row.max_drafts for row in rows], -1),
+            ("thresholds", [row.draft_threshold for row in rows], 0.0),
+            (
+                "stop_ids",
+                [row.stop_ids + [-1] * (most_stops - len(row.stop_ids)) for row in rows],
+                [-1] * most_stops,
+            ),
+        ):
+            given[name].numpy()[:] = [*values, *([filler] * padding)]
+        write_page_table(given["page_table"], [row.pages for row in rows])
+        table, steps = given["page_table"], torch.arange(self.kind.num_drafts + 1)
+        at = given["first_position"][:, None] + steps
+        page = table.gather(1, (at // size).clamp(max=table.shape[1] - 1)).long()
+        slots = (page * size + at % size).masked_fill(steps > given["most"][:, None], -1)
+        given["slots"].copy_(slots)
+        self._given.send()
 
     def run(self, control: Control) -> None:
         """Draft until no row goes on, then verify."""
         self._num_drafted.zero_()
+        self._tokens[:, 0] = self._given.device["token_ids"]
         torch.gt(self._most, 0, out=self._drafts)
         self._draft_from(0, control)
         self._verify()
 
     def rounds(self, count: int) -> list[Round]:
         """Of the first ``count`` sequences; waits for the device."""
-        results = self._results[:count].cpu().split_with_sizes(self._sizes, dim=1)
-        drafted, accepted, _, tokens, target, _, _ = (each.tolist() for each in results)
-        gaps, confidence, logprob = (results[i].view(torch.float32).tolist() for i in (2, 5, 6))
+        self._results.fetch()
+        got = {name: tensor[:count].tolist() for name, tensor in self._results.host.items()}
         return [
             Round(
-                tokens[i][:drafts],
-                gaps[i][:drafts],
-                accepted[i][0],
-                target[i][: drafts + 1],
-                confidence[i][: drafts + 1],
-                logprob[i][: drafts + 1],
+                got["drafts"][i][:drafts],
+                got["draft_confidences"][i][:drafts],
+                got["num_accepted"][i],
+                got["target"][i][: drafts + 1],
+                got["confidences"][i][: drafts + 1],
+                got["logprobs"][i][: drafts + 1],
             )
-            for i, (drafts,) in enumerate(drafted)
+            for i, drafts in enumerate(got["num_drafted"])
         ]
 
     def _draft_from(self, step: int, control: Control) -> None:
@@ -170,10 +182,10 @@ class SpeculativePlan:
         head = self._model.confidence(hidden)
         self._states[:, step] = hidden
         self._tokens[:, step + 1] = head.token
-        self._gaps[:, step] = head.confidence
+        self._results.device["draft_confidences"][:, step] = head.confidence
         self._num_drafted += drafts
-        ends = (head.token[:, None] == self._stop_ids).any(1)
-        drafts &= (head.confidence.double() >= self._thresholds) & ~ends
+        ends = (head.token[:, None] == self._given.device["stop_ids"]).any(1)
+        drafts &= (head.confidence.double() >= self._given.device["thresholds"]) & ~ends
         drafts &= self._num_drafted < self._most
         if step + 1 < self.kind.num_drafts:
             control.unless(~drafts.any().view(1), lambda: self._draft_from(step + 1, control))
@@ -207,14 +219,10 @@ class SpeculativePlan:
         hidden = self._states.view(rows * len(steps), -1)
         hidden = model.layers(exit_layer, model.config.num_layers, hidden, self._kv, batch)
         head = model.confidence(hidden)
-        target = head.token.view(rows, -1)
-        self._confidence.copy_(head.confidence.view(rows, -1))
-        self._logprob.copy_((head.top_logit - head.logsumexp).view(rows, -1))
+        results, target = self._results.device, head.token.view(rows, -1)
+        results["target"].copy_(target)
+        results["confidences"].copy_(head.confidence.view(rows, -1))
+        results["logprobs"].copy_((head.top_logit - head.logsumexp).view(rows, -1))
+        results["drafts"].copy_(self._tokens[:, 1:])
         stands = (self._tokens[:, 1:] == target[:, :-1]) & (steps[:-1] < last)
-        drafted, accepted, _, drafts, verified, _, _ = self._results.split_with_sizes(
-            self._sizes, dim=1
-        )
-        drafted.copy_(last)
-        accepted.copy_(stands.cumprod(1).sum(1, keepdim=True))
-        drafts.copy_(self._tokens[:, 1:])
-        verified.copy_(target)
+        torch.sum(stands.cumprod(1), 1, out=results["num_accepted"])
