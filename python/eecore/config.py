@@ -12,7 +12,7 @@ from eecore.errors import ModelError, RequestError
 
 __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams"]
 
-Decoding = Literal["plain", "planned", "captured"]
+Decoding = Literal["plain", "planned", "captured", "polled"]
 DECODINGS = get_args(Decoding)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -244,8 +244,10 @@ class EngineConfig:
         max_prefill_chunk: most prompt tokens of one request in one iteration.
         decoding: how greedy requests decode, all of which give the same tokens. ``plain``: the host
             calls one layer stretch after another. ``planned``: the host runs a fixed program over
-            fixed memory and looks at its exit flags. ``captured`` (CUDA): that program is a CUDA
-            graph, captured once for each size of batch, and the GPU decides on exits by itself.
+            fixed memory and looks at its exit flags. On CUDA that program can be captured, once for
+            each size of batch: ``captured`` as one graph in which the GPU decides on exits by
+            itself, ``polled`` as a graph for each stretch between exit points, of which the host
+            launches one ahead of what it knows.
     """
 
     kv_cache_tokens: int = 16384

@@ -26,54 +26,129 @@ class InGraph:
 
 
 class Always:
-    """Runs every body, needed or not: what a graph will launch is loaded then."""
+    """Runs every body, needed or not."""
 
     def unless(self, flag: Tensor, body: Callable[[], None]) -> None:  # noqa: ARG002
         """See :class:`eecore.decoding.decode_plan.Control`."""
         body()
 
 
+class Segments:
+    """Cuts the capture at every decision: a graph for each stretch, and one for what is behind.
+
+    Each decision's flag is copied to the host at the end of its graph. The host launches a stretch
+    before it knows of the last decision, which it looks up while the stretch runs: a body that runs
+    for nothing has no effect.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._flags: list[Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+        self._depth = 0
+
+    def begin(self) -> None:
+        """The next graph."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")
+        self._graphs.append(graph)
+
+    def end(self) -> None:
+        """The end of the graph under capture."""
+        self._graphs[-1].capture_end()
+
+    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
+        """See :class:`eecore.decoding.decode_plan.Control`."""
+        told = torch.zeros(1, dtype=torch.bool, pin_memory=True)
+        told.copy_(flag, non_blocking=True)
+        self._flags.append(told)
+        self._events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        self._cut()
+        self._depth += 1
+        body()
+        self._depth -= 1
+        if self._depth == 0:  # what follows runs in any case
+            self._cut()
+
+    def _cut(self) -> None:
+        self.end()
+        self.begin()
+
+    def run(self) -> None:
+        """Launch the stretches until a flag says that the others are not needed."""
+        for i, graph in enumerate(self._graphs[:-1]):
+            if i >= 2:  # the stretch before this one is running meanwhile
+                self._events[i - 2].synchronize()
+                if self._flags[i - 2].item():
+                    break
+            graph.replay()
+            if i < len(self._events):
+                self._events[i].record()
+        self._graphs[-1].replay()
+
+
 @dataclass(frozen=True)
 class Capture:
     """A captured plan, and what it took."""
 
-    graph: torch.cuda.CUDAGraph
+    plan: Plan
+    run: Callable[[], None]
     seconds: float
     num_bytes: int
-    """Device memory that the graph and its pool hold."""
+    """Device memory that its graphs and what they allocate hold."""
 
 
 class CapturedPlans:
-    """Runs plans as graphs, each captured when it first runs."""
+    """Runs plans as graphs, captured when each first runs.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: a GPU.
+        in_segments: cut a plan at its decisions, which the host follows one behind, instead of
+            leaving them to the GPU.
+    """
+
+    def __init__(self, device: torch.device, *, in_segments: bool = False) -> None:
         self._device = device
+        self._in_segments = in_segments
         # Graphs never run side by side: they share their memory.
         self._pool: Any = torch.cuda.MemPool()
-        self._captures: dict[int, tuple[Plan, Capture]] = {}
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._captures: dict[int, Capture] = {}
 
     @property
     def captures(self) -> list[Capture]:
         """All of them so far."""
-        return [capture for _, capture in self._captures.values()]
+        return list(self._captures.values())
 
     def __call__(self, plan: Plan) -> None:
         """One iteration; returns before the GPU has done it."""
-        if id(plan) not in self._captures:
-            self._captures[id(plan)] = plan, self._capture(plan)
-        self._captures[id(plan)][1].graph.replay()
+        capture = self._captures.get(id(plan))
+        if capture is None:
+            capture = self._captures[id(plan)] = self._capture(plan)
+        capture.run()
 
     def _capture(self, plan: Plan) -> Capture:
-        plan.run(Always())  # what it writes, the graph's first run writes again
+        plan.run(Always())  # loads what a graph will launch; the graph's first run does it again
         torch.cuda.synchronize(self._device)
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
-        graph = torch.cuda.CUDAGraph()
-        # Bodies are captured on streams of their own, which the graph's own pool does not know.
-        with (
-            torch.cuda.use_mem_pool(self._pool, self._device),
-            torch.cuda.graph(graph, pool=self._pool.id, capture_error_mode="relaxed"),
-        ):
-            plan.run(InGraph())
+        # Bodies are captured on streams of their own, which a graph's own pool does not know.
+        with torch.cuda.use_mem_pool(self._pool, self._device), torch.cuda.stream(self._stream):
+            run = self._segments(plan) if self._in_segments else self._one_graph(plan)
         torch.cuda.synchronize(self._device)
         held = free - torch.cuda.mem_get_info(self._device)[0]
-        return Capture(graph, time.perf_counter() - started, max(held, 0))
+        return Capture(plan, run, time.perf_counter() - started, max(held, 0))
+
+    def _one_graph(self, plan: Plan) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")
+        plan.run(InGraph())
+        graph.capture_end()
+        return graph.replay
+
+    def _segments(self, plan: Plan) -> Callable[[], None]:
+        segments = Segments(self._pool)
+        segments.begin()
+        plan.run(segments)
+        segments.end()
+        return segments.run

@@ -36,7 +36,9 @@ class Control(Protocol):
     """Decides on what only the device knows."""
 
     def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
-        """Run ``body`` if ``flag`` (bool [1]) is false by then."""
+        """Run ``body`` if ``flag`` (bool [1]) is false by then; where it is true, it may run too:
+        it has no effect then.
+        """
         ...
 
 
@@ -138,6 +140,7 @@ class DecodePlan:
         self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         # The rows that are still going through the layers ...
         self._status = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._gone = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._accepted_at = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._open_slots = torch.zeros_like(given["slots"])
         self._open_lens = torch.zeros_like(given["seq_lens"])
@@ -183,6 +186,7 @@ class DecodePlan:
     def run(self, control: Control) -> None:
         """One iteration: everything from the embedding to tokens and filled keys and values."""
         self._status.copy_(self._is_padding)
+        self._gone.copy_(self._is_padding)
         self._open_slots.copy_(self._slots)
         self._open_lens.copy_(self._given.device["seq_lens"])
         self._exit_layer.fill_(self.kind.depth)
@@ -219,20 +223,21 @@ class DecodePlan:
             begin = end - 1
         hidden = self._model.layers(begin, end, previous, self._kv, batch)
         measured = self._measure(previous, hidden)
+        stays = ~self._gone
         if is_last:
-            who = ~self._is_padding if kind.together else ~self._status
-            self._keep(who, end, hidden, measured)
+            self._keep(stays, end, hidden, measured)
             return
-        before = self._status.clone()
         mask = ops.accept_mask(
             measured.confidence, self._thresholds[index], end, self._status, self._accepted_at
         )
-        if kind.together:  # whoever goes on overwrites it
-            self._keep(~self._is_padding, end, hidden, measured)
+        if kind.together:  # what stays overwrites it
+            self._keep(stays, end, hidden, measured)
+            self._gone |= mask.all_accepted
         else:
-            self._keep(self._status & ~before, end, hidden, measured)
-            self._open_slots.masked_fill_(self._status, -1)
-            self._open_lens.masked_fill_(self._status, 1)
+            self._keep(stays & self._status, end, hidden, measured)
+            self._gone |= self._status
+        self._open_slots.masked_fill_(self._gone, -1)
+        self._open_lens.masked_fill_(self._gone, 1)
         control.unless(
             mask.all_accepted, lambda: self._layers_from(end, index + 1, hidden, control)
         )

@@ -300,8 +300,8 @@ def _planned(runner: Runner, decoding: Decoding) -> PlannedDecoding | None:
     if decoding == "planned":
         return PlannedDecoding(runner, on_host)
     if runner.device.type != "cuda":
-        raise ValueError(f"decoding: expected plain or planned on {runner.device}, got captured")
-    return PlannedDecoding(runner, CapturedPlans(runner.device))
+        raise ValueError(f"decoding: expected plain or planned on {runner.device}, got {decoding}")
+    return PlannedDecoding(runner, CapturedPlans(runner.device, in_segments=decoding == "polled"))
 
 
 def _drawing_state(sequence: Sequence) -> tuple[Any, Any]:
