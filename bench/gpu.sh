@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All that only a GPU can tell, in one command: builds for the GPU that is there, runs the tests on it,
-# looks for bad accesses and races, and times the ops beside their peers. Under 8 minutes; no download.
+# looks for bad accesses and races, times the ops beside their peers, and decoding end to end beside
+# transformers. Under 8 minutes; no download.
 #
-#   bench/gpu.sh [FOLDER]     FOLDER gets gpu-<device>.json and .md, and the logs (bench/results)
+#   bench/gpu.sh [FOLDER]     FOLDER gets gpu-<device>[-decode].json and .md, and the logs (bench/results)
 #
 #   PYTHON      an interpreter that has torch >= 2.10 for CUDA, pybind11, cmake, ninja, setuptools, pytest and
 #               pytest-timeout (python3); nothing is installed into it
@@ -64,7 +65,7 @@ pytest_on_cuda() { # NAME SECONDS PREFIX...: the tests of the backend cuda
   local name=$1 limit=$2
   shift 2
   step "$name" "$limit" env PYTHONPATH=python "$@" "$python" -m pytest tests/ops \
-    tests/runtime/test_cuda_path.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
+    tests/runtime/test_cuda_path.py tests/runtime/test_decode_plan.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
     --durations=5
 }
 
@@ -84,8 +85,10 @@ trap 'rm -f "$steps"' EXIT
 step build 240 env EECORE_CUDA=ON EECORE_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace
 if [ $failed -ne 0 ]; then die "the build failed: see $folder/gpu-build.log"; fi
 pytest_on_cuda tests 150
-step bench 170 env PYTHONPATH=python:bench "$python" bench/bench_gpu.py --seconds 140 \
+step bench 140 env PYTHONPATH=python:bench "$python" bench/bench_gpu.py --seconds 110 \
   --json "$folder/gpu-$name.json" --markdown "$folder/gpu-$name.md"
+step decode 130 env PYTHONPATH=python:bench "$python" bench/bench_gpu_decode.py --seconds 90 \
+  --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 if [ -x "$sanitizer" ]; then
   # What is left of 8 minutes, memory first.

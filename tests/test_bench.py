@@ -101,6 +101,32 @@ def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(tmp_path: Pat
     assert "| tests | FAILED (1) | 34 | 3 failed, 5 passed |" in files["md"].read_text()
 
 
+def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"result.{name}" for name in ("json", "md")}
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "bench" / "bench_gpu_decode.py", "--device", "cpu"),
+            *("--model", "tiny", "--batch", "1", "2", "--tokens", "6", "--rounds", "1"),
+            *("--json", files["json"], "--markdown", files["md"]),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert not [row["error"] for row in rows if "error" in row]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    depth = {row["mode"]: row["mean_exit_layer"] for row in rows if "mean_exit_layer" in row}
+    assert depth["full"] == depth["a check that nobody passes"] == 8
+    assert depth["fixed exit L/2"] == 4 < depth["confident exit L/2"] < 8  # a prompt is no exit
+    modes = [row["mode"] for row in rows if row["batch"] == 2]
+    assert "transformers generate" in modes
+    assert "self-speculation L/4, d=8" in modes
+    assert "| tiny | 1 | transformers assistant_early_exit |" in files["md"].read_text()
+
+
 def test_the_gpu_script_says_what_it_lacks(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -218,7 +218,7 @@ def test_captured_is_for_cuda(tiny: eecore.Model) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("in_segments", [False, True])
 @pytest.mark.parametrize("mode", ["each", "speculative"])
-def test_a_captured_iteration_waits_for_nothing_and_allocates_nothing(
+def test_on_cuda_a_captured_iteration_waits_for_nothing_and_allocates_nothing(
     agreeing_directory: Path, mode: str, in_segments: bool
 ) -> None:
     network = eecore.load(agreeing_directory, device="cuda", kv_cache_tokens=512).network
