@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,21 @@ class Bench:
         self._wait()
         return time.perf_counter() - begin, outputs
 
+    def host_syncs(self, engine: eecore.Engine, policy: Any) -> int:
+        """Waits of the host in one decoding iteration, but for the one for its tokens."""
+        sampling = eecore.SamplingParams(max_tokens=4, ignore_eos=True)
+        for _ in range(self.batch):
+            engine.add_request([1, 2, 3], exit=policy, sampling=sampling)
+        engine.step()
+        engine.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            engine.step()
+            torch.cuda.set_sync_debug_mode("default")
+        list(engine.run())
+        return sum("synchroniz" in str(warning.message) for warning in caught)
+
     def _wait(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -132,11 +148,12 @@ class Bench:
             row["acceptance"] = sum(output.stats.accepted for output in outputs) / drafted
         else:
             row["seconds_per_iteration"] = seconds / (self.tokens - 1)
-        captured = getattr(engine._planned, "captures", None)
-        if captured:
-            row["captures"] = len(captured)
-            row["capture_seconds"] = sum(capture.seconds for capture in captured)
-            row["capture_bytes"] = sum(capture.num_bytes for capture in captured)
+        if self.model.device.type == "cuda":
+            row["host_syncs_per_iteration"] = self.host_syncs(engine, policy)
+        if engine.captures:
+            row["captures"] = len(engine.captures)
+            row["capture_seconds"] = sum(capture.seconds for capture in engine.captures)
+            row["capture_bytes"] = sum(capture.num_bytes for capture in engine.captures)
         return row
 
 
@@ -278,6 +295,7 @@ def note(row: dict[str, Any]) -> str:
         ("speed_up", lambda x: f"{x:.2f}x full"),
         ("acceptance", lambda x: f"{x:.0%} accepted"),
         ("check_microseconds_beyond_bytes", lambda x: f"check {x:.0f} us beyond its bytes"),
+        ("host_syncs_per_iteration", lambda x: f"{x} host syncs"),
         ("capture_seconds", lambda x: f"captured in {x:.2f} s"),
         ("capture_bytes", lambda x: f"{x / 2**20:.0f} MiB"),
     ]

@@ -209,6 +209,7 @@ def test_the_setting(agreeing_directory: Path, device: str, decoding: str, mode:
 
 
 def test_captured_is_for_cuda(tiny: eecore.Model) -> None:
+    assert tiny.engine(EngineConfig(decoding="planned")).captures == []
     with pytest.raises(ValueError, match="expected plain or planned on cpu, got captured"):
         tiny.engine(EngineConfig(decoding="captured"))
     with pytest.raises(ValueError, match=r"decoding: expected plain, planned, .*, got 'fast'"):

@@ -55,7 +55,7 @@ class PlannedDecoding:
 
     def __init__(self, runner: Runner, run: RunPlan) -> None:
         self._runner = runner
-        self._run = run
+        self.run_plan = run
         self._plans: dict[tuple[DecodeKind, int, int], DecodePlan] = {}
         self._speculative: dict[tuple[SpeculativeKind, int, int, int], SpeculativePlan] = {}
 
@@ -76,7 +76,7 @@ class PlannedDecoding:
             plan = DecodePlan(self._runner.model, self._runner.kv, kind, rows, pages)
             self._plans[kind, rows, pages] = plan
         plan.load([_row(kind, work.sequence) for work in works])
-        self._run(plan)
+        self.run_plan(plan)
         decoded = plan.decoded(len(works))
         return [self._outcome(work, decoded, i) for i, work in enumerate(works)]
 
@@ -90,7 +90,7 @@ class PlannedDecoding:
             plan = SpeculativePlan(runner.model, runner.kv, kind, rows, pages, stops)
             self._speculative[kind, rows, pages, stops] = plan
         plan.load(given)
-        self._run(plan)
+        self.run_plan(plan)
         rounds = plan.rounds(len(works))
         return [self._round(*each) for each in zip(works, rounds, strict=True)]
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, SupportsIndex
 
 from eecore.config import Decoding, EngineConfig, SamplingParams
-from eecore.decoding.captured import CapturedPlans
+from eecore.decoding.captured import Capture, CapturedPlans
 from eecore.decoding.iteration import run_iteration
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.planned import PlannedDecoding, on_host
@@ -67,6 +67,12 @@ class Engine:
     @property
     def num_running(self) -> int:
         return len(self._scheduler.running)
+
+    @property
+    def captures(self) -> list[Capture]:
+        """CUDA graphs captured so far, with the time and memory each took."""
+        run_plan = None if self._planned is None else self._planned.run_plan
+        return run_plan.captures if isinstance(run_plan, CapturedPlans) else []
 
     def add_request(
         self,
