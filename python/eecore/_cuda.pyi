@@ -1,5 +1,21 @@
 """CUDA kernels: importing it registers them; see csrc/cuda/module.cpp."""
 
+class CapturedGraph:
+    """What ``stream`` is asked to do from here to :meth:`end`, to be launched many times."""
+
+    def __init__(self, stream: int, device: int) -> None:
+        """RuntimeError when the stream is being captured already, or is the default stream."""
+
+    def end(self) -> None:
+        """Close the capture and make it ready to launch.
+
+        Raises:
+            RuntimeError: it is closed already, a body is open, or the runtime refuses.
+        """
+
+    def launch(self, stream: int, device: int) -> None:
+        """Run what was captured, behind the work on a stream; returns at once."""
+
 class ConditionalBody:
     """Work that a graph under capture does only when a flag on the device says so.
 

@@ -28,6 +28,7 @@ if torch.cuda.is_available() and _C.build_info()["cuda"]:
 __all__ = [
     "AcceptMask",
     "AcceptRows",
+    "CapturedGraph",
     "DecoderWeights",
     "SoftmaxConfidence",
     "SpeculativeAccept",
@@ -87,13 +88,43 @@ def missing_cuda_ops() -> tuple[str, ...]:
     return tuple(name for name in names if not has_kernel(f"eecore::{name}", "CUDA"))
 
 
+class CapturedGraph:
+    """What a CUDA stream is asked to do, captured once and launched many times.
+
+    Unlike ``torch.cuda.graph`` this leaves memory to the caller: what the captured work reads and
+    writes must live as long as the graph, and what it allocates should come from a pool of its own
+    (``torch.cuda.use_mem_pool``). That goes for the bodies of :func:`captured_body` too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph: Any = None
+
+    @contextmanager
+    def capture(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Capture what is asked of ``stream``, which is the current one inside.
+
+        Raises:
+            RuntimeError: the stream is being captured, or the CUDA runtime refuses.
+        """
+        graph = _cuda.CapturedGraph(stream.cuda_stream, stream.device_index)
+        with torch.cuda.stream(stream):
+            yield
+        graph.end()
+        self._graph = graph
+
+    def launch(self) -> None:
+        """Run it behind the work on the current stream; returns at once."""
+        stream = torch.cuda.current_stream(self._device)
+        self._graph.launch(stream.cuda_stream, stream.device_index)
+
+
 @contextmanager
 def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
     """What is captured here is work that a CUDA graph does only if a flag says so by then.
 
-    The current stream must be captured (``torch.cuda.graph``); inside, another one is current. The
-    body may hold kernels, memory copies and further bodies. What it allocates comes from the
-    graph's pool only under ``torch.cuda.use_mem_pool``, since its stream is another.
+    The current stream must be captured (:class:`CapturedGraph`); inside, another one is current.
+    The body may hold kernels, memory copies and further bodies.
 
     Args:
         flag: bool [1], on the device; kernels before may write it.

@@ -52,8 +52,10 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
 
 struct EmulatedGraph;
 struct EmulatedNode;
+struct EmulatedExec;
 using cudaGraph_t = EmulatedGraph*;
 using cudaGraphNode_t = EmulatedNode*;
+using cudaGraphExec_t = EmulatedExec*;
 using cudaGraphConditionalHandle = unsigned long long;
 
 enum cudaStreamCaptureStatus {
@@ -99,5 +101,8 @@ cudaError_t cudaGraphAddNode(cudaGraphNode_t* node, cudaGraph_t graph,
                              const cudaGraphNode_t* dependencies, const cudaGraphEdgeData* edges,
                              size_t num_dependencies, cudaGraphNodeParams* params);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
-// Runs a captured graph; the seed decides among orders that its dependencies leave open.
-cudaError_t emulated_graph_launch(cudaGraph_t graph, unsigned long long seed);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
+                                 unsigned long long flags);
+// The seed of the emulator decides among orders that the graph's dependencies leave open.
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);

@@ -19,12 +19,16 @@ struct EmulatedGraph {
   std::vector<std::unique_ptr<EmulatedGraph>> bodies;
   std::vector<cudaGraph_t> body_of_node;  // what cudaConditionalNodeParams.phGraph_out points to
   bool is_body = false;
+  int owners = 1;
   int open_captures = 0;  // streams that are being captured into it
+};
+
+struct EmulatedExec {
+  cudaGraph_t graph;
 };
 
 struct EmulatedStream {
   cudaGraph_t graph = nullptr;  // into which it is being captured
-  bool owns_graph = false;
   std::vector<cudaGraphNode_t> dependencies;
 };
 
@@ -37,6 +41,7 @@ struct Condition {
 
 std::map<cudaGraphConditionalHandle, Condition> conditions;
 std::mt19937_64 order;
+uint64_t launches = 0;
 
 EmulatedStream* of(cudaStream_t stream) { return static_cast<EmulatedStream*>(stream); }
 
@@ -122,10 +127,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   of(stream)->graph = nullptr;
   of(stream)->dependencies.clear();
   --captured->open_captures;
-  if (has_open_body(*captured)) {
-    if (!captured->is_body) delete captured;
-    return cudaErrorInvalidValue;  // a GPU says cudaErrorStreamCaptureUnjoined
-  }
+  // A GPU says cudaErrorStreamCaptureUnjoined. The graph stays, for those who capture its bodies.
+  if (has_open_body(*captured)) return cudaErrorInvalidValue;
   *graph = captured;
   return cudaSuccess;
 }
@@ -186,14 +189,28 @@ cudaError_t cudaGraphAddNode(cudaGraphNode_t* node, cudaGraph_t graph,
   return cudaSuccess;
 }
 
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  delete graph;
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  if (graph == nullptr || graph->is_body) return cudaErrorInvalidValue;
+  ++graph->owners;
+  *exec = new EmulatedExec{graph};
   return cudaSuccess;
 }
 
-cudaError_t emulated_graph_launch(cudaGraph_t graph, unsigned long long seed) {
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  if (graph != nullptr && --graph->owners == 0) delete graph;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  if (is_captured(stream)) return cudaErrorInvalidValue;
   for (auto& [handle, condition] : conditions) condition.value = condition.initial;
-  order.seed(seed);
-  run(*graph);
+  order.seed(emulator::seed() * 1000003 + launches++);
+  run(*exec->graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  cudaGraphDestroy(exec->graph);
+  delete exec;
   return cudaSuccess;
 }

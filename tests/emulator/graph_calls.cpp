@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "captured_graph.h"
 #include "conditional_body.h"
 #include "emulator/machine.h"
 
@@ -12,6 +13,7 @@
 
 namespace {
 
+using eecore::cuda::CapturedGraph;
 using eecore::cuda::ConditionalBody;
 
 // Runs `work`; what it throws goes to `message`. Returns whether it threw.
@@ -38,14 +40,24 @@ EXPORTED void* eecore_emulator_new_stream() {
 
 EXPORTED void eecore_emulator_delete_stream(void* stream) { cudaStreamDestroy(stream); }
 
-EXPORTED int eecore_emulator_begin_capture(void* stream) {
-  return cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
+EXPORTED void* eecore_emulator_new_graph(void* stream, char* message, int message_size) {
+  CapturedGraph* graph = nullptr;
+  guarded(message, message_size, [&] { graph = new CapturedGraph({stream, 0}); });
+  return graph;
 }
 
-EXPORTED void* eecore_emulator_end_capture(void* stream) {
-  cudaGraph_t graph = nullptr;
-  cudaStreamEndCapture(stream, &graph);
-  return graph;
+EXPORTED int eecore_emulator_end_graph(void* graph, char* message, int message_size) {
+  return guarded(message, message_size, [&] { static_cast<CapturedGraph*>(graph)->end(); });
+}
+
+EXPORTED int eecore_emulator_launch_graph(void* graph, void* stream, char* message,
+                                          int message_size) {
+  return guarded(message, message_size,
+                 [&] { static_cast<CapturedGraph*>(graph)->launch({stream, 0}); });
+}
+
+EXPORTED void eecore_emulator_delete_graph(void* graph) {
+  delete static_cast<CapturedGraph*>(graph);
 }
 
 EXPORTED void* eecore_emulator_new_body(void* stream, const uint8_t* flag, int when, char* message,
@@ -65,14 +77,4 @@ EXPORTED int eecore_emulator_end_body(void* body, char* message, int message_siz
 
 EXPORTED void eecore_emulator_delete_body(void* body) {
   delete static_cast<ConditionalBody*>(body);
-}
-
-EXPORTED int eecore_emulator_run_graph(void* graph, uint64_t seed, char* message,
-                                       int message_size) {
-  return guarded(message, message_size,
-                 [&] { emulated_graph_launch(static_cast<cudaGraph_t>(graph), seed); });
-}
-
-EXPORTED void eecore_emulator_delete_graph(void* graph) {
-  cudaGraphDestroy(static_cast<cudaGraph_t>(graph));
 }

@@ -527,6 +527,8 @@ void set_seed(uint64_t seed) {
   launches = 0;
 }
 
+uint64_t seed() { return seed_in_use; }
+
 void launch(const LaunchConfig& config, const std::function<void()>& body) {
   const std::lock_guard guard(one_launch);
   const int64_t num_threads = int64_t{config.block.x} * config.block.y * config.block.z;

@@ -1,7 +1,7 @@
-"""IF nodes of a captured graph: their bodies run when the flag on the device says so.
+"""Captured graphs and their IF nodes, whose bodies run when a flag on the device says so.
 
-Graphs are captured and run by the emulator, whose runs take any order that the graph's
-dependencies leave open.
+Graphs are captured and launched in the emulator, which takes any order that a graph's dependencies
+leave open.
 """
 
 from __future__ import annotations
@@ -41,14 +41,33 @@ def call_guarded(name: str, *arguments: Any) -> Any:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.c_void_p]:
-    """An emulated stream that the ops launch on; it is being captured."""
+    """An emulated stream that the ops launch on."""
     emulated.route(monkeypatch)
     made = ctypes.c_void_p(call("new_stream"))
-    call("begin_capture", made)
     call("use_stream", made)
     yield made
     call("use_stream", NULL)
     call("delete_stream", made)
+
+
+class Graph:
+    """A graph; its capture begins here."""
+
+    def __init__(self, stream: ctypes.c_void_p) -> None:
+        self._pointer: ctypes.c_void_p | None = None
+        self._stream = stream
+        self._pointer = ctypes.c_void_p(call_guarded("new_graph", stream))
+
+    def end(self) -> None:
+        call_guarded("end_graph", self._pointer)
+
+    def launch(self, seed: int = 0) -> None:
+        emulated.set_seed(seed)
+        call_guarded("launch_graph", self._pointer, self._stream)
+
+    def __del__(self) -> None:
+        if self._pointer is not None:
+            call("delete_graph", self._pointer)
 
 
 class Body:
@@ -123,7 +142,7 @@ class ExitChecks:
         return exits.tolist(), len(self.layers)
 
 
-def capture(stream: ctypes.c_void_p, checks: ExitChecks) -> ctypes.c_void_p:
+def capture(stream: ctypes.c_void_p, checks: ExitChecks) -> Graph:
     """First check, then each in the body that runs unless all are accepted already."""
 
     def from_check(index: int, stream: ctypes.c_void_p) -> None:
@@ -132,8 +151,10 @@ def capture(stream: ctypes.c_void_p, checks: ExitChecks) -> ctypes.c_void_p:
             with only_when(stream, flag, when=False) as inner:
                 from_check(index + 1, inner)
 
+    graph = Graph(stream)
     from_check(0, stream)
-    return ctypes.c_void_p(call("end_capture", stream))
+    graph.end()
+    return graph
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -145,14 +166,13 @@ def test_deeper_checks_run_only_while_a_row_survives(stream: ctypes.c_void_p, se
     depths = set()
     for _ in range(20):
         checks.reset(torch.rand(3, NUM_SEQS))
-        call_guarded("run_graph", graph, ctypes.c_uint64(seed))
+        graph.launch(seed)
         exits, depth = checks.expected()
         assert checks.exit_layer.tolist() == exits
         ran = [mask.num_survivors.item() >= 0 for mask in checks.masks]
         assert ran == [index < depth for index in range(3)]
         depths.add(depth)
     assert len(depths) > 1
-    call("delete_graph", graph)
 
 
 @pytest.mark.parametrize("when", [False, True])
@@ -160,63 +180,78 @@ def test_deeper_checks_run_only_while_a_row_survives(stream: ctypes.c_void_p, se
 def test_what_follows_runs_behind_the_body(stream: ctypes.c_void_p, when: bool, seed: int) -> None:
     checks = ExitChecks()
     flag = torch.zeros(1, dtype=torch.bool)
+    graph = Graph(stream)
     with only_when(stream, flag, when):
         checks.check(0)
     checks.check(1)  # sees what the body has accepted
-    graph = ctypes.c_void_p(call("end_capture", stream))
+    graph.end()
     for flag_value in (False, True, True, False):
         flag.fill_(flag_value)
         checks.reset(torch.ones(3, NUM_SEQS))
-        call_guarded("run_graph", graph, ctypes.c_uint64(seed))
+        graph.launch(seed)
         first = 3 if flag_value == when else 6
         assert checks.exit_layer.tolist() == [first] * NUM_SEQS
-    call("delete_graph", graph)
 
 
 def test_two_bodies_follow_each_other(stream: ctypes.c_void_p) -> None:
     checks = ExitChecks()
     flags = torch.zeros(2, dtype=torch.bool)
+    graph = Graph(stream)
     for index in range(2):
         with only_when(stream, flags[index : index + 1], when=True):
             checks.check(index)
-    graph = ctypes.c_void_p(call("end_capture", stream))
+    graph.end()
     for wanted, first in (((0, 0), 12), ((0, 1), 6), ((1, 0), 3), ((1, 1), 3)):
         flags.copy_(torch.tensor(wanted, dtype=torch.bool))
         checks.reset(torch.ones(3, NUM_SEQS))
-        call_guarded("run_graph", graph, ctypes.c_uint64(0))
+        graph.launch()
         assert checks.exit_layer.tolist() == [first] * NUM_SEQS
-    call("delete_graph", graph)
 
 
 def test_a_stream_that_is_not_captured_is_refused(stream: ctypes.c_void_p) -> None:
     flag = torch.zeros(1, dtype=torch.bool)
-    call("delete_graph", ctypes.c_void_p(call("end_capture", stream)))
     with pytest.raises(RuntimeError, match="expected a stream that is being captured, got one"):
         Body(stream, flag, when=True)
-    call("begin_capture", stream)  # and nothing is left of it
-    body = Body(stream, flag, when=True)
-    body.end()
-    call("delete_graph", ctypes.c_void_p(call("end_capture", stream)))
+    graph = Graph(stream)  # and nothing is left of it
+    Body(stream, flag, when=True).end()
+    graph.end()
+    graph.launch()
 
 
-def test_a_body_ends_once(stream: ctypes.c_void_p) -> None:
+def test_captures_and_bodies_end_once(stream: ctypes.c_void_p) -> None:
+    graph = Graph(stream)
     body = Body(stream, torch.zeros(1, dtype=torch.bool), when=True)
     body.end()
-    with pytest.raises(RuntimeError, match="expected one that is open"):
+    with pytest.raises(RuntimeError, match="a conditional body: expected one that is open"):
         body.end()
-    call("delete_graph", ctypes.c_void_p(call("end_capture", stream)))
+    with pytest.raises(RuntimeError, match="expected one whose capture has ended"):
+        graph.launch()
+    graph.end()
+    with pytest.raises(RuntimeError, match="a captured graph: expected an open capture"):
+        graph.end()
+
+
+def test_a_stream_is_captured_once_at_a_time(stream: ctypes.c_void_p) -> None:
+    graph = Graph(stream)
+    with pytest.raises(RuntimeError, match="cudaStreamBeginCapture: "):
+        Graph(stream)
+    with pytest.raises(RuntimeError, match="cudaStreamBeginCapture: "):
+        Graph(NULL)
+    del graph  # given up: the stream can be captured again
+    Graph(stream).end()
 
 
 def test_a_capture_around_an_open_body_fails_and_one_that_was_given_up_does_not(
     stream: ctypes.c_void_p,
 ) -> None:
     flag = torch.zeros(1, dtype=torch.bool)
+    graph = Graph(stream)
     body = Body(stream, flag, when=True)
-    assert call("end_capture", stream) is None
-    del body
-    call("begin_capture", stream)
+    with pytest.raises(RuntimeError, match="cudaStreamEndCapture: "):
+        graph.end()
+    del body, graph
+    graph = Graph(stream)
     body = Body(stream, flag, when=True)
     del body  # as an exception between would
-    graph = ctypes.c_void_p(call("end_capture", stream))
-    call_guarded("run_graph", graph, ctypes.c_uint64(0))
-    call("delete_graph", graph)
+    graph.end()
+    graph.launch()

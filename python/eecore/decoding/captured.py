@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +42,20 @@ class Segments:
     for nothing has no effect.
     """
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
+        self._stream = stream
+        self._device = device
+        self._graphs: list[ops.CapturedGraph] = []
         self._flags: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
         self._depth = 0
+        self._open = ExitStack()
 
-    def begin(self) -> None:
-        """The next graph."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")
-        self._graphs.append(graph)
-
-    def end(self) -> None:
-        """The end of the graph under capture."""
-        self._graphs[-1].capture_end()
+    def capture(self, plan: Plan) -> None:
+        """All of a plan."""
+        with self._open:
+            self._cut()
+            plan.run(self)
 
     def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
         """See :class:`eecore.decoding.decode_plan.Control`."""
@@ -72,8 +71,10 @@ class Segments:
             self._cut()
 
     def _cut(self) -> None:
-        self.end()
-        self.begin()
+        """The end of one graph, if any, and the beginning of the next."""
+        self._open.close()
+        self._graphs.append(ops.CapturedGraph(self._device))
+        self._open.enter_context(self._graphs[-1].capture(self._stream))
 
     def run(self) -> None:
         """Launch the stretches until a flag says that the others are not needed."""
@@ -82,10 +83,10 @@ class Segments:
                 self._events[i - 2].synchronize()
                 if self._flags[i - 2].item():
                     break
-            graph.replay()
+            graph.launch()
             if i < len(self._events):
                 self._events[i].record()
-        self._graphs[-1].replay()
+        self._graphs[-1].launch()
 
 
 @dataclass(frozen=True)
@@ -132,23 +133,19 @@ class CapturedPlans:
         plan.run(Always())  # loads what a graph will launch; the graph's first run does it again
         torch.cuda.synchronize(self._device)
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
-        # Bodies are captured on streams of their own, which a graph's own pool does not know.
-        with torch.cuda.use_mem_pool(self._pool, self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.use_mem_pool(self._pool, self._device):
             run = self._segments(plan) if self._in_segments else self._one_graph(plan)
         torch.cuda.synchronize(self._device)
         held = free - torch.cuda.mem_get_info(self._device)[0]
         return Capture(plan, run, time.perf_counter() - started, max(held, 0))
 
     def _one_graph(self, plan: Plan) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")
-        plan.run(InGraph())
-        graph.capture_end()
-        return graph.replay
+        graph = ops.CapturedGraph(self._device)
+        with graph.capture(self._stream):
+            plan.run(InGraph())
+        return graph.launch
 
     def _segments(self, plan: Plan) -> Callable[[], None]:
-        segments = Segments(self._pool)
-        segments.begin()
-        plan.run(segments)
-        segments.end()
+        segments = Segments(self._stream, self._device)
+        segments.capture(plan)
         return segments.run

@@ -69,6 +69,7 @@ void launch(const LaunchConfig& config, const std::function<void()>& body);
 
 // Of the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
 void set_seed(uint64_t seed);
+uint64_t seed();
 
 }  // namespace emulator
 
