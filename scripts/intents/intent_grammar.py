@@ -3,9 +3,13 @@
 A few templates are our own (:data:`OURS`): particles that follow what they are about, which the
 others lack.
 
-A parse is the intent and its slots in alphabetical order: ``[HassLightSet [area kitchen]
-[brightness 20] [domain light]]``. Slots that the template fixes are in it; what only the context of
-a request would tell (the room that the speaker is in) is not.
+A parse is the intent and its slots:
+
+    [HassLightSet [area kitchen] [brightness 20] [domain light]]
+
+First the slots that are said, in the order of the words, so that a parse is read off an utterance
+from left to right; then those that the template fixes, in alphabetical order. What only the context
+of a request would tell (the room that the speaker is in) is not in it.
 """
 
 from __future__ import annotations
@@ -149,8 +153,9 @@ class Grammar:
             )
         if rng.random() < WRITTEN:
             text = f"{text[:1].upper()}{text[1:]}."
-        slots = {**{name: str(value) for name, value in template.fixed.items()}, **walk.slots}
-        inner = "".join(f" [{name} {slots[name]}]" for name in sorted(slots))
+        fixed = {name: template.fixed[name] for name in sorted(template.fixed.keys() - walk.slots)}
+        slots = {**walk.slots, **fixed}
+        inner = "".join(f" [{name} {value}]" for name, value in slots.items())
         return Utterance(text, f"[{template.intent}{inner}]", template.intent, tuple(walk.named))
 
     def _say(self, expression: Expression, walk: Walk) -> None:
@@ -175,7 +180,8 @@ class Grammar:
             raise TypeError(f"expected an expression of hassil, got {type(expression).__name__}")
 
     def _fill(self, reference: ListReference, walk: Walk) -> None:
-        """Say a value of a list and put it into its slot."""
+        """Say a value of a list and put it into its slot; what is said last counts."""
+        walk.slots.pop(reference.slot_name, None)
         values = self._intents.slot_lists.get(reference.list_name)
         if isinstance(values, TextSlotList):
             value = walk.rng.choice(values.values)

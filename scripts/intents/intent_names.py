@@ -1,8 +1,8 @@
 """What may stand in an utterance's slots: rooms, devices by kind, things to buy, play and say.
 
 Every name fits its kind and no other, so that an utterance has one meaning. Lists of several parts
-are combined: ``reading`` and ``lamp`` is a light. There are many combinations, so that a model
-learns to copy a name rather than to know it.
+are combined: ``reading`` and ``lamp`` is a light. There are many combinations, and some names begin
+with a coined word, as households have them: a model learns to copy a name rather than to know it.
 """
 
 from __future__ import annotations
@@ -75,12 +75,24 @@ DEVICES = {
         "alice|bob|carol|david|emma|frank|grace|henry|isabel|jack|karen|liam|mia|noah|olivia|"
         "peter|quinn|rachel|sam|tina|umar|vera|walter|xenia|yusuf|zoe|anika|boris|chloe|dmitri|"
         "elena|felix|gita|hugo|ivan|jonas|kofi|lena|marta|nils|oskar|paula|raj|sofia|tariq|ursula|"
-        "viktor|wendy|yara|anton|bella|cyrus|diego|esther|fatima|george|hanna|ines|julia|kurt",
+        "viktor|wendy|yara|anton|bella|cyrus|diego|esther|fatima|george|hanna|ines|julia|kurt|"
+        "aisha|albert|amara|andre|astrid|beatrix|bruno|camille|chidi|clara|claude|dagmar|daphne|"
+        "dilip|edgar|eleni|emil|farid|fiona|gemma|goran|greta|gustav|helga|hiro|ibrahim|ingrid|"
+        "irene|ismael|jamal|jasper|joost|kamala|keiko|klaus|laszlo|leila|lorenzo|ludmila|magnus|"
+        "malik|matteo|mehmet|milena|nadia|nikolai|noor|octavia|odette|omar|pavel|petra|priya|"
+        "quentin|ravi|renata|rosalind|ruben|sanjay|selma|soren|stefan|svetlana|tadeusz|theo|"
+        "tomas|ulrike|valentina|vikram|wanda|winston|yannick|yuki|zahra|zelda",
     ),
     "weather": (
         "london|paris|berlin|madrid|oslo|dublin|vienna|prague|lisbon|athens|rome|zurich|tokyo|"
         "boston|denver|seattle|toronto|sydney|cairo|lima|helsinki|warsaw|budapest|nairobi|chicago|"
-        "munich|porto|seoul|delhi|bergen|geneva|havana|quito|riga|milan|lyon|perth|austin|naples",
+        "munich|porto|seoul|delhi|bergen|geneva|havana|quito|riga|milan|lyon|perth|austin|naples|"
+        "accra|amman|ankara|antwerp|bangkok|basel|beirut|belfast|bogota|bremen|bristol|brussels|"
+        "calgary|cardiff|cologne|dakar|dallas|dresden|durban|edinburgh|galway|gdansk|glasgow|"
+        "hanoi|houston|istanbul|jakarta|kampala|krakow|kyoto|lagos|leipzig|ljubljana|luxembourg|"
+        "malaga|manila|marseille|melbourne|memphis|montreal|mumbai|nagoya|nice|odense|osaka|"
+        "ottawa|palermo|phoenix|rotterdam|salzburg|santiago|sarajevo|seville|stockholm|"
+        "tallinn|tampere|trieste|tunis|turin|utrecht|valencia|venice|vilnius|winnipeg|zagreb",
     ),
     "vacuum": (
         "dusty|roomba|robo|speedy|turbo|little|silver|clever|lazy|mighty",
@@ -189,10 +201,10 @@ WILDCARDS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "timer_name": (
         (
-            "|second|big|my|quick|small|long",
+            "|evening|big|family|quick|small|long",
             "pizza|egg|tea|pasta|workout|meditation|homework|bread|roast|nap|steak|rice|laundry|"
             "parking|cookies|chicken|yoga|potato|oven|dough|reading|shower|screen time|plank|"
-            "coffee|soup|muffin|turkey|brownies|dentist|salmon|quiche|piano practice|sauna",
+            "coffee|soup|muffin|turkey|brownies|dentist|salmon|quiche|piano practice|stretching",
         ),
     ),
     "timer_command": (
@@ -211,6 +223,11 @@ WILDCARDS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+# Of a list's names, this share again begins with a coined word of two or three syllables.
+COINED = 0.25
+ONSETS, VOWELS, ENDS = "b|d|f|g|h|j|k|l|m|n|p|r|s|t|v|w|z|br|st|tr", "a|e|i|o|u", "|n|r|l|s|k|m"
+
+
 @dataclass(frozen=True)
 class Names:
     """Values of the slots by list: "area", "floor", a wildcard list, or "name.light" and so on."""
@@ -226,12 +243,12 @@ def seen_and_held_out(seed: int, share: float = 0.2) -> tuple[Names, Names]:
 
     Of a combined name it is the combination that is held out, not its words.
     """
-    lists = {"area": _combined(AREAS), "floor": _combined((FLOORS,))}
+    lists = {"area": _with_coined(AREAS, seed), "floor": _combined((FLOORS,))}
     lists |= {
-        kind: tuple(name for parts in several for name in _combined(parts))
+        kind: tuple(name for parts in several for name in _with_coined(parts, seed))
         for kind, several in WILDCARDS.items()
     }
-    lists |= {f"name.{kind}": _combined(parts) for kind, parts in DEVICES.items()}
+    lists |= {f"name.{kind}": _with_coined(parts, seed) for kind, parts in DEVICES.items()}
     seen, held_out = {}, {}
     for kind, values in lists.items():
         # One order for buttons of both kinds: a name is held out everywhere or nowhere.
@@ -240,6 +257,23 @@ def seen_and_held_out(seed: int, share: float = 0.2) -> tuple[Names, Names]:
         held_out[kind], seen[kind] = tuple(order[:count]), tuple(order[count:])
     held_out["floor"] = seen["floor"]
     return Names(seen), Names(held_out)
+
+
+def _with_coined(parts: tuple[str, ...], seed: int) -> tuple[str, ...]:
+    """The combined names, and some whose first part is a coined word; of one part, none are."""
+    names = _combined(parts)
+    if len(parts) == 1:
+        return names
+    rng = random.Random(f"{seed} {parts}")
+    rest = _combined(parts[1:])
+    coined = [f"{_coined_word(rng)} {rng.choice(rest)}" for _ in range(int(COINED * len(names)))]
+    return (*names, *dict.fromkeys(coined))
+
+
+def _coined_word(rng: random.Random) -> str:
+    choices = [part.split("|") for part in (ONSETS, VOWELS, ENDS)]
+    syllables = rng.choice((2, 2, 3))
+    return "".join(rng.choice(part) for _ in range(syllables) for part in choices)
 
 
 def _combined(parts: tuple[str, ...]) -> tuple[str, ...]:

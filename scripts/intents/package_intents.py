@@ -29,13 +29,12 @@ from score_intents import LONGEST_PARSE, write_exact_match
 
 TARGET = Path(__file__).resolve().parents[2] / "python" / "eecore" / "data" / "intent"
 COPIED = ("tokenizer.json", "tokenizer_config.json")
-MEASURES = ("softmax", "state", "classifier")
-# A parse that is not the full model's, letter by letter, is a loss of 1; a measurement of softmax
-# costs an LM head, as much as 0.8 of the layers, so it is not made after every one.
-DELTA, EPSILON, SOFTMAX_POINTS = 0.02, 0.05, "2,3,4,5,6,8,10"
-GRID = (
-    "1,0.99999,0.9999,0.9995,0.999,0.998,0.995,0.99,0.98,0.97,0.95,0.925,0.9,0.85,0.8,0.7,0.6,0.5"
-)
+# A parse that is not the full model's, letter by letter, is a loss of 1.
+DELTA, EPSILON = 0.02, 0.05
+# Exit points by measure. Few: each check stops between layers, and one of softmax costs an LM head,
+# as much as 0.8 of a layer. A token that leaves earlier fills more layers from its exit state.
+POINTS = {"softmax": "3,5", "state": "7", "classifier": "3,5,7"}
+GRID = "1,0.9999,0.9995,0.999,0.998,0.995,0.99,0.98,0.97,0.95,0.925,0.9,0.85,0.8,0.7,0.6,0.5"
 
 
 def copy_model(source: Path, target: Path) -> None:
@@ -61,9 +60,9 @@ def calibrate(target: Path, data: Path, prompts: int) -> None:
     """The classifier and the thresholds."""
     classifier = target / "classifier.safetensors"
     must("train-classifier", target, "--data", data / "train.jsonl", "--out", classifier)
-    for measure in MEASURES:
+    for measure, points in POINTS.items():
         options: list[object] = ["--classifier", classifier] if measure == "classifier" else []
-        options += ["--exit-points", SOFTMAX_POINTS] if measure == "softmax" else []
+        options += ["--exit-points", points]
         must(
             *("calibrate", target, "--data", data / "valid.jsonl", "--limit", prompts),
             *("--out", target / f"calibration-{measure}.json", "--measure", measure, *options),
@@ -106,12 +105,13 @@ def card(
         cells = " | ".join(f"{by_exit[str(layer)]:.1%}" for layer in layers)
         rows.append(f"| exact match, {split} | {cells} |")
     thresholds = []
-    for measure in MEASURES:
+    for measure, points in POINTS.items():
         found = json.loads((target / f"calibration-{measure}.json").read_text())
         chosen = [step for step in found["steps"] if step["threshold"] == found["threshold"]]
         depth = chosen[0]["mean_exit_layer"] if chosen else len(layers)
         thresholds.append(
-            f"| {measure} | {found['threshold']:g} | {depth:.2f} | {found['num_prompts']} |"
+            f"| {measure} | {points} | {found['threshold']:g} | {depth:.2f} | "
+            f"{found['num_prompts']} |"
         )
     baseline = ""
     if plain is not None:

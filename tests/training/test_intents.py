@@ -53,13 +53,26 @@ def test_names_that_are_held_out_are_never_trained_on(splits: dict[str, Any]) ->
         assert any(kind != "floor" for kind, _ in utterance.named)
 
 
+def test_some_names_begin_with_a_coined_word() -> None:
+    seen, held_out = seen_and_held_out(0)
+    known = {word for part in DEVICES["light"] for word in re.split(r"[| ]", part)}
+    names = [*seen["name.light"], *held_out["name.light"]]
+    coined = [name for name in names if name.split()[0] not in known]
+    assert 0.15 * len(names) < len(coined) < 0.25 * len(names)
+    assert all(name.split(" ", 1)[1] in DEVICES["light"][1].split("|") for name in coined)
+    assert set(coined) & set(held_out["name.light"])
+    assert (
+        not set(coined) - set(seen_and_held_out(0)[0]["name.light"]) - set(held_out["name.light"])
+    )  # the same for the same seed
+
+
 def test_names_fit_one_kind() -> None:
     seen, held_out = seen_and_held_out(0)
     owner: dict[str, str] = {}
     for kind in seen.values:
         if kind != "name.input_button":  # a button by another name
             for name in (*seen[kind], *(held_out[kind] if kind != "floor" else ())):
-                if kind.startswith("name.") or kind == "area":
+                if kind.startswith("name.") or kind in ("area", "timer_name"):
                     assert owner.setdefault(name, kind) == kind, name
     assert len(DEVICES) == 20
 
@@ -68,23 +81,37 @@ def test_parses_say_what_was_said() -> None:
     grammar = Grammar()
     seen, _ = seen_and_held_out(0)
     rng = random.Random(1)
-    in_a_room = next(
-        template
-        for template in grammar.templates
-        if grammar.sample(template, rng, seen).parse.startswith("[HassLightSet [area ")
-    )
-    for _ in range(50):
-        utterance = grammar.sample(in_a_room, rng, seen)
-        area = dict(utterance.named)["area"]
-        assert area in utterance.text
-        assert f"[area {area}]" in utterance.parse
-        assert utterance.parse.startswith("[HassLightSet [area ")
-        assert utterance.parse.endswith(" [domain light]]")
+    several = 0
     for template in grammar.templates:
         utterance = grammar.sample(template, rng, seen)
         assert utterance.text
         assert utterance.parse.startswith(f"[{template.intent}")
         assert utterance.parse.count("[") == utterance.parse.count("]")
+        values = re.findall(r"\[(\w+) ([^\[\]]+)\]", utterance.parse)
+        fixed = [(slot, value) for slot, value in values if slot in template.fixed]
+        assert fixed == values[len(values) - len(fixed) :] == sorted(fixed)
+        said = [name for _, name in utterance.named]
+        assert [value for _, value in values if value in said] == said
+        places = [utterance.text.lower().index(name) for name in said]
+        assert places == sorted(places)
+        several += len(said) > 1
+    assert several > 20
+
+
+def test_slots_stand_in_the_order_of_the_words() -> None:
+    grammar = Grammar()
+    seen, _ = seen_and_held_out(0)
+    rng = random.Random(1)
+    shorten = [t for t in grammar.templates if t.intent == "HassDecreaseTimer"]
+    said = {
+        utterance.text: utterance.parse
+        for utterance in (grammar.sample(rng.choice(shorten), rng, seen) for _ in range(2000))
+        if re.fullmatch(r".*timer for \d+.hours? by \d+.minutes?", utterance.text)
+    }
+    assert said
+    for text, parse in said.items():
+        hours, minutes = re.findall(r"\d+", text)
+        assert parse == f"[HassDecreaseTimer [start_hours {hours}] [minutes {minutes}]]"
 
 
 def test_sentences_may_be_written_as_such(splits: dict[str, Any]) -> None:
