@@ -74,9 +74,9 @@ def speculation(text: str) -> eecore.SelfSpeculative:
 
 
 def default_speculations(num_layers: int) -> list[eecore.SelfSpeculative]:
-    """From a sixth, a quarter and a third of the layers."""
+    """From a sixth and a quarter of the layers."""
     pairs = {
-        (max(1, num_layers // part), drafts): None for part, drafts in ((6, 4), (4, 6), (3, 6))
+        (max(1, num_layers // part), drafts): None for part, drafts in ((6, 6), (4, 6), (4, 8))
     }
     return [eecore.SelfSpeculative(*pair) for pair in pairs]
 

@@ -258,7 +258,7 @@ def about(result: dict[str, Any]) -> str:
         f"each, {result['threads']} thread(s). Speed-ups: medians of {result['rounds']} round(s) "
         f"of chunks of {result['chunk']}, in turns. Model {result['model_sha256'][:12]}, "
         f"{result['num_layers']} layers. {result['cpu']}, {result['cpu_capability']} kernels, "
-        f"{named}. `python bench/bench_intents.py`"
+        f"{named}. `python bench/bench_intents.py --count {count}`"
     )
 
 

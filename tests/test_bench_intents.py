@@ -237,9 +237,9 @@ def test_pairs_to_speculate_with_may_have_a_threshold() -> None:
     assert intent_modes.speculation("3,6") == eecore.SelfSpeculative(3, 6)
     assert intent_modes.speculation("3,6,0.5") == eecore.SelfSpeculative(3, 6, 0.5)
     assert intent_modes.default_speculations(12) == [
-        eecore.SelfSpeculative(2, 4),
+        eecore.SelfSpeculative(2, 6),
         eecore.SelfSpeculative(3, 6),
-        eecore.SelfSpeculative(4, 6),
+        eecore.SelfSpeculative(3, 8),
     ]
     for num_layers in (2, 4, 30):
         for policy in intent_modes.default_speculations(num_layers):
