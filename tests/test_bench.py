@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,12 +76,14 @@ def test_a_peer_that_cannot_be_had_is_left_out_with_the_reason(
     assert peers.known() == made
 
 
-def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(tmp_path: Path) -> None:
-    files = {name: tmp_path / f"result.{name}" for name in ("json", "md")}
+def run_gpu_script(
+    script: str, *arguments: str, folder: Path
+) -> tuple[dict[str, Path], list[dict[str, Any]]]:
+    """A GPU's benchmark on the CPU: the files that it wrote, and its rows."""
+    files = {name: folder / f"result.{name}" for name in ("json", "md")}
     done = subprocess.run(
         [
-            *(sys.executable, ROOT / "bench" / "bench_gpu.py", "--device", "cpu", "--tiny"),
-            *("--rounds", "1", "--dtype", "float32", "--dtype", "bfloat16"),
+            *(sys.executable, ROOT / "bench" / script, "--device", "cpu", *arguments),
             *("--json", files["json"], "--markdown", files["md"]),
         ],
         capture_output=True,
@@ -89,7 +92,14 @@ def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(tmp_path: Pat
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(files["json"].read_text())["rows"]
+    return files, json.loads(files["json"].read_text())["rows"]
+
+
+def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(tmp_path: Path) -> None:
+    files, rows = run_gpu_script(
+        *("bench_gpu.py", "--tiny", "--rounds", "1", "--dtype", "float32", "--dtype", "bfloat16"),
+        folder=tmp_path,
+    )
     assert {row["op"] for row in rows} == set(ops.OP_NAMES) - {"decoder_layers"}
     assert all(row["microseconds"] > 0 for row in rows)
     assert all("microseconds" in peer for row in rows for peer in row["peers"].values())
@@ -102,20 +112,11 @@ def test_the_gpu_benchmark_runs_on_tiny_shapes_and_its_peers_agree(tmp_path: Pat
 
 
 def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(tmp_path: Path) -> None:
-    files = {name: tmp_path / f"result.{name}" for name in ("json", "md")}
-    done = subprocess.run(
-        [
-            *(sys.executable, ROOT / "bench" / "bench_gpu_decode.py", "--device", "cpu"),
-            *("--model", "tiny", "--batch", "1", "2", "--tokens", "6", "--rounds", "1"),
-            *("--json", files["json"], "--markdown", files["md"]),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        timeout=300,
+    files, rows = run_gpu_script(
+        *("bench_gpu_decode.py", "--model", "tiny", "--batch", "1", "2"),
+        *("--tokens", "6", "--rounds", "1"),
+        folder=tmp_path,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(files["json"].read_text())["rows"]
     assert not [row["error"] for row in rows if "error" in row]
     assert all(row["tokens_per_s"] > 0 for row in rows)
     depth = {row["mode"]: row["mean_exit_layer"] for row in rows if "mean_exit_layer" in row}

@@ -12,7 +12,7 @@ from rich.text import Text
 from eecore.cli.depth import depth_legend, depth_style, has_colours, runs
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
 from eecore.cli.failures import UsageError
-from eecore.cli.files import check_parent, read_text
+from eecore.cli.files import check_parent
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -25,6 +25,7 @@ from eecore.cli.loading import (
     model_and_prompt,
 )
 from eecore.errors import RequestError
+from eecore.textfiles import read_text
 
 
 def exits(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.cli.failures import INTERRUPTED
-from eecore.cli.files import check_parent, read_text
+from eecore.cli.files import check_parent
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -21,6 +21,7 @@ from eecore.cli.loading import (
     load,
     spinner,
 )
+from eecore.textfiles import read_text
 
 if TYPE_CHECKING:
     from eecore.decoding.skip_search import SkipStep
