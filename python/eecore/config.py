@@ -246,8 +246,10 @@ class EngineConfig:
             calls one layer stretch after another. ``planned``: the host runs a fixed program over
             fixed memory and looks at its exit flags. On CUDA that program can be captured, once for
             each size of batch: ``captured`` as one graph in which the GPU decides on exits by
-            itself, ``polled`` as a graph for each stretch between exit points, of which the host
-            launches one ahead of what it knows.
+            itself, and of which the next is launched before the outcome of the last is known (what
+            it did for requests that turn out to be finished is discarded); ``polled`` as a graph
+            for each stretch between exit points, of which the host launches one ahead of what it
+            knows.
     """
 
     kv_cache_tokens: int = 16384

@@ -22,7 +22,7 @@ from eecore import (
 )
 from eecore.decoding.captured import Always, CapturedPlans
 from eecore.decoding.decode_plan import Control, DecodeKind, DecodePlan, DecodeRow, OnHost
-from eecore.decoding.planned import PlannedDecoding
+from eecore.decoding.planned import Plan, PlannedDecoding
 from eecore.decoding.speculative_plan import SpeculativeKind, SpeculativePlan, SpeculativeRow
 from eecore.exits import Exit
 from eecore.models import KVCache
@@ -32,6 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = random_prompts(3, 11, 1, 20, 7)
 LENGTHS = (12, 3, 9, 1, 7)
+
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
+"""Whether the next iteration is launched before the outcome of the last is known."""
 
 
 class Recorder(OnHost):
@@ -45,8 +48,8 @@ class Recorder(OnHost):
         super().unless(flag, body)
 
 
-def plans_of(engine: Engine, control: Control) -> PlannedDecoding:
-    return PlannedDecoding(engine._runner, lambda plan: plan.run(control))
+def plans_of(engine: Engine, control: Control, *, ahead: bool = False) -> PlannedDecoding:
+    return PlannedDecoding(engine._runner, lambda plan: plan.run(control), ahead=ahead)
 
 
 def run(
@@ -54,11 +57,14 @@ def run(
     policies: list[Exit],
     control: Control | None,
     stops: list[int] | None = None,
+    *,
+    ahead: bool = False,
     **settings: int,
 ) -> list[Output]:
-    engine = Engine(model.network, model.tokenizer, EngineConfig(kv_cache_tokens=512, **settings))
+    settings.setdefault("kv_cache_tokens", 512)
+    engine = Engine(model.network, model.tokenizer, EngineConfig(**settings))
     if control is not None:
-        engine._planned = plans_of(engine, control)
+        engine._planned = plans_of(engine, control, ahead=ahead)
     for i, prompt in enumerate(PROMPTS):
         sampling = SamplingParams(
             max_tokens=LENGTHS[i],
@@ -82,20 +88,24 @@ def check_same(planned: list[Output], plain: list[Output]) -> None:
             assert getattr(got.stats, name) == getattr(expected.stats, name)
 
 
+@AHEAD
 @pytest.mark.parametrize("policy", [Full(), FixedExit(2)], ids=["full", "fixed"])
-def test_without_checks(tiny: eecore.Model, policy: Exit) -> None:
+def test_without_checks(tiny: eecore.Model, policy: Exit, ahead: bool) -> None:
     control = Recorder()
-    check_same(run(tiny, [policy], control), run(tiny, [policy], None))
+    check_same(run(tiny, [policy], control, ahead=ahead), run(tiny, [policy], None))
     assert control.asked == 0
 
 
+@AHEAD
 @pytest.mark.parametrize("batch", ["each", "all"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("measure", MEASURES)
-def test_confident_exits(tiny: eecore.Model, measure: str, setting: str, batch: str) -> None:
+def test_confident_exits(
+    tiny: eecore.Model, measure: str, setting: str, batch: str, ahead: bool
+) -> None:
     policy = policy_of(measure, setting, batch)
     control = Recorder()
-    check_same(run(tiny, [policy], control), run(tiny, [policy], None))
+    check_same(run(tiny, [policy], control, ahead=ahead), run(tiny, [policy], None))
     assert control.asked > 0
 
 
@@ -143,14 +153,20 @@ def test_rows_that_are_done_write_no_keys(tiny: eecore.Model) -> None:
         assert torch.equal(planned, plain)
 
 
+@AHEAD
 @pytest.mark.parametrize("threshold", [None, 0.2, 1.0])
 @pytest.mark.parametrize(("exit_layer", "num_drafts"), [(2, 3), (1, 6), (3, 1)])
 def test_self_speculation(
-    agreeing: eecore.Model, exit_layer: int, num_drafts: int, threshold: float | None
+    agreeing: eecore.Model,
+    exit_layer: int,
+    num_drafts: int,
+    threshold: float | None,
+    ahead: bool,
 ) -> None:
     policy = SelfSpeculative(exit_layer, num_drafts, threshold)
     control = Recorder()
-    planned, plain = run(agreeing, [policy], control), run(agreeing, [policy], None)
+    planned = run(agreeing, [policy], control, ahead=ahead)
+    plain = run(agreeing, [policy], None)
     check_same(planned, plain)
     for got, expected in zip(planned, plain, strict=True):
         assert (got.stats.drafted, got.stats.accepted) == (
@@ -160,12 +176,15 @@ def test_self_speculation(
     assert (control.asked > 0) == (num_drafts > 1)
 
 
-def test_a_drafted_end_of_the_text_ends_the_round(agreeing: eecore.Model) -> None:
-    policy = SelfSpeculative(2, 4)
+@AHEAD
+@pytest.mark.parametrize(
+    "policy", [SelfSpeculative(2, 4), Full(), ConfidentExit(0.05, min_exit_layer=2)]
+)
+def test_the_end_of_the_text_ends_it(agreeing: eecore.Model, policy: Exit, ahead: bool) -> None:
     free = run(agreeing, [policy], None)
     stops = [output.token_ids[len(output.token_ids) // 2] for output in free]
-    planned, plain = (run(agreeing, [policy], c, stops) for c in (OnHost(), None))
-    check_same(planned, plain)
+    planned = run(agreeing, [policy], OnHost(), stops, ahead=ahead)
+    check_same(planned, run(agreeing, [policy], None, stops))
     assert any(output.finish_reason == "stop" for output in planned)
 
 
@@ -176,10 +195,98 @@ def test_other_requests_go_the_plain_way(tiny: eecore.Model) -> None:
     check_same(run(tiny, ablation, OnHost()), run(tiny, ablation, None))
 
 
-def test_preempted_requests_come_back(tiny: eecore.Model) -> None:
-    policy = policy_of("softmax", "plain", "each")
-    settings = {"max_num_seqs": 5, "page_size": 4}
-    check_same(run(tiny, [policy], OnHost(), **settings), run(tiny, [policy], None, **settings))
+@AHEAD
+@pytest.mark.parametrize(
+    "policy", [policy_of("softmax", "plain", "each"), SelfSpeculative(2, 3)], ids=["each", "spec"]
+)
+def test_preempted_requests_come_back(agreeing: eecore.Model, policy: Exit, ahead: bool) -> None:
+    settings = {"max_num_seqs": 5, "page_size": 4, "kv_cache_tokens": 24}
+    planned = run(agreeing, [policy], OnHost(), ahead=ahead, **settings)
+    assert sum(output.stats.preemptions for output in planned) > 0
+    check_same(planned, run(agreeing, [policy], None, **settings))
+
+
+class Launches(PlannedDecoding):
+    """Counts its launches, and those behind a flight that was still out."""
+
+    launched = behind = 0
+
+    def launch(self, works, after=None):  # type: ignore[no-untyped-def]
+        flight = super().launch(works, after)
+        self.launched += flight is not None
+        self.behind += flight is not None and after is not None
+        return flight
+
+
+@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+def test_the_next_iteration_is_launched_before_the_last_is_known(
+    agreeing: eecore.Model, policy: Exit
+) -> None:
+    engine = agreeing.engine()
+    planned = Launches(engine._runner, lambda plan: plan.run(OnHost()), ahead=True)
+    engine._planned = planned
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, exit=policy, sampling=sampling)
+    steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        steps += 1
+    assert planned.behind > 0.8 * planned.launched
+    assert planned.launched <= steps + 1  # an iteration of which nothing is left, at most
+
+
+@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+def test_requests_come_and_go_while_an_iteration_is_out(
+    agreeing: eecore.Model, policy: Exit
+) -> None:
+    """One is cancelled, one comes, with iterations launched that know of neither."""
+    outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=16)
+    alone = {tuple(output.prompt_token_ids): output.token_ids for output in outputs}
+    engine = Engine(agreeing.network, None, EngineConfig(kv_cache_tokens=512))
+    engine._planned = plans_of(engine, OnHost(), ahead=True)
+    sampling = SamplingParams(max_tokens=16)
+    names = [engine.add_request(p, exit=policy, sampling=sampling) for p in PROMPTS[:4]]
+    for _ in range(3):
+        engine.step()
+    cancelled = engine.cancel(names[1])
+    assert cancelled is not None
+    assert cancelled.token_ids == alone[tuple(PROMPTS[1])][: len(cancelled.token_ids)]
+    engine.step()
+    engine.add_request(PROMPTS[4], exit=policy, sampling=sampling)
+    done = [step.output for step in engine.run() if step.output is not None]
+    assert len(done) == 4
+    for output in done:
+        assert output.token_ids == alone[tuple(output.prompt_token_ids)]
+    assert engine.pages.num_free == engine.pages.num_pages
+    # What is still out by now is of nobody; the engine serves on.
+    engine.add_request(PROMPTS[0], exit=policy, sampling=sampling)
+    (again,) = (step.output for step in engine.run() if step.output is not None)
+    assert again.token_ids == alone[tuple(PROMPTS[0])]
+
+
+def test_a_launch_that_fails_changes_no_request(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine()
+    failing = iter([False, False, False, True])
+
+    def run_plan(plan: Plan) -> None:
+        if next(failing, False):
+            raise RuntimeError("the device is out of memory")
+        plan.run(OnHost())
+
+    engine._planned = PlannedDecoding(engine._runner, run_plan, ahead=True)
+    engine.add_request(PROMPTS[0], sampling=SamplingParams(max_tokens=9), request_id="a")
+    given: list[int] = []
+    failures = 0
+    while engine.has_unfinished:
+        try:
+            given += [token for step in engine.step() for token in step.token_ids]
+        except RuntimeError:
+            failures += 1
+    assert failures == 1
+    (expected,) = eecore.generate(agreeing, PROMPTS[:1], max_tokens=9)
+    assert given == expected.token_ids
+    assert engine.pages.num_free == engine.pages.num_pages
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

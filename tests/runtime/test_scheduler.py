@@ -241,3 +241,63 @@ def test_a_request_that_takes_the_whole_cache_finishes() -> None:
 def test_engine_settings_below_one_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected 1 or more, got 0"):
         EngineConfig(**{field: 0})
+
+
+def ahead(bench: Bench, works: list[Work]) -> list[tuple[str, int]]:
+    return [(w.sequence.request_id, w.max_drafts) for w in bench.scheduler.schedule_ahead(works)]
+
+
+def test_ahead_are_those_that_go_on_for_certain() -> None:
+    bench = Bench()
+    longer, last = bench.add(3, max_tokens=4), bench.add(3, max_tokens=2)
+    drafting = bench.add(3, max_tokens=6, exit=SelfSpeculative(1, 4))
+    bench.step()
+    works = bench.scheduler.schedule()
+    assert [work.max_drafts for work in works] == [0, 0, 4]
+    # The drafting one has at least one of its five tokens by then, and drafts one fewer than left.
+    assert ahead(bench, works) == [("0", 0), ("2", 3)]
+    assert (len(longer.pages), len(last.pages)) == (2, 1)
+    # Rounds of five tokens and of four; but there are only eight positions with keys to come.
+    assert len(drafting.pages) == 2
+    bench.scheduler.finish(longer)
+    assert ahead(bench, works) == [("2", 3)]
+
+
+def test_ahead_there_is_nothing_when_somebody_else_could_run() -> None:
+    bench = Bench(max_num_seqs=2)
+    bench.add(3)
+    bench.step()
+    works = bench.scheduler.schedule()
+    assert ahead(bench, works) == [("0", 0)]
+    bench.add(3)
+    assert ahead(bench, works) == []  # a place is free for it
+    bench.step()
+    bench.add(3)
+    works = bench.scheduler.schedule()
+    assert ahead(bench, works) == [("0", 0), ("1", 0)]  # no place: it waits anyway
+    assert ahead(bench, works[:1]) == []  # one was left out, and is next
+
+
+def test_ahead_takes_no_pages_from_anybody() -> None:
+    bench = Bench(kv_cache_tokens=16)
+    sequences = [bench.add(4), bench.add(3), bench.add(2)]
+    bench.step()
+    works = bench.scheduler.schedule()
+    held = [len(sequence.pages) for sequence in sequences]
+    assert (held, bench.pages.num_free) == ([2, 1, 1], 0)
+    assert ahead(bench, works) == []  # the second one needs another page
+    assert [len(sequence.pages) for sequence in sequences] == held
+    assert all(sequence.status is SequenceStatus.RUNNING for sequence in sequences)
+
+
+def test_ahead_keeps_to_the_budget() -> None:
+    bench = Bench(max_batch_tokens=8)
+    bench.add(3, exit=SelfSpeculative(1, 4))
+    bench.step()
+    works = bench.scheduler.schedule()
+    assert ahead(bench, works) == [("0", 4)]
+    bench.add(2, exit=SelfSpeculative(1, 4))
+    bench.step()
+    both = bench.scheduler.schedule()
+    assert len(both) == 2
+    assert ahead(bench, both) == []

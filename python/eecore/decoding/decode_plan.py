@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.confident import measure_states
-from eecore.decoding.twin_memory import TwinMemory
+from eecore.decoding.twin_memory import HostSide, TwinMemory
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
@@ -28,7 +28,9 @@ __all__ = [
     "DecodeRow",
     "OnHost",
     "kind_of",
+    "take_over",
     "write_page_table",
+    "write_sources",
 ]
 
 
@@ -74,6 +76,8 @@ class DecodeRow:
     pages: list[int]
     thresholds: tuple[float, ...] = ()
     """At each exit point."""
+    follows: int | None = None
+    """The row of the plan's last iteration whose token it goes on with, instead of ``token_id``."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,18 @@ def write_page_table(table: Tensor, pages: list[list[int]]) -> None:
         rows[i, : len(own)] = own
 
 
+def write_sources(sources: Tensor, follows: list[int | None]) -> None:
+    """Where :func:`take_over` finds each row's value, on the host; the rest is fresh."""
+    num_rows = len(sources)
+    given = [num_rows + i if j is None else j for i, j in enumerate(follows)]
+    sources.numpy()[:] = [*given, *range(num_rows + len(given), 2 * num_rows)]
+
+
+def take_over(last: Tensor, fresh: Tensor, sources: Tensor) -> Tensor:
+    """Each row's value, of the last iteration or fresh from the host: [num_rows]."""
+    return torch.cat((last, fresh)).index_select(0, sources)
+
+
 class DecodePlan:
     """The iterations of up to ``num_rows`` rows of one kind.
 
@@ -126,6 +142,7 @@ class DecodePlan:
             device,
             {
                 "token_ids": (torch.int64, row),
+                "sources": (torch.int64, row),
                 "positions": (torch.int64, row),
                 "slots": (torch.int64, row),
                 "seq_lens": (torch.int32, row),
@@ -161,8 +178,9 @@ class DecodePlan:
         self._confidence, self._logprob = results["confidence"], results["logprob"]
 
     def load(self, rows: list[DecodeRow]) -> None:
-        """Say who decodes next: at most ``num_rows`` rows. What ran before must be done."""
-        size, given = self._kv.page_size, self._given.host
+        """Say who decodes next: at most ``num_rows`` rows."""
+        side = self._given.host()
+        size, given = self._kv.page_size, side.tensors
         padding = self.num_rows - len(rows)
         positions = [row.position for row in rows]
         slots = [
@@ -176,12 +194,13 @@ class DecodePlan:
             ("is_padding", [False] * len(rows), True),
         ):
             given[name].numpy()[:] = values + [filler] * padding
+        write_sources(given["sources"], [row.follows for row in rows])
         write_page_table(given["page_table"], [row.pages for row in rows])
         thresholds = given["thresholds"].numpy()
         thresholds[:] = np.inf
         for i, row in enumerate(rows):
             thresholds[:, i] = row.thresholds
-        self._given.send()
+        self._given.send(side)
 
     def run(self, control: Control) -> None:
         """One iteration: everything from the embedding to tokens and filled keys and values."""
@@ -190,7 +209,9 @@ class DecodePlan:
         self._open_slots.copy_(self._slots)
         self._open_lens.copy_(self._given.device["seq_lens"])
         self._exit_layer.fill_(self.kind.depth)
-        self._layers_from(0, 0, self._model.embed(self._given.device["token_ids"]), control)
+        given = self._given.device
+        token_ids = take_over(self._token, given["token_ids"], given["sources"])
+        self._layers_from(0, 0, self._model.embed(token_ids), control)
         if self.kind.measure != "softmax":
             head = self._model.confidence(self._final)
             self._token.copy_(head.token)
@@ -200,10 +221,13 @@ class DecodePlan:
                 self._final, self._exit_layer, self._kv, self._positions, self._slots
             )
 
-    def decoded(self, count: int) -> Decoded:
-        """Of the first ``count`` rows; waits for the device."""
-        self._results.fetch()
-        return Decoded(**{name: t[:count].tolist() for name, t in self._results.host.items()})
+    def fetch(self) -> HostSide:
+        """Have what the last iteration gave sent to the host."""
+        return self._results.fetch()
+
+    def decoded(self, side: HostSide, count: int) -> Decoded:
+        """Of the first ``count`` rows; waits for what was fetched to come."""
+        return Decoded(**{name: t[:count].tolist() for name, t in side.wait().tensors.items()})
 
     def _layers_from(self, begin: int, index: int, hidden: Tensor, control: Control) -> None:
         """The stretch to exit point ``index``, the check there, and what is behind it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from eecore.decoding.decode_plan import (
@@ -22,13 +23,14 @@ from eecore.decoding.speculative_plan import (
     SpeculativeRow,
     speculative_kind_of,
 )
+from eecore.decoding.twin_memory import HostSide
 from eecore.engine.runner import Runner
 from eecore.engine.sampling import needs_logits
 from eecore.engine.scheduler import Work
-from eecore.engine.sequence import Sequence, TokenRecord
+from eecore.engine.sequence import Sequence, SequenceStatus, TokenRecord
 from eecore.exits import ConfidentExit, Exit, SelfSpeculative
 
-__all__ = ["PlannedDecoding", "on_host"]
+__all__ = ["Flight", "Plan", "PlannedDecoding", "on_host"]
 
 
 class Plan(Protocol):
@@ -36,6 +38,10 @@ class Plan(Protocol):
 
     def run(self, control: Control) -> None:
         """Everything from the first embedding to the last token."""
+        ...
+
+    def fetch(self) -> HostSide:
+        """Have what it gave sent to the host."""
         ...
 
 
@@ -47,59 +53,108 @@ def on_host(plan: Plan) -> None:
     plan.run(OnHost())
 
 
+@dataclass(frozen=True)
+class Flight:
+    """An iteration that was launched; the device may still be at it."""
+
+    works: list[Work]
+    plan: Plan
+    arrived: HostSide
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of its sequences needs it any more."""
+        return not any(work.sequence.status is SequenceStatus.RUNNING for work in self.works)
+
+    def row_of(self, sequence: Sequence) -> int | None:
+        """The plan's row for a sequence; None for one that is not on board."""
+        rows = (i for i, work in enumerate(self.works) if work.sequence is sequence)
+        return next(rows, None)
+
+
 class PlannedDecoding:
     """Plans by kind and size, made when they are first needed.
 
     Sizes are rounded up to powers of two, so that requests come and go without a new plan.
+
+    Args:
+        runner: the model and its KV cache.
+        run: runs a plan.
+        ahead: whether it is worth launching an iteration before the outcome of the last is known.
     """
 
-    def __init__(self, runner: Runner, run: RunPlan) -> None:
+    def __init__(self, runner: Runner, run: RunPlan, *, ahead: bool = False) -> None:
         self._runner = runner
         self.run_plan = run
+        self.ahead = ahead
         self._plans: dict[tuple[DecodeKind, int, int], DecodePlan] = {}
         self._speculative: dict[tuple[SpeculativeKind, int, int, int], SpeculativePlan] = {}
 
-    def run(self, works: list[Work]) -> list[Outcome] | None:
-        """One iteration; None where it is none that a plan can do: nothing has happened then."""
+    def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
+        """Start one iteration; None where it is none that a plan can do: nothing has happened then.
+
+        Args:
+            works: decoding sequences, each with pages for whatever the iteration computes.
+            after: the flight that is still out, if any. Its sequences go on where it leaves them;
+                that takes a plan of the same kind and size.
+        """
         if any(work.is_prefill or needs_logits(work.sequence.sampling) for work in works):
             return None
         kinds = {_kind(work.sequence.exit, self._runner.num_layers) for work in works}
         kind = kinds.pop() if len(kinds) == 1 else None
+        if kind is None:
+            return None
+        rows = [_Row(work, *_place(after, work.sequence)) for work in works]
+        plan: DecodePlan | SpeculativePlan
         if isinstance(kind, DecodeKind):
-            return self._decode(kind, works)
-        return None if kind is None else self._speculate(kind, works)
-
-    def _decode(self, kind: DecodeKind, works: list[Work]) -> list[Outcome]:
-        rows, pages = self._size(works, 1)
-        plan = self._plans.get((kind, rows, pages))
-        if plan is None:
-            plan = DecodePlan(self._runner.model, self._runner.kv, kind, rows, pages)
-            self._plans[kind, rows, pages] = plan
-        plan.load([_row(kind, work.sequence) for work in works])
+            plan = self._decode_plan(kind, rows)
+        else:
+            plan = self._speculative_plan(kind, rows)
+        if after is not None and after.plan is not plan:
+            return None
+        if isinstance(plan, DecodePlan):
+            plan.load([row.decoding(plan.kind) for row in rows])
+        else:
+            plan.load([row.speculating() for row in rows])
         self.run_plan(plan)
-        decoded = plan.decoded(len(works))
-        return [self._outcome(work, decoded, i) for i, work in enumerate(works)]
+        return Flight(works, plan, plan.fetch())
 
-    def _speculate(self, kind: SpeculativeKind, works: list[Work]) -> list[Outcome]:
-        given = [_speculative_row(work) for work in works]
-        rows, pages = self._size(works, kind.num_drafts + 1)
-        stops = _rounded_up(max(1, *(len(row.stop_ids) for row in given)))
-        plan = self._speculative.get((kind, rows, pages, stops))
-        if plan is None:
-            runner = self._runner
-            plan = SpeculativePlan(runner.model, runner.kv, kind, rows, pages, stops)
-            self._speculative[kind, rows, pages, stops] = plan
-        plan.load(given)
-        self.run_plan(plan)
-        rounds = plan.rounds(len(works))
-        return [self._round(*each) for each in zip(works, rounds, strict=True)]
+    def land(self, flight: Flight) -> list[Outcome]:
+        """What a flight did for its sequences; those that have ended meanwhile are left out."""
+        plan, works = flight.plan, flight.works
+        landed = [
+            (i, work)
+            for i, work in enumerate(works)
+            if work.sequence.status is SequenceStatus.RUNNING
+        ]
+        if isinstance(plan, SpeculativePlan):
+            rounds = plan.rounds(flight.arrived, len(works))
+            return [self._round(work, rounds[i]) for i, work in landed]
+        assert isinstance(plan, DecodePlan)
+        decoded = plan.decoded(flight.arrived, len(works))
+        return [self._outcome(work, decoded, i) for i, work in landed]
 
-    def _size(self, works: list[Work], positions: int) -> tuple[int, int]:
-        """Rows, and pages for so many positions of each, both rounded up."""
+    def _decode_plan(self, kind: DecodeKind, rows: list[_Row]) -> DecodePlan:
+        key = kind, *self._size(rows, 1)
+        if key not in self._plans:
+            self._plans[key] = DecodePlan(self._runner.model, self._runner.kv, *key)
+        return self._plans[key]
+
+    def _speculative_plan(self, kind: SpeculativeKind, rows: list[_Row]) -> SpeculativePlan:
+        stops = _rounded_up(max(1, *(len(_stop_ids(row.sequence)) for row in rows)))
+        key = kind, *self._size(rows, kind.num_drafts + 1), stops
+        if key not in self._speculative:
+            self._speculative[key] = SpeculativePlan(self._runner.model, self._runner.kv, *key)
+        return self._speculative[key]
+
+    def _size(self, rows: list[_Row], positions: int) -> tuple[int, int]:
+        """Rows, and pages for an iteration's positions of each, both rounded up."""
         page_size = self._runner.kv.page_size
-        most = max(work.sequence.num_tokens - 1 + positions for work in works)
-        held = max(len(work.sequence.pages) for work in works)
-        return _rounded_up(len(works)), _rounded_up(max(held, -(-most // page_size)))
+        if self.ahead:  # so that the iteration behind this one fits in the same plan
+            positions *= 2
+        most = max(row.sequence.num_tokens - 1 for row in rows) + positions
+        held = max(len(row.sequence.pages) for row in rows)
+        return _rounded_up(len(rows)), _rounded_up(max(held, -(-most // page_size)))
 
     def _round(self, work: Work, made: Round) -> Outcome:
         """As much of a round as stands; nothing is behind an accepted end of the text."""
@@ -160,30 +215,67 @@ def _record(
     return TokenRecord(token, exit_layer, confidence, logprob, {})
 
 
-def _row(kind: DecodeKind, sequence: Sequence) -> DecodeRow:
-    policy, thresholds = sequence.exit, tuple[float, ...]()
-    if isinstance(policy, ConfidentExit):
-        t, most = len(sequence.output_ids), sequence.sampling.max_tokens
-        thresholds = tuple(policy.threshold_at(point, t, most) for point in kind.points)
-    last = sequence.output_ids[-1]
-    return DecodeRow(last, sequence.num_tokens - 1, sequence.pages, thresholds)
+@dataclass(frozen=True)
+class _Row:
+    """A sequence's place in the next iteration."""
+
+    work: Work
+    follows: int | None
+    """Its row in the flight that is still out."""
+    pending: int
+    """Tokens that it gets from that flight at most."""
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.work.sequence
+
+    def decoding(self, kind: DecodeKind) -> DecodeRow:
+        """For a plan of this kind."""
+        sequence = self.sequence
+        policy, thresholds = sequence.exit, tuple[float, ...]()
+        if isinstance(policy, ConfidentExit):
+            t = len(sequence.output_ids) + self.pending
+            most = sequence.sampling.max_tokens
+            thresholds = tuple(policy.threshold_at(point, t, most) for point in kind.points)
+        return DecodeRow(
+            sequence.output_ids[-1],
+            sequence.num_tokens - 1 + self.pending,
+            sequence.pages,
+            thresholds,
+            self.follows,
+        )
+
+    def speculating(self) -> SpeculativeRow:
+        """For a speculative plan."""
+        sequence = self.sequence
+        assert isinstance(sequence.exit, SelfSpeculative)
+        threshold = sequence.exit.draft_threshold
+        return SpeculativeRow(
+            sequence.output_ids[-1],
+            sequence.num_tokens - 1,
+            sequence.pages,
+            self.work.max_drafts,
+            sequence.tokens_left,
+            -1.0 if threshold is None else threshold,
+            _stop_ids(sequence),
+            self.follows,
+        )
 
 
-def _speculative_row(work: Work) -> SpeculativeRow:
-    sequence = work.sequence
-    assert isinstance(sequence.exit, SelfSpeculative)
-    threshold = sequence.exit.draft_threshold
+def _place(flight: Flight | None, sequence: Sequence) -> tuple[int | None, int]:
+    """A sequence's row in a flight, and the tokens that it gets from it at most."""
+    row = None if flight is None else flight.row_of(sequence)
+    if flight is None or row is None:
+        return None, 0
+    return row, flight.works[row].most_tokens
+
+
+def _stop_ids(sequence: Sequence) -> list[int]:
+    """Tokens that end a sequence's text."""
     stops = set(sequence.sampling.stop_token_ids)
     if not sequence.sampling.ignore_eos:
         stops |= sequence.eos_token_ids
-    return SpeculativeRow(
-        sequence.output_ids[-1],
-        sequence.num_tokens - 1,
-        sequence.pages,
-        work.max_drafts,
-        -1.0 if threshold is None else threshold,
-        sorted(stops),
-    )
+    return sorted(stops)
 
 
 def _rounded_up(count: int) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from eecore.decoding.decode_plan import Control, write_page_table
-from eecore.decoding.twin_memory import TwinMemory
+from eecore.decoding.decode_plan import Control, take_over, write_page_table, write_sources
+from eecore.decoding.twin_memory import HostSide, TwinMemory
 from eecore.exits import SelfSpeculative
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
@@ -35,10 +35,15 @@ class SpeculativeRow:
     pages: list[int]
     max_drafts: int
     """Drafts that it has pages for, up to the kind's ``num_drafts``."""
+    tokens_left: int
+    """Tokens that it may still give: it drafts one fewer at most."""
     draft_threshold: float
     """A draft ends with a token whose gap is below it."""
     stop_ids: list[int]
     """Tokens that end the text, and with it the draft."""
+    follows: int | None = None
+    """The sequence's row in the plan's last round: its ``token_id``, ``position`` and
+    ``tokens_left`` are where that round leaves off, instead of those given."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +90,21 @@ class SpeculativePlan:
             device,
             {
                 "token_ids": (torch.int64, row),
-                "first_position": (torch.int64, row),
-                "slots": (torch.int64, per_token),
+                "positions": (torch.int64, row),
+                "tokens_left": (torch.int64, row),
+                "sources": (torch.int64, row),
                 "page_table": (torch.int32, (num_rows, max_pages)),
-                "most": (torch.int64, row),
+                "max_drafts": (torch.int64, row),
                 "thresholds": (torch.float64, row),
                 "stop_ids": (torch.int64, (num_rows, max_stops)),
             },
         )
-        given = self._given.device
-        self._first_position, self._slots = given["first_position"], given["slots"]
-        self._page_table, self._most = given["page_table"], given["most"]
+        self._page_table = self._given.device["page_table"]
+        # Where each sequence is in its text, and how much of it is left.
+        self._first_position = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._tokens_left = torch.zeros_like(self._first_position)
+        self._most = torch.zeros_like(self._first_position)
+        self._slots = torch.zeros(per_token, dtype=torch.int64, device=device)
         # The round: its first token, then the drafts; states after the drafting layers.
         self._tokens = torch.zeros(per_token, dtype=torch.int64, device=device)
         shape = *per_token, model.config.hidden_size
@@ -119,13 +128,15 @@ class SpeculativePlan:
         self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
     def load(self, rows: list[SpeculativeRow]) -> None:
-        """Say who speculates next: at most ``num_rows`` sequences. What ran before must be done."""
-        size, given = self._kv.page_size, self._given.host
+        """Say who speculates next: at most ``num_rows`` sequences."""
+        side = self._given.host()
+        given = side.tensors
         padding, most_stops = self.num_rows - len(rows), given["stop_ids"].shape[1]
         for name, values, filler in (
             ("token_ids", [row.token_id for row in rows], 0),
-            ("first_position", [row.position for row in rows], 0),
-            ("most", [row.max_drafts for row in rows], -1),
+            ("positions", [row.position for row in rows], 0),
+            ("tokens_left", [row.tokens_left for row in rows], 0),
+            ("max_drafts", [row.max_drafts for row in rows], -1),
             ("thresholds", [row.draft_threshold for row in rows], 0.0),
             (
                 "stop_ids",
@@ -134,26 +145,23 @@ class SpeculativePlan:
             ),
         ):
             given[name].numpy()[:] = [*values, *([filler] * padding)]
+        write_sources(given["sources"], [row.follows for row in rows])
         write_page_table(given["page_table"], [row.pages for row in rows])
-        table, steps = given["page_table"], torch.arange(self.kind.num_drafts + 1)
-        at = given["first_position"][:, None] + steps
-        page = table.gather(1, (at // size).clamp(max=table.shape[1] - 1)).long()
-        slots = (page * size + at % size).masked_fill(steps > given["most"][:, None], -1)
-        given["slots"].copy_(slots)
-        self._given.send()
+        self._given.send(side)
 
     def run(self, control: Control) -> None:
         """Draft until no row goes on, then verify."""
-        self._num_drafted.zero_()
-        self._tokens[:, 0] = self._given.device["token_ids"]
-        torch.gt(self._most, 0, out=self._drafts)
+        self._begin()
         self._draft_from(0, control)
         self._verify()
 
-    def rounds(self, count: int) -> list[Round]:
-        """Of the first ``count`` sequences; waits for the device."""
-        self._results.fetch()
-        got = {name: tensor[:count].tolist() for name, tensor in self._results.host.items()}
+    def fetch(self) -> HostSide:
+        """Have what the last round gave sent to the host."""
+        return self._results.fetch()
+
+    def rounds(self, side: HostSide, count: int) -> list[Round]:
+        """Of the first ``count`` sequences; waits for what was fetched to come."""
+        got = {name: tensor[:count].tolist() for name, tensor in side.wait().tensors.items()}
         return [
             Round(
                 got["drafts"][i][:drafts],
@@ -165,6 +173,27 @@ class SpeculativePlan:
             )
             for i, drafts in enumerate(got["num_drafted"])
         ]
+
+    def _begin(self) -> None:
+        """Where each sequence is, and where its next keys and values go; those that have given all
+        their tokens are masked.
+        """
+        given, results, size = self._given.device, self._results.device, self._kv.page_size
+        sources, accepted = given["sources"], results["num_accepted"]
+        emitted = accepted + 1
+        last = results["target"].gather(1, accepted[:, None])[:, 0]
+        self._tokens[:, 0] = take_over(last, given["token_ids"], sources)
+        position = take_over(self._first_position + emitted, given["positions"], sources)
+        left = take_over(self._tokens_left - emitted, given["tokens_left"], sources)
+        self._first_position.copy_(position)
+        self._tokens_left.copy_(left)
+        torch.minimum(given["max_drafts"], left - 1, out=self._most)
+        self._num_drafted.zero_()
+        torch.gt(self._most, 0, out=self._drafts)
+        at = position[:, None] + self._steps
+        page = self._page_table.gather(1, (at // size).clamp(max=self._page_table.shape[1] - 1))
+        slots = (page.long() * size + at % size).masked_fill(self._steps > self._most[:, None], -1)
+        self._slots.copy_(slots)
 
     def _draft_from(self, step: int, control: Control) -> None:
         """One more token of every row that drafts, and what is behind it."""

@@ -17,10 +17,10 @@ from eecore.config import Decoding, EngineConfig, SamplingParams
 from eecore.decoding.captured import Capture, CapturedPlans
 from eecore.decoding.iteration import run_iteration
 from eecore.decoding.outcome import Outcome
-from eecore.decoding.planned import PlannedDecoding, on_host
+from eecore.decoding.planned import Flight, PlannedDecoding, on_host
 from eecore.engine.pages import PageAllocator
 from eecore.engine.runner import Runner
-from eecore.engine.scheduler import Scheduler
+from eecore.engine.scheduler import Scheduler, Work
 from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.engine.text import TextStream
 from eecore.errors import RequestError
@@ -50,6 +50,7 @@ class Engine:
         self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
         self._runner = Runner(network, kv)
         self._planned = _planned(self._runner, self.config.decoding)
+        self._flight: Flight | None = None
         self._scheduler = Scheduler(self.config, self.pages)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
@@ -127,21 +128,34 @@ class Engine:
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """One iteration for everybody who can run; returns what each request got."""
-        works = self._scheduler.schedule()
-        if not works:
-            return []
+        """One iteration for everybody who can run; returns what each request got.
+
+        On a GPU the next iteration may be under way when it returns: requests that turn out to be
+        finished have its outcome discarded.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None or flight.is_over:
+            works = self._scheduler.schedule()
+            if not works:
+                return []
+            flight = None if self._planned is None else self._planned.launch(works)
+            if flight is None:
+                return self._commit_all(self._run_plainly(works))
+        assert self._planned is not None
+        if self._planned.ahead:
+            works = self._scheduler.schedule_ahead(flight.works)
+            self._flight = self._planned.launch(works, flight) if works else None
+        return self._commit_all(self._planned.land(flight))
+
+    def _run_plainly(self, works: list[Work]) -> list[Outcome]:
+        """An iteration that the host leads; what it drew is put back when it fails."""
         draws = [(work.sequence, _drawing_state(work.sequence)) for work in works]
         try:
-            outcomes = None if self._planned is None else self._planned.run(works)
-            if outcomes is None:
-                outcomes = run_iteration(self._runner, works)
+            return run_iteration(self._runner, works)
         except BaseException:
             for sequence, state in draws:
                 _restore_drawing_state(sequence, state)
             raise
-        now = time.perf_counter()
-        return [step for outcome in outcomes if (step := self._commit(outcome, now)) is not None]
 
     def cancel(self, request_id: str) -> Output | None:
         """End a request now; its pages go back. None when it is not (or no longer) known."""
@@ -189,6 +203,10 @@ class Engine:
                     f"most {limit} together, the size of {what}, got {total}"
                 )
 
+    def _commit_all(self, outcomes: list[Outcome]) -> list[StepOutput]:
+        now = time.perf_counter()
+        return [step for outcome in outcomes if (step := self._commit(outcome, now)) is not None]
+
     def _commit(self, outcome: Outcome, now: float) -> StepOutput | None:
         """Take over what an iteration did for a sequence; None when no token came out."""
         sequence = outcome.sequence
@@ -217,10 +235,10 @@ class Engine:
             if reason is not None:
                 break
         output = None
-        if reason is None:
-            self._scheduler.crop(sequence)
-        else:
+        if reason is not None:
             output = self._finish(sequence, reason)
+        elif self._flight is None or self._flight.row_of(sequence) is None:
+            self._scheduler.crop(sequence)
         return StepOutput(
             request_id=sequence.request_id,
             token_ids=[record.token_id for record in added],
@@ -307,7 +325,9 @@ def _planned(runner: Runner, decoding: Decoding) -> PlannedDecoding | None:
         return PlannedDecoding(runner, on_host)
     if runner.device.type != "cuda":
         raise ValueError(f"decoding: expected plain or planned on {runner.device}, got {decoding}")
-    return PlannedDecoding(runner, CapturedPlans(runner.device, in_segments=decoding == "polled"))
+    in_segments = decoding == "polled"  # the host follows the device then, and has no time
+    run_plan = CapturedPlans(runner.device, in_segments=in_segments)
+    return PlannedDecoding(runner, run_plan, ahead=not in_segments)
 
 
 def _drawing_state(sequence: Sequence) -> tuple[Any, Any]:

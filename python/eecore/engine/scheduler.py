@@ -30,6 +30,11 @@ class Work:
     is_prefill: bool = False
     """A chunk of a prompt, or of a replay."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a decoding sequence may get from it."""
+        return 1 + self.max_drafts
+
 
 class Scheduler:
     """Owns the queues and the pages."""
@@ -60,6 +65,36 @@ class Scheduler:
             works.append(self._with_drafts(work))
             budget -= works[-1].num_tokens + works[-1].max_drafts
         return works + self._admit(budget)
+
+    def schedule_ahead(self, running: list[Work]) -> list[Work]:
+        """The iteration behind one of decoding sequences that is still running, with pages for it.
+
+        Empty when nobody goes on for certain, or when :meth:`schedule` would do more than let them:
+        admit somebody, take pages from somebody, split the batch.
+        """
+        going = [work.sequence for work in running if work.sequence in self.running]
+        admits = self.waiting and len(self.running) < self._config.max_num_seqs
+        if admits or len(going) < len(self.running):
+            return []
+        works: list[Work] = []
+        positions: list[int] = []
+        for work in running:
+            sequence = work.sequence
+            left = sequence.tokens_left - 1  # when the iteration gives the fewest
+            if sequence in going and left > 0:
+                works.append(Work(sequence, 1, max(0, min(sequence.exit.max_drafts, left - 1))))
+                most = sequence.num_computed + work.most_tokens + works[-1].most_tokens
+                positions.append(min(most, sequence.num_computed + sequence.tokens_left))
+        missing = sum(
+            max(0, self.pages.pages_for(most) - len(work.sequence.pages))
+            for work, most in zip(works, positions, strict=True)
+        )
+        most_tokens = sum(work.most_tokens for work in works)
+        if missing > self.pages.num_free or most_tokens > self._config.max_batch_tokens:
+            return []
+        for work, most in zip(works, positions, strict=True):
+            self._grow(work.sequence, most)
+        return works
 
     def _work_for(self, sequence: Sequence, budget: int) -> Work:
         if sequence.is_decoding:
