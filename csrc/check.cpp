@@ -124,7 +124,7 @@ int64_t Checker::slot_stride(const Tensor& cache, const char* name) const {
 
 void Checker::same_or_apart(const Tensor& rows, const char* name, const Tensor& out) const {
   if (out.numel() == 0) return;
-  const int64_t element_size = dtype() == DType::kFloat32 ? 4 : 2;
+  const int64_t element_size = size_of(dtype());
   const auto end_of = [element_size](const Tensor& tensor) {
     const int64_t elements = (tensor.size(0) - 1) * tensor.stride(0) + tensor.size(1);
     return data<const char>(tensor) + elements * element_size;

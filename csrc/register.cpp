@@ -12,6 +12,18 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor(b!) exit_layer, Tensor(c!) survivors, Tensor(d!) num_survivors, "
       "Tensor(e!) all_accepted) -> ()");
   m.def(
+      "append_drafts(Tensor hidden, Tensor token, Tensor confidence, int step, Tensor thresholds, "
+      "Tensor stop_tokens, Tensor max_drafts, Tensor round_slots, Tensor(a!) states, "
+      "Tensor(b!) tokens, Tensor(c!) confidences, Tensor(d!) num_drafted, Tensor(e!) drafting, "
+      "Tensor(f!) last_token, Tensor(g!) positions, Tensor(h!) slot_mapping, "
+      "Tensor(i!) seq_lens, Tensor(j!) all_done) -> ()");
+  m.def(
+      "exit_rows(Tensor hidden, Tensor confidence, Tensor? token, Tensor? top_logit, "
+      "Tensor? logsumexp, Tensor? accepted, int layer, Tensor(a!) gone, "
+      "Tensor(b!) slot_mapping, Tensor(c!) seq_lens, Tensor(d!) final_hidden, "
+      "Tensor(e!) final_confidence, Tensor(f!)? final_token, Tensor(g!)? final_logprob, "
+      "Tensor(h!) exit_layer) -> ()");
+  m.def(
       "exit_confidence_softmax(Tensor hidden, Tensor? norm_weight, Tensor lm_head, "
       "Tensor? lm_head_scale, float eps, "
       "Tensor(a!) confidence, Tensor(b!) token, Tensor(c!)? logsumexp, "

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from eecore.ops import DecoderWeights
+from eecore import ops
 
 
 def accept_mask(
@@ -19,6 +19,58 @@ def accept_mask(
     new_status = status | accepted
     survivors = (~new_status).nonzero().flatten().to(torch.int32)
     return new_status, new_exit_layer, survivors
+
+
+def exit_rows(
+    hidden: Tensor,
+    confidence: Tensor,
+    layer: int,
+    rows: ops.ExitingRows,
+    accepted: Tensor | None,
+    head: ops.SoftmaxConfidence | None,
+) -> ops.ExitingRows:
+    """New rows; see eecore.ops.exit_rows."""
+    leaves = ~rows.gone
+    if accepted is not None:
+        leaves &= accepted
+    token, logprob = rows.token, rows.logprob
+    if head is not None and token is not None and logprob is not None:
+        token = torch.where(leaves, head.token, token)
+        logprob = torch.where(leaves, head.top_logit - head.logsumexp, logprob)
+    return ops.ExitingRows(
+        rows.gone | leaves,
+        rows.slot_mapping.masked_fill(leaves, -1),
+        rows.seq_lens.masked_fill(leaves, 1),
+        torch.where(leaves[:, None], hidden, rows.hidden),
+        torch.where(leaves, confidence, rows.confidence),
+        rows.exit_layer.masked_fill(leaves, layer),
+        token,
+        logprob,
+    )
+
+
+def append_drafts(
+    hidden: Tensor, head: ops.SoftmaxConfidence, step: int, given: ops.DraftRound
+) -> ops.DraftRound:
+    """A round after one more step, row by row; see eecore.ops.append_drafts."""
+    made = ops.DraftRound(*(tensor.clone() for tensor in given))
+    for row in given.drafting.nonzero().flatten().tolist():
+        token, confidence = int(head.token[row]), float(head.confidence[row])
+        made.states[row, step] = hidden[row]
+        made.tokens[row, step + 1] = made.last_token[row] = token
+        made.confidences[row, step] = confidence
+        made.num_drafted[row] += 1
+        made.positions[row] += 1
+        goes_on = (
+            confidence >= float(given.thresholds[row])
+            and token not in given.stop_tokens[row].tolist()
+            and int(made.num_drafted[row]) < int(given.max_drafts[row])
+        )
+        made.drafting[row] = goes_on
+        made.slot_mapping[row] = given.round_slots[row, step + 1] if goes_on else -1
+        made.seq_lens[row] = int(made.positions[row]) + 1 if goes_on else 1
+    made.all_done.fill_(not made.drafting.any())
+    return made
 
 
 def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
@@ -279,7 +331,7 @@ def skinny_gated_linear(
 
 def decoder_layers(
     hidden: Tensor,
-    weights: DecoderWeights,
+    weights: ops.DecoderWeights,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -301,7 +353,9 @@ def decoder_layers(
     dtype = hidden.dtype
     num_kv_heads, head_dim = k_cache.shape[-2:]
     for layer in range(begin_layer, end_layer):
-        w = DecoderWeights(*(stacked if stacked is None else stacked[layer] for stacked in weights))
+        w = ops.DecoderWeights(
+            *(stacked if stacked is None else stacked[layer] for stacked in weights)
+        )
         if skip_attention is None or not skip_attention[layer]:
             qkv = skinny_linear(
                 hidden, w.qkv_weight, norm_weight=w.attention_norm, eps=eps, bias=w.qkv_bias

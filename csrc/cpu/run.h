@@ -9,11 +9,13 @@
 // Every op, once: declarations, the run-time choice and the kernels' definitions follow this list.
 #define EECORE_FOR_EACH_OP(X) \
   X(accept_mask, AcceptMaskParams) \
+  X(append_drafts, AppendDraftsParams) \
   X(append_kv, AppendKvParams) \
   X(decoder_layers, DecoderLayersParams) \
   X(exit_confidence_cosine, ExitConfidenceCosineParams) \
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
+  X(exit_rows, ExitRowsParams) \
   X(kv_fill, KvFillParams) \
   X(paged_attention, PagedAttentionParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \

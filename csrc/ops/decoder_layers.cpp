@@ -57,7 +57,7 @@ int64_t widest_window(const Checker& check, const DecoderLayersParams& params) {
 
 // Bytes of weights that the call reads.
 int64_t weight_bytes(const DecoderLayersParams& params) {
-  const int64_t element_size = params.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t element_size = size_of(params.dtype);
   int64_t bytes = 0;
   for (const StackedLinear* linear : {&params.qkv, &params.o, &params.gate_up, &params.down}) {
     bytes += linear->in_features * linear->out_features * (linear->scale ? 1 : element_size);

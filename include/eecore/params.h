@@ -11,6 +11,9 @@ namespace eecore {
 
 enum class DType : int8_t { kFloat32, kBFloat16, kFloat16 };
 
+// Bytes of an element.
+constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
 // Sticky acceptance of rows at one exit point, and the list of rows that go on.
 struct AcceptMaskParams {
   const float* confidence;  // [num_seqs]
@@ -65,6 +68,52 @@ struct ExitConfidenceMlpParams {
   AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
   DType dtype;
   void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
+};
+
+// What rows leave with at an exit point is kept, and they are masked in what follows.
+struct ExitRowsParams {
+  const void* hidden;           // [num_seqs, hidden_size], row stride hidden_stride
+  const float* confidence;      // [num_seqs]
+  const int64_t* token;         // [num_seqs]; may be null, with top_logit and logsumexp
+  const float* top_logit;       // [num_seqs]
+  const float* logsumexp;       // [num_seqs]
+  const uint8_t* accepted;      // [num_seqs], or [1] for all rows; may be null: all leave
+  int64_t accepted_stride;      // 1, or 0 for all rows
+  uint8_t* gone;                // [num_seqs], 0 or 1: who left before, and now
+  int64_t* slot_mapping;        // [num_seqs]; -1 where a row leaves
+  int32_t* seq_lens;            // [num_seqs]; 1 where a row leaves
+  void* final_hidden;           // [num_seqs, hidden_size], row stride final_hidden_stride
+  float* final_confidence;      // [num_seqs]
+  int64_t* final_token;         // [num_seqs]; null when token is
+  float* final_logprob;         // [num_seqs]; null when token is
+  int32_t* exit_layer;          // [num_seqs]
+  int64_t num_seqs, row_bytes;  // row_bytes: of hidden_size elements
+  int64_t hidden_stride, final_hidden_stride;  // in bytes
+  int32_t layer;                               // the number of layers that have run
+};
+
+// One drafted token of each row that drafts, and what its next one starts from.
+struct AppendDraftsParams {
+  const void* hidden;          // [num_seqs, hidden_size], row stride hidden_stride
+  const int64_t* token;        // [num_seqs]
+  const float* confidence;     // [num_seqs]
+  const float* thresholds;     // [num_seqs]
+  const int64_t* stop_tokens;  // [num_seqs, num_stop_tokens], filled up with -1
+  const int64_t* max_drafts;   // [num_seqs]
+  const int64_t* round_slots;  // [num_seqs, num_steps + 1]
+  void* states;                // [num_seqs, num_steps + 1, hidden_size]
+  int64_t* tokens;             // [num_seqs, num_steps + 1]: the round's first token, then drafts
+  float* confidences;          // [num_seqs, num_steps]
+  int64_t* num_drafted;        // [num_seqs]
+  uint8_t* drafting;           // [num_seqs], 0 or 1
+  int64_t* last_token;         // [num_seqs]
+  int64_t* positions;          // [num_seqs], of last_token
+  int64_t* slot_mapping;       // [num_seqs], of last_token; -1 where a row drafts no more
+  int32_t* seq_lens;           // [num_seqs], up to last_token; 1 where a row drafts no more
+  uint8_t* all_done;           // [1]: nobody drafts any more
+  int64_t num_seqs, row_bytes, num_steps, num_stop_tokens;  // row_bytes: of hidden_size elements
+  int64_t hidden_stride, states_seq_stride, states_step_stride;  // in bytes
+  int64_t step;                                                  // drafts before this one
 };
 
 // Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.

@@ -30,9 +30,12 @@ __all__ = [
     "AcceptRows",
     "CapturedGraph",
     "DecoderWeights",
+    "DraftRound",
+    "ExitingRows",
     "SoftmaxConfidence",
     "SpeculativeAccept",
     "accept_mask",
+    "append_drafts",
     "append_kv",
     "build_info",
     "captured_body",
@@ -40,6 +43,7 @@ __all__ = [
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
+    "exit_rows",
     "kv_fill",
     "missing_cuda_ops",
     "paged_attention",
@@ -51,11 +55,13 @@ __all__ = [
 
 OP_NAMES = (
     "accept_mask",
+    "append_drafts",
     "append_kv",
     "decoder_layers",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
+    "exit_rows",
     "kv_fill",
     "paged_attention",
     "skinny_gated_linear",
@@ -149,11 +155,13 @@ for _name in OP_NAMES:
     torch.library.register_fake(f"eecore::{_name}", _no_output)
 
 _accept_mask = torch.ops.eecore.accept_mask.default
+_append_drafts = torch.ops.eecore.append_drafts.default
 _append_kv = torch.ops.eecore.append_kv.default
 _decoder_layers = torch.ops.eecore.decoder_layers.default
 _exit_confidence_cosine = torch.ops.eecore.exit_confidence_cosine.default
 _exit_confidence_mlp = torch.ops.eecore.exit_confidence_mlp.default
 _exit_confidence_softmax = torch.ops.eecore.exit_confidence_softmax.default
+_exit_rows = torch.ops.eecore.exit_rows.default
 _kv_fill = torch.ops.eecore.kv_fill.default
 _paged_attention = torch.ops.eecore.paged_attention.default
 _skinny_gated_linear = torch.ops.eecore.skinny_gated_linear.default
@@ -271,6 +279,127 @@ def exit_confidence_softmax(
         top_logit,
     )
     return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
+
+
+class ExitingRows(NamedTuple):
+    """The rows of an iteration with exit points: who has left, with what, and where the others go.
+
+    All tensors are updated in place.
+    """
+
+    gone: Tensor
+    """bool [num_seqs]: who has left."""
+    slot_mapping: Tensor
+    """int64 [num_seqs]; -1 once a row has left: it writes no keys or values in later layers."""
+    seq_lens: Tensor
+    """int32 [num_seqs]; 1 once a row has left: its attention costs next to nothing."""
+    hidden: Tensor
+    """[num_seqs, hidden_size], contiguous rows: the state that a row left with."""
+    confidence: Tensor
+    """float32 [num_seqs], as measured where the row left."""
+    exit_layer: Tensor
+    """int32 [num_seqs]: how many layers had run."""
+    token: Tensor | None
+    """int64 [num_seqs]; None where the head is not run at exit points."""
+    logprob: Tensor | None
+    """float32 [num_seqs], the token's; None with ``token``."""
+
+
+def exit_rows(
+    hidden: Tensor,
+    confidence: Tensor,
+    layer: int,
+    rows: ExitingRows,
+    *,
+    accepted: Tensor | None = None,
+    head: SoftmaxConfidence | None = None,
+) -> None:
+    """Let accepted rows leave: what they leave with is kept, and later layers pass them by.
+
+    Nothing changes for rows that had left before. (Early-exit framework §3.1, Algorithm 1.)
+
+    Args:
+        hidden: [num_seqs, hidden_size], after ``layer`` layers.
+        confidence: float32 [num_seqs].
+        layer: how many layers have run, 1..num_layers.
+        rows: updated in place.
+        accepted: bool [num_seqs], the status of :func:`accept_mask`, which is sticky; or bool [1],
+            its ``all_accepted``, for rows that leave together. None: whoever is there leaves.
+        head: what the head gives at this state; with ``rows.token``.
+    """
+    token = top_logit = logsumexp = None
+    if head is not None:
+        token, top_logit, logsumexp = head.token, head.top_logit, head.logsumexp
+    _exit_rows(
+        hidden,
+        confidence,
+        token,
+        top_logit,
+        logsumexp,
+        accepted,
+        layer,
+        rows.gone,
+        rows.slot_mapping,
+        rows.seq_lens,
+        rows.hidden,
+        rows.confidence,
+        rows.token,
+        rows.logprob,
+        rows.exit_layer,
+    )
+
+
+class DraftRound(NamedTuple):
+    """A round of self-speculation while it drafts.
+
+    The tensors below ``round_slots`` are updated in place.
+    """
+
+    thresholds: Tensor
+    """float32 [num_seqs]: a draft ends with a token whose confidence is below it."""
+    stop_tokens: Tensor
+    """int64 [num_seqs, num_stop_tokens], filled up with -1: a draft ends with one of them."""
+    max_drafts: Tensor
+    """int64 [num_seqs], at most num_steps."""
+    round_slots: Tensor
+    """int64 [num_seqs, num_steps + 1]: cache slots of the round's tokens."""
+    states: Tensor
+    """[num_seqs, num_steps + 1, hidden_size], contiguous rows: after the drafting layers, for the
+    verification. What it has of rows and steps that were not drafted means nothing."""
+    tokens: Tensor
+    """int64 [num_seqs, num_steps + 1]: the round's first token, then the drafts."""
+    confidences: Tensor
+    """float32 [num_seqs, num_steps], of the drafts."""
+    num_drafted: Tensor
+    """int64 [num_seqs]"""
+    drafting: Tensor
+    """bool [num_seqs]: who drafts another token."""
+    last_token: Tensor
+    """int64 [num_seqs]: the last token of the round so far."""
+    positions: Tensor
+    """int64 [num_seqs], of ``last_token``."""
+    slot_mapping: Tensor
+    """int64 [num_seqs], of ``last_token``; -1 for rows that draft no more."""
+    seq_lens: Tensor
+    """int32 [num_seqs], up to ``last_token``; 1 for rows that draft no more."""
+    all_done: Tensor
+    """bool [1]: nobody drafts another token."""
+
+
+def append_drafts(
+    hidden: Tensor, head: SoftmaxConfidence, step: int, draft_round: DraftRound
+) -> None:
+    """Take over a drafted token of every row that drafts; see who drafts another, and from where.
+
+    (LayerSkip §4.3.)
+
+    Args:
+        hidden: [num_seqs, hidden_size], after the drafting layers, at the last token so far.
+        head: the drafted tokens and their confidences.
+        step: drafts of the round before this one, 0..num_steps-1.
+        draft_round: updated in place.
+    """
+    _append_drafts(hidden, head.token, head.confidence, step, *draft_round)
 
 
 @overload

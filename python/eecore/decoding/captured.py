@@ -131,6 +131,7 @@ class CapturedPlans:
 
     def _capture(self, plan: Plan) -> Capture:
         plan.run(Always())  # loads what a graph will launch; the graph's first run does it again
+        plan.send()
         torch.cuda.synchronize(self._device)
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         with torch.cuda.use_mem_pool(self._pool, self._device):

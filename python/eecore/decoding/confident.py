@@ -13,7 +13,7 @@ from eecore.engine.runner import Runner
 from eecore.engine.sequence import Sequence
 from eecore.exits import ConfidentExit, ExitClassifier, Measure
 
-__all__ = ["ConfidentController", "measure_states"]
+__all__ = ["ConfidentController", "accept_states", "measure_states"]
 
 NOBODY: Int64Array = np.empty(0, dtype=np.int64)
 
@@ -169,6 +169,25 @@ def measure_states(
     """The ``state`` or ``classifier`` measure of [num_rows, hidden_size]: float32 [num_rows]."""
     if measure == "state":
         return ops.exit_confidence_cosine(previous, hidden)
+    return ops.exit_confidence_mlp(hidden, *_weights(classifier, hidden))
+
+
+def accept_states(
+    measure: Measure,
+    classifier: ExitClassifier | None,
+    previous: Tensor,
+    hidden: Tensor,
+    accept: ops.AcceptRows,
+) -> tuple[Tensor, ops.AcceptMask]:
+    """The same, and who is accepted by it: one launch on CUDA for a few rows."""
+    if measure == "state":
+        return ops.exit_confidence_cosine(previous, hidden, accept=accept)
+    return ops.exit_confidence_mlp(hidden, *_weights(classifier, hidden), accept=accept)
+
+
+def _weights(
+    classifier: ExitClassifier | None, hidden: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     assert classifier is not None
     m = classifier.on(hidden.device)
-    return ops.exit_confidence_mlp(hidden, m.weight1, m.bias1, m.weight2, m.bias2)
+    return m.weight1, m.bias1, m.weight2, m.bias2

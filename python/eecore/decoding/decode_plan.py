@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.decoding.confident import measure_states
+from eecore.decoding.confident import accept_states, measure_states
 from eecore.decoding.twin_memory import HostSide, TwinMemory
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
 from eecore.models import AttentionBatch, KVCache, LlamaModel
@@ -127,7 +127,7 @@ def take_over(last: Tensor, fresh: Tensor, sources: Tensor) -> Tensor:
 class DecodePlan:
     """The iterations of up to ``num_rows`` rows of one kind.
 
-    Fewer rows are padded by rows that are accepted from the start and write no keys or values.
+    Fewer rows are padded by rows that have left from the start and write no keys or values.
     """
 
     def __init__(
@@ -145,25 +145,16 @@ class DecodePlan:
                 "sources": (torch.int64, row),
                 "positions": (torch.int64, row),
                 "slots": (torch.int64, row),
-                "seq_lens": (torch.int32, row),
                 "page_table": (torch.int32, (num_rows, max_pages)),
-                "is_padding": (torch.bool, row),
                 "thresholds": (torch.float32, (len(kind.points), num_rows)),
+                # What the iteration changes as rows are accepted and leave.
+                "status": (torch.bool, row),
+                "gone": (torch.bool, row),
+                "open_slots": (torch.int64, row),
+                "open_lens": (torch.int32, row),
             },
         )
-        given = self._given.device
-        self._positions, self._slots = given["positions"], given["slots"]
-        self._is_padding, self._thresholds = given["is_padding"], given["thresholds"]
-        self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        # The rows that are still going through the layers ...
-        self._status = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self._gone = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self._accepted_at = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._open_slots = torch.zeros_like(given["slots"])
-        self._open_lens = torch.zeros_like(given["seq_lens"])
-        # ... and what has become of each.
-        shape = num_rows, model.config.hidden_size
-        self._final = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._loaded = self._given.host()
         self._results = TwinMemory(
             device,
             {
@@ -173,14 +164,33 @@ class DecodePlan:
                 "logprob": (torch.float32, row),
             },
         )
-        results = self._results.device
-        self._token, self._exit_layer = results["token"], results["exit_layer"]
-        self._confidence, self._logprob = results["confidence"], results["logprob"]
+        given, results = self._given.device, self._results.device
+        with_head = kind.measure == "softmax"
+        shape = num_rows, model.config.hidden_size
+        self._rows = ops.ExitingRows(
+            given["gone"],
+            given["open_slots"],
+            given["open_lens"],
+            torch.zeros(shape, dtype=model.dtype, device=device),
+            results["confidence"],
+            results["exit_layer"],
+            results["token"] if with_head else None,
+            results["logprob"] if with_head else None,
+        )
+        self._accepted_at = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._batch = AttentionBatch(
+            given["positions"],
+            self._rows.slot_mapping,
+            given["page_table"],
+            self._rows.seq_lens,
+            starts,
+        )
 
     def load(self, rows: list[DecodeRow]) -> None:
         """Say who decodes next: at most ``num_rows`` rows."""
-        side = self._given.host()
-        size, given = self._kv.page_size, side.tensors
+        self._loaded = self._given.host()
+        size, given = self._kv.page_size, self._loaded.tensors
         padding = self.num_rows - len(rows)
         positions = [row.position for row in rows]
         slots = [
@@ -190,8 +200,10 @@ class DecodePlan:
             ("token_ids", [row.token_id for row in rows], 0),
             ("positions", positions, 0),
             ("slots", slots, -1),
-            ("seq_lens", [p + 1 for p in positions], 1),
-            ("is_padding", [False] * len(rows), True),
+            ("open_slots", slots, -1),
+            ("open_lens", [p + 1 for p in positions], 1),
+            ("status", [False] * len(rows), True),
+            ("gone", [False] * len(rows), True),
         ):
             given[name].numpy()[:] = values + [filler] * padding
         write_sources(given["sources"], [row.follows for row in rows])
@@ -200,25 +212,25 @@ class DecodePlan:
         thresholds[:] = np.inf
         for i, row in enumerate(rows):
             thresholds[:, i] = row.thresholds
-        self._given.send(side)
+        self.send()
+
+    def send(self) -> None:
+        """Have what was loaded sent to the device, once more where an iteration has changed it."""
+        self._given.send(self._loaded)
 
     def run(self, control: Control) -> None:
         """One iteration: everything from the embedding to tokens and filled keys and values."""
-        self._status.copy_(self._is_padding)
-        self._gone.copy_(self._is_padding)
-        self._open_slots.copy_(self._slots)
-        self._open_lens.copy_(self._given.device["seq_lens"])
-        self._exit_layer.fill_(self.kind.depth)
-        given = self._given.device
-        token_ids = take_over(self._token, given["token_ids"], given["sources"])
+        given, results = self._given.device, self._results.device
+        token_ids = take_over(results["token"], given["token_ids"], given["sources"])
         self._layers_from(0, 0, self._model.embed(token_ids), control)
-        if self.kind.measure != "softmax":
-            head = self._model.confidence(self._final)
-            self._token.copy_(head.token)
-            torch.sub(head.top_logit, head.logsumexp, out=self._logprob)
+        rows = self._rows
+        if rows.token is None:
+            head = self._model.confidence(rows.hidden)
+            results["token"].copy_(head.token)
+            torch.sub(head.top_logit, head.logsumexp, out=results["logprob"])
         if self.kind.points:
             self._model.fill_kv(
-                self._final, self._exit_layer, self._kv, self._positions, self._slots
+                rows.hidden, rows.exit_layer, self._kv, given["positions"], given["slots"]
             )
 
     def fetch(self) -> HostSide:
@@ -234,66 +246,42 @@ class DecodePlan:
         kind = self.kind
         is_last = index == len(kind.points)
         end = kind.depth if is_last else kind.points[index]
-        batch = AttentionBatch(
-            self._positions,
-            self._open_slots,
-            self._given.device["page_table"],
-            self._open_lens,
-            self._starts,
-        )
         previous = hidden
         if kind.measure == "state":
-            previous = self._model.layers(begin, end - 1, hidden, self._kv, batch)
+            previous = self._model.layers(begin, end - 1, hidden, self._kv, self._batch)
             begin = end - 1
-        hidden = self._model.layers(begin, end, previous, self._kv, batch)
-        measured = self._measure(previous, hidden)
-        stays = ~self._gone
+        hidden = self._model.layers(begin, end, previous, self._kv, self._batch)
         if is_last:
-            self._keep(stays, end, hidden, measured)
+            confidence, head = self._measure(previous, hidden)
+            ops.exit_rows(hidden, confidence, end, self._rows, head=head)
             return
-        mask = ops.accept_mask(
-            measured.confidence, self._thresholds[index], end, self._status, self._accepted_at
-        )
-        if kind.together:  # what stays overwrites it
-            self._keep(stays, end, hidden, measured)
-            self._gone |= mask.all_accepted
-        else:
-            self._keep(stays & self._status, end, hidden, measured)
-            self._gone |= self._status
-        self._open_slots.masked_fill_(self._gone, -1)
-        self._open_lens.masked_fill_(self._gone, 1)
+        confidence, head, mask = self._accept(index, previous, hidden)
+        accepted = mask.all_accepted if kind.together else self._given.device["status"]
+        ops.exit_rows(hidden, confidence, end, self._rows, accepted=accepted, head=head)
         control.unless(
             mask.all_accepted, lambda: self._layers_from(end, index + 1, hidden, control)
         )
 
-    def _measure(self, previous: Tensor, hidden: Tensor) -> _Measured:
-        if self.kind.measure == "softmax":
+    def _measure(
+        self, previous: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, ops.SoftmaxConfidence | None]:
+        """The confidence of every row, and what the head gives where that is what measures."""
+        kind = self.kind
+        if kind.measure == "softmax":
             head = self._model.confidence(hidden)
-            return _Measured(head.confidence, head.token, head.top_logit - head.logsumexp)
-        return _Measured(
-            measure_states(self.kind.measure, self.kind.classifier, previous, hidden), None, None
+            return head.confidence, head
+        return measure_states(kind.measure, kind.classifier, previous, hidden), None
+
+    def _accept(
+        self, index: int, previous: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, ops.SoftmaxConfidence | None, ops.AcceptMask]:
+        """The same at an exit point, and who is accepted there."""
+        kind, given = self.kind, self._given.device
+        accept = ops.AcceptRows(
+            given["thresholds"][index], kind.points[index], given["status"], self._accepted_at
         )
-
-    def _keep(self, who: Tensor, layers_run: int, hidden: Tensor, measured: _Measured) -> None:
-        """Rows ``who`` (bool [num_rows]) leave here, for all that is known."""
-        self._exit_layer.masked_fill_(who, layers_run)
-        _put_where(self._final, who[:, None], hidden)
-        _put_where(self._confidence, who, measured.confidence)
-        if measured.token is not None and measured.logprob is not None:
-            _put_where(self._token, who, measured.token)
-            _put_where(self._logprob, who, measured.logprob)
-
-
-class _Measured(NamedTuple):
-    """What an exit point tells of every row."""
-
-    confidence: Tensor
-    """float32 [num_rows]"""
-    token: Tensor | None
-    """int64 [num_rows], when the head was run."""
-    logprob: Tensor | None
-    """float32 [num_rows], of the token."""
-
-
-def _put_where(into: Tensor, who: Tensor, values: Tensor) -> None:
-    torch.where(who, values, into, out=into)
+        if kind.measure == "softmax":
+            head = self._model.confidence(hidden)
+            return head.confidence, head, ops.accept_mask(head.confidence, *accept)
+        confidence, mask = accept_states(kind.measure, kind.classifier, previous, hidden, accept)
+        return confidence, None, mask

@@ -36,6 +36,10 @@ __all__ = ["Flight", "Plan", "PlannedDecoding", "on_host"]
 class Plan(Protocol):
     """What decodes one iteration, once its rows are loaded."""
 
+    def send(self) -> None:
+        """Have its rows sent to the device, where a run may change what it was given."""
+        ...
+
     def run(self, control: Control) -> None:
         """Everything from the first embedding to the last token."""
         ...

@@ -7,9 +7,12 @@ what is behind the last step that any row takes is skipped. Greedy rows only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
+from eecore import ops
 from eecore.decoding.decode_plan import Control, take_over, write_page_table, write_sources
 from eecore.decoding.twin_memory import HostSide, TwinMemory
 from eecore.exits import SelfSpeculative
@@ -95,49 +98,64 @@ class SpeculativePlan:
                 "sources": (torch.int64, row),
                 "page_table": (torch.int32, (num_rows, max_pages)),
                 "max_drafts": (torch.int64, row),
-                "thresholds": (torch.float64, row),
+                "thresholds": (torch.float32, row),
                 "stop_ids": (torch.int64, (num_rows, max_stops)),
             },
         )
-        self._page_table = self._given.device["page_table"]
+        self._loaded = self._given.host()
+        given = self._given.device
+        self._page_table = given["page_table"]
         # Where each sequence is in its text, and how much of it is left.
         self._first_position = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._tokens_left = torch.zeros_like(self._first_position)
         self._most = torch.zeros_like(self._first_position)
         self._slots = torch.zeros(per_token, dtype=torch.int64, device=device)
-        # The round: its first token, then the drafts; states after the drafting layers.
-        self._tokens = torch.zeros(per_token, dtype=torch.int64, device=device)
-        shape = *per_token, model.config.hidden_size
-        self._states = torch.zeros(shape, dtype=model.dtype, device=device)
-        self._drafts = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._results = TwinMemory(
             device,
             {
                 "num_drafted": (torch.int64, row),
                 "num_accepted": (torch.int64, row),
-                "drafts": (torch.int64, per_draft),
+                "tokens": (torch.int64, per_token),  # the first, then the drafts
                 "draft_confidences": (torch.float32, per_draft),
                 "target": (torch.int64, per_token),
                 "confidences": (torch.float32, per_token),
                 "logprobs": (torch.float32, per_token),
             },
         )
-        self._num_drafted = self._results.device["num_drafted"]
+        results = self._results.device
+        shape = *per_token, model.config.hidden_size
+        whole: Any = {"dtype": torch.int64, "device": device}
+        self._round = ops.DraftRound(
+            thresholds=given["thresholds"],
+            stop_tokens=given["stop_ids"],
+            max_drafts=self._most,
+            round_slots=self._slots,
+            states=torch.zeros(shape, dtype=model.dtype, device=device),
+            tokens=results["tokens"],
+            confidences=results["draft_confidences"],
+            num_drafted=results["num_drafted"],
+            drafting=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            last_token=torch.zeros(num_rows, **whole),
+            positions=torch.zeros(num_rows, **whole),
+            slot_mapping=torch.zeros(num_rows, **whole),
+            seq_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            all_done=torch.zeros(1, dtype=torch.bool, device=device),
+        )
         # What never changes.
         self._steps = torch.arange(steps + 1, device=device)
         self._starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
     def load(self, rows: list[SpeculativeRow]) -> None:
         """Say who speculates next: at most ``num_rows`` sequences."""
-        side = self._given.host()
-        given = side.tensors
+        self._loaded = self._given.host()
+        given = self._loaded.tensors
         padding, most_stops = self.num_rows - len(rows), given["stop_ids"].shape[1]
         for name, values, filler in (
             ("token_ids", [row.token_id for row in rows], 0),
             ("positions", [row.position for row in rows], 0),
             ("tokens_left", [row.tokens_left for row in rows], 0),
             ("max_drafts", [row.max_drafts for row in rows], -1),
-            ("thresholds", [row.draft_threshold for row in rows], 0.0),
+            ("thresholds", [_rounded_up(row.draft_threshold) for row in rows], 0.0),
             (
                 "stop_ids",
                 [row.stop_ids + [-1] * (most_stops - len(row.stop_ids)) for row in rows],
@@ -147,7 +165,11 @@ class SpeculativePlan:
             given[name].numpy()[:] = [*values, *([filler] * padding)]
         write_sources(given["sources"], [row.follows for row in rows])
         write_page_table(given["page_table"], [row.pages for row in rows])
-        self._given.send(side)
+        self.send()
+
+    def send(self) -> None:
+        """Have what was loaded sent to the device."""
+        self._given.send(self._loaded)
 
     def run(self, control: Control) -> None:
         """Draft until no row goes on, then verify."""
@@ -164,7 +186,7 @@ class SpeculativePlan:
         got = {name: tensor[:count].tolist() for name, tensor in side.wait().tensors.items()}
         return [
             Round(
-                got["drafts"][i][:drafts],
+                got["tokens"][i][1 : drafts + 1],
                 got["draft_confidences"][i][:drafts],
                 got["num_accepted"][i],
                 got["target"][i][: drafts + 1],
@@ -182,60 +204,54 @@ class SpeculativePlan:
         sources, accepted = given["sources"], results["num_accepted"]
         emitted = accepted + 1
         last = results["target"].gather(1, accepted[:, None])[:, 0]
-        self._tokens[:, 0] = take_over(last, given["token_ids"], sources)
+        token = take_over(last, given["token_ids"], sources)
         position = take_over(self._first_position + emitted, given["positions"], sources)
         left = take_over(self._tokens_left - emitted, given["tokens_left"], sources)
         self._first_position.copy_(position)
         self._tokens_left.copy_(left)
         torch.minimum(given["max_drafts"], left - 1, out=self._most)
-        self._num_drafted.zero_()
-        torch.gt(self._most, 0, out=self._drafts)
         at = position[:, None] + self._steps
         page = self._page_table.gather(1, (at // size).clamp(max=self._page_table.shape[1] - 1))
         slots = (page.long() * size + at % size).masked_fill(self._steps > self._most[:, None], -1)
         self._slots.copy_(slots)
 
+        first = self._round
+        torch.gt(self._most, 0, out=first.drafting)
+        first.tokens[:, 0] = token
+        first.num_drafted.zero_()
+        first.last_token.copy_(token)
+        first.positions.copy_(position)
+        rests = ~first.drafting
+        first.slot_mapping.copy_(slots[:, 0].masked_fill(rests, -1))
+        first.seq_lens.copy_((position + 1).masked_fill(rests, 1))
+
     def _draft_from(self, step: int, control: Control) -> None:
         """One more token of every row that drafts, and what is behind it."""
-        drafts = self._drafts
-        positions = self._first_position + step
+        now = self._round
         batch = AttentionBatch(
-            positions,
-            self._slots[:, step].masked_fill(~drafts, -1),
-            self._page_table,
-            (positions + 1).masked_fill(~drafts, 1).to(torch.int32),
-            self._starts,
+            now.positions, now.slot_mapping, self._page_table, now.seq_lens, self._starts
         )
-        hidden = self._model.embed(self._tokens[:, step])
+        hidden = self._model.embed(now.last_token)
         hidden = self._model.layers(0, self.kind.exit_layer, hidden, self._kv, batch)
-        head = self._model.confidence(hidden)
-        self._states[:, step] = hidden
-        self._tokens[:, step + 1] = head.token
-        self._results.device["draft_confidences"][:, step] = head.confidence
-        self._num_drafted += drafts
-        ends = (head.token[:, None] == self._given.device["stop_ids"]).any(1)
-        drafts &= (head.confidence.double() >= self._given.device["thresholds"]) & ~ends
-        drafts &= self._num_drafted < self._most
+        ops.append_drafts(hidden, self._model.confidence(hidden), step, now)
         if step + 1 < self.kind.num_drafts:
-            control.unless(~drafts.any().view(1), lambda: self._draft_from(step + 1, control))
+            control.unless(now.all_done, lambda: self._draft_from(step + 1, control))
 
     def _verify(self) -> None:
         """The last token through the drafting layers, then all through the others."""
-        model, exit_layer = self._model, self.kind.exit_layer
+        model, exit_layer, made = self._model, self.kind.exit_layer, self._round
         rows, steps = self.num_rows, self._steps
-        last = self._num_drafted[:, None]
-        is_padding = self._most < 0
-        positions = self._first_position + self._num_drafted
+        last = made.num_drafted[:, None]
         batch = AttentionBatch(
-            positions,
+            made.positions,
             self._slots.gather(1, last)[:, 0],
             self._page_table,
-            (positions + 1).masked_fill(is_padding, 1).to(torch.int32),
+            (made.positions + 1).masked_fill(self._most < 0, 1).to(torch.int32),
             self._starts,
         )
-        hidden = model.embed(self._tokens.gather(1, last)[:, 0])
+        hidden = model.embed(made.last_token)
         hidden = model.layers(0, exit_layer, hidden, self._kv, batch)
-        self._states.scatter_(1, last[:, :, None].expand(-1, 1, hidden.shape[1]), hidden[:, None])
+        made.states.scatter_(1, last[:, :, None].expand(-1, 1, hidden.shape[1]), hidden[:, None])
 
         at = self._first_position[:, None] + steps
         batch = AttentionBatch(
@@ -245,13 +261,22 @@ class SpeculativePlan:
             (self._first_position + len(steps)).to(torch.int32),
             self._starts * len(steps),
         )
-        hidden = self._states.view(rows * len(steps), -1)
+        hidden = made.states.view(rows * len(steps), -1)
         hidden = model.layers(exit_layer, model.config.num_layers, hidden, self._kv, batch)
         head = model.confidence(hidden)
         results, target = self._results.device, head.token.view(rows, -1)
         results["target"].copy_(target)
         results["confidences"].copy_(head.confidence.view(rows, -1))
-        results["logprobs"].copy_((head.top_logit - head.logsumexp).view(rows, -1))
-        results["drafts"].copy_(self._tokens[:, 1:])
-        stands = (self._tokens[:, 1:] == target[:, :-1]) & (steps[:-1] < last)
+        torch.sub(
+            head.top_logit.view(rows, -1), head.logsumexp.view(rows, -1), out=results["logprobs"]
+        )
+        stands = (made.tokens[:, 1:] == target[:, :-1]) & (steps[:-1] < last)
         torch.sum(stands.cumprod(1), 1, out=results["num_accepted"])
+
+
+def _rounded_up(threshold: float) -> float:
+    """The smallest float32 that is not below it: the same float32 numbers reach both."""
+    rounded = np.float32(threshold)
+    if float(rounded) < threshold:
+        rounded = np.nextafter(rounded, np.float32(np.inf))
+    return float(rounded)

@@ -1,0 +1,27 @@
+// A row of a tensor from one place to another, whatever its elements are.
+#pragma once
+
+#include <cstdint>
+
+#include "eecore/element.cuh"
+
+namespace eecore::cuda {
+
+// The share of one thread of `threads`; elements are of 2 bytes, or of 4.
+__device__ __forceinline__ void copy_row(const void* from, void* to, int64_t bytes, int thread,
+                                         int threads) {
+  const uint16_t* source = static_cast<const uint16_t*>(from);
+  uint16_t* target = static_cast<uint16_t*>(to);
+  constexpr int kPerAccess = 16 / sizeof(uint16_t);
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(uint16_t));
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
+  const int64_t whole = aligned ? count / kPerAccess * kPerAccess : 0;
+#pragma unroll 2
+  for (int64_t i = int64_t{thread} * kPerAccess; i < whole; i += int64_t{threads} * kPerAccess) {
+    store16(target + i, load16(source + i));
+  }
+  for (int64_t i = whole + thread; i < count; i += threads) target[i] = source[i];
+}
+
+}  // namespace eecore::cuda
