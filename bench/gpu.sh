@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # All that only a GPU can tell, in one command: builds for the GPU that is there, runs the tests on it,
 # looks for bad accesses and races, times the ops beside their peers, and decoding end to end beside
-# transformers. Under 8 minutes; no download.
+# transformers. No download.
 #
-#   bench/gpu.sh [FOLDER]     FOLDER gets gpu-<device>[-decode].json and .md, and the logs (bench/results)
+#   bench/gpu.sh [FOLDER [PART...]]
+#
+#   FOLDER      gets gpu-<device>[-decode].json and .md, and the logs (bench/results)
+#   PART        tests, bench, decode, runtime, memcheck, racecheck: these instead of all, behind the build.
+#               All take under 14 minutes, the first three under 8
 #
 #   PYTHON      an interpreter that has torch >= 2.10 for CUDA, pybind11, cmake, ninja, setuptools, pytest and
 #               pytest-timeout (python3); nothing is installed into it
@@ -11,7 +15,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+all_parts=(tests bench decode runtime memcheck racecheck)
 folder=${1:-bench/results}
+parts=("${@:2}")
 python=${PYTHON:-python3}
 begin=$SECONDS
 failed=0
@@ -19,6 +25,10 @@ failed=0
 die() {
   printf 'gpu.sh: %s\n' "$*" >&2
   exit 2
+}
+
+wants() { # PART
+  [ ${#parts[@]} -eq 0 ] || [[ " ${parts[*]} " == *" $1 "* ]]
 }
 
 # The name of the device for files, and its architecture for CMake.
@@ -69,6 +79,9 @@ pytest_on_cuda() { # NAME SECONDS PREFIX...: the tests of the backend cuda
     --durations=5
 }
 
+for part in "${parts[@]}"; do
+  [[ " ${all_parts[*]} " == *" $part "* ]] || die "expected parts among ${all_parts[*]}, got $part"
+done
 mkdir -p "$folder"
 device=$(describe_device) || die "no GPU to measure on"
 read -r name arch <<<"$device"
@@ -84,22 +97,32 @@ trap 'rm -f "$steps"' EXIT
 
 step build 240 env EECORE_CUDA=ON EECORE_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace
 if [ $failed -ne 0 ]; then die "the build failed: see $folder/gpu-build.log"; fi
-pytest_on_cuda tests 150
-step bench 140 env PYTHONPATH=python:bench "$python" bench/bench_gpu.py --seconds 110 \
-  --json "$folder/gpu-$name.json" --markdown "$folder/gpu-$name.md"
-step decode 130 env PYTHONPATH=python:bench "$python" bench/bench_gpu_decode.py --seconds 90 \
-  --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
-sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
-if [ -x "$sanitizer" ]; then
-  # What is left of 8 minutes, memory first.
-  reduced=(EECORE_REDUCED_CASES=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9)
-  left=$((470 - (SECONDS - begin)))
-  if [ $left -gt 40 ]; then pytest_on_cuda memcheck $((left * 3 / 5)) "${reduced[@]}" --tool memcheck; fi
-  left=$((470 - (SECONDS - begin)))
-  if [ $left -gt 40 ]; then pytest_on_cuda racecheck "$left" "${reduced[@]}" --tool racecheck; fi
-else
-  printf 'memcheck, racecheck\tno compute-sanitizer on this machine\t0\t\n' >>"$steps"
+if wants tests; then pytest_on_cuda tests 150; fi
+if wants bench; then
+  step bench 140 env PYTHONPATH=python:bench "$python" bench/bench_gpu.py --seconds 110 \
+    --json "$folder/gpu-$name.json" --markdown "$folder/gpu-$name.md"
 fi
+if wants decode; then
+  step decode 130 env PYTHONPATH=python:bench "$python" bench/bench_gpu_decode.py --seconds 90 \
+    --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
+fi
+if wants runtime; then # every test of the runtime, half of them each way
+  for way in plain captured; do
+    step "runtime-$way" 120 env PYTHONPATH=python EECORE_TEST_DEVICE=cuda EECORE_TEST_DECODING=$way \
+      EECORE_ONE_CASE_IN=2 "$python" -m pytest tests/runtime -p no:cacheprovider --timeout=120 \
+      --ignore=tests/runtime/test_cli.py --ignore=tests/runtime/test_demo.py --durations=5
+  done
+fi
+sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
+for tool in memcheck racecheck; do
+  if ! wants $tool; then continue; fi
+  if [ -x "$sanitizer" ]; then
+    pytest_on_cuda $tool 120 EECORE_REDUCED_CASES=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+      "$sanitizer" --error-exitcode 9 --tool $tool
+  else
+    printf '%s\tno compute-sanitizer on this machine\t0\t\n' $tool >>"$steps"
+  fi
+done
 
 "$python" bench/gpu_steps.py "$steps" "$folder/gpu-$name.json" "$folder/gpu-$name.md"
 printf '== %s s; %s\n' "$((SECONDS - begin))" "$folder/gpu-$name.md" >&2

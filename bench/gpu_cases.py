@@ -432,6 +432,56 @@ def accept_work(num_seqs: int, device: torch.device) -> Work:
     return Work(lambda: ops.accept_mask(confidence, thresholds, 3, status, exit_layer))
 
 
+def exit_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+    """Every row leaves, in every call; what brings them back before is timed with it."""
+    hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
+    confidence = torch.rand(num_seqs, device=device)
+    token = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+    head = ops.SoftmaxConfidence(confidence, token, confidence, confidence)
+    rows = ops.ExitingRows(
+        gone=torch.zeros(num_seqs, dtype=torch.bool, device=device),
+        slot_mapping=token.clone(),
+        seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
+        hidden=torch.empty_like(hidden),
+        confidence=torch.empty_like(confidence),
+        exit_layer=torch.zeros(num_seqs, dtype=torch.int32, device=device),
+        token=token.clone(),
+        logprob=torch.empty_like(confidence),
+    )
+
+    def leave() -> None:
+        rows.gone.zero_()
+        ops.exit_rows(hidden, confidence, 3, rows, head=head)
+
+    return Work(leave)
+
+
+def draft_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+    steps = 8
+    hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
+    confidence = torch.ones(num_seqs, device=device)
+    token = torch.ones(num_seqs, dtype=torch.int64, device=device)
+    head = ops.SoftmaxConfidence(confidence, token, confidence, confidence)
+    per_token = torch.zeros(num_seqs, steps + 1, dtype=torch.int64, device=device)
+    draft_round = ops.DraftRound(
+        thresholds=torch.zeros(num_seqs, device=device),
+        stop_tokens=torch.full((num_seqs, 2), -1, device=device),
+        max_drafts=torch.full((num_seqs,), steps, device=device),
+        round_slots=per_token,
+        states=torch.empty(num_seqs, steps + 1, hidden_size, dtype=dtype, device=device),
+        tokens=per_token.clone(),
+        confidences=torch.zeros(num_seqs, steps, device=device),
+        num_drafted=torch.zeros_like(token),
+        drafting=torch.ones(num_seqs, dtype=torch.bool, device=device),
+        last_token=token.clone(),
+        positions=torch.zeros_like(token),
+        slot_mapping=torch.zeros_like(token),
+        seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
+        all_done=torch.zeros(1, dtype=torch.bool, device=device),
+    )
+    return Work(lambda: ops.append_drafts(hidden, head, 0, draft_round))
+
+
 def append_work(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Work:
     qkv = torch.randn(num_tokens, 48, 128, device=device).to(dtype)
     q, k, v = qkv.split((32, 8, 8), dim=1)
@@ -475,6 +525,20 @@ def small_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterato
         )
         yield Case(
             "accept_mask", f"B={b}", 18 * b, lambda b=b: accept_work(b, device), microseconds=5
+        )
+        yield Case(
+            "exit_rows",
+            f"hidden {hidden_size}, B={b}, and a fill",
+            2 * b * row,
+            lambda b=b: exit_work(b, hidden_size, dtype, device),
+            microseconds=5,
+        )
+        yield Case(
+            "append_drafts",
+            f"hidden {hidden_size}, B={b}",
+            2 * b * row,
+            lambda b=b: draft_work(b, hidden_size, dtype, device),
+            microseconds=5,
         )
         yield Case(
             "append_kv",

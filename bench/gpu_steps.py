@@ -1,4 +1,5 @@
 """Adds how gpu.sh's steps ended to the JSON and the table of bench_gpu.py, and prints both tables.
+Of a step that is there already the later outcome stays.
 
 python bench/gpu_steps.py STEPS.tsv RESULT.json RESULT.md
 """
@@ -16,11 +17,13 @@ def main(steps_file: str, json_file: str, markdown_file: str) -> None:
     steps = [dict(zip(fields, line.split("\t"), strict=True)) for line in lines]
     result_file, table_file = Path(json_file), Path(markdown_file)
     result = json.loads(result_file.read_text()) if result_file.exists() else {}
-    result_file.write_text(json.dumps({**result, "steps": steps}, indent=1) + "\n")
-    rows = ["| step | outcome | s | |", "|---|---|---:|---|"]
-    rows += [f"| {' | '.join(step.values())} |" for step in steps]
+    known = {step["step"]: step for step in [*result.get("steps", []), *steps]}
+    result_file.write_text(json.dumps({**result, "steps": [*known.values()]}, indent=1) + "\n")
+    head = "| step | outcome | s | |"
+    rows = [head, "|---|---|---:|---|"]
+    rows += [f"| {' | '.join(step.values())} |" for step in known.values()]
     table = table_file.read_text() if table_file.exists() else ""
-    table_file.write_text(table + "\n" + "\n".join(rows) + "\n")
+    table_file.write_text(table.partition(head)[0].rstrip() + "\n\n" + "\n".join(rows) + "\n")
     print(table_file.read_text())
 
 

@@ -140,3 +140,28 @@ def test_the_gpu_script_says_what_it_lacks(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "expected a GPU that torch" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", ROOT / "bench" / "gpu.sh", tmp_path / "new", "tests", "tset"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    expected = "expected parts among tests bench decode runtime memcheck racecheck, got tset"
+    assert expected in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_gpu_scripts_parts_share_their_table(tmp_path: Path) -> None:
+    steps, result, table = (tmp_path / name for name in ("steps.tsv", "a.json", "a.md"))
+    result.write_text('{"ops": 1}')
+    table.write_text("# Times\n")
+    for lines in ("build\tpassed\t9\t\ntests\tFAILED (1)\t3\t1 failed\n", "tests\tpassed\t4\t\n"):
+        steps.write_text(lines)
+        gpu_steps.main(str(steps), str(result), str(table))
+    outcomes = {step["step"]: step["outcome"] for step in json.loads(result.read_text())["steps"]}
+    assert outcomes == {"build": "passed", "tests": "passed"}
+    assert table.read_text().count("| step |") == 1
+    assert table.read_text().startswith("# Times\n\n| step |")

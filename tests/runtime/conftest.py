@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import load
 
 import eecore
 from reference_decoding import ReferenceModel
@@ -30,7 +31,7 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_directory: Path) -> eecore.Model:
-    return eecore.load(tiny_directory, device="cpu", kv_cache_tokens=2048)
+    return load(tiny_directory, kv_cache_tokens=2048)
 
 
 @pytest.fixture(scope="session")
@@ -48,4 +49,4 @@ def agreeing_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def agreeing(agreeing_directory: Path) -> eecore.Model:
-    return eecore.load(agreeing_directory, device="cpu", kv_cache_tokens=2048)
+    return load(agreeing_directory, kv_cache_tokens=2048)

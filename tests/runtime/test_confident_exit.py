@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import eecore
+from devices import load, plain_only
 from eecore import ConfidentExit, ExitClassifier, ops
 from eecore.exits import Measure
+from eecore.models import LlamaModel
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
 
@@ -93,7 +95,7 @@ def test_algorithm_1(
 )
 def test_algorithm_1_on_other_families(tmp_path: Path, family: str, batch: str) -> None:
     directory = write_model(tmp_path, family)
-    model = eecore.load(directory, device="cpu", kv_cache_tokens=512)
+    model = load(directory, kv_cache_tokens=512)
     outputs = check_against_reference(
         model, ReferenceModel(directory), ConfidentExit(0.2, batch=batch, decay_tau=1.0)
     )
@@ -106,20 +108,23 @@ class WorkRecorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fills: list[int] = []
         self.stretches: Counter[tuple[int, int]] = Counter()
-        decoder_layers, kv_fill = ops.decoder_layers, ops.kv_fill
+        layers, kv_fill = LlamaModel.layers, ops.kv_fill
 
-        def recorded_layers(*args: Any, begin_layer: int, end_layer: int, **kwargs: Any) -> Any:
-            self.stretches[begin_layer, end_layer] += 1
-            return decoder_layers(*args, begin_layer=begin_layer, end_layer=end_layer, **kwargs)
+        def recorded_layers(
+            model: LlamaModel, begin: int, end: int, *args: Any, **skips: Any
+        ) -> Any:
+            self.stretches[begin, end] += 1
+            return layers(model, begin, end, *args, **skips)
 
         def recorded_fill(hidden: Any, *args: Any, **kwargs: Any) -> Any:
             self.fills.append(hidden.shape[0])
             return kv_fill(hidden, *args, **kwargs)
 
-        monkeypatch.setattr(ops, "decoder_layers", recorded_layers)
+        monkeypatch.setattr(LlamaModel, "layers", recorded_layers)
         monkeypatch.setattr(ops, "kv_fill", recorded_fill)
 
 
+@plain_only
 @pytest.mark.parametrize("batch", ["each", "all"])
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
 def test_work_is_really_saved(
@@ -145,6 +150,7 @@ def test_work_is_really_saved(
         assert output.stats.fill_calls == 5
 
 
+@plain_only
 @pytest.mark.parametrize(
     ("measure", "stretches"),
     [("softmax", [(0, 1), (1, 3), (3, 4)]), ("state", [(0, 1), (1, 2), (2, 3), (3, 4)])],

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import load, plain_only
 
 import eecore
 from eecore import (
@@ -271,7 +272,7 @@ def test_the_models_own_end_of_sequence(tmp_path: Path, tiny: eecore.Model) -> N
     (free,) = eecore.generate(tiny, [[1, 2, 3]], max_tokens=12, ignore_eos=True)
     token = free.token_ids[5]
     directory = write_model(tmp_path, eos_token_id=[300, token])
-    model = eecore.load(directory, device="cpu", kv_cache_tokens=256)
+    model = load(directory, kv_cache_tokens=256)
     for policy in (Full(), SelfSpeculative(2, 8)):
         (output,) = eecore.generate(model, [[1, 2, 3]], exit=policy, max_tokens=12)
         assert output.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
@@ -460,7 +461,7 @@ def test_request_ids(agreeing: eecore.Model) -> None:
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
-    model = eecore.load(write_model(tmp_path, tokenizer=False), device="cpu", kv_cache_tokens=256)
+    model = load(write_model(tmp_path, tokenizer=False), kv_cache_tokens=256)
     assert model.tokenizer is None
     (output,) = eecore.generate(model, [1, 2, 3], max_tokens=4, ignore_eos=True)
     assert output.text is None
@@ -517,7 +518,7 @@ def test_stats_add_up(agreeing: eecore.Model) -> None:
 
 
 def test_sampling_from_a_broken_model_is_an_error(tmp_path: Path) -> None:
-    model = eecore.load(write_model(tmp_path), device="cpu", kv_cache_tokens=256)
+    model = load(write_model(tmp_path), kv_cache_tokens=256)
     for policy in (Full(), SelfSpeculative(2, 3)):
         stream = eecore.stream(model, [[1, 2]], exit=policy, sampling=SAMPLED)
         next(stream)
@@ -546,6 +547,7 @@ class Bomb:
         monkeypatch.setattr(Runner, "sweep", explosive)
 
 
+@plain_only
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("passes", [1, 4])
 def test_generate_after_a_failure(

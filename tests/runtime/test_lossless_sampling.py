@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import load
 from scipy.stats import chisquare
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -54,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
     )
     scale_layers(directory, {1: 0.6})
     config = EngineConfig(kv_cache_tokens=16384, page_size=8, max_num_seqs=512)
-    return eecore.load(directory, device="cpu", engine=config)
+    return load(directory, engine=config)
 
 
 @pytest.fixture(scope="module")

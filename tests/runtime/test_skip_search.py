@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import load
 from safetensors.torch import load_file, save_file
 
 import eecore
@@ -27,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
     tensors["model.layers.1.self_attn.o_proj.weight"].zero_()
     tensors["model.layers.2.mlp.down_proj.weight"].zero_()
     save_file(tensors, path, metadata={"format": "pt"})
-    return eecore.load(directory, device="cpu", kv_cache_tokens=512)
+    return load(directory, kv_cache_tokens=512)
 
 
 def test_predicted_speedup_by_hand() -> None:
@@ -125,7 +126,7 @@ def test_texts_that_cannot_be_searched(model: eecore.Model, tmp_path: Path) -> N
         search_skipped_sublayers(model.network, [[1], []])
     with pytest.raises(RequestError, match="texts: expected at most 512 tokens each, got 513"):
         search_skipped_sublayers(model.network, [[1] * 513])
-    bare = eecore.load(write_model(tmp_path, tokenizer=False), device="cpu", kv_cache_tokens=64)
+    bare = load(write_model(tmp_path, tokenizer=False), kv_cache_tokens=64)
     with pytest.raises(RequestError, match="texts: expected a model with a tokenizer"):
         eecore.search_skipped_sublayers(bare, ["text"])
     with pytest.raises(RequestError, match="max_skipped: expected 1 or more, got 0"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import load, plain_only
 
 import eecore
 from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative
@@ -68,7 +69,7 @@ def test_drafts_that_are_mostly_wrong_change_nothing(tiny: eecore.Model, policy:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_windows", "llama_tied"])
 def test_other_families(tmp_path: Path, family: str) -> None:
-    model = eecore.load(write_model(tmp_path, family), device="cpu", kv_cache_tokens=1024)
+    model = load(write_model(tmp_path, family), kv_cache_tokens=1024)
     expected = tokens_of(model, PROMPTS[:4])
     for policy in (SelfSpeculative(2, 4), DraftAndVerify({1}, {2})):
         assert tokens_of(model, PROMPTS[:4], exit=policy) == expected
@@ -104,6 +105,7 @@ def test_stops_inside_a_run_of_accepted_drafts(
     assert seen_inside or isinstance(policy, DraftAndVerify)
 
 
+@plain_only
 def test_nothing_runs_behind_a_drafted_end(
     agreeing: eecore.Model, full_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def prefilled(
     return engine
 
 
+@plain_only
 @pytest.mark.parametrize(("exit_layer", "num_drafts"), [(1, 3), (2, 5), (4, 2)])
 def test_no_position_runs_through_a_layer_twice_in_a_round(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, exit_layer: int, num_drafts: int

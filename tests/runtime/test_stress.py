@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from devices import load
 from test_confident_exit import mlp_classifier
 
 import eecore
@@ -91,7 +92,7 @@ def same(output: Output, alone: Output) -> bool:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
     directory = write_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=3, seed=8)
-    return eecore.load(scale_layers(directory, {1: 0.3, 2: 0.3}), device="cpu", kv_cache_tokens=64)
+    return load(scale_layers(directory, {1: 0.3, 2: 0.3}), kv_cache_tokens=64)
 
 
 @pytest.fixture(scope="module")
