@@ -315,10 +315,13 @@ def test_the_setting(agreeing_directory: Path, device: str, decoding: str, mode:
     assert given[0] == given[1]
 
 
-def test_captured_is_for_cuda(tiny: eecore.Model) -> None:
+def test_captured_is_for_cuda(tiny: eecore.Model, tiny_directory: Path) -> None:
     assert tiny.engine(EngineConfig(decoding="planned")).captures == []
-    with pytest.raises(ValueError, match="expected plain or planned on cpu, got captured"):
+    said = "expected plain or planned on cpu, got captured"
+    with pytest.raises(eecore.ModelError, match=said):
         tiny.engine(EngineConfig(decoding="captured"))
+    with pytest.raises(eecore.ModelError, match=said):
+        eecore.load(tiny_directory, device="cpu", decoding="captured")
     with pytest.raises(ValueError, match=r"decoding: expected plain, planned, .*, got 'fast'"):
         EngineConfig(decoding="fast")
 

@@ -167,6 +167,12 @@ def generate(
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Positions in the KV cache.")
     ] = None,
+    decoding: Annotated[
+        str | None,
+        typer.Option(
+            help="plain or planned; on CUDA also captured or polled.", show_default="plain"
+        ),
+    ] = None,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Continue prompts: text as it comes, or JSON lines."""
@@ -194,8 +200,10 @@ def generate(
     directory = check_path(model)
     prompts = read_prompts(prompt, file)
 
-    from eecore.config import SamplingParams
+    from eecore.config import DECODINGS, SamplingParams
 
+    if decoding is not None and decoding not in DECODINGS:
+        raise UsageError(f"--decoding: expected {', '.join(DECODINGS)}, got {decoding}")
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -217,6 +225,7 @@ def generate(
         dtype=dtype,
         weights=weights,
         kv_cache_tokens=kv_cache_tokens,
+        decoding=decoding,
     )
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)

@@ -18,6 +18,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.confident import accept_states, measure_states
 from eecore.decoding.twin_memory import HostSide, TwinMemory
+from eecore.engine.batch import fill_page_table
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
@@ -29,7 +30,6 @@ __all__ = [
     "OnHost",
     "kind_of",
     "take_over",
-    "write_page_table",
     "write_sources",
 ]
 
@@ -102,14 +102,6 @@ def kind_of(policy: Exit, num_layers: int) -> DecodeKind | None:
         together = policy.batch == "all"
         return DecodeKind(num_layers, points, policy.measure, together, policy.classifier)
     return None
-
-
-def write_page_table(table: Tensor, pages: list[list[int]]) -> None:
-    """Each sequence's pages into int32 [num_rows, max_pages] on the host; the rest is 0."""
-    rows = table.numpy()
-    rows[:] = 0
-    for i, own in enumerate(pages):
-        rows[i, : len(own)] = own
 
 
 def write_sources(sources: Tensor, follows: list[int | None]) -> None:
@@ -207,7 +199,7 @@ class DecodePlan:
         ):
             given[name].numpy()[:] = values + [filler] * padding
         write_sources(given["sources"], [row.follows for row in rows])
-        write_page_table(given["page_table"], [row.pages for row in rows])
+        fill_page_table(given["page_table"].numpy(), [row.pages for row in rows])
         thresholds = given["thresholds"].numpy()
         thresholds[:] = np.inf
         for i, row in enumerate(rows):

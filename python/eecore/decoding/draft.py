@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eecore.decoding.draft_stop import stop_rule
 from eecore.decoding.heads import Heads, read_heads
+from eecore.engine.batch import fill_page_table
 from eecore.engine.runner import Runner
 from eecore.engine.sampling import filtered_probs, generator_of, pick
 from eecore.engine.scheduler import Work
@@ -113,9 +114,7 @@ def _batches(runner: Runner, rows: list[tuple[Work, Draft]]) -> Iterator[Attenti
     begins = [work.sequence.num_tokens - 1 + len(draft.tokens) for work, draft in rows]
     positions = np.add.outer(np.arange(steps), np.array(begins))  # [steps, rows]
     pages = [work.sequence.pages for work, _ in rows]
-    table = np.zeros((count, max(map(len, pages))), dtype=np.int32)
-    for i, own in enumerate(pages):
-        table[i, : len(own)] = own
+    table = fill_page_table(np.empty((count, max(map(len, pages))), dtype=np.int32), pages)
     column = np.minimum(positions // page_size, table.shape[1] - 1)  # rows end before others do
     slots = table[np.arange(count), column].astype(np.int64) * page_size + positions % page_size
     at, to = runner.tensor(positions), runner.tensor(slots)

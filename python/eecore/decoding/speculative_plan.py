@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from eecore import ops
-from eecore.decoding.decode_plan import Control, take_over, write_page_table, write_sources
+from eecore.decoding.decode_plan import Control, take_over, write_sources
 from eecore.decoding.twin_memory import HostSide, TwinMemory
+from eecore.engine.batch import fill_page_table
 from eecore.exits import SelfSpeculative
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
@@ -164,7 +165,7 @@ class SpeculativePlan:
         ):
             given[name].numpy()[:] = [*values, *([filler] * padding)]
         write_sources(given["sources"], [row.follows for row in rows])
-        write_page_table(given["page_table"], [row.pages for row in rows])
+        fill_page_table(given["page_table"].numpy(), [row.pages for row in rows])
         self.send()
 
     def send(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eecore.models import AttentionBatch
 
-__all__ = ["BoolArray", "Int64Array", "RowBuilder", "Rows"]
+__all__ = ["BoolArray", "Int64Array", "RowBuilder", "Rows", "fill_page_table"]
 
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
@@ -89,6 +89,14 @@ class Rows:
         )
 
 
+def fill_page_table(table: Int32Array, pages: list[list[int]]) -> Int32Array:
+    """Write each sequence's pages into ``table`` [num_rows, max_pages], then zeros; returns it."""
+    table[:] = 0
+    for i, own in enumerate(pages):
+        table[i, : len(own)] = own
+    return table
+
+
 @dataclass
 class RowBuilder:
     """Collects rows sequence by sequence."""
@@ -129,7 +137,7 @@ class RowBuilder:
 
     def build(self) -> Rows:
         width = max(map(len, self._pages), default=0)
-        page_tables = [pages + [0] * (width - len(pages)) for pages in self._pages]
+        page_tables = np.empty((len(self._pages), width), dtype=np.int32)
 
         def array(values: list[int]) -> Int64Array:
             return np.array(values, dtype=np.int64)
@@ -141,7 +149,7 @@ class RowBuilder:
             sequence=array(self._sequence),
             enter=array(self._enter),
             leave=array(self._leave),
-            page_tables=np.array(page_tables, dtype=np.int32).reshape(len(page_tables), width),
+            page_tables=fill_page_table(page_tables, self._pages),
             seq_lens=np.array(self._seq_lens, dtype=np.int32),
             starts=np.array([*self._starts, len(self._positions)], dtype=np.int32),
             leave_alike=self._leave[0] if len(set(self._leave)) == 1 else 0,

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
+import torch
+
 from eecore.config import Decoding, EngineConfig, SamplingParams
 from eecore.decoding.captured import Capture, CapturedPlans
 from eecore.decoding.iteration import run_iteration
@@ -23,12 +25,12 @@ from eecore.engine.runner import Runner
 from eecore.engine.scheduler import Scheduler, Work
 from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.engine.text import TextStream
-from eecore.errors import RequestError
+from eecore.errors import ModelError, RequestError
 from eecore.exits import ConfidentExit, Exit, FixedExit, Full
 from eecore.models import KVCache, LlamaModel, Tokenizer
 from eecore.output import Output, RequestStats, StepOutput
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "check_decoding"]
 
 
 class Engine:
@@ -317,14 +319,19 @@ class Engine:
         )
 
 
+def check_decoding(decoding: Decoding, device: torch.device) -> None:
+    """ModelError for a way to decode that a device does not have."""
+    if decoding in ("captured", "polled") and device.type != "cuda":
+        raise ModelError(f"decoding: expected plain or planned on {device.type}, got {decoding}")
+
+
 def _planned(runner: Runner, decoding: Decoding) -> PlannedDecoding | None:
     """How greedy requests decode where not the plain way."""
     if decoding == "plain":
         return None
     if decoding == "planned":
         return PlannedDecoding(runner, on_host)
-    if runner.device.type != "cuda":
-        raise ValueError(f"decoding: expected plain or planned on {runner.device}, got {decoding}")
+    check_decoding(decoding, runner.device)
     in_segments = decoding == "polled"  # the host follows the device then, and has no time
     run_plan = CapturedPlans(runner.device, in_segments=in_segments)
     return PlannedDecoding(runner, run_plan, ahead=not in_segments)
