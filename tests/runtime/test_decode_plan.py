@@ -22,7 +22,7 @@ from eecore import (
 )
 from eecore.decoding.captured import Always, CapturedPlans
 from eecore.decoding.decode_plan import Control, DecodeKind, DecodePlan, DecodeRow, OnHost
-from eecore.decoding.planned import Plan, PlannedDecoding
+from eecore.decoding.planned import PlannedDecoding
 from eecore.decoding.speculative_plan import SpeculativeKind, SpeculativePlan, SpeculativeRow
 from eecore.exits import Exit
 from eecore.models import KVCache
@@ -265,27 +265,42 @@ def test_requests_come_and_go_while_an_iteration_is_out(
     assert again.token_ids == alone[tuple(PROMPTS[0])]
 
 
-def test_a_launch_that_fails_changes_no_request(agreeing: eecore.Model) -> None:
+@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+@pytest.mark.parametrize("where", ["launch", "land"])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_failure_with_an_iteration_out_changes_no_request(
+    agreeing: eecore.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Exit,
+    where: str,
+    calls: int,
+) -> None:
     engine = agreeing.engine()
-    failing = iter([False, False, False, True])
+    planned = engine._planned = plans_of(engine, OnHost(), ahead=True)
+    whole, left = getattr(planned, where), [calls]
 
-    def run_plan(plan: Plan) -> None:
-        if next(failing, False):
+    def broken(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
             raise RuntimeError("the device is out of memory")
-        plan.run(OnHost())
+        return whole(*args)
 
-    engine._planned = PlannedDecoding(engine._runner, run_plan, ahead=True)
-    engine.add_request(PROMPTS[0], sampling=SamplingParams(max_tokens=9), request_id="a")
-    given: list[int] = []
+    monkeypatch.setattr(planned, where, broken)
+    for i in range(2):
+        sampling = SamplingParams(max_tokens=9 + i)
+        engine.add_request(PROMPTS[i], exit=policy, sampling=sampling, request_id=str(i))
+    given: dict[str, list[int]] = {"0": [], "1": []}
     failures = 0
     while engine.has_unfinished:
         try:
-            given += [token for step in engine.step() for token in step.token_ids]
+            for step in engine.step():
+                given[step.request_id] += step.token_ids
         except RuntimeError:
             failures += 1
     assert failures == 1
-    (expected,) = eecore.generate(agreeing, PROMPTS[:1], max_tokens=9)
-    assert given == expected.token_ids
+    for i in range(2):
+        (expected,) = eecore.generate(agreeing, PROMPTS[i], max_tokens=9 + i)
+        assert given[str(i)] == expected.token_ids
     assert engine.pages.num_free == engine.pages.num_pages
 
 

@@ -144,10 +144,14 @@ class Engine:
             if flight is None:
                 return self._commit_all(self._run_plainly(works))
         assert self._planned is not None
-        if self._planned.ahead:
-            works = self._scheduler.schedule_ahead(flight.works)
-            self._flight = self._planned.launch(works, flight) if works else None
-        return self._commit_all(self._planned.land(flight))
+        try:
+            if self._planned.ahead:
+                works = self._scheduler.schedule_ahead(flight.works)
+                self._flight = self._planned.launch(works, flight) if works else None
+            return self._commit_all(self._planned.land(flight))
+        except BaseException:
+            self._flight = None  # it goes on from tokens that nobody has taken over
+            raise
 
     def _run_plainly(self, works: list[Work]) -> list[Outcome]:
         """An iteration that the host leads; what it drew is put back when it fails."""
