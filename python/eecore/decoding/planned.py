@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from eecore.decoding.decode_plan import (
@@ -70,10 +71,10 @@ class Flight:
         """Whether none of its sequences needs it any more."""
         return not any(work.sequence.status is SequenceStatus.RUNNING for work in self.works)
 
-    def row_of(self, sequence: Sequence) -> int | None:
-        """The plan's row for a sequence; None for one that is not on board."""
-        rows = (i for i, work in enumerate(self.works) if work.sequence is sequence)
-        return next(rows, None)
+    @cached_property
+    def rows(self) -> dict[Sequence, int]:
+        """The plan's row for each sequence on board."""
+        return {work.sequence: i for i, work in enumerate(self.works)}
 
 
 class PlannedDecoding:
@@ -268,9 +269,9 @@ class _Row:
 
 def _place(flight: Flight | None, sequence: Sequence) -> tuple[int | None, int]:
     """A sequence's row in a flight, and the tokens that it gets from it at most."""
-    row = None if flight is None else flight.row_of(sequence)
-    if flight is None or row is None:
+    if flight is None or sequence not in flight.rows:
         return None, 0
+    row = flight.rows[sequence]
     return row, flight.works[row].most_tokens
 
 

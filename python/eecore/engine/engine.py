@@ -243,7 +243,7 @@ class Engine:
         output = None
         if reason is not None:
             output = self._finish(sequence, reason)
-        elif self._flight is None or self._flight.row_of(sequence) is None:
+        elif self._flight is None or sequence not in self._flight.rows:
             self._scheduler.crop(sequence)
         return StepOutput(
             request_id=sequence.request_id,

@@ -72,16 +72,16 @@ class Scheduler:
         Empty when nobody goes on for certain, or when :meth:`schedule` would do more than let them:
         admit somebody, take pages from somebody, split the batch.
         """
-        going = [work.sequence for work in running if work.sequence in self.running]
+        going = [work for work in running if work.sequence.status is SequenceStatus.RUNNING]
         admits = self.waiting and len(self.running) < self._config.max_num_seqs
         if admits or len(going) < len(self.running):
             return []
         works: list[Work] = []
         positions: list[int] = []
-        for work in running:
+        for work in going:
             sequence = work.sequence
             left = sequence.tokens_left - 1  # when the iteration gives the fewest
-            if sequence in going and left > 0:
+            if left > 0:
                 works.append(Work(sequence, 1, max(0, min(sequence.exit.max_drafts, left - 1))))
                 most = sequence.num_computed + work.most_tokens + works[-1].most_tokens
                 positions.append(min(most, sequence.num_computed + sequence.tokens_left))
