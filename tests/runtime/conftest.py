@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import load
 
 import eecore
+from devices import load
 from reference_decoding import ReferenceModel
 from tiny_models import scale_layers, write_model
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import load, plain_only
 
 import eecore
+from devices import load, plain_only
 from eecore import (
     ConfidentExit,
     DraftAndVerify,

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import load
 from scipy.stats import chisquare
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import eecore
+from devices import load
 from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative, ops
 from eecore.exits import Exit
 from tiny_models import scale_layers, write_model

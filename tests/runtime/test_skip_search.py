@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devices import load
 from safetensors.torch import load_file, save_file
 
 import eecore
+from devices import load
 from eecore import DraftAndVerify, RequestError, SkipSearch
 from eecore.decoding.skip_search import SkipStep, predicted_speedup, search_skipped_sublayers
 from tiny_models import random_prompts, write_model

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devices import load, plain_only
 
 import eecore
+from devices import load, plain_only
 from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative
 from eecore.decoding.draft_stop import AdaptiveDraftStop
 from eecore.exits import Exit

@@ -6,10 +6,10 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from devices import load
 from test_confident_exit import mlp_classifier
 
 import eecore
+from devices import load
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
