@@ -3,7 +3,7 @@
     sudo apt-get -o Acquire::Languages=en update
     python scripts/synopsis/make_synopses.py data/synopsis
     python scripts/synopsis/train_synopsis.py data/synopsis models/synopsis --minutes 120
-    eecore evaluate layerskip models/synopsis --data data/synopsis/test.jsonl --count 200
+    eecore evaluate layerskip models/synopsis --data data/synopsis/test.jsonl --limit 200
 
 The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` goes on, with the settings that
 the run began with.
