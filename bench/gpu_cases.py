@@ -432,8 +432,10 @@ def accept_work(num_seqs: int, device: torch.device) -> Work:
     return Work(lambda: ops.accept_mask(confidence, thresholds, 3, status, exit_layer))
 
 
-def exit_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
-    """Every row leaves, in every call; what brings them back before is timed with it."""
+def exiting_rows(
+    num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ops.SoftmaxConfidence, ops.ExitingRows]:
+    """States, what the head gives at them, and rows that have not left."""
     hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
     confidence = torch.rand(num_seqs, device=device)
     token = torch.zeros(num_seqs, dtype=torch.int64, device=device)
@@ -448,15 +450,24 @@ def exit_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch
         token=token.clone(),
         logprob=torch.empty_like(confidence),
     )
+    return hidden, head, rows
+
+
+def exit_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+    """Every row leaves, in every call; what brings them back before is timed with it."""
+    hidden, head, rows = exiting_rows(num_seqs, hidden_size, dtype, device)
 
     def leave() -> None:
         rows.gone.zero_()
-        ops.exit_rows(hidden, confidence, 3, rows, head=head)
+        ops.exit_rows(hidden, head.confidence, 3, rows, head=head)
 
     return Work(leave)
 
 
-def draft_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+def drafting_rows(
+    num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ops.SoftmaxConfidence, ops.DraftRound]:
+    """States, the tokens drafted from them, and a round in which every row goes on."""
     steps = 8
     hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
     confidence = torch.ones(num_seqs, device=device)
@@ -479,6 +490,11 @@ def draft_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torc
         seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
         all_done=torch.zeros(1, dtype=torch.bool, device=device),
     )
+    return hidden, head, draft_round
+
+
+def draft_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+    hidden, head, draft_round = drafting_rows(num_seqs, hidden_size, dtype, device)
     return Work(lambda: ops.append_drafts(hidden, head, 0, draft_round))
 
 
