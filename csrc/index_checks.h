@@ -20,21 +20,23 @@ inline void check_range(const Checker& check, const char* name, const int64_t* v
   }
 }
 
-// Every length, and every page-table entry that a query's keys need, must be usable.
+// Every length, and every page-table entry that a query's keys need, must be usable. A sequence may
+// have more queries than keys. The names are the call's.
 inline void check_sequences(const Checker& check, const PagedAttentionParams& params,
-                            int64_t max_pages) {
+                            const char* page_table = "page_table",
+                            const char* seq_lens = "seq_lens") {
   const auto require = [&](bool ok, int64_t got, int64_t seq, const auto&... expected) {
     check.require(ok, expected..., ", got ", got, " for sequence ", seq);
   };
   const int32_t* starts = params.query_start_loc;
   require(starts[0] == 0, starts[0], 0, "query_start_loc: expected to start at 0");
-  const int64_t capacity = max_pages * params.page_size;
+  const int64_t capacity = params.max_pages_per_seq * params.page_size;
   for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
     const int64_t num_queries = int64_t{starts[seq + 1]} - starts[seq];
     require(num_queries >= 0, starts[seq + 1], seq, "query_start_loc: expected ascending values");
     const int64_t length = params.seq_lens[seq];
-    require(length >= 0 && length <= capacity, length, seq,
-            "seq_lens: expected values in [0, max_pages_per_seq * page_size=", capacity, "]");
+    require(length >= 0 && length <= capacity, length, seq, seq_lens,
+            ": expected values in [0, max_pages_per_seq * page_size=", capacity, "]");
     if (num_queries == 0 || length == 0) continue;
     const int64_t first_seen =
         params.sliding_window > 0 ? length - num_queries + 1 - params.sliding_window : 0;
@@ -42,7 +44,7 @@ inline void check_sequences(const Checker& check, const PagedAttentionParams& pa
     for (int64_t page = std::max<int64_t>(first_seen, 0) / params.page_size;
          page * params.page_size < length; ++page) {
       require(entries[page] >= 0 && entries[page] < params.num_pages, entries[page], seq,
-              "page_table: expected entries in [0, num_pages=", params.num_pages, ") in column ",
+              page_table, ": expected entries in [0, num_pages=", params.num_pages, ") in column ",
               page);
     }
   }

@@ -45,7 +45,8 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
       "Tensor seq_lens, Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, "
-      "int sliding_window, int fixed_split_size) -> ()");
+      "int sliding_window, int fixed_split_size, Tensor? position_bias=None, "
+      "int max_distance=128, bool bidirectional=False) -> ()");
   m.def(
       "kv_fill(Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
       "Tensor? kv_scale, Tensor? kv_bias, Tensor? k_norm_weight, Tensor? positions, Tensor? "
@@ -53,19 +54,24 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, float eps) -> ()");
   m.def(
       "skinny_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
-      "Tensor? weight_scale, Tensor? bias, Tensor? residual, Tensor(a!) out) -> ()");
+      "Tensor? weight_scale, Tensor? bias, Tensor? residual, Tensor(a!) out, "
+      "str? activation=None) -> ()");
   m.def(
       "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
-      "Tensor? weight_scale, Tensor? bias, Tensor(a!) out) -> ()");
+      "Tensor? weight_scale, Tensor? bias, Tensor(a!) out, str activation='silu') -> ()");
   m.def(
       "decoder_layers(Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
       "Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, Tensor mlp_norm, "
       "Tensor gate_up_weight, Tensor? gate_up_bias, Tensor down_weight, Tensor? down_bias, "
       "Tensor? qkv_scale, Tensor? o_scale, Tensor? gate_up_scale, Tensor? down_scale, "
-      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor positions, "
-      "Tensor cos_sin, Tensor page_table, Tensor seq_lens, Tensor query_start_loc, "
+      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? positions, "
+      "Tensor? cos_sin, Tensor page_table, Tensor seq_lens, Tensor query_start_loc, "
       "Tensor? sliding_window, Tensor? skip_attention, Tensor? skip_mlp, Tensor(c!) out, "
-      "int begin_layer, int end_layer, float scale, float eps, int fixed_split_size) -> ()");
+      "int begin_layer, int end_layer, float scale, float eps, int fixed_split_size, "
+      "Tensor? cross_norm=None, Tensor? cross_q_weight=None, Tensor? cross_o_weight=None, "
+      "Tensor? cross_q_scale=None, Tensor? cross_o_scale=None, Tensor? cross_page_table=None, "
+      "Tensor? cross_seq_lens=None, Tensor? position_bias=None, int max_distance=128, "
+      "str activation='silu') -> ()");
   m.def(
       "speculative_accept(Tensor draft_tokens, Tensor draft_start_loc, Tensor? target_tokens, "
       "Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, Tensor(a!) num_accepted, "

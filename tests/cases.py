@@ -165,6 +165,9 @@ class AttentionCase:
     causal: bool = True
     sliding_window: int = 0
     fixed_split_size: int = 0
+    num_buckets: int = 0  # of a position bias; 0: there is none
+    max_distance: int = 128
+    bidirectional: bool = False
 
 
 ATTENTION_CASES = (
@@ -201,6 +204,29 @@ ATTENTION_CASES = (
     AttentionCase((1, 3), (20, 5), 2, 2, 8, 16),
     AttentionCase((1, 0, 2) * 15, tuple(range(45)), 2, 1, 80, 3),
     AttentionCase((12, 1), (100, 260), 4, 2, 256, 3, sliding_window=60, fixed_split_size=40),
+    # More queries than keys.
+    AttentionCase((3, 7, 70, 2), (1, 0, 9, 30), 6, 6, 64, 8, causal=False),
+    # Position biases: below, at and far beyond the last bucket; the fewest buckets, and the most.
+    AttentionCase((1,), (1,), 6, 6, 64, 16, num_buckets=32),
+    AttentionCase((1, 1, 1, 1), (128, 0, 129, 900), 6, 6, 64, 16, num_buckets=32),
+    AttentionCase((1, 1), (70, 400), 9, 3, 64, 16, num_buckets=32),
+    AttentionCase((70, 1, 33, 5), (70, 150, 300, 3), 8, 2, 64, 8, num_buckets=32),
+    AttentionCase((5, 40), (200, 90), 4, 4, 72, 3, num_buckets=2, max_distance=2),
+    AttentionCase((2, 3), (700, 250), 6, 2, 64, 16, num_buckets=31, max_distance=100000),
+    AttentionCase((1, 30), (600, 400), 4, 2, 128, 16, num_buckets=128, max_distance=65),
+    AttentionCase((1, 9), (700, 250), 4, 2, 64, 8, num_buckets=32, fixed_split_size=100),
+    AttentionCase((1, 20), (500, 90), 4, 4, 64, 16, num_buckets=32, sliding_window=40),
+    AttentionCase((1,), (5000,), 6, 6, 64, 16, num_buckets=32),
+    AttentionCase(
+        (70, 9, 0, 1), (70, 9, 3, 1), 6, 6, 64, 8, causal=False, num_buckets=32, bidirectional=True
+    ),
+    AttentionCase(
+        (300, 200), (300, 260), 4, 2, 64, 16, causal=False, num_buckets=32, bidirectional=True
+    ),
+    AttentionCase((20, 1), (9, 400), 4, 2, 80, 3, causal=False, num_buckets=4, bidirectional=True),
+    AttentionCase((40,), (40,), 71, 1, 64, 3, causal=False, num_buckets=256, bidirectional=True),
+    AttentionCase((9,), (200,), 4, 2, 64, 16, num_buckets=16, bidirectional=True),
+    AttentionCase((150,), (150,), 4, 2, 64, 16, causal=False, num_buckets=32, fixed_split_size=40),
 )
 
 
@@ -226,6 +252,11 @@ class DecoderLayersCase:
     begin_layer: int = 0
     end_layer: int = 3
     fixed_split_size: int = 64
+    rotary: bool = True
+    cross_lens: tuple[int, ...] | None = None
+    num_buckets: int = 0  # of a position bias; 0: there is none
+    max_distance: int = 128
+    activation: str = "silu"
 
 
 DECODER_LAYERS_CASES = (
@@ -243,4 +274,36 @@ DECODER_LAYERS_CASES = (
         (1, 1), (700, 40), hidden_size=576, inner_size=1536, num_q_heads=9, num_kv_heads=3
     ),
     DecoderLayersCase((1,), (900,), fixed_split_size=0, sliding_window=(0, 300, 0)),
+    DecoderLayersCase((1, 3), (9, 20), rotary=False, qk_norm=True),
+    DecoderLayersCase((2,), (30,), activation="gelu_tanh", bias=True),
+    DecoderLayersCase((1, 4), (9, 30), activation="relu", bias=True),
+    DecoderLayersCase((3, 1), (200, 40), num_buckets=32, max_distance=100),
+    DecoderLayersCase((), (), cross_lens=()),
+    DecoderLayersCase((1, 5, 2), (3, 40, 150), cross_lens=(70, 0, 3), skip_mlp=(1,)),
+    DecoderLayersCase(
+        (2, 1), (9, 20), cross_lens=(300, 9), skip_attention=(0,), sliding_window=(5, 0, 7)
+    ),
+    # T5: the first kind, and the gated kind of version 1.1.
+    DecoderLayersCase(
+        (1,) * 5,
+        (1, 9, 33, 140, 200),
+        hidden_size=72,
+        num_q_heads=6,
+        num_kv_heads=6,
+        rotary=False,
+        cross_lens=(64, 1, 0, 17, 130),
+        num_buckets=32,
+        activation="relu",
+    ),
+    DecoderLayersCase(
+        (4, 1),
+        (150, 12),
+        num_q_heads=6,
+        num_kv_heads=6,
+        rotary=False,
+        cross_lens=(12, 90),
+        num_buckets=32,
+        activation="gelu_tanh",
+        fixed_split_size=0,
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -255,6 +256,20 @@ def append_kv(
     return q, new_k, new_v
 
 
+def position_bucket(
+    relative: Tensor, num_buckets: int, max_distance: int, bidirectional: bool
+) -> Tensor:
+    """T5's bucket of each relative position (key - query), its logarithm in float32."""
+    num_sided = num_buckets // 2 if bidirectional else num_buckets
+    max_exact = num_sided // 2
+    distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
+    log = (distance.clamp(min=1).float() / max_exact).log()
+    steps = log / math.log(max_distance / max_exact) * (num_sided - max_exact)
+    far = (max_exact + steps.long()).clamp(max=num_sided - 1)
+    bucket = torch.where(distance < max_exact, distance, far)
+    return bucket + num_sided * (relative > 0) if bidirectional else bucket
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -266,6 +281,9 @@ def paged_attention(
     scale: float,
     causal: bool = True,
     sliding_window: int = 0,
+    position_bias: Tensor | None = None,
+    max_distance: int = 128,
+    bidirectional: bool = False,
 ) -> Tensor:
     """Attention sequence by sequence in float64; see eecore.ops.paged_attention."""
     page_size = k_cache.shape[1]
@@ -287,6 +305,11 @@ def paged_attention(
         k = k_cache[pages, used % page_size].double().repeat_interleave(group_size, dim=1)
         v = v_cache[pages, used % page_size].double().repeat_interleave(group_size, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[begin:end][rows].double(), k) * scale
+        if position_bias is not None:
+            relative = used - positions[rows, None]
+            num_buckets = position_bias.shape[0]
+            bucket = position_bucket(relative.cpu(), num_buckets, max_distance, bidirectional)
+            scores = scores + position_bias.double()[bucket.to(q.device)].permute(2, 0, 1)
         weights = scores.masked_fill(~seen[rows][:, used], -torch.inf).softmax(-1)
         out[begin:end][rows] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
@@ -300,15 +323,18 @@ def skinny_linear(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
+    activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Norm, linear layer, residual; each rounded to x's dtype; see eecore.ops.skinny_linear."""
+    """Norm, linear layer with activation, residual, rounded to x's dtype each; see eecore.ops."""
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     projected = linear(x, weight, weight_scale)
     if bias is not None:
         projected = projected + bias.double()
     projected = projected.to(x.dtype)
+    if activation == "relu":
+        projected = projected.relu()
     return projected if residual is None else projected + residual
 
 
@@ -320,13 +346,23 @@ def skinny_gated_linear(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
-    """silu(gate) * up, each rounded to x's dtype; see eecore.ops.skinny_gated_linear."""
+    """activation(gate) * up, each rounded to x's dtype; see eecore.ops.skinny_gated_linear."""
     projected = skinny_linear(
         x, weight, weight_scale=weight_scale, norm_weight=norm_weight, eps=eps, bias=bias
     )
     gate, up = projected.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate.double()).to(x.dtype) * up
+    return activate_gate(gate, activation) * up
+
+
+def activate_gate(gate: Tensor, activation: str) -> Tensor:
+    """In float64, rounded to the gate's dtype."""
+    wide = gate.double()
+    if activation == "silu":
+        return torch.nn.functional.silu(wide).to(gate.dtype)
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
+    return (0.5 * wide * (1 + tanh)).to(gate.dtype)
 
 
 def decoder_layers(
@@ -335,8 +371,8 @@ def decoder_layers(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -348,6 +384,10 @@ def decoder_layers(
     sliding_window: Tensor | None = None,
     skip_attention: Tensor | None = None,
     skip_mlp: Tensor | None = None,
+    cross: ops.CrossAttention | None = None,
+    position_bias: Tensor | None = None,
+    max_distance: int = 128,
+    activation: str = "silu",
 ) -> Tensor:
     """The residual stream after the layers; keys and values are written in place."""
     dtype = hidden.dtype
@@ -386,12 +426,35 @@ def decoder_layers(
                 query_start_loc,
                 scale=scale,
                 sliding_window=0 if sliding_window is None else int(sliding_window[layer]),
+                position_bias=position_bias,
+                max_distance=max_distance,
             )
             attended = attended.to(dtype).flatten(1)
             hidden = skinny_linear(attended, w.o_weight, bias=w.o_bias, residual=hidden)
+            if cross is not None:
+                norm_weight, q_weight = cross.norm[layer], cross.q_weight[layer]
+                q = skinny_linear(hidden, q_weight, norm_weight=norm_weight, eps=eps)
+                attended = paged_attention(
+                    q.unflatten(1, (-1, head_dim)),
+                    k_cache[layer],
+                    v_cache[layer],
+                    cross.page_table,
+                    cross.seq_lens,
+                    query_start_loc,
+                    scale=scale,
+                    causal=False,
+                )
+                attended = attended.to(dtype).flatten(1)
+                hidden = skinny_linear(attended, cross.o_weight[layer], residual=hidden)
         if skip_mlp is None or not skip_mlp[layer]:
-            gated = skinny_gated_linear(
-                hidden, w.gate_up_weight, norm_weight=w.mlp_norm, eps=eps, bias=w.gate_up_bias
+            into_inner = skinny_linear if activation == "relu" else skinny_gated_linear
+            inner = into_inner(
+                hidden,
+                w.gate_up_weight,
+                norm_weight=w.mlp_norm,
+                eps=eps,
+                bias=w.gate_up_bias,
+                activation=activation,
             )
-            hidden = skinny_linear(gated, w.down_weight, bias=w.down_bias, residual=hidden)
+            hidden = skinny_linear(inner, w.down_weight, bias=w.down_bias, residual=hidden)
     return hidden

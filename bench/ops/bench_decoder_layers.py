@@ -1,4 +1,4 @@
-"""decoder_layers: all layers of two small models while decoding, beside the single ops in turn."""
+"""decoder_layers: layers of three small models while decoding, beside the single ops in turn."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Model:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int = 64
+    cross_keys: int = 0  # of an encoder; with it the model is a T5
+    activation: str = "silu"
 
 
 def random_weights(model: Model, dtype: torch.dtype) -> ops.DecoderWeights:
@@ -49,19 +51,38 @@ def random_weights(model: Model, dtype: torch.dtype) -> ops.DecoderWeights:
     )
 
 
+def random_cross(model: Model, page_table: torch.Tensor, dtype: torch.dtype) -> ops.CrossAttention:
+    layers, hidden, q_size = model.num_layers, model.hidden_size, model.num_q_heads * model.head_dim
+    return ops.CrossAttention(
+        norm=torch.ones(layers, hidden, dtype=dtype),
+        q_weight=torch.randn(layers, q_size, hidden).mul_(hidden**-0.5).to(dtype),
+        o_weight=torch.randn(layers, hidden, q_size).mul_(q_size**-0.5).to(dtype),
+        q_scale=None,
+        o_scale=None,
+        page_table=page_table,
+        seq_lens=torch.full((page_table.shape[0],), model.cross_keys, dtype=torch.int32),
+    )
+
+
 def decoding_call(model: Model, num_seqs: int, dtype: torch.dtype) -> dict[str, Any]:
-    pages = CONTEXT // PAGE_SIZE
-    cache_shape = (model.num_layers, num_seqs * pages, PAGE_SIZE, model.num_kv_heads, 64)
-    page_table = torch.arange(num_seqs * pages, dtype=torch.int32).view(num_seqs, pages)
+    pages, cross_pages = CONTEXT // PAGE_SIZE, model.cross_keys // PAGE_SIZE
+    num_pages = num_seqs * (pages + cross_pages)
+    cache_shape = (model.num_layers, num_pages, PAGE_SIZE, model.num_kv_heads, 64)
+    page_table, cross_page_table = (
+        torch.arange(num_pages, dtype=torch.int32)
+        .view(num_seqs, pages + cross_pages)
+        .split((pages, cross_pages), 1)
+    )
     angles = torch.randn(CONTEXT, model.head_dim // 2)
+    is_t5 = model.cross_keys > 0
     return {
         "hidden": torch.randn(num_seqs, model.hidden_size).to(dtype),
         "weights": random_weights(model, dtype),
         "k_cache": torch.randn(cache_shape).to(dtype),
         "v_cache": torch.randn(cache_shape).to(dtype),
         "slot_mapping": page_table[:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1,
-        "positions": torch.full((num_seqs,), CONTEXT - 1),
-        "cos_sin": torch.cat((angles.cos(), angles.sin()), 1),
+        "positions": None if is_t5 else torch.full((num_seqs,), CONTEXT - 1),
+        "cos_sin": None if is_t5 else torch.cat((angles.cos(), angles.sin()), 1),
         "page_table": page_table,
         "seq_lens": torch.full((num_seqs,), CONTEXT, dtype=torch.int32),
         "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32),
@@ -70,6 +91,9 @@ def decoding_call(model: Model, num_seqs: int, dtype: torch.dtype) -> dict[str, 
         "scale": model.head_dim**-0.5,
         "eps": EPS,
         "fixed_split_size": KEYS_PER_SPLIT,
+        "cross": random_cross(model, cross_page_table, dtype) if is_t5 else None,
+        "position_bias": torch.randn(32, model.num_q_heads) if is_t5 else None,
+        "activation": model.activation,
     }
 
 
@@ -84,20 +108,38 @@ def single_ops(model: Model, call: dict[str, Any]) -> Any:
     heads = (model.num_q_heads, model.num_kv_heads, model.num_kv_heads)
     num_seqs = call["hidden"].shape[0]
     batch = [call[name] for name in ("page_table", "seq_lens", "query_start_loc")]
+    attention = {"scale": call["scale"], "fixed_split_size": KEYS_PER_SPLIT}
+    crosses: Any = [None] * model.num_layers
+    if call["cross"] is not None:
+        *stacked, _, _, cross_page_table, cross_seq_lens = call["cross"]
+        crosses = list(zip(*(weight.unbind(0) for weight in stacked), strict=True))
+        cross_batch = (cross_page_table, cross_seq_lens, call["query_start_loc"])
 
     def run() -> None:
         hidden = call["hidden"]
-        for w, (k_cache, v_cache) in zip(layers, caches, strict=True):
+        for w, cross, (k_cache, v_cache) in zip(layers, crosses, caches, strict=True):
             qkv = ops.skinny_linear(hidden, w.qkv_weight, norm_weight=w.attention_norm, eps=EPS)
             q, k, v = qkv.view(num_seqs, sum(heads), 64).split_with_sizes(heads, 1)
             rotary = {"positions": call["positions"], "cos_sin": call["cos_sin"]}
             ops.append_kv(q, k, v, k_cache, v_cache, call["slot_mapping"], **rotary)
             attended = ops.paged_attention(
-                q, k_cache, v_cache, *batch, scale=call["scale"], fixed_split_size=KEYS_PER_SPLIT
+                q, k_cache, v_cache, *batch, **attention, position_bias=call["position_bias"]
             )
             hidden = ops.skinny_linear(attended.flatten(1), w.o_weight, residual=hidden)
+            if cross is not None:
+                norm, q_weight, o_weight = cross
+                q = ops.skinny_linear(hidden, q_weight, norm_weight=norm, eps=EPS)
+                q = q.view(num_seqs, model.num_q_heads, 64)
+                attended = ops.paged_attention(
+                    q, k_cache, v_cache, *cross_batch, **attention, causal=False
+                )
+                hidden = ops.skinny_linear(attended.flatten(1), o_weight, residual=hidden)
             gated = ops.skinny_gated_linear(
-                hidden, w.gate_up_weight, norm_weight=w.mlp_norm, eps=EPS
+                hidden,
+                w.gate_up_weight,
+                norm_weight=w.mlp_norm,
+                eps=EPS,
+                activation=model.activation,
             )
             hidden = ops.skinny_linear(gated, w.down_weight, residual=hidden)
 
@@ -108,8 +150,12 @@ def single_ops(model: Model, call: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "model",
-    [Model(12, 256, 768, 4, 2), Model(30, 576, 1536, 9, 3)],
-    ids=["12 layers of 256", "SmolLM2-135M"],
+    [
+        Model(12, 256, 768, 4, 2),
+        Model(30, 576, 1536, 9, 3),
+        Model(8, 512, 1024, 6, 6, cross_keys=64, activation="gelu_tanh"),
+    ],
+    ids=["12 layers of 256", "SmolLM2-135M", "T5 v1.1 small"],
 )
 @pytest.mark.parametrize("peer", [False, True], ids=["eecore", "single ops"])
 def bench_decoder_layers(
@@ -118,5 +164,6 @@ def bench_decoder_layers(
     call = decoding_call(model, num_seqs, dtype)
     with torch.inference_mode():
         benchmark(single_ops(model, call) if peer else lambda: ops.decoder_layers(**call))
-    moved = sum(weight.nbytes for weight in call["weights"] if weight is not None)
+    weights = (*call["weights"], *(call["cross"] or ()))
+    moved = sum(weight.nbytes for weight in weights if weight is not None)
     harness.report(benchmark, moved_bytes=moved)

@@ -1,4 +1,4 @@
-"""paged_attention: decoding against long contexts, verification, and a prefill chunk."""
+"""paged_attention: decoding against long contexts, verification, a prefill chunk; T5's kinds."""
 
 from __future__ import annotations
 
@@ -75,3 +75,15 @@ def bench_paged_attention_queries(
     benchmark(ops.paged_attention, **call)
     keys = seq_len - (num_queries - 1) / 2  # that a query sees, on average
     report_reads(benchmark, call, flops=4 * call["q"].numel() * keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "position bias"])
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def bench_paged_attention_t5(benchmark, kind: str, biased: bool, dtype: torch.dtype) -> None:
+    num_queries = {"decoder": 1, "encoder": 512}[kind]
+    call = contiguous_call(num_queries, 512, 1, (6, 6, 64), dtype)
+    call |= {"scale": 1.0, "causal": kind == "decoder", "bidirectional": kind == "encoder"}
+    call["position_bias"] = torch.randn(32, 6) if biased else None
+    benchmark(ops.paged_attention, **call)
+    report_reads(benchmark, call, flops=4 * call["q"].numel() * 512)

@@ -1,7 +1,7 @@
 // How a paged_attention call is cut into work items, and whether sequences are split among several.
 #pragma once
 
-#include "kernel.h"
+#include "position_bias.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -13,6 +13,7 @@ struct AttentionPlan : PagedAttentionParams {
   // [num_tokens, num_q_heads, max_splits, partial_size]: weighted values, then the largest score
   // and the sum of weights; null: no sequence is spread over threads.
   float* partials;
+  PositionBias bias;
   int64_t split_size, max_splits, partial_size;
   int64_t tile_rows;    // most rows (query, query head) of a work item
   int64_t tile_heads;   // most kv heads of a work item
@@ -45,9 +46,9 @@ inline AttentionWork measure_work(const AttentionPlan& plan) {
   return work;
 }
 
-// The plan of a call, without partials; max_splits is how many of them a row needs, or 0. Keys are
-// split before heads, because all heads of a slot lie side by side in memory. A fixed split size is
-// kept as it is, so that only who computes a split depends on the call.
+// The plan of a call, without partials and table of biases; max_splits is how many of them a row
+// needs, or 0. Keys are split before heads, because all heads of a slot lie side by side in memory.
+// A fixed split size is kept as it is, so that only who computes a split depends on the call.
 inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
   constexpr int64_t kMultipliesPerThread = 1 << 16;    // worth waking a thread for
   constexpr int64_t kItemsPerThread = 4;               // so that the last ones even out
@@ -55,6 +56,7 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t 
   constexpr int64_t kMaxPartials = 64 << 20;           // floats
   AttentionPlan plan{};
   static_cast<PagedAttentionParams&>(plan) = params;
+  plan.bias = plan_position_bias(params);
   const int64_t width = ceil_div(plan.head_dim, 32) * 32;
   plan.partial_size = width + 2;
   plan.tile_rows = min_of(kMaxTileRows, kTileFloats / width);

@@ -14,9 +14,15 @@ const T* at(const void* tensor, int64_t elements) {
 // What passes between the kernels of a layer. Queries, keys and values lie side by side.
 template <typename T>
 struct Buffers {
-  T* qkv;       // [num_tokens, q_size + 2 * kv_size]
+  T* qkv;       // [num_tokens, q_size + 2 * kv_size]; [num_tokens, q_size] of cross attention
   T* attended;  // [num_tokens, q_size]
-  T* gated;     // [num_tokens, inner_size]
+  T* inner;     // [num_tokens, inner_size]
+};
+
+// The residual stream where a sublayer finds it: `hidden` of the call, or its `out`.
+struct Rows {
+  const void* data;  // [num_tokens, hidden_size]
+  int64_t stride;
 };
 
 // One layer's part of a stacked linear layer.
@@ -38,17 +44,55 @@ SkinnyLinearParams linear_of(const DecoderLayersParams& params, const StackedLin
   return call;
 }
 
-// out = rows + attention(norm(rows)); rows: [num_tokens, hidden_size], may be out.
+// projected = linear(norm(rows)), its rows one behind the other; norm: [num_layers, hidden_size].
 template <typename T>
-void attend(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers,
-            const void* rows, int64_t row_stride, const Parallel& parallel) {
-  SkinnyLinearParams qkv = linear_of<T>(params, params.qkv, layer);
-  qkv.x = rows;
-  qkv.x_stride = row_stride;
-  qkv.norm_weight = at<T>(params.attention_norm, layer * params.hidden_size);
-  qkv.out = buffers.qkv;
-  qkv.out_stride = qkv.out_features;
-  EECORE_CAPABILITY::run_skinny_linear(qkv, parallel);
+void project(const DecoderLayersParams& params, const StackedLinear& linear, int64_t layer,
+             const void* norm, Rows rows, Activation activation, T* projected,
+             const Parallel& parallel) {
+  SkinnyLinearParams call = linear_of<T>(params, linear, layer);
+  call.x = rows.data;
+  call.x_stride = rows.stride;
+  call.norm_weight = at<T>(norm, layer * params.hidden_size);
+  call.activation = activation;
+  call.out = projected;
+  call.out_stride = call.out_features;
+  EECORE_CAPABILITY::run_skinny_linear(call, parallel);
+}
+
+// out = rows + linear(x); x: [num_tokens, in_features], rows may be out.
+template <typename T>
+void add_to_rows(const DecoderLayersParams& params, const StackedLinear& linear, int64_t layer,
+                 const T* x, Rows rows, const Parallel& parallel) {
+  SkinnyLinearParams call = linear_of<T>(params, linear, layer);
+  call.x = x;
+  call.x_stride = call.in_features;
+  call.residual = rows.data;
+  call.residual_stride = rows.stride;
+  call.out = params.out;
+  call.out_stride = params.out_stride;
+  EECORE_CAPABILITY::run_skinny_linear(call, parallel);
+}
+
+// buffers.attended of the queries at the front of buffers.qkv, whose rows are q_stride apart.
+template <typename T>
+void attend(const DecoderLayersParams& params, PagedAttentionParams call, int64_t layer,
+            const Buffers<T>& buffers, int64_t q_stride, const Parallel& parallel) {
+  call.q = buffers.qkv;
+  call.k_cache = at<T>(params.append.k_cache, layer * params.k_cache_layer_stride);
+  call.v_cache = at<T>(params.append.v_cache, layer * params.v_cache_layer_stride);
+  call.out = buffers.attended;
+  call.q_token_stride = q_stride;
+  call.out_token_stride = call.num_q_heads * call.head_dim;
+  call.q_head_stride = call.out_head_stride = call.head_dim;
+  EECORE_CAPABILITY::run_paged_attention(call, parallel);
+}
+
+// out = rows + attention(norm(rows)); rows may be out.
+template <typename T>
+void run_self_attention(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers,
+                        Rows rows, const Parallel& parallel) {
+  project(params, params.qkv, layer, params.attention_norm, rows, Activation::kNone, buffers.qkv,
+          parallel);
 
   AppendKvParams append = params.append;
   const int64_t head_dim = append.head_dim;
@@ -59,61 +103,61 @@ void attend(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& 
   append.k_norm_weight = at<T>(params.k_norm, layer * head_dim);
   append.k_cache = static_cast<T*>(append.k_cache) + layer * params.k_cache_layer_stride;
   append.v_cache = static_cast<T*>(append.v_cache) + layer * params.v_cache_layer_stride;
-  append.q_token_stride = append.k_token_stride = append.v_token_stride = qkv.out_stride;
+  append.q_token_stride = append.k_token_stride = append.v_token_stride = params.qkv.out_features;
   append.q_head_stride = append.k_head_stride = append.v_head_stride = head_dim;
   EECORE_CAPABILITY::run_append_kv(append, parallel);
 
-  PagedAttentionParams attend = params.attend;
-  attend.q = buffers.qkv;
-  attend.k_cache = append.k_cache;
-  attend.v_cache = append.v_cache;
-  attend.out = buffers.attended;
-  attend.q_token_stride = qkv.out_stride;
-  attend.out_token_stride = attend.num_q_heads * head_dim;
-  attend.q_head_stride = attend.out_head_stride = head_dim;
-  attend.sliding_window = params.sliding_window ? params.sliding_window[layer] : 0;
-  EECORE_CAPABILITY::run_paged_attention(attend, parallel);
-
-  SkinnyLinearParams o = linear_of<T>(params, params.o, layer);
-  o.x = buffers.attended;
-  o.x_stride = o.in_features;
-  o.residual = rows;
-  o.residual_stride = row_stride;
-  o.out = params.out;
-  o.out_stride = params.out_stride;
-  EECORE_CAPABILITY::run_skinny_linear(o, parallel);
+  PagedAttentionParams call = params.attend;
+  call.sliding_window = params.sliding_window ? params.sliding_window[layer] : 0;
+  attend(params, call, layer, buffers, params.qkv.out_features, parallel);
+  add_to_rows(params, params.o, layer, buffers.attended, rows, parallel);
 }
 
-// out = rows + mlp(norm(rows)); rows: [num_tokens, hidden_size], may be out.
+// out = rows + attention(norm(rows)) over the encoder's keys and values; rows may be out.
 template <typename T>
-void run_mlp(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers,
-             const void* rows, int64_t row_stride, const Parallel& parallel) {
+void run_cross_attention(const DecoderLayersParams& params, int64_t layer,
+                         const Buffers<T>& buffers, Rows rows, const Parallel& parallel) {
+  project(params, params.cross_q, layer, params.cross_norm, rows, Activation::kNone, buffers.qkv,
+          parallel);
+  attend(params, params.cross, layer, buffers, params.cross_q.out_features, parallel);
+  add_to_rows(params, params.cross_o, layer, buffers.attended, rows, parallel);
+}
+
+// buffers.inner = activation(gate) * up of norm(rows).
+template <typename T>
+void run_gate_up(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers,
+                 Rows rows, const Parallel& parallel) {
   const SkinnyLinearParams gate_up = linear_of<T>(params, params.gate_up, layer);
-  SkinnyLinearParams down = linear_of<T>(params, params.down, layer);
   SkinnyGatedLinearParams gated{};
-  gated.x = rows;
-  gated.x_stride = row_stride;
+  gated.x = rows.data;
+  gated.x_stride = rows.stride;
   gated.norm_weight = at<T>(params.mlp_norm, layer * params.hidden_size);
   gated.weight = gate_up.weight;
   gated.weight_scale = gate_up.weight_scale;
   gated.bias = gate_up.bias;
-  gated.out = buffers.gated;
+  gated.out = buffers.inner;
   gated.num_tokens = params.num_tokens;
   gated.in_features = gate_up.in_features;
-  gated.inner_size = down.in_features;
+  gated.inner_size = params.down.in_features;
   gated.weight_stride = gate_up.weight_stride;
-  gated.out_stride = down.in_features;
+  gated.out_stride = gated.inner_size;
   gated.eps = params.eps;
+  gated.activation = params.activation;
   gated.dtype = params.dtype;
   EECORE_CAPABILITY::run_skinny_gated_linear(gated, parallel);
+}
 
-  down.x = buffers.gated;
-  down.x_stride = down.in_features;
-  down.residual = rows;
-  down.residual_stride = row_stride;
-  down.out = params.out;
-  down.out_stride = params.out_stride;
-  EECORE_CAPABILITY::run_skinny_linear(down, parallel);
+// out = rows + mlp(norm(rows)); rows may be out.
+template <typename T>
+void run_mlp(const DecoderLayersParams& params, int64_t layer, const Buffers<T>& buffers, Rows rows,
+             const Parallel& parallel) {
+  if (params.activation == Activation::kRelu) {
+    project(params, params.gate_up, layer, params.mlp_norm, rows, Activation::kRelu, buffers.inner,
+            parallel);
+  } else {
+    run_gate_up(params, layer, buffers, rows, parallel);
+  }
+  add_to_rows(params, params.down, layer, buffers.inner, rows, parallel);
 }
 
 template <typename T>
@@ -129,27 +173,28 @@ void run(const DecoderLayersParams& params, const Parallel& parallel) {
                            memory.data() + qkv_size + attended_size};
 
   // The states are read from `hidden` until a sublayer has written `out`.
-  const void* rows = params.hidden;
-  int64_t row_stride = params.hidden_stride;
+  Rows rows{params.hidden, params.hidden_stride};
+  const Rows written{params.out, params.out_stride};
   const auto skips = [](const uint8_t* skipped, int64_t layer) {
     return skipped != nullptr && skipped[layer] != 0;
   };
   for (int64_t layer = params.begin_layer; layer < params.end_layer; ++layer) {
     if (!skips(params.skip_attention, layer)) {
-      attend<T>(params, layer, buffers, rows, row_stride, parallel);
-      rows = params.out;
-      row_stride = params.out_stride;
+      run_self_attention<T>(params, layer, buffers, rows, parallel);
+      rows = written;
+      if (params.cross_norm != nullptr) {
+        run_cross_attention<T>(params, layer, buffers, rows, parallel);
+      }
     }
     if (!skips(params.skip_mlp, layer)) {
-      run_mlp<T>(params, layer, buffers, rows, row_stride, parallel);
-      rows = params.out;
-      row_stride = params.out_stride;
+      run_mlp<T>(params, layer, buffers, rows, parallel);
+      rows = written;
     }
   }
-  if (rows == params.out) return;
+  if (rows.data == params.out) return;
   for (int64_t token = 0; token < params.num_tokens; ++token) {
     __builtin_memcpy(static_cast<T*>(params.out) + token * params.out_stride,
-                     static_cast<const T*>(rows) + token * row_stride,
+                     static_cast<const T*>(rows.data) + token * rows.stride,
                      static_cast<uint64_t>(params.hidden_size) * sizeof(T));
   }
 }

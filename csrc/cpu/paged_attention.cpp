@@ -45,9 +45,14 @@ inline Sequence sequence_at(const AttentionPlan& params, int64_t index) {
           params.seq_lens[index]};
 }
 
+// Before the first key, and negative, where a sequence has more queries than keys.
+inline int64_t position_of(const Sequence& seq, int64_t query) {
+  return seq.length - seq.num_queries + query;
+}
+
 // The keys that a query of a sequence sees.
 inline Range visible_keys(const AttentionPlan& params, const Sequence& seq, int64_t query) {
-  const int64_t position = seq.length - seq.num_queries + query;
+  const int64_t position = position_of(seq, query);
   const int64_t end = params.causal ? position + 1 : seq.length;
   const int64_t begin = params.sliding_window > 0 ? position + 1 - params.sliding_window : 0;
   return {max_of(begin, 0), max_of(end, 0)};
@@ -74,7 +79,10 @@ struct TileScratch {
   alignas(64) float weight_sum[kMaxTileRows * kWidth];
   float maximum[kMaxTileRows];
   float total_maximum[kMaxTileRows], total_weight[kMaxTileRows];
-  Range visible[kMaxTileRows];  // [rows of one kv head]
+  Range visible[kMaxTileRows];          // [rows of one kv head]
+  int64_t position[kMaxTileRows];       // [rows of one kv head]
+  PositionBias bias;                    // of the call
+  const float* bias_row[kMaxTileRows];  // where there is one
 };
 
 // Where the rows of a block's keys and values lie, for the first kv head of the tile.
@@ -256,6 +264,10 @@ void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim
   Vec correction[kRows];
   for (int r = 0; r < kRows; ++r) {
     float* scores = scratch.scores + r * kMaxBlock;
+    if (scratch.bias.data != nullptr) {
+      scratch.bias.add(scratch.bias_row[at + r], keys.begin - scratch.position[row + r],
+                       vector_begin, vector_end, scores);
+    }
     const Range visible = intersect(scratch.visible[row + r], keys);
     const int64_t first = min_of(visible.begin - keys.begin, vector_end);
     for (int64_t i = vector_begin; i < first; ++i) scores[i] = -kInfinity;
@@ -451,6 +463,11 @@ void attend_tile(const AttentionPlan& params, const Tile& tile, int64_t only_spl
   }
   for (int64_t row = 0; row < tile.num_rows; ++row) {
     scratch.visible[row] = visible_keys(params, tile.seq, tile.query(row));
+    scratch.position[row] = position_of(tile.seq, tile.query(row));
+  }
+  scratch.bias = params.bias;
+  for (int64_t at = 0; params.bias.data != nullptr && at < num_rows; ++at) {
+    scratch.bias_row[at] = params.bias.row(head_of(at));
   }
 
   const Range splits = splits_of(params, tile.used);
@@ -571,6 +588,11 @@ void run(AttentionPlan params, const Parallel& parallel) {
   const Scratch<float> partials(params.num_tokens * params.num_q_heads * params.max_splits *
                                 params.partial_size);
   if (params.max_splits > 0) params.partials = partials.data();
+  const Scratch<float> biases(params.num_q_heads * params.bias.stride);
+  if (params.position_bias != nullptr) {
+    fill_position_bias(params, params.bias, biases.data());
+    params.bias.data = biases.data();
+  }
   int64_t num_items = 0;
   for (int64_t index = 0; index < params.num_seqs; ++index) {
     num_items += SequenceItems(params, index).count();

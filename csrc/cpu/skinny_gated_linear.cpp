@@ -1,22 +1,22 @@
 // skinny_gated_linear on the CPU: a tile of gate rows, then the up rows that go with it, so that
-// both halves of the weight are read once and only silu(gate) * up is written.
+// both halves of the weight are read once and only activation(gate) * up is written.
+#include "activation.h"
 #include "packed_rows.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// out = silu(gate) * up with a model's roundings to T; gates, ups: [n].
+// out = activation(gate) * up with a model's roundings to T; gates, ups: [n].
 template <typename T>
 void finish_row(const float* gates, const float* ups, const T* gate_bias, const T* up_bias,
-                int64_t n, T* out) {
-  const Vec one = broadcast(1.0f);
+                int64_t n, Activation activation, T* out) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t lanes = min_of(n - i, kWidth);
     const Vec gate = finish(gates + i, gate_bias ? gate_bias + i : nullptr, lanes);
     const Vec up = finish(ups + i, up_bias ? up_bias + i : nullptr, lanes);
-    T silu[kWidth];
-    store(silu, gate / (one + exp(zero() - gate)));
-    store_partial(out + i, load(silu) * up, lanes);
+    T activated[kWidth];
+    store(activated, activate_gate(activation, gate));
+    store_partial(out + i, load(activated) * up, lanes);
   }
 }
 
@@ -43,7 +43,7 @@ void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W
                more ? gate.row(r + count) : nullptr, ups[0], kTileRows);
       for (int64_t i = 0; i < batch; ++i) {
         finish_row(gates[i], ups[i], gate_bias ? gate_bias + r : nullptr,
-                   up_bias ? up_bias + r : nullptr, count,
+                   up_bias ? up_bias + r : nullptr, count, params.activation,
                    static_cast<T*>(params.out) + (b + i) * params.out_stride + r);
       }
     }

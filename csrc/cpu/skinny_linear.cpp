@@ -7,10 +7,13 @@ namespace {
 
 // Finishes values: [n] into out[n], which may be residual[n].
 template <typename T>
-void finish_row(const float* values, const T* bias, const T* residual, int64_t n, T* out) {
+void finish_row(const float* values, const T* bias, Activation activation, const T* residual,
+                int64_t n, T* out) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t lanes = min_of(n - i, kWidth);
     Vec result = finish(values + i, bias ? bias + i : nullptr, lanes);
+    // Zero first: of a NaN the maximum is its second operand.
+    if (activation == Activation::kRelu) result = max(zero(), result);
     if (residual) result = load_partial(residual + i, lanes) + result;
     store_partial(out + i, result, lanes);
   }
@@ -34,7 +37,7 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
       multiply(weight.from(r), count, x.row(b), x.stride(), batch, params.in_features,
                more ? weight.row(r + count) : nullptr, products[0], kTileRows);
       for (int64_t i = 0; i < batch; ++i) {
-        finish_row(products[i], bias ? bias + r : nullptr,
+        finish_row(products[i], bias ? bias + r : nullptr, params.activation,
                    residual ? residual + (b + i) * params.residual_stride + r : nullptr, count,
                    static_cast<T*>(params.out) + (b + i) * params.out_stride + r);
       }

@@ -1,9 +1,11 @@
 // decoder_layers: a stretch of a decoder's layers in one call, for few rows.
 #include <algorithm>
 
+#include "activation_name.h"
 #include "backend.h"
 #include "crew.h"
 #include "index_checks.h"
+#include "position_buckets.h"
 
 namespace eecore {
 namespace {
@@ -59,27 +61,76 @@ int64_t widest_window(const Checker& check, const DecoderLayersParams& params) {
 int64_t weight_bytes(const DecoderLayersParams& params) {
   const int64_t element_size = size_of(params.dtype);
   int64_t bytes = 0;
-  for (const StackedLinear* linear : {&params.qkv, &params.o, &params.gate_up, &params.down}) {
+  for (const StackedLinear* linear :
+       {&params.qkv, &params.o, &params.cross_q, &params.cross_o, &params.gate_up, &params.down}) {
     bytes += linear->in_features * linear->out_features * (linear->scale ? 1 : element_size);
   }
   return (params.end_layer - params.begin_layer) * bytes;
 }
 
-void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Tensor& qkv_weight,
-                    const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& q_norm,
-                    const std::optional<Tensor>& k_norm, const Tensor& o_weight,
-                    const std::optional<Tensor>& o_bias, const Tensor& mlp_norm,
-                    const Tensor& gate_up_weight, const std::optional<Tensor>& gate_up_bias,
-                    const Tensor& down_weight, const std::optional<Tensor>& down_bias,
-                    const std::optional<Tensor>& qkv_scale, const std::optional<Tensor>& o_scale,
-                    const std::optional<Tensor>& gate_up_scale,
-                    const std::optional<Tensor>& down_scale, Tensor k_cache, Tensor v_cache,
-                    const Tensor& slot_mapping, const Tensor& positions, const Tensor& cos_sin,
-                    const Tensor& page_table, const Tensor& seq_lens, const Tensor& query_start_loc,
-                    const std::optional<Tensor>& sliding_window,
-                    const std::optional<Tensor>& skip_attention,
-                    const std::optional<Tensor>& skip_mlp, Tensor out, int64_t begin_layer,
-                    int64_t end_layer, double scale, double eps, int64_t fixed_split_size) {
+// The attention over an encoder's keys and values, for messages too. All are there or none is, but
+// for the scales.
+struct CrossTensors {
+  const std::optional<Tensor>&norm, &q_weight, &o_weight, &q_scale, &o_scale;
+  const std::optional<Tensor>&page_table, &seq_lens;
+};
+
+// Called once the params of the self attention are complete; the check has bound all sizes but one.
+void set_cross_attention(Checker& check, const CrossTensors& cross, DecoderLayersParams& params) {
+  const auto belongs = [&](const std::optional<Tensor>& tensor, const char* name, bool needed) {
+    const bool wanted = cross.norm.has_value();
+    check.require(wanted || !tensor, name, ": expected None without cross_norm, got a tensor");
+    check.require(!wanted || !needed || tensor, name,
+                  ": expected a tensor with cross_norm, got None");
+  };
+  belongs(cross.q_weight, "cross_q_weight", true);
+  belongs(cross.o_weight, "cross_o_weight", true);
+  belongs(cross.q_scale, "cross_q_scale", false);
+  belongs(cross.o_scale, "cross_o_scale", false);
+  belongs(cross.page_table, "cross_page_table", true);
+  belongs(cross.seq_lens, "cross_seq_lens", true);
+  if (!cross.norm) return;
+
+  check(cross.norm, "cross_norm", Accept::kModel, {"num_layers", "hidden_size"});
+  const std::optional<Tensor> no_bias;
+  params.cross_q = check_linear(
+      check,
+      {"cross_q_weight", "cross_q_scale", "cross_q_bias", *cross.q_weight, cross.q_scale, no_bias},
+      "q_size", "hidden_size");
+  params.cross_o = check_linear(
+      check,
+      {"cross_o_weight", "cross_o_scale", "cross_o_bias", *cross.o_weight, cross.o_scale, no_bias},
+      "hidden_size", "q_size");
+  check(cross.page_table, "cross_page_table", Accept::kInt32, {"num_seqs", "max_cross_pages"}, 1);
+  check(cross.seq_lens, "cross_seq_lens", Accept::kInt32, {"num_seqs"});
+  params.cross_norm = data<const void>(*cross.norm);
+  params.cross = params.attend;
+  params.cross.page_table = data<const int32_t>(*cross.page_table);
+  params.cross.seq_lens = data<const int32_t>(*cross.seq_lens);
+  params.cross.page_table_stride = cross.page_table->stride(0);
+  params.cross.max_pages_per_seq = check["max_cross_pages"];
+  params.cross.causal = false;
+}
+
+void decoder_layers(
+    const Tensor& hidden, const Tensor& attention_norm, const Tensor& qkv_weight,
+    const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& q_norm,
+    const std::optional<Tensor>& k_norm, const Tensor& o_weight,
+    const std::optional<Tensor>& o_bias, const Tensor& mlp_norm, const Tensor& gate_up_weight,
+    const std::optional<Tensor>& gate_up_bias, const Tensor& down_weight,
+    const std::optional<Tensor>& down_bias, const std::optional<Tensor>& qkv_scale,
+    const std::optional<Tensor>& o_scale, const std::optional<Tensor>& gate_up_scale,
+    const std::optional<Tensor>& down_scale, Tensor k_cache, Tensor v_cache,
+    const Tensor& slot_mapping, const std::optional<Tensor>& positions,
+    const std::optional<Tensor>& cos_sin, const Tensor& page_table, const Tensor& seq_lens,
+    const Tensor& query_start_loc, const std::optional<Tensor>& sliding_window,
+    const std::optional<Tensor>& skip_attention, const std::optional<Tensor>& skip_mlp, Tensor out,
+    int64_t begin_layer, int64_t end_layer, double scale, double eps, int64_t fixed_split_size,
+    const std::optional<Tensor>& cross_norm, const std::optional<Tensor>& cross_q_weight,
+    const std::optional<Tensor>& cross_o_weight, const std::optional<Tensor>& cross_q_scale,
+    const std::optional<Tensor>& cross_o_scale, const std::optional<Tensor>& cross_page_table,
+    const std::optional<Tensor>& cross_seq_lens, const std::optional<Tensor>& position_bias,
+    int64_t max_distance, const std::string& activation) {
   Checker check("decoder_layers");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(attention_norm, "attention_norm", Accept::kModel, {"num_layers", "hidden_size"});
@@ -101,13 +152,19 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
   params.down = check_linear(
       check, {"down_weight", "down_scale", "down_bias", down_weight, down_scale, down_bias},
       "hidden_size", "inner_size");
+  params.activation = activation_of(check, activation,
+                                    {{"silu", Activation::kSilu},
+                                     {"gelu_tanh", Activation::kGeluTanh},
+                                     {"relu", Activation::kRelu}});
+  const int64_t halves = params.activation == Activation::kRelu ? 1 : 2;
   params.gate_up = check_linear(check,
                                 {"gate_up_weight", "gate_up_scale", "gate_up_bias", gate_up_weight,
                                  gate_up_scale, gate_up_bias},
-                                2 * check["inner_size"], "hidden_size");
+                                halves * check["inner_size"], "hidden_size");
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
-  check(positions, "positions", Accept::kInt64, {"num_tokens"});
-  check(cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
+  const bool has_positions = check(positions, "positions", Accept::kInt64, {"num_tokens"});
+  const bool has_cos_sin =
+      check(cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
   check(page_table, "page_table", Accept::kInt32, {"num_seqs", "max_pages_per_seq"}, 1);
   check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {check["num_seqs"] + 1});
@@ -116,7 +173,10 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
   check(skip_mlp, "skip_mlp", Accept::kBool, {"num_layers"});
   check(out, "out", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
 
-  const int64_t num_layers = check["num_layers"], rotary_dim = check["rotary_dim"];
+  const int64_t num_layers = check["num_layers"];
+  check.require(!has_positions || has_cos_sin,
+                "cos_sin: expected float32 [max_position, rotary_dim] with positions, got None");
+  const int64_t rotary_dim = has_positions ? check["rotary_dim"] : 0;
   check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
   check.require(check["inner_size"] >= 1, "down_weight: expected inner_size >= 1, got 0");
   check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
@@ -163,8 +223,8 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
   append.k_cache = data<void>(k_cache);
   append.v_cache = data<void>(v_cache);
   append.slot_mapping = data<const int64_t>(slot_mapping);
-  append.positions = data<const int64_t>(positions);
-  append.cos_sin = data<const float>(cos_sin);
+  append.positions = data_or_null<const int64_t>(positions);
+  append.cos_sin = data_or_null<const float>(cos_sin);
   append.num_tokens = params.num_tokens;
   append.num_q_heads = q_size / head_dim;
   append.num_kv_heads = num_kv_heads;
@@ -196,12 +256,22 @@ void decoder_layers(const Tensor& hidden, const Tensor& attention_norm, const Te
   attend.scale = static_cast<float>(scale);
   attend.causal = true;
   attend.dtype = params.dtype;
+  set_cross_attention(check,
+                      {cross_norm, cross_q_weight, cross_o_weight, cross_q_scale, cross_o_scale,
+                       cross_page_table, cross_seq_lens},
+                      params);
+  set_position_bias(check, position_bias, max_distance, false, attend);
 #ifndef EECORE_BACKEND_CUDA
   check_range(check, "slot_mapping", append.slot_mapping, params.num_tokens, -1,
               attend.num_pages * attend.page_size);
-  check_range(check, "positions", append.positions, params.num_tokens, 0, check["max_position"]);
+  if (has_positions) {
+    check_range(check, "positions", append.positions, params.num_tokens, 0, check["max_position"]);
+  }
   attend.sliding_window = widest_window(check, params);
-  check_sequences(check, attend, attend.max_pages_per_seq);
+  check_sequences(check, attend);
+  if (params.cross_norm != nullptr) {
+    check_sequences(check, params.cross, "cross_page_table", "cross_seq_lens");
+  }
 
   // As many threads as have enough to read to be worth waking.
   cpu::Parallel pool = torch_parallel();

@@ -1,6 +1,7 @@
 // paged_attention: ragged queries against a paged KV cache.
 #include "backend.h"
 #include "index_checks.h"
+#include "position_buckets.h"
 
 namespace eecore {
 namespace {
@@ -10,7 +11,9 @@ constexpr int64_t kMaxHeadDim = 256;
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                      const Tensor& page_table, const Tensor& seq_lens,
                      const Tensor& query_start_loc, Tensor out, double scale, bool causal,
-                     int64_t sliding_window, int64_t fixed_split_size) {
+                     int64_t sliding_window, int64_t fixed_split_size,
+                     const std::optional<Tensor>& position_bias, int64_t max_distance,
+                     bool bidirectional) {
   Checker check("paged_attention");
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
@@ -65,6 +68,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.scale = static_cast<float>(scale);
   params.causal = causal;
   params.dtype = check.dtype();
+  set_position_bias(check, position_bias, max_distance, bidirectional, params);
 #ifdef EECORE_BACKEND_CUDA
   Tensor scratch;
   const int64_t scratch_bytes = cuda::paged_attention_workspace(params, current_stream(q).device);
@@ -73,7 +77,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
     params.workspace = data<void>(scratch);
   }
 #else
-  check_sequences(check, params, params.max_pages_per_seq);
+  check_sequences(check, params);
 #endif
   EECORE_RUN(paged_attention, params, q);
 }

@@ -1,4 +1,5 @@
-// skinny_gated_linear: norm, gate and up projections and silu(gate) * up for few rows.
+// skinny_gated_linear: norm, gate and up projections and activation(gate) * up for few rows.
+#include "activation_name.h"
 #include "backend.h"
 
 namespace eecore {
@@ -6,7 +7,8 @@ namespace {
 
 void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                          const Tensor& weight, const std::optional<Tensor>& weight_scale,
-                         const std::optional<Tensor>& bias, Tensor out) {
+                         const std::optional<Tensor>& bias, Tensor out,
+                         const std::string& activation) {
   Checker check("skinny_gated_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -34,6 +36,8 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.weight_stride = weight.stride(0);
   params.out_stride = out.stride(0);
   params.eps = static_cast<float>(eps);
+  params.activation = activation_of(
+      check, activation, {{"silu", Activation::kSilu}, {"gelu_tanh", Activation::kGeluTanh}});
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(weight_scale, "weight_scale");

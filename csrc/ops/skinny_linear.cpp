@@ -1,4 +1,5 @@
-// skinny_linear: norm, linear layer and residual for few rows.
+// skinny_linear: norm, linear layer, activation and residual for few rows.
+#include "activation_name.h"
 #include "backend.h"
 
 namespace eecore {
@@ -7,7 +8,7 @@ namespace {
 void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                    const Tensor& weight, const std::optional<Tensor>& weight_scale,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                   Tensor out) {
+                   Tensor out, const std::optional<std::string>& activation) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -39,6 +40,8 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.residual_stride = residual ? residual->stride(0) : 0;
   params.out_stride = out.stride(0);
   params.eps = static_cast<float>(eps);
+  params.activation = activation ? activation_of(check, *activation, {{"relu", Activation::kRelu}})
+                                 : Activation::kNone;
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(weight_scale, "weight_scale");
   const Tensor memory =

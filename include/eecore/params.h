@@ -11,6 +11,9 @@ namespace eecore {
 
 enum class DType : int8_t { kFloat32, kBFloat16, kFloat16 };
 
+// What a gated layer does to its gate, and a plain one to its output.
+enum class Activation : int8_t { kNone, kSilu, kGeluTanh, kRelu };
+
 // Bytes of an element.
 constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
@@ -137,6 +140,17 @@ struct AppendKvParams {
   DType dtype;
 };
 
+// T5's buckets of relative positions r = key position - query position. Of num_sided buckets on one
+// side the first half hold one distance each, the others reach further and further, up to
+// max_distance and whatever lies beyond. Distances are -r, with keys ahead at 0; when bidirectional
+// |r|, and keys ahead (r > 0) have buckets of their own, num_sided .. 2 * num_sided - 1.
+constexpr int kMaxSidedBuckets = 128;
+struct PositionBuckets {
+  int32_t num_sided;                 // 2..kMaxSidedBuckets
+  int32_t starts[kMaxSidedBuckets];  // smallest distance of each bucket of a side, ascending
+  bool bidirectional;
+};
+
 // Ragged queries against the paged cache; query i of n of a sequence of length s sits at s - n + i.
 struct PagedAttentionParams {
   const void* q;                   // [num_tokens, num_q_heads, head_dim]
@@ -145,7 +159,9 @@ struct PagedAttentionParams {
   const int32_t* page_table;       // [num_seqs, max_pages_per_seq], row stride page_table_stride
   const int32_t* seq_lens;         // [num_seqs], keys in the cache, this call's included
   const int32_t* query_start_loc;  // [num_seqs + 1]
-  void* out;                       // [num_tokens, num_q_heads, head_dim]
+  const float* position_bias;  // [num_buckets, num_q_heads], added to scaled scores; may be null
+  void* out;                   // [num_tokens, num_q_heads, head_dim]
+  PositionBuckets buckets;     // of position_bias
   int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim;
   int64_t num_pages, page_size, page_table_stride;
   int64_t q_token_stride, q_head_stride;
@@ -201,11 +217,12 @@ struct SkinnyLinearParams {
   int64_t num_tokens, in_features, out_features;
   int64_t x_stride, weight_stride, residual_stride, out_stride;
   float eps;
+  Activation activation;  // of the product with its bias, before the residual: kNone or kRelu
   DType dtype;
   void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU
 };
 
-// out = silu(gate) * up of the two halves of norm(x) weight^T + bias, for few rows of x.
+// out = activation(gate) * up of the two halves of norm(x) weight^T + bias, for few rows of x.
 struct SkinnyGatedLinearParams {
   const void* x;            // [num_tokens, in_features], row stride x_stride
   const void* norm_weight;  // [in_features]; may be null: x is not normed
@@ -216,6 +233,7 @@ struct SkinnyGatedLinearParams {
   int64_t num_tokens, in_features, inner_size;
   int64_t x_stride, weight_stride, out_stride;
   float eps;
+  Activation activation;  // kSilu or kGeluTanh
   DType dtype;
   void* workspace;  // CUDA only, [skinny_gated_linear_workspace bytes]; may be null on the CPU
 };
@@ -231,7 +249,8 @@ struct StackedLinear {
 };
 
 // Layers [begin_layer, end_layer) of a decoder for few rows. Each adds to the rows what attention
-// over their normed states gives, then what the gated MLP gives.
+// over their normed states gives, then, where there is an encoder, what attention over its keys and
+// values gives, then what the MLP gives.
 struct DecoderLayersParams {
   const void* hidden;             // [num_tokens, hidden_size], row stride hidden_stride
   const void* attention_norm;     // [num_layers, hidden_size]
@@ -240,10 +259,15 @@ struct DecoderLayersParams {
   const void* mlp_norm;           // [num_layers, hidden_size]
   StackedLinear qkv;              // to the heads of q, then of k, then of v
   StackedLinear o;                // from the heads of q
-  StackedLinear gate_up;          // to gate, then up
-  StackedLinear down;             // from silu(gate) * up
+  const void* cross_norm;         // [num_layers, hidden_size]; null: no cross attention
+  StackedLinear cross_q;          // to the heads of q
+  StackedLinear cross_o;          // from the heads of q
+  StackedLinear gate_up;          // to gate, then up; with kRelu to the inner features alone
+  StackedLinear down;             // from activation(gate) * up; with kRelu from relu(inner)
+  Activation activation;          // kSilu, kGeluTanh, or kRelu: an MLP that is not gated
   AppendKvParams append;          // of layer 0, but for q, k, v and their norms
   PagedAttentionParams attend;    // of layer 0, but for q, out and the sliding window
+  PagedAttentionParams cross;     // of layer 0, but for q and out
   const int32_t* sliding_window;  // [num_layers], keys a query sees; 0: all; null: all in any layer
   const uint8_t* skip_attention;  // [num_layers], 0 or 1; may be null: none is left out
   const uint8_t* skip_mlp;        // [num_layers], 0 or 1; may be null: none is left out

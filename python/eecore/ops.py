@@ -29,6 +29,7 @@ __all__ = [
     "AcceptMask",
     "AcceptRows",
     "CapturedGraph",
+    "CrossAttention",
     "DecoderWeights",
     "DraftRound",
     "ExitingRows",
@@ -547,6 +548,9 @@ def paged_attention(
     causal: bool = True,
     sliding_window: int = 0,
     fixed_split_size: int = 0,
+    position_bias: Tensor | None = None,
+    max_distance: int = 128,
+    bidirectional: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of ragged queries to a paged KV cache.
@@ -554,8 +558,15 @@ def paged_attention(
     Sequence s has queries ``query_start_loc[s]..query_start_loc[s+1]``; they are its last
     positions: query i of n sits at position ``seq_lens[s] - n + i`` and, with ``causal``, sees keys
     up to its own. One query a sequence is decoding, a few are verification, many are a prefill
-    chunk. A query that sees no key gives zeros. Cache slots and page-table entries that no key uses
-    are never read.
+    chunk. A query that sees no key gives zeros; without ``causal`` a sequence may well have more
+    queries than keys. Cache slots and page-table entries that no key uses are never read.
+
+    With ``position_bias`` the score of a query at position p and a key at position j gets the bias
+    of the bucket of j - p. Half of a side's buckets hold one distance each, the others ever longer
+    stretches, in equal steps of the logarithm up to ``max_distance``; the last one holds whatever
+    lies beyond. Keys ahead are at distance 0 or, when ``bidirectional``, have the upper half of the
+    buckets. (T5: Raffel et al. 2020 §2.1; the buckets, float32 rounding included, are those of
+    T5Attention in transformers.)
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
@@ -566,12 +577,16 @@ def paged_attention(
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
         scale: of the scores, usually head_dim ** -0.5.
-        causal: False for cross attention.
+        causal: False for cross attention and encoders.
         sliding_window: how many keys a query sees, itself included; 0 for all.
         fixed_split_size: keys per split of a long context; 0 lets the call's shape decide. With a
             fixed size a row's result does not depend, to the bit, on the rest of the batch, on the
             queries that come with it (one when decoding, several when verifying) or, on the CPU, on
             the number of threads.
+        position_bias: float32 [num_buckets, num_q_heads], added to the scaled scores; 2 to 128
+            buckets, or, when ``bidirectional``, an even number of 4 to 256.
+        max_distance: where the last bucket starts; more than half the buckets of a side.
+        bidirectional: whether keys ahead of a query have buckets of their own.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:
@@ -591,6 +606,9 @@ def paged_attention(
         causal,
         sliding_window,
         fixed_split_size,
+        position_bias,
+        max_distance,
+        bidirectional,
     )
     return out
 
@@ -658,10 +676,11 @@ def skinny_linear(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
+    activation: str | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``norm(x) @ weight.T + bias + residual`` for few rows, the weight read once.
+    """``activation(norm(x) @ weight.T + bias) + residual`` for few rows, the weight read once.
 
     As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), the linear layer with its
     bias and the sum with the residual are each rounded to that dtype. A row's result depends
@@ -679,6 +698,7 @@ def skinny_linear(
         norm_weight: [in_features].
         eps: of the RMS norm.
         bias: [out_features].
+        activation: None or "relu".
         residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
         out: [num_tokens, out_features], any row stride that keeps rows apart.
 
@@ -687,7 +707,7 @@ def skinny_linear(
     """
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
-    _skinny_linear(x, norm_weight, eps, weight, weight_scale, bias, residual, out)
+    _skinny_linear(x, norm_weight, eps, weight, weight_scale, bias, residual, out, activation)
     return out
 
 
@@ -699,13 +719,14 @@ def skinny_gated_linear(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
+    activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """``silu(gate) * up`` of ``gate, up = norm(x) @ weight.T + bias`` for few rows.
+    """``activation(gate) * up`` of ``gate, up = norm(x) @ weight.T + bias`` for few rows.
 
-    As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), gate and up, silu(gate)
-    and the product are each rounded to that dtype. A row's result depends neither on the other rows
-    nor on the number of threads.
+    As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), gate and up,
+    activation(gate) and the product are each rounded to that dtype. A row's result depends neither
+    on the other rows nor on the number of threads. (Shazeer 2020: SwiGLU and GEGLU.)
 
     Args:
         x: [num_tokens, in_features], any row stride.
@@ -715,6 +736,7 @@ def skinny_gated_linear(
         norm_weight: [in_features].
         eps: of the RMS norm.
         bias: [2 * inner_size].
+        activation: "silu", or "gelu_tanh": ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``.
         out: [num_tokens, inner_size], any row stride that keeps rows apart.
 
     Returns:
@@ -722,7 +744,7 @@ def skinny_gated_linear(
     """
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _skinny_gated_linear(x, norm_weight, eps, weight, weight_scale, bias, out)
+    _skinny_gated_linear(x, norm_weight, eps, weight, weight_scale, bias, out, activation)
     return out
 
 
@@ -747,7 +769,8 @@ class DecoderWeights(NamedTuple):
     mlp_norm: Tensor
     """[num_layers, hidden_size]"""
     gate_up_weight: Tensor
-    """[num_layers, 2 * inner_size, hidden_size], any layer and row stride; gate, then up rows."""
+    """[num_layers, 2 * inner_size, hidden_size], any layer and row stride; gate, then up rows. Of
+    an MLP that is not gated [num_layers, inner_size, hidden_size], as its bias and scale."""
     gate_up_bias: Tensor | None
     """[num_layers, 2 * inner_size]"""
     down_weight: Tensor
@@ -765,14 +788,36 @@ class DecoderWeights(NamedTuple):
     """float32 [num_layers, hidden_size]: down_weight is int8."""
 
 
+class CrossAttention(NamedTuple):
+    """Attention of a decoder's layers over the keys and values that an encoder left in the cache.
+
+    They lie in pages of the same caches, and every query sees all of its sequence's.
+    """
+
+    norm: Tensor
+    """[num_layers, hidden_size]"""
+    q_weight: Tensor
+    """[num_layers, q_size, hidden_size], any layer and row stride."""
+    o_weight: Tensor
+    """[num_layers, hidden_size, q_size], any layer and row stride."""
+    q_scale: Tensor | None
+    """float32 [num_layers, q_size]: q_weight is int8, see :func:`skinny_linear`."""
+    o_scale: Tensor | None
+    """float32 [num_layers, hidden_size]: o_weight is int8."""
+    page_table: Tensor
+    """int32 [num_seqs, max_cross_pages]"""
+    seq_lens: Tensor
+    """int32 [num_seqs], keys of the encoder; with 0 the attention adds nothing."""
+
+
 def decoder_layers(
     hidden: Tensor,
     weights: DecoderWeights,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -785,14 +830,20 @@ def decoder_layers(
     skip_attention: Tensor | None = None,
     skip_mlp: Tensor | None = None,
     fixed_split_size: int = 0,
+    cross: CrossAttention | None = None,
+    position_bias: Tensor | None = None,
+    max_distance: int = 128,
+    activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
     """A stretch of a decoder's layers for few rows, in one call that wakes its threads once.
 
     Layer by layer, bit for bit as the single ops: :func:`skinny_linear` with the norm to queries,
     keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
-    residual stream; :func:`skinny_gated_linear` with the norm, :func:`skinny_linear` onto the
-    residual stream.
+    residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
+    :func:`paged_attention` without ``causal``, :func:`skinny_linear` onto the residual stream;
+    :func:`skinny_gated_linear` with the norm (:func:`skinny_linear` where the activation is
+    "relu"), :func:`skinny_linear` onto the residual stream.
 
     Args:
         hidden: [num_tokens, hidden_size], the residual stream, any row stride.
@@ -801,7 +852,7 @@ def decoder_layers(
             of 8 up to 256.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
         slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
-        positions: int64 [num_tokens].
+        positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
         page_table: int32 [num_seqs, max_pages_per_seq].
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
@@ -811,12 +862,17 @@ def decoder_layers(
         scale: of the attention scores, usually head_dim ** -0.5.
         eps: of all norms.
         sliding_window: int32 [num_layers], how many keys a query sees, itself included; 0 for all.
-        skip_attention: bool [num_layers], layers whose attention is left out: they add nothing and
-            write no keys or values.
+        skip_attention: bool [num_layers], layers whose attention, ``cross`` included, is left out:
+            they add nothing and write no keys or values.
         skip_mlp: bool [num_layers], layers whose MLP is left out.
         fixed_split_size: keys per split of a long context, as in :func:`paged_attention`. With a
             fixed size a row's result depends neither on the other sequences' rows nor on the
             number of threads.
+        cross: of a decoder with an encoder, between self attention and MLP.
+        position_bias: float32 [num_buckets, num_q_heads], of the self attention of all layers, as
+            in :func:`paged_attention`.
+        max_distance: of ``position_bias``.
+        activation: "silu" or "gelu_tanh" of a gated MLP, "relu" of one that is not.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart; ``hidden`` itself, or
             apart from it.
 
@@ -845,6 +901,10 @@ def decoder_layers(
         scale,
         eps,
         fixed_split_size,
+        *(cross or (None,) * len(CrossAttention._fields)),
+        position_bias,
+        max_distance,
+        activation,
     )
     return out
 

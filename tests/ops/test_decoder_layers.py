@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import threading
@@ -18,6 +19,7 @@ from eecore.models.int8 import quantise_rows
 
 MAX_POSITION = 1024
 SMALL = DecoderLayersCase((2, 1), (9, 20), bias=True, qk_norm=True)
+ENCODED = DecoderLayersCase((2, 1), (9, 20), cross_lens=(20, 3), num_buckets=32)
 # Enough weights for helpers to be woken, twice as many as for one.
 LARGE = DecoderLayersCase(
     (1, 3), (300, 70), num_layers=4, end_layer=4, hidden_size=576, inner_size=1100
@@ -29,6 +31,7 @@ def random_weights(case: DecoderLayersCase, dtype: torch.dtype) -> ops.DecoderWe
     layers, hidden, inner = case.num_layers, case.hidden_size, case.inner_size
     q_size = case.num_q_heads * case.head_dim
     qkv_size = q_size + 2 * case.num_kv_heads * case.head_dim
+    halves = 1 if case.activation == "relu" else 2
 
     def norm(wanted: bool, size: int) -> Any:
         return (
@@ -51,10 +54,43 @@ def random_weights(case: DecoderLayersCase, dtype: torch.dtype) -> ops.DecoderWe
         o_weight=linear(hidden, q_size),
         o_bias=bias(hidden),
         mlp_norm=norm(True, hidden),
-        gate_up_weight=linear(2 * inner, hidden),
-        gate_up_bias=bias(2 * inner),
+        gate_up_weight=linear(halves * inner, hidden),
+        gate_up_bias=bias(halves * inner),
         down_weight=linear(hidden, inner),
         down_bias=bias(hidden),
+    )
+
+
+def random_cross(
+    case: DecoderLayersCase, pages: torch.Tensor, caches: list[torch.Tensor]
+) -> ops.CrossAttention:
+    """An encoder's keys and values written into `pages`, as many as there are for each sequence."""
+    assert case.cross_lens is not None
+    generator = torch.Generator().manual_seed(3)
+    dtype, layers, hidden = caches[0].dtype, case.num_layers, case.hidden_size
+    q_size = case.num_q_heads * case.head_dim
+
+    def normal(*shape: int, deviation: float) -> torch.Tensor:
+        return (deviation * torch.randn(shape, generator=generator)).to(dtype)
+
+    num_seqs = len(case.cross_lens)
+    page_table = pages.view(num_seqs, len(pages) // max(num_seqs, 1)).int()
+    for length, row in zip(case.cross_lens, page_table.tolist(), strict=True):
+        for position in range(length):
+            index, offset = divmod(position, case.page_size)
+            for cache in caches:
+                keys = cache[:, row[index], offset]
+                keys.copy_(normal(*keys.shape, deviation=1))
+    for length, row in zip(case.cross_lens, page_table, strict=True):
+        row[-(-length // case.page_size) :] = 2**31 - 1  # entries that no key uses
+    return ops.CrossAttention(
+        norm=1 + normal(layers, hidden, deviation=1 / 8),
+        q_weight=normal(layers, q_size, hidden, deviation=hidden**-0.5),
+        o_weight=normal(layers, hidden, q_size, deviation=q_size**-0.5),
+        q_scale=None,
+        o_scale=None,
+        page_table=page_table,
+        seq_lens=torch.tensor(case.cross_lens, dtype=torch.int32),
     )
 
 
@@ -67,8 +103,11 @@ def random_call(
     generator = torch.Generator().manual_seed(2)
     size, num_seqs = case.page_size, len(case.seq_lens)
     max_pages = max((-(-length // size) for length in case.seq_lens), default=0)
-    num_pages = num_seqs * max_pages + 3
-    pages = torch.randperm(num_pages, generator=generator)[: num_seqs * max_pages]
+    max_cross_pages = max((-(-length // size) for length in case.cross_lens or ()), default=0) + 1
+    num_cross_pages = 0 if case.cross_lens is None else num_seqs * max_cross_pages
+    num_pages = num_seqs * max_pages + num_cross_pages + 3
+    pages = torch.randperm(num_pages, generator=generator)[: num_seqs * max_pages + num_cross_pages]
+    pages, cross_pages = pages.split((num_seqs * max_pages, num_cross_pages))
     page_table = pages.view(num_seqs, max_pages)
     cache_shape = (case.num_layers, num_pages, size, case.num_kv_heads, case.head_dim)
     caches = [torch.full(cache_shape, torch.nan, dtype=dtype) for _ in range(2)]
@@ -85,6 +124,7 @@ def random_call(
                     cache[:, page, offset] = keys.to(dtype)
     angles = torch.randn(MAX_POSITION, case.rotary_dim // 2, generator=generator)
     hidden = 3 * torch.randn(len(positions), case.hidden_size, generator=generator)
+    bias = torch.randn(case.num_buckets, case.num_q_heads, generator=generator)
 
     def flags(layers: tuple[int, ...]) -> torch.Tensor | None:
         mask = torch.zeros(case.num_layers, dtype=torch.bool)
@@ -98,8 +138,8 @@ def random_call(
         "k_cache": caches[0],
         "v_cache": caches[1],
         "slot_mapping": torch.tensor(slots, dtype=torch.int64),
-        "positions": torch.tensor(positions, dtype=torch.int64),
-        "cos_sin": torch.cat((angles.cos(), angles.sin()), 1),
+        "positions": torch.tensor(positions, dtype=torch.int64) if case.rotary else None,
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), 1) if case.rotary else None,
         "page_table": page_table.to(torch.int32),
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32),
         "query_start_loc": torch.tensor(
@@ -113,6 +153,10 @@ def random_call(
         "skip_attention": flags(case.skip_attention),
         "skip_mlp": flags(case.skip_mlp),
         "fixed_split_size": case.fixed_split_size,
+        "cross": None if case.cross_lens is None else random_cross(case, cross_pages, caches),
+        "position_bias": bias if case.num_buckets else None,
+        "max_distance": case.max_distance,
+        "activation": case.activation,
     }
     if device is not None:
         assert device.type == "cpu", "tensors of the call are made on the CPU"
@@ -121,6 +165,35 @@ def random_call(
 
 def with_own_caches(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "k_cache": call["k_cache"].clone(), "v_cache": call["v_cache"].clone()}
+
+
+def compose_cross(call: dict[str, Any], hidden: torch.Tensor, layer: int) -> torch.Tensor:
+    """The attention of a layer to the encoder's keys, one op after the other."""
+    stacked: ops.CrossAttention = call["cross"]
+    cross = ops.CrossAttention(
+        *(None if t is None else t[layer] for t in stacked[:5]), *stacked[5:]
+    )
+    q = ops.skinny_linear(
+        hidden,
+        cross.q_weight,
+        weight_scale=cross.q_scale,
+        norm_weight=cross.norm,
+        eps=call["eps"],
+    )
+    attended = ops.paged_attention(
+        q.unflatten(1, (-1, call["k_cache"].shape[4])),
+        call["k_cache"][layer],
+        call["v_cache"][layer],
+        cross.page_table,
+        cross.seq_lens,
+        call["query_start_loc"],
+        scale=call["scale"],
+        causal=False,
+        fixed_split_size=call["fixed_split_size"],
+    )
+    return ops.skinny_linear(
+        attended.view(q.shape), cross.o_weight, weight_scale=cross.o_scale, residual=hidden
+    )
 
 
 def compose(call: dict[str, Any]) -> torch.Tensor:
@@ -166,21 +239,28 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 scale=call["scale"],
                 sliding_window=0 if window is None else int(window[layer]),
                 fixed_split_size=call["fixed_split_size"],
+                position_bias=call["position_bias"],
+                max_distance=call["max_distance"],
             ).view(num_tokens, w.o_weight.shape[1])
             hidden = ops.skinny_linear(
                 attended, w.o_weight, weight_scale=w.o_scale, bias=w.o_bias, residual=hidden
             )
+            if call["cross"] is not None:
+                hidden = compose_cross(call, hidden, layer)
         if call["skip_mlp"] is None or not call["skip_mlp"][layer]:
-            gated = ops.skinny_gated_linear(
+            is_gated = call["activation"] != "relu"
+            into_inner = ops.skinny_gated_linear if is_gated else ops.skinny_linear
+            inner = into_inner(
                 hidden,
                 w.gate_up_weight,
                 weight_scale=w.gate_up_scale,
                 norm_weight=w.mlp_norm,
                 eps=eps,
                 bias=w.gate_up_bias,
+                activation=call["activation"],
             )
             hidden = ops.skinny_linear(
-                gated, w.down_weight, weight_scale=w.down_scale, bias=w.down_bias, residual=hidden
+                inner, w.down_weight, weight_scale=w.down_scale, bias=w.down_bias, residual=hidden
             )
     return hidden
 
@@ -229,6 +309,26 @@ def test_weights_may_be_int8(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_of_cross_attention_and_of_a_plain_mlp_may_be_int8(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    case = DecoderLayersCase((2, 1), (9, 20), cross_lens=(20, 3), activation="relu", bias=True)
+    one_by_one = random_call(case, dtype, device)
+    whole, scale = quantise_rows(one_by_one["weights"].gate_up_weight)
+    int8 = {"gate_up_weight": whole, "gate_up_scale": scale}
+    one_by_one["weights"] = one_by_one["weights"]._replace(**int8)
+    (q_weight, q_scale), (o_weight, o_scale) = (
+        quantise_rows(weight)
+        for weight in (one_by_one["cross"].q_weight, one_by_one["cross"].o_weight)
+    )
+    int8 = {"q_weight": q_weight, "q_scale": q_scale, "o_weight": o_weight, "o_scale": o_scale}
+    one_by_one["cross"] = one_by_one["cross"]._replace(**int8)
+    at_once = with_own_caches(one_by_one)
+    assert torch.equal(ops.decoder_layers(**at_once), compose(one_by_one))
+    assert_same(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DECODER_LAYERS_CASES, ids=str)
 def test_matches_the_reference(
     case: DecoderLayersCase, dtype: torch.dtype, device: torch.device
@@ -256,8 +356,12 @@ def test_a_stretch_may_be_cut_anywhere(dtype: torch.dtype, device: torch.device)
 
 
 @pytest.mark.parametrize("skip", [(), (0, 1, 2)])
-def test_out_may_be_hidden(skip: tuple[int, ...], device: torch.device) -> None:
-    call = random_call(DecoderLayersCase((2,), (9,), skip_attention=skip), device=device)
+@pytest.mark.parametrize("cross_lens", [None, (20,)])
+def test_out_may_be_hidden(
+    cross_lens: tuple[int, ...] | None, skip: tuple[int, ...], device: torch.device
+) -> None:
+    case = DecoderLayersCase((2,), (9,), skip_attention=skip, cross_lens=cross_lens)
+    call = random_call(case, device=device)
     expected = ops.decoder_layers(**with_own_caches(call))
     assert ops.decoder_layers(**call, out=call["hidden"]) is call["hidden"]
     assert torch.equal(call["hidden"], expected)
@@ -285,8 +389,14 @@ def test_strides(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_depends_on_its_sequence_alone(dtype: torch.dtype, device: torch.device) -> None:
-    case = DecoderLayersCase((1, 2, 1), (70, 9, 130))
+@pytest.mark.parametrize("cross_lens", [None, (20, 100, 0)])
+def test_a_row_depends_on_its_sequence_alone(
+    cross_lens: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    num_buckets = 0 if cross_lens is None else 32
+    case = DecoderLayersCase(
+        (1, 2, 1), (70, 9, 130), cross_lens=cross_lens, num_buckets=num_buckets
+    )
     call = random_call(case, dtype, device)
     together = ops.decoder_layers(**with_own_caches(call))
     for seq, rows in enumerate((slice(0, 1), slice(1, 3), slice(3, 4))):
@@ -295,13 +405,21 @@ def test_a_row_depends_on_its_sequence_alone(dtype: torch.dtype, device: torch.d
             alone[name] = call[name][rows]
         alone["page_table"] = call["page_table"][seq : seq + 1]
         alone["seq_lens"] = call["seq_lens"][seq : seq + 1]
+        if cross_lens is not None:
+            alone["cross"] = call["cross"]._replace(
+                page_table=call["cross"].page_table[seq : seq + 1],
+                seq_lens=call["cross"].seq_lens[seq : seq + 1],
+            )
         alone["query_start_loc"] = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
         assert torch.equal(ops.decoder_layers(**alone), together[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_number_of_threads_changes_nothing(dtype: torch.dtype, device: torch.device) -> None:
-    call = random_call(LARGE, dtype, device)
+@pytest.mark.parametrize("cross_lens", [None, (90, 200)])
+def test_the_number_of_threads_changes_nothing(
+    cross_lens: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = random_call(dataclasses.replace(LARGE, cross_lens=cross_lens), dtype, device)
     before = torch.get_num_threads()
     results = []
     try:
@@ -407,12 +525,53 @@ def replaced(**weights: Any) -> dict[str, Any]:
         ({"fixed_split_size": -1}, r"fixed_split_size: expected 0 or more keys, got -1"),
         ({"out": torch.zeros(3, 63)}, r"out: expected float32 \[num_tokens=3, hidden_size=64\], g"),
         ({"out": torch.zeros(64).expand(3, 64)}, r"out: expected rows that do not overlap, got ro"),
+        ({"cos_sin": None}, r"cos_sin: expected float32 \[max_position, rotary_dim\] with posit"),
+        ({"activation": "gelu"}, r"activation: expected silu or gelu_tanh or relu, got gelu"),
+        ({"activation": "relu"}, r"gate_up_weight: expected float32 \[num_layers=3, 96, hidden_si"),
+        ({"position_bias": torch.zeros(32, 5)}, r"position_bias: expected float32 .* got float32"),
+        ({"position_bias": torch.zeros(1, 4)}, r"position_bias: expected 2 to 128 bucket.* got 1"),
+        ({"position_bias": torch.zeros(4, 4), "max_distance": 2}, r"max_distance: .* got 2"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
     call = {**random_call(SMALL), "out": torch.zeros(3, 64)}
     weights = call["weights"]._replace(**change.get("weights", {}))
     call = {**call, **change, "weights": weights}
+    untouched = with_own_caches(call)
+    with pytest.raises(RuntimeError, match=f"decoder_layers: {message}"):
+        ops.decoder_layers(**call)
+    assert not call["out"].any()
+    assert_same(call, untouched)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": torch.zeros(3, 63)}, r"cross_norm: expected float32 \[num_layers=3, hidden_size"),
+        ({"norm": None}, r"cross_q_weight: expected None without cross_norm, got a tensor"),
+        ({"q_weight": None}, r"cross_q_weight: expected a tensor with cross_norm, got None"),
+        ({"q_weight": torch.zeros(3, 192, 64)}, r"cross_q_weight: expected float32 .* q_size=256,"),
+        ({"q_weight": torch.zeros(3, 64, 256).mT}, r"cross_q_weight: .* last 1 .* contiguous"),
+        ({"q_scale": torch.ones(3, 256)}, r"cross_q_weight: expected int8 .* got float32 \[3, 256"),
+        ({"o_weight": None}, r"cross_o_weight: expected a tensor with cross_norm, got None"),
+        ({"o_weight": torch.zeros(3, 64, 255)}, r"cross_o_weight: expected .* q_size=256\], got"),
+        ({"o_weight": torch.zeros(3, 64, 256).char(), "o_scale": torch.ones(3, 63)},
+         r"cross_o_scale: expected float32 \[num_layers=3, hidden_size=64\], got float32 \[3, 63"),
+        ({"page_table": None}, r"cross_page_table: expected a tensor with cross_norm, got None"),
+        ({"page_table": torch.zeros(3, 4).int()}, r"cross_page_table: expected int32 \[num_seqs=2"),
+        ({"page_table": torch.full((2, 4), 17).int()},
+         r"cross_page_table: expected entries in \[0, num_pages=17\) in column 0, got 17 for seq"),
+        ({"page_table": torch.full((2, 4), -1).int()}, r"cross_page_table: .* got -1 for sequence"),
+        ({"seq_lens": None}, r"cross_seq_lens: expected a tensor with cross_norm, got None"),
+        ({"seq_lens": torch.zeros(2)}, r"cross_seq_lens: expected int32 \[num_seqs=2\], got floa"),
+        ({"seq_lens": torch.tensor([33, 1]).int()}, r"cross_seq_lens: .* page_size=32\], got 33"),
+    ],
+)  # fmt: skip
+def test_bad_input_of_cross_attention_is_named_and_changes_nothing(
+    change: dict[str, Any], message: str
+) -> None:
+    call = {**random_call(ENCODED), "out": torch.zeros(3, 64)}
+    call["cross"] = call["cross"]._replace(**change)
     untouched = with_own_caches(call)
     with pytest.raises(RuntimeError, match=f"decoder_layers: {message}"):
         ops.decoder_layers(**call)
@@ -446,14 +605,18 @@ def test_hidden_that_overlaps_out_is_refused() -> None:
     assert not memory.any()
 
 
-def test_opcheck(device: torch.device) -> None:
-    call = {**random_call(SMALL, device=device), "out": torch.zeros(3, 64)}
+@pytest.mark.parametrize("case", [SMALL, ENCODED], ids=str)
+def test_opcheck(case: DecoderLayersCase, device: torch.device) -> None:
+    call = {**random_call(case, device=device), "out": torch.zeros(3, 64)}
     call = {**call.pop("weights")._asdict(), **call}
+    cross = call.pop("cross")
+    call |= {} if cross is None else {f"cross_{key}": t for key, t in cross._asdict().items()}
     torch.library.opcheck(torch.ops.eecore.decoder_layers.default, (), call)
 
 
-def test_compiles() -> None:
-    call = random_call(SMALL)
+@pytest.mark.parametrize("case", [SMALL, ENCODED], ids=str)
+def test_compiles(case: DecoderLayersCase) -> None:
+    call = random_call(case)
     expected = ops.decoder_layers(**with_own_caches(call))
     compiled = torch.compile(ops.decoder_layers, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**call), expected)

@@ -15,6 +15,7 @@ from eecore import ops
 
 GARBAGE = 2**31 - 1
 SMALL = AttentionCase((1, 3), (20, 9), 4, 2, 64, 8)
+BIASED = dataclasses.replace(SMALL, num_buckets=32)
 
 
 def random_call(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def random_call(case: AttentionCase, dtype: torch.dtype, device: torch.device) -
             page = page_table[seq, index]
             k_cache[page, offset] = random(case.num_kv_heads, case.head_dim)
             v_cache[page, offset] = random(case.num_kv_heads, case.head_dim)
+    bias = torch.randn(case.num_buckets, case.num_q_heads, generator=generator)
     return {
         "q": qkv.to(device)[:, : case.num_q_heads, : case.head_dim],
         "k_cache": k_cache.to(device),
@@ -57,6 +59,9 @@ def random_call(case: AttentionCase, dtype: torch.dtype, device: torch.device) -
         "causal": case.causal,
         "sliding_window": case.sliding_window,
         "fixed_split_size": case.fixed_split_size,
+        "position_bias": bias.to(device) if case.num_buckets else None,
+        "max_distance": case.max_distance,
+        "bidirectional": case.bidirectional,
     }
 
 
@@ -101,18 +106,64 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     )
 
 
+@pytest.mark.parametrize("num_buckets", [8, 30, 32, 64])
+@pytest.mark.parametrize("max_distance", [33, 81, 100, 128, 1000, 2**30])
+def test_each_distance_has_the_bucket_of_t5(
+    max_distance: int, num_buckets: int, device: torch.device
+) -> None:
+    """Two keys, the second further ahead by one: their weights differ where a bucket starts."""
+    num_queries = 2002  # that sit at -2000..1
+    call = random_call(AttentionCase((num_queries,), (2,), 2, 2, 8, 2), torch.float32, device)
+    call["q"] = torch.zeros(num_queries, 2, 8, device=device)
+    call["v_cache"][call["page_table"][0, 0], 0] = 0
+    call["v_cache"][call["page_table"][0, 0], 1] = 1
+    bias = torch.arange(num_buckets, device=device).float()[:, None].expand(-1, 2).contiguous()
+    call |= {"position_bias": bias, "max_distance": max_distance, "bidirectional": True}
+    weights = ops.paged_attention(**{**call, "causal": False})[:, 0, 0]
+    first = torch.arange(num_queries).flip(0) - 1  # the first key, relative to each query
+    buckets = reference.position_bucket(
+        torch.stack((first, first + 1)), num_buckets, max_distance, True
+    )
+    expected = torch.sigmoid((buckets[1] - buckets[0]).float()).to(device)
+    torch.testing.assert_close(weights, expected)
+
+
+def test_a_bias_may_shut_a_bucket_out(device: torch.device) -> None:
+    """Minus infinity gives a key no weight, and a query no more than zeros where all keys have it.
+
+    The keys ahead of a causal query are not looked at: their bucket may hold anything.
+    """
+    case = AttentionCase((1, 1), (60, 1), 4, 2, 64, 8, num_buckets=16, bidirectional=True)
+    call = random_call(case, torch.float32, device)
+    call["position_bias"][0] = -torch.inf
+    call["position_bias"][8:] = torch.nan
+    got = ops.paged_attention(**call)
+    assert (got[1] == 0).all()
+    call["position_bias"] = call["position_bias"][:8].contiguous()
+    call["seq_lens"], call["bidirectional"] = call["seq_lens"][:1], False
+    call["query_start_loc"], call["q"] = call["query_start_loc"][:2], call["q"][:1]
+    call["page_table"] = call["page_table"][:1]
+    torch.testing.assert_close(got[:1].double(), expected_of(call), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sliding_window", [0, 90])
+@pytest.mark.parametrize(("sliding_window", "num_buckets"), [(0, 0), (90, 0), (0, 32)])
 @pytest.mark.parametrize(("head_dim", "num_queries"), [(72, 20), (128, 20), (64, 8)])
 def test_a_fixed_split_makes_a_row_independent_of_its_company(
     head_dim: int,
     num_queries: int,
     sliding_window: int,
+    num_buckets: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     """Verification gives bit by bit what decoding gives: in any batch, chunk and thread count."""
-    shape = {"sliding_window": sliding_window, "fixed_split_size": 96}
+    shape = {
+        "sliding_window": sliding_window,
+        "fixed_split_size": 96,
+        "num_buckets": num_buckets,
+        "max_distance": 400,
+    }
     batch = AttentionCase((num_queries, 2, 1), (310, 40, 500), 6, 2, head_dim, 8, **shape)
     call = random_call(batch, dtype, device)
     together = with_threads(2, call)
@@ -209,6 +260,29 @@ def change_entry(row: int, column: int, value: int) -> torch.Tensor:
         ({"out": torch.zeros(4, 4, 32)}, r"out: expected float32 .*head_dim=64\]"),
         ({"sliding_window": -1}, r"sliding_window: expected 0 or more keys, got -1"),
         ({"fixed_split_size": -1}, r"fixed_split_size: expected 0 or more keys, got -1"),
+        ({"position_bias": torch.zeros(32, 3)}, r"position_bias: .*num_buckets, 4\], got float32 "),
+        (
+            {"position_bias": torch.zeros(32, 4).half()},
+            r"position_bias: expected float32 .*float16",
+        ),
+        ({"position_bias": torch.zeros(4, 32).T}, r"position_bias: expected the last 2 .* contigu"),
+        (
+            {"position_bias": torch.zeros(1, 4)},
+            r"position_bias: expected 2 to 128 buckets .* got 1",
+        ),
+        ({"position_bias": torch.zeros(129, 4)}, r"position_bias: expected 2 to 128 .* got 129"),
+        (
+            {"position_bias": torch.zeros(33, 4), "bidirectional": True},
+            r"position_bias: expected an even num_buckets when bidirectional, got 33",
+        ),
+        (
+            {"position_bias": torch.zeros(32, 4), "max_distance": 16},
+            r"max_distance: expected more than 16, half .* got 16",
+        ),
+        (
+            {"position_bias": torch.zeros(32, 4), "max_distance": 2**30 + 1},
+            r"max_distance: .* at most 1073741824, got 1073741825",
+        ),
     ],
 )
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
@@ -233,19 +307,17 @@ def test_an_unsupported_head_dim_is_refused(head_dim: int) -> None:
         ops.paged_attention(**call)
 
 
-def test_opcheck(device: torch.device) -> None:
-    call = random_call(SMALL, torch.float32, device)
+@pytest.mark.parametrize("case", [SMALL, BIASED], ids=str)
+def test_opcheck(case: AttentionCase, device: torch.device) -> None:
+    call = random_call(case, torch.float32, device)
     call["k_cache"].nan_to_num_()
     call["v_cache"].nan_to_num_()
-    tensors = [value for value in call.values() if isinstance(value, torch.Tensor)]
-    out = torch.empty(call["q"].shape, device=device)
-    torch.library.opcheck(
-        torch.ops.eecore.paged_attention.default, (*tensors, out, 0.125, True, 0, 0)
-    )
+    call["out"] = torch.empty(call["q"].shape, device=device)
+    torch.library.opcheck(torch.ops.eecore.paged_attention.default, (), call)
 
 
 def test_compiles_as_one_graph() -> None:
-    call = random_call(SMALL, torch.float32, torch.device("cpu"))
+    call = random_call(BIASED, torch.float32, torch.device("cpu"))
 
     def step(q: torch.Tensor) -> torch.Tensor:
         return ops.paged_attention(**{**call, "q": q * 2}) + 1

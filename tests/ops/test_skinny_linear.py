@@ -57,6 +57,32 @@ def test_matches_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("num_tokens", [1, 5, 70])
+def test_relu_comes_before_the_residual(
+    num_tokens: int, options: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    for in_features, out_features in ((64, 65), (576, 192)):
+        call = random_call(num_tokens, in_features, out_features, options, dtype, device)
+        call["activation"] = "relu"
+        got = ops.skinny_linear(**call)
+        check_against_reference(got, call)
+        if options == "plain":
+            assert (got == 0).any()
+        else:
+            assert (got < 0).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relu_of_every_size(dtype: torch.dtype, device: torch.device) -> None:
+    values = [0.0, -0.0, 1e-30, -1e-30, 200, -200, torch.inf, -torch.inf, torch.nan]
+    x = torch.ones(1, 1, dtype=dtype, device=device)
+    weight = torch.tensor(values, dtype=dtype, device=device)[:, None]
+    got = ops.skinny_linear(x, weight, activation="relu")
+    torch.testing.assert_close(got, weight.T.relu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens", LARGE_BATCH_SIZES)
 def test_more_rows_than_a_tile_holds(
     num_tokens: int, dtype: torch.dtype, device: torch.device
@@ -172,6 +198,7 @@ def test_the_number_of_threads_changes_nothing(dtype: torch.dtype, device: torch
         ({"out": torch.zeros(2, 5)}, r"out: expected float32 \[num_tokens=2, out_features=6\], go"),
         ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected rows that do not overlap, got row "),
         ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+        ({"activation": "silu"}, r"activation: expected relu, got silu"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
@@ -197,14 +224,16 @@ def test_a_residual_that_overlaps_out_is_refused() -> None:
         ops.skinny_linear(**{**call, "residual": residual}, out=out)
 
 
-def test_opcheck(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_opcheck(activation: str | None, device: torch.device) -> None:
     call = random_call(3, 40, 9, device=device)
+    call["activation"] = activation
     call["out"] = torch.zeros(3, 9, device=device)
     call["weight_scale"] = None
     torch.library.opcheck(torch.ops.eecore.skinny_linear.default, (), call)
 
 
 def test_compiles() -> None:
-    call = random_call(3, 40, 9)
+    call = {**random_call(3, 40, 9), "activation": "relu"}
     compiled = torch.compile(ops.skinny_linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**call), ops.skinny_linear(**call))
