@@ -10,7 +10,6 @@ namespace eecore::cuda {
 namespace {
 
 constexpr int64_t kReservedSharedBytes = 1024;  // of each block, by the system
-constexpr float kLog2E = 1.44269504f;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -20,12 +19,20 @@ bool is_aligned(const void* pointer, std::initializer_list<int64_t> strides, DTy
          std::all_of(strides.begin(), strides.end(), [&](int64_t s) { return s % pack == 0; });
 }
 
-// body(TypeTag<T>{}, std::integral_constant<int, kHeadDim>{}) for a call's dtype and head_dim.
+// body(TypeTag<T>{}, std::integral_constant<int, kHeadDim>{}, std::bool_constant<kBiased>{}) for a
+// call's dtype and head_dim. With a bias, which few models have, there are kernels of fewer sizes.
 template <typename Body>
 void dispatch(const PagedAttentionParams& params, Body&& body) {
-  dispatch_dtype(params.dtype, "paged_attention", [&](auto type) {
-    dispatch_head_dim(params.head_dim, "paged_attention",
-                      [&](auto head_dim) { body(type, head_dim); });
+  constexpr const char* kOp = "paged_attention";
+  dispatch_dtype(params.dtype, kOp, [&](auto type) {
+    if (params.position_bias == nullptr) {
+      dispatch_head_dim(params.head_dim, kOp,
+                        [&](auto head_dim) { body(type, head_dim, std::false_type{}); });
+    } else {
+      dispatch_at_least<64, 128, 256>(params.head_dim, kOp, "head_dim", [&](auto head_dim) {
+        body(type, head_dim, std::true_type{});
+      });
+    }
   });
 }
 
@@ -95,6 +102,27 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
   plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(splits) : splits > 1 ? 1 : 0;
 }
 
+// Bytes of the table that a block spreads the position bias in, 0 without one; says in the plan how
+// far it reaches. No key is further from a query than the keys and queries there are.
+template <typename Sizes>
+int64_t plan_bias(const PagedAttentionParams& params, int64_t max_keys, AttentionPlan& plan) {
+  if (params.position_bias == nullptr) return 0;
+  const PositionBuckets& buckets = params.buckets;
+  if (buckets.num_sided < 2 || buckets.num_sided > kMaxSidedBuckets) {
+    throw std::runtime_error("paged_attention: expected 2 to " + std::to_string(kMaxSidedBuckets) +
+                             " buckets of a side, got " + std::to_string(buckets.num_sided));
+  }
+  const int64_t reach =
+      std::min<int64_t>(buckets.starts[buckets.num_sided - 1], max_keys + params.num_tokens);
+  plan.bias_behind = static_cast<int32_t>(reach);
+  plan.bias_ahead = buckets.bidirectional ? plan.bias_behind : 0;
+  const int64_t origin = reach + kPositionBiasMargin<Sizes>;
+  const int64_t width = origin + 1 + plan.bias_ahead + kPositionBiasMargin<Sizes>;
+  plan.bias_origin = static_cast<int32_t>(origin);
+  plan.bias_width = static_cast<int32_t>(width);
+  return plan.group_size * width * int64_t{sizeof(float)};
+}
+
 struct Call {
   AttentionPlan plan;
   LaunchShape shape;
@@ -131,26 +159,35 @@ Call plan_call(const PagedAttentionParams& params, int device) {
       is_aligned(params.v_cache, {params.v_page_stride, params.v_slot_stride}, params.dtype);
   plan.out_aligned =
       is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
+  const int64_t bias_bytes = plan_bias<Sizes>(params, max_keys, plan);
   plan_splits<Sizes>(params, properties.num_multiprocessors, plan);
 
   // Stages: two blocks side by side on a multiprocessor, or all for one where there are few blocks.
   const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
   const auto stages_of = [&](int64_t blocks_per_multiprocessor) {
     const int64_t all = static_cast<int64_t>(properties.max_shared_bytes) + kReservedSharedBytes;
-    const int64_t taken = kReservedSharedBytes + Sizes::kFixedBytes + Sizes::kRestBytes;
+    const int64_t taken =
+        kReservedSharedBytes + Sizes::kFixedBytes + Sizes::kRestBytes + bias_bytes;
     return (all / blocks_per_multiprocessor - taken) / Sizes::kStageBytes;
   };
   int64_t stages = stages_of(kAttentionBlocksPerMultiprocessor);
   if (blocks <= properties.num_multiprocessors || stages < kMinAttentionStages) {
     stages = stages_of(1);
   }
+  if (bias_bytes > 0 && stages < kMinAttentionStages) {
+    throw std::runtime_error(
+        "paged_attention: expected a position_bias that fits into shared memory, got " +
+        std::to_string(plan.group_size) + " query heads of a kv head with distances below " +
+        std::to_string(plan.bias_behind));
+  }
   stages = std::clamp<int64_t>(stages, kMinAttentionStages, kMaxAttentionStages);
   plan.num_stages = static_cast<int32_t>(stages);
-  LaunchShape shape{dim3(static_cast<unsigned>(num_tiles * params.num_kv_heads),
-                         static_cast<unsigned>(plan.num_blocks)),
-                    dim3(kAttentionThreads),
-                    static_cast<size_t>(Sizes::kRestBytes + stages * Sizes::kStageBytes),
-                    Launch::kAfterPrevious};
+  LaunchShape shape{
+      dim3(static_cast<unsigned>(num_tiles * params.num_kv_heads),
+           static_cast<unsigned>(plan.num_blocks)),
+      dim3(kAttentionThreads),
+      static_cast<size_t>(Sizes::kRestBytes + stages * Sizes::kStageBytes + bias_bytes),
+      Launch::kAfterPrevious};
   return {plan, shape};
 }
 
@@ -163,7 +200,7 @@ bool is_empty(const PagedAttentionParams& params) {
 int64_t paged_attention_workspace(const PagedAttentionParams& params, int device) {
   if (is_empty(params)) return 0;
   int64_t num_partials = 0;
-  dispatch(params, [&](auto type, auto head_dim) {
+  dispatch(params, [&](auto type, auto head_dim, auto) {
     using T = typename decltype(type)::type;
     num_partials = plan_call<T, head_dim()>(params, device).plan.num_partials;
   });
@@ -173,11 +210,12 @@ int64_t paged_attention_workspace(const PagedAttentionParams& params, int device
 
 void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
   if (is_empty(params)) return;
-  dispatch(params, [&](auto type, auto head_dim) {
+  dispatch(params, [&](auto type, auto head_dim, auto biased) {
     using T = typename decltype(type)::type;
     using Sizes = AttentionSizes<T, head_dim()>;
     const auto [plan, shape] = plan_call<T, head_dim()>(params, stream.device);
-    launch("paged_attention", paged_attention_kernel<T, head_dim()>, shape, stream, params, plan);
+    launch("paged_attention", paged_attention_kernel<T, head_dim(), biased()>, shape, stream,
+           params, plan);
     if (plan.num_blocks == 1) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / Sizes::kPack;
     launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,

@@ -33,6 +33,8 @@ int64_t skinny_gated_linear_workspace(const SkinnyGatedLinearParams& params, int
 }
 
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream) {
+  check_activation("skinny_gated_linear", params.activation,
+                   {Activation::kSilu, Activation::kGeluTanh});
   if (params.num_tokens == 0 || params.inner_size == 0) return;
   with_ready_rows(
       "skinny_gated_linear", params, stream,

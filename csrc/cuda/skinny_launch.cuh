@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
 
 #include "dispatch.h"
 #include "eecore/rms_norm.cuh"
@@ -18,6 +21,14 @@ inline bool is_aligned(const void* pointer) {
 }
 inline bool is_aligned(const void* pointer, int64_t stride, int64_t element_bytes) {
   return is_aligned(pointer) && stride * element_bytes % 16 == 0;
+}
+
+// Throws on an activation that the kernels of an op do not have.
+inline void check_activation(const char* op, Activation activation,
+                             std::initializer_list<Activation> known) {
+  if (std::find(known.begin(), known.end(), activation) != known.end()) return;
+  throw std::runtime_error(std::string(op) + ": unknown activation " +
+                           std::to_string(static_cast<int>(activation)));
 }
 
 // ---- Rows of x ----

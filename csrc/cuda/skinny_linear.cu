@@ -45,6 +45,7 @@ int64_t skinny_linear_workspace(const SkinnyLinearParams& params, int) {
 }
 
 void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
+  check_activation("skinny_linear", params.activation, {Activation::kNone, Activation::kRelu});
   if (params.num_tokens == 0 || params.out_features == 0) return;
   with_ready_rows("skinny_linear", params, stream,
                   [&](auto tag, auto n_tiles, const SkinnyLinearParams& ready, bool makes_rows) {

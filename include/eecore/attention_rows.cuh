@@ -3,14 +3,18 @@
 #pragma once
 
 #include "eecore/attention_tile.cuh"
+#include "eecore/position_bias.cuh"
 
 namespace eecore::cuda {
 
-// What a row gives a key before the softmax, in base 2: the one place where a bias joins. The
-// product is rounded before anything is taken from it, so that steps with masked keys and steps
-// without come to the same scores.
+// What a row gives a key before the softmax, in base 2: the one place where a bias joins. It is
+// rounded before anything is taken from it, so that steps with masked keys and steps without come
+// to the same scores.
 __device__ __forceinline__ float attention_score(float dot, float scale) {
   return __fmul_rn(dot, scale);
+}
+__device__ __forceinline__ float attention_score(float dot, float scale, float bias) {
+  return fmaf(dot, scale, bias);
 }
 
 // exp2(x - maximum) with nothing seen yet, of which the maximum is -inf, as 0.
@@ -20,7 +24,7 @@ __device__ __forceinline__ float reference_of(float maximum) {
 
 // A warp's 16 rows on the tensor cores; rows past the tile's last repeat it and are never stored.
 // Lane l has rows l / 4 and l / 4 + 8.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kBiased>
 class TensorCoreRows {
   using Sizes = AttentionSizes<T, kHeadDim>;
   static constexpr int kStepKeys = Sizes::kStepKeys, kRowStride = Sizes::kRowStride;
@@ -29,7 +33,7 @@ class TensorCoreRows {
  public:
   __device__ __forceinline__ TensorCoreRows(const PagedAttentionParams& params,
                                             const AttentionPlan& plan, const AttentionTile& tile,
-                                            int first_row)
+                                            int first_row, Shared<float> bias_table)
       : params_(params), plan_(plan), lane_(threadIdx.x % 32), length_(tile.seq.length) {
     const int last = tile.first_row + tile.num_rows - 1;
     const auto position = [&](int row) {
@@ -37,7 +41,13 @@ class TensorCoreRows {
     };
     has_rows_ = first_row <= last;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) position_[i] = position(first_row + lane_ / 4 + 8 * i);
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(first_row + lane_ / 4 + 8 * i, last);
+      position_[i] = position(row);
+      if constexpr (kBiased) {
+        bias_[i] = RowBias(plan, bias_table, row % plan.group_size, position_[i]);
+      }
+    }
     first_position_ = position(first_row);
     last_position_ = position(first_row + Sizes::kWarpRows - 1);
   }
@@ -105,10 +115,14 @@ class TensorCoreRows {
       }
     }
 
+    if constexpr (kBiased) {
+      add_bias(scores, first_key);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kStepKeys / 8; ++j) {
+      for (int j = 0; j < kStepKeys / 8; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores[j][i], plan_.scale);
+        for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores[j][i], plan_.scale);
+      }
     }
     if (first_key < last.begin || first_key + kStepKeys > min(first.end, end)) {
 #pragma unroll
@@ -116,7 +130,7 @@ class TensorCoreRows {
         const KeyRange seen = visible(position_[i / 2]);
 #pragma unroll
         for (int j = 0; j < kStepKeys / 8; ++j) {
-          const int key = first_key + j * 8 + lane_ % 4 * 2 + i % 2;
+          const int key = key_of(first_key, j, i);
           if (key < seen.begin || key >= min(seen.end, end)) scores[j][i] = -INFINITY;
         }
       }
@@ -197,11 +211,38 @@ class TensorCoreRows {
     return visible_keys(params_, plan_, length_, position);
   }
 
+  // The key of this lane's score [j][i] of a step.
+  __device__ __forceinline__ int key_of(int first_key, int j, int i) const {
+    return first_key + j * 8 + lane_ % 4 * 2 + i % 2;
+  }
+
+  // The products of a step to scores. Most steps of a long context are far from all rows.
+  __device__ __forceinline__ void add_bias(float (&scores)[kStepKeys / 8][4], int first_key) {
+    const auto add = [&](const auto& bias_of) {
+#pragma unroll
+      for (int j = 0; j < kStepKeys / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          scores[j][i] = attention_score(scores[j][i], plan_.scale, bias_of(j, i));
+        }
+      }
+    };
+    if (has_one_bias(plan_, first_key, kStepKeys, first_position_, last_position_)) {
+      const float bias[2] = {bias_[0].of(plan_, first_key), bias_[1].of(plan_, first_key)};
+      add([&](int, int i) { return bias[i / 2]; });
+    } else {
+      const int first = key_of(first_key, 0, 0);
+      const Shared<float> bias[2] = {bias_[0].from(first), bias_[1].from(first)};
+      add([&](int j, int i) { return float{bias[i / 2][j * 8 + i % 2]}; });
+    }
+  }
+
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
   int lane_, length_;
   bool has_rows_;
   int position_[2], first_position_, last_position_;  // of this lane's rows, of the warp's
+  RowBias bias_[2];
   uint32_t q_[kKeptSteps][4];
   Shared<T> rest_;
   float sums_[kHeadDim / 8][4];
@@ -210,7 +251,7 @@ class TensorCoreRows {
 
 // A warp's 4 rows of float32 on the CUDA cores. kLanes neighbouring lanes share a key, kGroups keys
 // are under way at a time, and each group has a softmax of its own until the end.
-template <int kHeadDim>
+template <int kHeadDim, bool kBiased>
 class PlainRows {
   using Sizes = AttentionSizes<float, kHeadDim>;
   static constexpr int kRows = Sizes::kWarpRows;
@@ -222,7 +263,7 @@ class PlainRows {
  public:
   __device__ __forceinline__ PlainRows(const PagedAttentionParams& params,
                                        const AttentionPlan& plan, const AttentionTile& tile,
-                                       int first_row)
+                                       int first_row, Shared<float> bias_table)
       : params_(params),
         plan_(plan),
         lane_(threadIdx.x % kLanes),
@@ -232,7 +273,11 @@ class PlainRows {
     has_rows_ = first_row <= last;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      position_[r] = tile.seq.position(min(first_row + r, last) / plan.group_size);
+      const int row = min(first_row + r, last);
+      position_[r] = tile.seq.position(row / plan.group_size);
+      if constexpr (kBiased) {
+        bias_[r] = RowBias(plan, bias_table, row % plan.group_size, position_[r]);
+      }
     }
   }
 
@@ -294,7 +339,12 @@ class PlainRows {
 #pragma unroll
       for (int j = 0; j < kGroupKeys; ++j) {
         const int key = first_key + j * kGroups + group_;
-        scores[j][r] = attention_score(reduce_lanes<kLanes>(scores[j][r]), plan_.scale);
+        const float dot = reduce_lanes<kLanes>(scores[j][r]);
+        if constexpr (kBiased) {
+          scores[j][r] = attention_score(dot, plan_.scale, bias_[r].of(plan_, key));
+        } else {
+          scores[j][r] = attention_score(dot, plan_.scale);
+        }
         if (key < seen.begin || key >= min(seen.end, end)) scores[j][r] = -INFINITY;
         largest[r] = fmaxf(largest[r], scores[j][r]);
       }
@@ -383,6 +433,7 @@ class PlainRows {
   int lane_, group_, length_;
   bool has_rows_;
   int position_[kRows];
+  RowBias bias_[kRows];
   float q_[kRows][kLanePieces][4];
   float sums_[kRows][kLanePieces][4];
   float maximum_[kRows], weight_[kRows];

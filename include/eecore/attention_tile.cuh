@@ -12,6 +12,7 @@ namespace eecore::cuda {
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kAttentionBlocksPerMultiprocessor = 2;
+constexpr float kLog2E = 1.44269504f;
 constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMostPendingCopies + 2;
 
 // How a call is cut into blocks, worked out from its shapes alone.
@@ -25,6 +26,8 @@ struct AttentionPlan {
   int32_t num_partials;                     // of each row in the workspace
   int32_t sliding_window;                   // 0: none
   int32_t fixed_split_size;                 // 0: from the keys of a tile
+  int32_t bias_behind, bias_ahead;          // last relative positions with a bias of their own
+  int32_t bias_origin, bias_width;          // of a head's biases in shared memory
   float scale;                              // of the scores, times log2(e)
   bool q_aligned, kv_aligned, out_aligned;  // whether 16-byte accesses are possible
 };

@@ -98,12 +98,12 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
 
 // Grid: (num_tiles * num_kv_heads, num_blocks), heads first, so that neighbours read neighbouring
 // memory; tiles backwards, so that those of a causal prefill with the most keys start first.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kBiased>
 __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
     paged_attention_kernel(PagedAttentionParams params, AttentionPlan plan) {
   using Sizes = AttentionSizes<T, kHeadDim>;
-  using Rows =
-      std::conditional_t<Sizes::kTensorCores, TensorCoreRows<T, kHeadDim>, PlainRows<kHeadDim>>;
+  using Rows = std::conditional_t<Sizes::kTensorCores, TensorCoreRows<T, kHeadDim, kBiased>,
+                                  PlainRows<kHeadDim, kBiased>>;
   constexpr int kWarpRows = Sizes::kWarpRows;
   EECORE_SHARED(int64_t, offsets, kAttentionWarps* Sizes::kStepKeys * 2);
   wait_for_previous_kernel();
@@ -132,14 +132,20 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int team = warp / tile.team_warps;
   const int first_row = tile.first_row + warp % tile.team_warps * kWarpRows;
-  Rows rows(params, plan, tile, first_row);
   const Shared<T> ring = dynamic_shared<T>(Sizes::kRestBytes);
+  const auto bias_table =
+      dynamic_shared<float>(Sizes::kRestBytes + plan.num_stages * Sizes::kStageBytes);
+  Rows rows(params, plan, tile, first_row, bias_table);
   bool is_first = true;
   do {
     KeyStream<T, kHeadDim> stream(params, plan, tile, kv_head, tile.split(round * num_teams + team),
                                   ring, offsets + warp * Sizes::kStepKeys * 2);
     stream.start();
     if (is_first) {
+      if constexpr (kBiased) {  // while the first keys are under way
+        spread_position_bias(params, plan, kv_head, bias_table);
+        __syncthreads();
+      }
       const int row = min(first_row + lane % kWarpRows, tile.first_row + tile.num_rows - 1);
       const int query = row / plan.group_size;
       const int64_t q_offset = (seq.first_token + query) * params.q_token_stride +

@@ -9,6 +9,14 @@ namespace eecore::cuda {
 
 constexpr int kGatedMTiles = 2;  // gate, then up
 
+// silu(x), or gelu(x) in its approximation by tanh: 0.5 * (1 + tanh(u)) is sigmoid(2 * u), so that
+// both are x times a sigmoid.
+__device__ __forceinline__ float gate_activation(float x, bool is_gelu) {
+  constexpr float kTwiceRootTwoOverPi = 1.59576912f;
+  const float u = is_gelu ? kTwiceRootTwoOverPi * fmaf(0.044715f * x * x, x, x) : x;
+  return x / (1.0f + expf(-u));
+}
+
 // Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). params.x holds
 // rows as SkinnyRows wants them. Dynamic shared memory: the ring, then the exchange.
 template <typename T, int kNTiles>
@@ -38,6 +46,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                                       params.num_tokens, first_token);
   const T* bias = static_cast<const T*>(params.bias);
   T* out = static_cast<T*>(params.out);
+  const bool is_gelu = params.activation == Activation::kGeluTanh;
   const Shared<float> exchange = dynamic_shared<float>(skinny_ring_bytes(plan, kGatedMTiles));
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
@@ -52,10 +61,9 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                          gate += to_float(bias[row]);
                          up += to_float(bias[params.inner_size + row]);
                        }
-                       gate = rounded<T>(gate);
-                       const float silu = rounded<T>(gate / (1.0f + expf(-gate)));
+                       const float active = rounded<T>(gate_activation(rounded<T>(gate), is_gelu));
                        out[(first_token + column) * params.out_stride + row] =
-                           from_float<T>(silu * rounded<T>(up));
+                           from_float<T>(active * rounded<T>(up));
                      });
   }
 }

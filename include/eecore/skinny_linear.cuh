@@ -1,4 +1,5 @@
-// skinny_linear: a tile of products is finished with bias and residual as soon as it is summed.
+// skinny_linear: a tile of products is finished with bias, activation and residual as soon as it is
+// summed.
 #pragma once
 
 #include "eecore/params.h"
@@ -55,7 +56,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
                              residual == nullptr
                                  ? 0.0f
                                  : to_float(residual[token * params.residual_stride + row]);
-                         T result = from_float<T>(bias == nullptr ? values[m] : values[m] + addend);
+                         float sum = bias == nullptr ? values[m] : values[m] + addend;
+                         // Compared so that NaN stays NaN.
+                         if (params.activation == Activation::kRelu && sum < 0.0f) sum = 0.0f;
+                         T result = from_float<T>(sum);
                          if (residual != nullptr) result = from_float<T>(before + to_float(result));
                          out[token * params.out_stride + row] = result;
                        }
