@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -65,11 +66,14 @@ class AttentionShape:
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    causal: bool = True
+    num_buckets: int = 0  # of a T5 position bias, on both sides where the call is not causal
 
     @property
     def name(self) -> str:
         heads = f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}"
-        return f"B={self.num_seqs} m={self.num_queries} L={self.seq_len}, {heads}"
+        ways = ("" if self.causal else ", not causal") + (", T5 bias" if self.num_buckets else "")
+        return f"B={self.num_seqs} m={self.num_queries} L={self.seq_len}, {heads}{ways}"
 
 
 ATTENTION_SHAPES = (
@@ -82,8 +86,44 @@ ATTENTION_SHAPES = (
     AttentionShape(8, 8, 4096),
     AttentionShape(32, 8, 4096),
     AttentionShape(4, 512, 4096),
+    # T5-base: its decoder against its own keys and against its encoder's, and its encoder.
+    AttentionShape(8, 1, 512, 12, 12, 64, num_buckets=32),
+    AttentionShape(64, 1, 512, 12, 12, 64, num_buckets=32),
+    AttentionShape(8, 1, 512, 12, 12, 64, causal=False),
+    AttentionShape(8, 8, 512, 12, 12, 64, causal=False),
+    AttentionShape(8, 512, 512, 12, 12, 64, causal=False, num_buckets=32),
 )
-TINY_ATTENTION_SHAPES = (AttentionShape(2, 1, 40, 4, 2, 64), AttentionShape(2, 3, 40, 4, 2, 64))
+TINY_ATTENTION_SHAPES = (
+    AttentionShape(2, 1, 40, 4, 2, 64),
+    AttentionShape(2, 3, 40, 4, 2, 64),
+    AttentionShape(2, 1, 40, 4, 4, 64, num_buckets=32),
+    AttentionShape(2, 50, 40, 4, 4, 64, causal=False),
+    AttentionShape(2, 40, 40, 4, 4, 64, causal=False, num_buckets=32),
+)
+MAX_DISTANCE = 128
+
+
+def attention_mask(shape: AttentionShape, bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """What torch adds to the scores, or which it keeps: [num_q_heads or 1, num_queries, seq_len].
+
+    Causality is between the last queries alone: torch's is_causal means another corner.
+    """
+    positions = torch.arange(shape.num_queries)[:, None] + (shape.seq_len - shape.num_queries)
+    relative = torch.arange(shape.seq_len) - positions
+    seen = relative <= 0
+    if bias is None:
+        return seen[None].to(q.device) if shape.causal and shape.num_queries > 1 else None
+    # On the CPU: on a GPU logarithms of whole powers are rounded otherwise.
+    num_sided = shape.num_buckets if shape.causal else shape.num_buckets // 2
+    exact = num_sided // 2
+    distance = -relative.clamp(max=0) if shape.causal else relative.abs()
+    steps = torch.log(distance.clamp(min=1) / exact) / math.log(MAX_DISTANCE / exact)
+    far = (exact + (steps * (num_sided - exact)).long()).clamp(max=num_sided - 1)
+    bucket = torch.where(distance < exact, distance, far)
+    if not shape.causal:
+        bucket += num_sided * (relative > 0)
+    added = bias.cpu()[bucket].permute(2, 0, 1)
+    return (added.masked_fill(~seen, -math.inf) if shape.causal else added).to(q)
 
 
 def attention_work(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Work:
@@ -99,32 +139,42 @@ def attention_work(shape: AttentionShape, dtype: torch.dtype, device: torch.devi
     query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
     out = torch.empty_like(q)
     scale = shape.head_dim**-0.5
+    bias = torch.randn(shape.num_buckets, shape.num_q_heads, device=device)
+    position_bias = bias if shape.num_buckets else None
 
     def attend() -> Tensor:
-        lengths = (page_table, seq_lens, query_start_loc)
-        return ops.paged_attention(q, k_cache, v_cache, *lengths, scale=scale, out=out)
+        return ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            query_start_loc,
+            scale=scale,
+            causal=shape.causal,
+            position_bias=position_bias,
+            max_distance=MAX_DISTANCE,
+            bidirectional=not shape.causal,
+            out=out,
+        )
 
     def gathered(cache: Tensor) -> Tensor:
         """[num_seqs, num_kv_heads, seq_len, head_dim]"""
         rows = cache[page_table.long()].flatten(1, 2)[:, : shape.seq_len]
         return rows.transpose(1, 2).contiguous()
 
-    # Causality is between the last queries alone: torch's is_causal means another corner.
     k, v = gathered(k_cache), gathered(v_cache)
     split = q.unflatten(0, (shape.num_seqs, shape.num_queries)).transpose(1, 2)
-    seen = None
-    if shape.num_queries > 1:
-        last = torch.arange(shape.num_queries, device=device)[:, None]
-        keys = torch.arange(shape.seq_len, device=device)
-        seen = keys <= last + (shape.seq_len - shape.num_queries)
+    mask = attention_mask(shape, position_bias, q)
 
     def sdpa() -> Tensor:
         attention = functional.scaled_dot_product_attention
-        return attention(split, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        return attention(split, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
     peers: dict[str, Call] = {"torch SDPA": sdpa}
     results: dict[str, Call] = {"torch SDPA": lambda: sdpa().transpose(1, 2).reshape(q_shape)}
-    if device.type == "cuda" and dtype != torch.float32:
+    # The others know no such bias.
+    if device.type == "cuda" and dtype != torch.float32 and position_bias is None:
         if is_installed("flashinfer"):
             peers["flashinfer"] = results["flashinfer"] = flashinfer_call(
                 shape, q, k_cache, v_cache, page_table, query_start_loc
@@ -165,7 +215,7 @@ def flashinfer_call(
             page_table.flatten(),
             last_page_len,
             *heads,
-            causal=True,
+            causal=shape.causal,
             q_data_type=q.dtype,
         )
     return lambda: wrapper.run(q, (k_cache, v_cache))
@@ -188,7 +238,7 @@ def flash_attention_call(
     seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32, device=q.device)
     split = q.unflatten(0, (shape.num_seqs, shape.num_queries))
     return lambda: flash_attn_with_kvcache(
-        split, k, v, cache_seqlens=seq_lens, block_table=table, causal=True
+        split, k, v, cache_seqlens=seq_lens, block_table=table, causal=shape.causal
     )
 
 
@@ -198,13 +248,14 @@ def attention_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Ite
         kv = 2 * shape.num_seqs * shape.seq_len * shape.num_kv_heads * shape.head_dim * size
         rows = 2 * shape.num_seqs * shape.num_queries * shape.num_q_heads * shape.head_dim * size
         decode, verify = shape.num_queries == 1, 1 < shape.num_queries <= 16
-        keys = shape.seq_len - (shape.num_queries - 1) / 2
+        keys = shape.seq_len - ((shape.num_queries - 1) / 2 if shape.causal else 0)
+        bias = 4 * shape.num_buckets * shape.num_q_heads
         yield Case(
             "paged_attention",
             shape.name,
-            kv + rows,
+            kv + rows + bias,
             lambda shape=shape: attention_work(shape, dtype, device),
-            of_copy=0.88 if decode and kv >= 100e6 else 0.80 if verify else None,
+            of_copy=(0.88 if decode else 0.80 if verify else None) if kv >= 100e6 else None,
             flops=None if decode else 2 * rows / size * keys,
         )
 
