@@ -30,6 +30,8 @@ class ReferenceSequence:
     exit_layers: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     executions: int = 0
+    memory: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Per layer the encoder's keys and values, where there is an encoder."""
 
     @property
     def new_tokens(self) -> list[int]:
@@ -40,10 +42,7 @@ class ReferenceModel:
     """Llama, Qwen2 or Qwen3 with default rotary embeddings, in float32."""
 
     def __init__(self, directory: Path) -> None:
-        self.config = json.loads((directory / "config.json").read_text())
-        self.weights: dict[str, Tensor] = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            self.weights |= {name: w.float() for name, w in load_file(file).items()}
+        self._read(directory)
         c = self.config
         self.num_layers: int = c["num_hidden_layers"]
         self.num_q_heads: int = c["num_attention_heads"]
@@ -53,8 +52,18 @@ class ReferenceModel:
         theta = rope.get("rope_theta") or c.get("rope_theta", 10000.0)
         self.inv_freq = theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
 
+    def _read(self, directory: Path) -> None:
+        self.config = json.loads((directory / "config.json").read_text())
+        self.weights: dict[str, Tensor] = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            self.weights |= {name: w.float() for name, w in load_file(file).items()}
+
+    @property
+    def eps(self) -> float:
+        return float(self.config["rms_norm_eps"])
+
     def norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
         return x * scale * self.weights[name]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -101,6 +110,9 @@ class ReferenceModel:
             gate * self.linear(x, f"{prefix}.mlp.up_proj"), f"{prefix}.mlp.down_proj"
         )
 
+    def embed(self, token: int) -> Tensor:
+        return self.weights["model.embed_tokens.weight"][token]
+
     def head(self, h: Tensor) -> Tensor:
         x = self.norm(h, "model.norm.weight")
         weight = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
@@ -118,7 +130,7 @@ class ReferenceModel:
         )
         h = torch.empty(0)
         for position, token in enumerate(prompt):
-            h = self.weights["model.embed_tokens.weight"][token]
+            h = self.embed(token)
             for layer in range(num_layers or self.num_layers):
                 h = self.layer(layer, h, position, sequence)
         return sequence, h
@@ -132,7 +144,7 @@ class ReferenceModel:
             sequence.tokens.append(int(self.head(h).argmax()))
             if len(sequence.new_tokens) == max_tokens:
                 return sequence.new_tokens
-            h = self.weights["model.embed_tokens.weight"][sequence.tokens[-1]]
+            h = self.embed(sequence.tokens[-1])
             for layer in range(num_layers or self.num_layers):
                 h = self.layer(layer, h, len(sequence.tokens) - 1, sequence)
 
@@ -172,7 +184,7 @@ class ReferenceModel:
         self, sequences: list[ReferenceSequence], policy: ConfidentExit, t: int, max_tokens: int
     ) -> None:
         points = policy.exit_points or range(1, self.num_layers)
-        states = [self.weights["model.embed_tokens.weight"][s.tokens[-1]] for s in sequences]
+        states = [self.embed(s.tokens[-1]) for s in sequences]
         previous = list(states)
         status = [False] * len(sequences)
         exit_layer = [0] * len(sequences)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from eecore.errors import ModelError, RequestError
 
-__all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams"]
+__all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Config"]
 
 Decoding = Literal["plain", "planned", "captured", "polled"]
 DECODINGS = get_args(Decoding)
@@ -154,6 +154,122 @@ class ModelConfig:
         return self.num_layers * layer + embeddings + hidden
 
 
+# Of T5's MLP; all but relu are of a gate.
+Activation = Literal["relu", "gelu_tanh", "silu"]
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """Sizes and switches of a T5: an encoder, and a decoder whose layers are the exit layers."""
+
+    architecture: str
+    """The name in config.json: "T5ForConditionalGeneration" or "MT5ForConditionalGeneration"."""
+    num_layers: int
+    """Of the decoder."""
+    num_encoder_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    activation: Activation
+    decoder_start_token_id: int
+    max_input: int = 512
+    """How many tokens the encoder was made for; longer inputs are refused unless the engine is told
+    otherwise, since relative positions know no limit."""
+    num_buckets: int = 32
+    """Of relative positions."""
+    max_distance: int = 128
+    """From here on relative positions are all alike."""
+    tie_word_embeddings: bool = True
+    scale_outputs: bool = True
+    """Whether states are scaled by hidden_size**-0.5 before the LM head, as the first T5 does."""
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+    """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+            *(
+                (name, getattr(self, name) >= 1, "a positive size")
+                for name in (
+                    "num_layers",
+                    "num_encoder_layers",
+                    "hidden_size",
+                    "intermediate_size",
+                    "num_heads",
+                    "head_dim",
+                    "vocab_size",
+                    "max_input",
+                )
+            ),
+            ("activation", self.activation in get_args(Activation), "relu, gelu_tanh or silu"),
+            (
+                "decoder_start_token_id",
+                0 <= self.decoder_start_token_id < self.vocab_size,
+                f"a token id below vocab_size={self.vocab_size}",
+            ),
+            (
+                "num_buckets",
+                4 <= self.num_buckets <= 128 and self.num_buckets % 4 == 0,
+                "a multiple of 4 up to 128",
+            ),
+            (
+                "max_distance",
+                self.max_distance > self.num_buckets // 2,
+                f"more than half of num_buckets={self.num_buckets}",
+            ),
+        ):
+            if not ok:
+                raise ModelError(f"{name}: expected {expected}, got {getattr(self, name)}")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation != "relu"
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.q_size
+
+    @property
+    def max_position(self) -> int:
+        """How long a text may be: relative positions know no limit."""
+        return 2**31 - 1
+
+    @property
+    def output_scale(self) -> float:
+        """Of states before the LM head."""
+        return float(self.hidden_size**-0.5) if self.scale_outputs else 1.0
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, each counted once."""
+        hidden, attention = self.hidden_size, 4 * self.hidden_size * self.q_size
+        mlp = hidden * self.intermediate_size * (3 if self.is_gated else 2)
+        encoder = self.num_encoder_layers * (attention + mlp + 2 * hidden)
+        decoder = self.num_layers * (2 * attention + mlp + 3 * hidden)
+        biases = 2 * self.num_buckets * self.num_heads
+        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return encoder + decoder + biases + embeddings + 2 * hidden
+
+
+AnyModelConfig = ModelConfig | T5Config
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request turns distributions into tokens, and when it stops.
@@ -242,6 +358,8 @@ class EngineConfig:
         max_num_seqs: most requests that run at once.
         max_batch_tokens: most rows in one iteration.
         max_prefill_chunk: most prompt tokens of one request in one iteration.
+        max_input_tokens: most tokens of an encoder's input, which is encoded in one iteration; None
+            for what the model was made for.
         decoding: how greedy requests decode, all of which give the same tokens. ``plain``: the host
             calls one layer stretch after another. ``planned``: the host runs a fixed program over
             fixed memory and looks at its exit flags. On CUDA that program can be captured, once for
@@ -257,6 +375,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_batch_tokens: int = 1024
     max_prefill_chunk: int = 512
+    max_input_tokens: int | None = None
     decoding: Decoding = "plain"
 
     def __post_init__(self) -> None:
@@ -269,6 +388,10 @@ class EngineConfig:
         ):
             if not is_whole(getattr(self, name), 1):
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)!r}")
+        if self.max_input_tokens is not None and not is_whole(self.max_input_tokens, 1):
+            raise ValueError(
+                f"max_input_tokens: expected None or 1 or more, got {self.max_input_tokens!r}"
+            )
         if self.decoding not in DECODINGS:
             raise ValueError(f"decoding: expected {', '.join(DECODINGS)}, got {self.decoding!r}")
 

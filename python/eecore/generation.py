@@ -13,14 +13,14 @@ from typing import Any, SupportsIndex
 import torch
 
 from eecore.builtin import model_directory
-from eecore.config import Decoding, EngineConfig, ModelConfig, SamplingParams
+from eecore.config import AnyModelConfig, Decoding, EngineConfig, SamplingParams
 from eecore.decoding import skip_search
 from eecore.decoding.skip_search import SkipSearch, SkipStep
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.engine import Engine, check_decoding
 from eecore.errors import RequestError
 from eecore.exits import Exit
-from eecore.models import KVCache, LlamaModel, Tokenizer, load_model
+from eecore.models import KVCache, Network, Tokenizer, load_model
 from eecore.output import Output, StepOutput
 
 __all__ = ["Model", "generate", "load", "search_skipped_sublayers", "stream"]
@@ -32,14 +32,14 @@ Prompt = str | list[int]
 class Model:
     """A loaded model: its weights, its tokenizer, and the engine that :func:`generate` runs."""
 
-    network: LlamaModel
+    network: Network
     tokenizer: Tokenizer | None
     engine_config: EngineConfig
     _engine: Engine | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> AnyModelConfig:
         return self.network.config
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
@@ -109,7 +109,7 @@ def load(
     return Model(network, tokenizer, config)
 
 
-def _default_kv_cache_tokens(network: LlamaModel) -> int:
+def _default_kv_cache_tokens(network: Network) -> int:
     per_token = KVCache.bytes_per_token(network.config, network.dtype)
     if network.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(network.device)

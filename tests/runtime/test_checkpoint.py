@@ -224,9 +224,9 @@ def refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """Loading the directory fails with the error and message, before weights are allocated."""
     empty = LlamaWeights.empty
 
-    def no_allocation(config: Any, device: Any, dtype: torch.dtype) -> LlamaWeights:
+    def no_allocation(config: Any, device: Any, dtype: torch.dtype, *, int8: bool) -> LlamaWeights:
         assert device == "meta", "weights were allocated before the checkpoint was checked"
-        return empty(config, device, dtype)
+        return empty(config, device, dtype, int8=int8)
 
     def check(error: type[EecoreError], match: str) -> None:
         monkeypatch.setattr(LlamaWeights, "empty", no_allocation)
@@ -275,7 +275,7 @@ def test_a_config_that_is_not_json(
             UnsupportedModelError,
             r"Llama.*, .*GPT2",
         ),
-        ({"architectures": None, "model_type": "t5"}, UnsupportedModelError, r"got 't5'"),
+        ({"architectures": None, "model_type": "gpt2"}, UnsupportedModelError, r"got 'gpt2'"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, r"hidden_act: supported are silu, got 'ge"),
         ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, r"got 'gptq'"),
         ({"hidden_size": None}, CheckpointError, r"hidden_size: expected an integer, got None"),

@@ -9,7 +9,8 @@ import torch
 
 from eecore import ops
 from eecore.models import AttentionBatch, KVCache, LlamaModel, load_model
-from eecore.models.llama import KEYS_PER_SPLIT, MAX_SKINNY_ROWS
+from eecore.models.attention import KEYS_PER_SPLIT
+from eecore.models.linear import MAX_SKINNY_ROWS
 from tiny_models import FAMILIES, write_model
 
 PAGE_SIZE = 8

@@ -44,7 +44,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
     from eecore.models import KVCache
     from eecore.models.checkpoint import Checkpoint
     from eecore.models.config_json import read_model_config
-    from eecore.models.load import choose_device, choose_dtype
+    from eecore.models.load import choose_device, choose_model_dtype
     from eecore.models.tokenizer import Tokenizer
 
     config = read_model_config(directory)
@@ -54,7 +54,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
         files = {checkpoint.path_of(name) for name in checkpoint.names}
     device = choose_device(None)
     main = getattr(torch, config.dtype) if config.dtype in FORMATS else stored[0]
-    dtype = choose_dtype(None, device, main)
+    dtype = choose_model_dtype(None, device, main, config)
     return {
         "path": str(directory),
         "config": asdict(config),
@@ -82,33 +82,26 @@ def model_facts(directory: Path) -> dict[str, Any]:
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     config, tokenizer, build = facts["config"], facts["tokenizer"], facts["build"]
-    rope = config["rope"]
-    scaling = "" if rope["type"] == "default" else f", {rope['type']} x{rope['factor']:g}"
-    windows = max(config["layer_windows"])
     ends = ", ".join(map(str, config["eos_token_ids"])) or "none"
     text = "none: prompts are token ids"
     if tokenizer is not None:
         chat = "with" if tokenizer["chat_template"] else "without"
         text = f"{tokenizer['vocab_size']} tokens, {chat} a chat template"
         ends += f" ({' '.join(tokenizer['eos_tokens'])})" if tokenizer["eos_tokens"] else ""
+    encoder, heads, context = _family_rows(config)
     cuda = ", ".join(map(str, build["cuda_architectures"])) if build["cuda"] else build["cuda_note"]
     return [
         ("model", facts["path"]),
         ("architecture", config["architecture"]),
         ("parameters", f"{facts['num_parameters']:,}"),
-        ("layers", f"{config['num_layers']} (exit layers 1..{facts['exit_layers'][1]})"),
+        ("layers", f"{config['num_layers']} (exit layers 1..{facts['exit_layers'][1]}){encoder}"),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
-        (
-            "heads",
-            f"{config['num_q_heads']} query, {config['num_kv_heads']} key/value, "
-            f"size {config['head_dim']}",
-        ),
+        ("heads", f"{heads}, size {config['head_dim']}"),
         (
             "vocabulary",
             f"{config['vocab_size']}, {'tied' if config['tie_word_embeddings'] else 'own'} LM head",
         ),
-        ("context", f"{config['max_position']} tokens, rope theta {rope['theta']:g}{scaling}"),
-        *([("sliding window", f"{windows} tokens")] if windows else []),
+        *context,
         ("tokenizer", text),
         ("end tokens", ends),
         ("on disk", f"{_size(facts['bytes_on_disk'])}, {', '.join(facts['stored_dtypes'])}"),
@@ -119,6 +112,23 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("CPU kernels", f"{build['cpu_capability']} of {', '.join(build['cpu_capabilities'])}"),
         ("CUDA kernels", str(cuda)),
     ]
+
+
+def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
+    """What is said of an encoder, of the heads, and of how far a model sees."""
+    if "rope" not in config:
+        positions = f"{config['num_buckets']} relative positions up to {config['max_distance']}"
+        return (
+            f" of the decoder, {config['num_encoder_layers']} of the encoder",
+            str(config["num_heads"]),
+            [("input", f"{config['max_input']} tokens, {positions}")],
+        )
+    rope, windows = config["rope"], max(config["layer_windows"])
+    scaling = "" if rope["type"] == "default" else f", {rope['type']} x{rope['factor']:g}"
+    rows = [("context", f"{config['max_position']} tokens, rope theta {rope['theta']:g}{scaling}")]
+    if windows:
+        rows.append(("sliding window", f"{windows} tokens"))
+    return "", f"{config['num_q_heads']} query, {config['num_kv_heads']} key/value", rows
 
 
 def _size(count: float) -> str:

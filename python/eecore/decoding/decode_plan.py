@@ -8,7 +8,7 @@ is asked of a flag on the device, through a :class:`Control`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.confident import accept_states, measure_states
+from eecore.decoding.cross_memory import cross_batch, cross_fields, load_cross
 from eecore.decoding.twin_memory import HostSide, TwinMemory
 from eecore.engine.batch import fill_page_table
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
-from eecore.models import AttentionBatch, KVCache, LlamaModel
+from eecore.models import AttentionBatch, KVCache, Network
 
 __all__ = [
     "Control",
@@ -78,6 +79,9 @@ class DecodeRow:
     """At each exit point."""
     follows: int | None = None
     """The row of the plan's last iteration whose token it goes on with, instead of ``token_id``."""
+    input_pages: list[int] = field(default_factory=list)
+    input_len: int = 0
+    """Tokens of the encoder's input."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,13 @@ class DecodePlan:
     """
 
     def __init__(
-        self, model: LlamaModel, kv: KVCache, kind: DecodeKind, num_rows: int, max_pages: int
+        self,
+        model: Network,
+        kv: KVCache,
+        kind: DecodeKind,
+        num_rows: int,
+        max_pages: int,
+        max_input_pages: int = 0,
     ) -> None:
         self.kind = kind
         self.num_rows = num_rows
@@ -144,6 +154,7 @@ class DecodePlan:
                 "gone": (torch.bool, row),
                 "open_slots": (torch.int64, row),
                 "open_lens": (torch.int32, row),
+                **cross_fields(num_rows, max_input_pages),
             },
         )
         self._loaded = self._given.host()
@@ -177,6 +188,7 @@ class DecodePlan:
             given["page_table"],
             self._rows.seq_lens,
             starts,
+            cross_batch(given),
         )
 
     def load(self, rows: list[DecodeRow]) -> None:
@@ -200,6 +212,7 @@ class DecodePlan:
             given[name].numpy()[:] = values + [filler] * padding
         write_sources(given["sources"], [row.follows for row in rows])
         fill_page_table(given["page_table"].numpy(), [row.pages for row in rows])
+        load_cross(given, [row.input_pages for row in rows], [row.input_len for row in rows])
         thresholds = given["thresholds"].numpy()
         thresholds[:] = np.inf
         for i, row in enumerate(rows):

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from eecore.decoding.draft_stop import stop_rule
 from eecore.decoding.heads import Heads, read_heads
-from eecore.engine.batch import fill_page_table
+from eecore.engine.batch import cross_rows, fill_page_table
 from eecore.engine.runner import Runner
 from eecore.engine.sampling import filtered_probs, generator_of, pick
 from eecore.engine.scheduler import Work
 from eecore.engine.sequence import Sequence
 from eecore.exits import DraftAndVerify, Exit, SelfSpeculative
-from eecore.models import AttentionBatch
+from eecore.models import AttentionBatch, CrossBatch
 
 __all__ = ["Draft", "DraftPath", "draft", "draft_path"]
 
@@ -121,8 +121,17 @@ def _batches(runner: Runner, rows: list[tuple[Work, Draft]]) -> Iterator[Attenti
     seq_lens = runner.tensor((positions + 1).astype(np.int32))
     page_table = runner.tensor(table)
     starts = runner.tensor(np.arange(count + 1, dtype=np.int32))
+    cross = _cross_batch(runner, [work.sequence for work, _ in rows])
     for step in range(steps):
-        yield AttentionBatch(at[step], to[step], page_table, seq_lens[step], starts)
+        yield AttentionBatch(at[step], to[step], page_table, seq_lens[step], starts, cross)
+
+
+def _cross_batch(runner: Runner, sequences: list[Sequence]) -> CrossBatch | None:
+    """What sequences with an encoder attend to."""
+    lengths = [len(s.input_ids) for s in sequences if s.input_ids is not None]
+    if not lengths:
+        return None
+    return cross_rows([s.input_pages for s in sequences], lengths).batch(runner.tensor)
 
 
 def _choose(heads: Heads, row: int, sequence: Sequence, draft: Draft) -> int:

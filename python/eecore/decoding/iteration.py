@@ -7,6 +7,7 @@ they differ in where their rows enter and leave.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ class _Plan:
 @torch.inference_mode()
 def run_iteration(runner: Runner, works: list[Work]) -> list[Outcome]:
     """Run the scheduled works; returns one outcome per work, in order."""
+    unread = [work.sequence for work in works if work.sequence.tokens_to_encode]
+    if unread:
+        runner.encode(unread)
     drafts = draft(runner, works)
     builder = RowBuilder(runner.kv.page_size)
     plans = [
@@ -88,6 +92,9 @@ def _add_rows(builder: RowBuilder, num_layers: int, work: Work, made: Draft) -> 
     sequence = work.sequence
     policy = sequence.exit
     leave = policy.exit_layer if isinstance(policy, FixedExit) else num_layers
+    cross: dict[str, Any] = {}
+    if sequence.input_ids is not None:
+        cross = {"cross_pages": sequence.input_pages, "cross_len": len(sequence.input_ids)}
     if work.is_prefill:
         first, stop = sequence.num_computed, sequence.num_computed + work.num_tokens
         leaves = [leave] * work.num_tokens
@@ -97,7 +104,7 @@ def _add_rows(builder: RowBuilder, num_layers: int, work: Work, made: Draft) -> 
                 leaves[position - first] = replayed
         tokens = sequence.tokens(first, stop)
         enter = [0] * work.num_tokens
-        return builder.add(tokens, first, sequence.pages, enter=enter, leave=leaves)
+        return builder.add(tokens, first, sequence.pages, enter=enter, leave=leaves, **cross)
     tokens = [sequence.output_ids[-1], *made.tokens]
     if not needs_next(sequence, made):
         tokens.pop()
@@ -111,6 +118,7 @@ def _add_rows(builder: RowBuilder, num_layers: int, work: Work, made: Draft) -> 
         sequence.pages,
         enter=enter,
         leave=[leave] * len(tokens),
+        **cross,
     )
 
 

@@ -92,8 +92,8 @@ class PlannedDecoding:
         self._runner = runner
         self.run_plan = run
         self.ahead = ahead
-        self._plans: dict[tuple[DecodeKind, int, int], DecodePlan] = {}
-        self._speculative: dict[tuple[SpeculativeKind, int, int, int], SpeculativePlan] = {}
+        self._plans: dict[tuple[DecodeKind, int, int, int], DecodePlan] = {}
+        self._speculative: dict[tuple[SpeculativeKind, int, int, int, int], SpeculativePlan] = {}
 
     def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """Start one iteration; None where it is none that a plan can do: nothing has happened then.
@@ -140,14 +140,14 @@ class PlannedDecoding:
         return [self._outcome(work, decoded, i) for i, work in landed]
 
     def _decode_plan(self, kind: DecodeKind, rows: list[_Row]) -> DecodePlan:
-        key = kind, *self._size(rows, 1)
+        key = kind, *self._size(rows, 1), _input_pages(rows)
         if key not in self._plans:
             self._plans[key] = DecodePlan(self._runner.model, self._runner.kv, *key)
         return self._plans[key]
 
     def _speculative_plan(self, kind: SpeculativeKind, rows: list[_Row]) -> SpeculativePlan:
         stops = _rounded_up(max(1, *(len(_stop_ids(row.sequence)) for row in rows)))
-        key = kind, *self._size(rows, kind.num_drafts + 1), stops
+        key = kind, *self._size(rows, kind.num_drafts + 1), stops, _input_pages(rows)
         if key not in self._speculative:
             self._speculative[key] = SpeculativePlan(self._runner.model, self._runner.kv, *key)
         return self._speculative[key]
@@ -248,6 +248,8 @@ class _Row:
             sequence.pages,
             thresholds,
             self.follows,
+            sequence.input_pages,
+            len(sequence.input_ids or ()),
         )
 
     def speculating(self) -> SpeculativeRow:
@@ -264,6 +266,8 @@ class _Row:
             -1.0 if threshold is None else threshold,
             _stop_ids(sequence),
             self.follows,
+            sequence.input_pages,
+            len(sequence.input_ids or ()),
         )
 
 
@@ -281,6 +285,12 @@ def _stop_ids(sequence: Sequence) -> list[int]:
     if not sequence.sampling.ignore_eos:
         stops |= sequence.eos_token_ids
     return sorted(stops)
+
+
+def _input_pages(rows: list[_Row]) -> int:
+    """Pages of the longest input, rounded up; 0 without an encoder."""
+    most = max(len(row.sequence.input_pages) for row in rows)
+    return _rounded_up(most) if most else 0
 
 
 def _rounded_up(count: int) -> int:

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eecore.config import ModelConfig
+from eecore.config import AnyModelConfig
 from eecore.engine.batch import RowBuilder
 from eecore.engine.runner import Runner
 from eecore.errors import RequestError
 from eecore.exits import DraftAndVerify
-from eecore.models import KVCache, LlamaModel
+from eecore.models import KVCache, Network, T5Model
 
 __all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
 
@@ -98,7 +98,7 @@ def predicted_speedup(agreement: float, draft_cost: float, max_drafts: int) -> t
 
 @torch.inference_mode()
 def search_skipped_sublayers(
-    network: LlamaModel,
+    network: Network,
     texts: Sequence[Sequence[int]],
     *,
     max_skipped: int | None = None,
@@ -118,6 +118,8 @@ def search_skipped_sublayers(
     """
     if max_skipped is not None and max_skipped < 1:
         raise RequestError(f"max_skipped: expected 1 or more, got {max_skipped}")
+    if isinstance(network, T5Model):
+        raise RequestError(f"model: expected a decoder alone, got {network.config.architecture}")
     windows = [list(text) for text in texts if len(text) >= 2]
     if not windows:
         raise RequestError("texts: expected at least one of two or more tokens, got none")
@@ -150,7 +152,7 @@ def search_skipped_sublayers(
 
 
 def _step(
-    config: ModelConfig, skipped: list[Sublayer], agreement: float, max_drafts: int
+    config: AnyModelConfig, skipped: list[Sublayer], agreement: float, max_drafts: int
 ) -> SkipStep:
     weights = {
         "attention": config.hidden_size * (2 * config.q_size + 2 * config.kv_size),
@@ -172,7 +174,7 @@ def _step(
 class _Probe:
     """Runs all texts at once, teacher-forced, and compares with the full model."""
 
-    def __init__(self, network: LlamaModel, texts: list[list[int]]) -> None:
+    def __init__(self, network: Network, texts: list[list[int]]) -> None:
         pages_each = [-(-len(text) // PAGE_SIZE) for text in texts]
         kv = KVCache.allocate(
             network.config,

@@ -6,18 +6,19 @@ what is behind the last step that any row takes is skipped. Greedy rows only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from eecore import ops
+from eecore.decoding.cross_memory import cross_batch, cross_fields, load_cross
 from eecore.decoding.decode_plan import Control, take_over, write_sources
 from eecore.decoding.twin_memory import HostSide, TwinMemory
 from eecore.engine.batch import fill_page_table
 from eecore.exits import SelfSpeculative
-from eecore.models import AttentionBatch, KVCache, LlamaModel
+from eecore.models import AttentionBatch, KVCache, Network
 
 __all__ = ["Round", "SpeculativeKind", "SpeculativePlan", "SpeculativeRow", "speculative_kind_of"]
 
@@ -48,6 +49,9 @@ class SpeculativeRow:
     follows: int | None = None
     """The sequence's row in the plan's last round: its ``token_id``, ``position`` and
     ``tokens_left`` are where that round leaves off, instead of those given."""
+    input_pages: list[int] = field(default_factory=list)
+    input_len: int = 0
+    """Tokens of the encoder's input."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,13 @@ class SpeculativePlan:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Network,
         kv: KVCache,
         kind: SpeculativeKind,
         num_rows: int,
         max_pages: int,
         max_stops: int,
+        max_input_pages: int = 0,
     ) -> None:
         self.kind = kind
         self.num_rows = num_rows
@@ -101,11 +106,13 @@ class SpeculativePlan:
                 "max_drafts": (torch.int64, row),
                 "thresholds": (torch.float32, row),
                 "stop_ids": (torch.int64, (num_rows, max_stops)),
+                **cross_fields(num_rows, max_input_pages),
             },
         )
         self._loaded = self._given.host()
         given = self._given.device
         self._page_table = given["page_table"]
+        self._cross = cross_batch(given)
         # Where each sequence is in its text, and how much of it is left.
         self._first_position = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._tokens_left = torch.zeros_like(self._first_position)
@@ -166,6 +173,7 @@ class SpeculativePlan:
             given[name].numpy()[:] = [*values, *([filler] * padding)]
         write_sources(given["sources"], [row.follows for row in rows])
         fill_page_table(given["page_table"].numpy(), [row.pages for row in rows])
+        load_cross(given, [row.input_pages for row in rows], [row.input_len for row in rows])
         self.send()
 
     def send(self) -> None:
@@ -230,7 +238,12 @@ class SpeculativePlan:
         """One more token of every row that drafts, and what is behind it."""
         now = self._round
         batch = AttentionBatch(
-            now.positions, now.slot_mapping, self._page_table, now.seq_lens, self._starts
+            now.positions,
+            now.slot_mapping,
+            self._page_table,
+            now.seq_lens,
+            self._starts,
+            self._cross,
         )
         hidden = self._model.embed(now.last_token)
         hidden = self._model.layers(0, self.kind.exit_layer, hidden, self._kv, batch)
@@ -249,6 +262,7 @@ class SpeculativePlan:
             self._page_table,
             (made.positions + 1).masked_fill(self._most < 0, 1).to(torch.int32),
             self._starts,
+            self._cross,
         )
         hidden = model.embed(made.last_token)
         hidden = model.layers(0, exit_layer, hidden, self._kv, batch)
@@ -261,6 +275,7 @@ class SpeculativePlan:
             self._page_table,
             (self._first_position + len(steps)).to(torch.int32),
             self._starts * len(steps),
+            self._cross,
         )
         hidden = made.states.view(rows * len(steps), -1)
         hidden = model.layers(exit_layer, model.config.num_layers, hidden, self._kv, batch)

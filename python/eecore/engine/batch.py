@@ -16,14 +16,34 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from eecore.models import AttentionBatch
+from eecore.models import AttentionBatch, CrossBatch
 
-__all__ = ["BoolArray", "Int64Array", "RowBuilder", "Rows", "fill_page_table"]
+__all__ = [
+    "BoolArray",
+    "CrossRows",
+    "Int64Array",
+    "RowBuilder",
+    "Rows",
+    "cross_rows",
+    "fill_page_table",
+]
 
 BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 ToTensor = Callable[[npt.NDArray[Any]], Tensor]
+
+
+@dataclass(frozen=True)
+class CrossRows:
+    """Where the encoder's keys and values of each sequence are."""
+
+    page_tables: Int32Array  # [num_sequences, max_pages]
+    seq_lens: Int32Array  # [num_sequences], tokens of each input
+
+    def batch(self, to_tensor: ToTensor, index: Int64Array | slice = slice(None)) -> CrossBatch:
+        """Of the sequences ``index``, each as often as it is named."""
+        return CrossBatch(to_tensor(self.page_tables[index]), to_tensor(self.seq_lens[index]))
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,7 @@ class Rows:
     starts: Int32Array  # [num_sequences + 1], each sequence's first row, then num_rows
     leave_alike: int  # how many layers are behind every row when it leaves; 0 when they differ
     kept_at: int  # where all rows enter but some sequences' last ones, which enter at 0; or -1
+    cross: CrossRows | None = None  # of a model with an encoder
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -59,6 +80,7 @@ class Rows:
             page_table=to_tensor(self.page_tables[sequence]),
             seq_lens=to_tensor(self.seq_lens[sequence]),
             query_start_loc=to_tensor(np.arange(len(last) + 1, dtype=np.int32)),
+            cross=self._cross(to_tensor, sequence),
         )
 
     def whole_batch(self, to_tensor: ToTensor) -> AttentionBatch:
@@ -69,6 +91,7 @@ class Rows:
             page_table=to_tensor(self.page_tables),
             seq_lens=to_tensor(self.seq_lens),
             query_start_loc=to_tensor(self.starts),
+            cross=self._cross(to_tensor),
         )
 
     def attention_batch(self, index: Int64Array, to_tensor: ToTensor) -> AttentionBatch:
@@ -86,7 +109,13 @@ class Rows:
             page_table=to_tensor(self.page_tables[sequence[starts]]),
             seq_lens=to_tensor((positions[ends - 1] + 1).astype(np.int32)),
             query_start_loc=to_tensor(query_start_loc),
+            cross=self._cross(to_tensor, sequence[starts]),
         )
+
+    def _cross(
+        self, to_tensor: ToTensor, index: Int64Array | slice = slice(None)
+    ) -> CrossBatch | None:
+        return None if self.cross is None else self.cross.batch(to_tensor, index)
 
 
 def fill_page_table(table: Int32Array, pages: list[list[int]]) -> Int32Array:
@@ -95,6 +124,12 @@ def fill_page_table(table: Int32Array, pages: list[list[int]]) -> Int32Array:
     for i, own in enumerate(pages):
         table[i, : len(own)] = own
     return table
+
+
+def cross_rows(pages: list[list[int]], lengths: list[int]) -> CrossRows:
+    """Of sequences whose inputs have these pages and so many tokens."""
+    table = np.empty((len(pages), max(map(len, pages))), dtype=np.int32)
+    return CrossRows(fill_page_table(table, pages), np.array(lengths, dtype=np.int32))
 
 
 @dataclass
@@ -111,6 +146,8 @@ class RowBuilder:
     _pages: list[list[int]] = field(default_factory=list)
     _seq_lens: list[int] = field(default_factory=list)
     _starts: list[int] = field(default_factory=list)
+    _cross_pages: list[list[int]] = field(default_factory=list)
+    _cross_lens: list[int] = field(default_factory=list)
 
     def add(
         self,
@@ -120,8 +157,13 @@ class RowBuilder:
         *,
         enter: list[int],
         leave: list[int],
+        cross_pages: list[int] | None = None,
+        cross_len: int = 0,
     ) -> slice:
-        """Adds consecutive positions of one sequence; returns where its rows are."""
+        """Adds consecutive positions of one sequence; returns where its rows are.
+
+        With an encoder ``cross_pages`` hold what it made of the ``cross_len`` tokens of the input.
+        """
         start, count, size = len(self._positions), len(token_ids), self.page_size
         positions = range(first_position, first_position + count)
         self._token_ids += token_ids
@@ -133,6 +175,9 @@ class RowBuilder:
         self._pages.append(pages)
         self._seq_lens.append(first_position + count)
         self._starts.append(start)
+        if cross_pages is not None:
+            self._cross_pages.append(cross_pages)
+            self._cross_lens.append(cross_len)
         return slice(start, start + count)
 
     def build(self) -> Rows:
@@ -154,6 +199,7 @@ class RowBuilder:
             starts=np.array([*self._starts, len(self._positions)], dtype=np.int32),
             leave_alike=self._leave[0] if len(set(self._leave)) == 1 else 0,
             kept_at=self._kept_at(),
+            cross=cross_rows(self._cross_pages, self._cross_lens) if self._cross_pages else None,
         )
 
     def _kept_at(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from eecore.config import Decoding, EngineConfig, SamplingParams
+from eecore.config import Decoding, EngineConfig, SamplingParams, T5Config
 from eecore.decoding.captured import Capture, CapturedPlans
 from eecore.decoding.iteration import run_iteration
 from eecore.decoding.outcome import Outcome
@@ -27,7 +27,7 @@ from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.engine.text import TextStream
 from eecore.errors import ModelError, RequestError
 from eecore.exits import ConfidentExit, Exit, FixedExit, Full
-from eecore.models import KVCache, LlamaModel, Tokenizer
+from eecore.models import KVCache, Network, Tokenizer
 from eecore.output import Output, RequestStats, StepOutput
 
 __all__ = ["Engine", "check_decoding"]
@@ -37,7 +37,7 @@ class Engine:
     """Continuous batching over one model, with an exit policy per request."""
 
     def __init__(
-        self, network: LlamaModel, tokenizer: Tokenizer | None, config: EngineConfig | None = None
+        self, network: Network, tokenizer: Tokenizer | None, config: EngineConfig | None = None
     ) -> None:
         self.config = config or EngineConfig()
         self.network = network
@@ -105,7 +105,10 @@ class Engine:
                     "temperature: expected 0 with a calibrated exit, whose guarantee is for greedy "
                     f"output, got {sampling.temperature:g}"
                 )
-        self._check_length(len(prompt_ids), sampling.max_tokens)
+        input_ids = None
+        if isinstance(config, T5Config):
+            prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids
+        self._check_length(len(prompt_ids), input_ids, sampling.max_tokens)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")
         if request_id is None:
@@ -121,11 +124,13 @@ class Engine:
             exit=policy,
             arrival=self._arrivals,
             eos_token_ids=frozenset(config.eos_token_ids),
+            input_ids=input_ids,
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
         if self.tokenizer is not None:
-            self._texts[request_id] = TextStream(self.tokenizer, prompt_ids, sampling.stop)
+            before = prompt_ids if input_ids is None else []
+            self._texts[request_id] = TextStream(self.tokenizer, before, sampling.stop)
         self._scheduler.add(sequence)
         return request_id
 
@@ -196,18 +201,34 @@ class Engine:
         names = (f"request-{number}" for number in itertools.count(self._arrivals))
         return next(name for name in names if name not in self._sequences)
 
-    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
+    def _check_length(
+        self, prompt_tokens: int, input_ids: list[int] | None, max_tokens: int
+    ) -> None:
         total = prompt_tokens + max_tokens
-        limits = (
-            (self.network.config.max_position, "the model's context"),
-            (self.pages.num_pages * self.pages.page_size, "the KV cache (kv_cache_tokens)"),
-        )
-        for limit, what in limits:
-            if total > limit:
+        given, config = f"prompt of {prompt_tokens} tokens", self.network.config
+        if total > config.max_position:
+            raise RequestError(
+                f"{given} and max_tokens={max_tokens}: expected at most {config.max_position} "
+                f"together, the size of the model's context, got {total}"
+            )
+        pages = self.pages.pages_for(total)
+        if input_ids is not None:
+            assert isinstance(config, T5Config)
+            most, given = self.config.max_input_tokens, f"input of {len(input_ids)} tokens"
+            if len(input_ids) > (most or config.max_input):
+                what = "max_input_tokens" if most else "what the model was made for"
                 raise RequestError(
-                    f"prompt of {prompt_tokens} tokens and max_tokens={max_tokens}: expected at "
-                    f"most {limit} together, the size of {what}, got {total}"
+                    f"{given}: expected at most {most or config.max_input}, {what}"
+                    + ("" if most else " (max_input_tokens of the engine sets another limit)")
                 )
+            pages += self.pages.pages_for(len(input_ids))
+            total += len(input_ids)
+        if pages > self.pages.num_pages:
+            room = self.pages.num_pages * self.pages.page_size
+            raise RequestError(
+                f"{given} and max_tokens={max_tokens}: expected at most {room} together, the size "
+                f"of the KV cache (kv_cache_tokens), got {total}"
+            )
 
     def _commit_all(self, outcomes: list[Outcome]) -> list[StepOutput]:
         now = time.perf_counter()
@@ -225,6 +246,7 @@ class Engine:
         stats.accepted += outcome.accepted
         computed = range(sequence.num_computed, outcome.num_computed)
         sequence.num_computed = outcome.num_computed
+        sequence.is_encoded = sequence.input_ids is not None
         sequence.kv_exit_layers += outcome.kv_exit_layers
         self._mark_approximate(sequence, computed)
         if not outcome.records:
@@ -288,7 +310,7 @@ class Engine:
         asked = sequence.sampling.logprobs
         return Output(
             request_id=sequence.request_id,
-            prompt_token_ids=sequence.prompt_ids,
+            prompt_token_ids=sequence.given_ids,
             token_ids=list(sequence.output_ids),
             text=None if text is None else text.text,
             finish_reason=reason,
@@ -308,7 +330,7 @@ class Engine:
         return RequestStats(
             contract=sequence.exit.contract,
             num_layers=self.network.config.num_layers,
-            prompt_tokens=sequence.num_prompt_tokens,
+            prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,
             layers_run=stats.layers_run,
             prompt_layers_run=stats.prompt_layers_run,

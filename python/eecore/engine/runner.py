@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from eecore.engine.batch import BoolArray, Int64Array, Rows
-from eecore.models import AttentionBatch, KVCache, LlamaModel
+from eecore.engine.sequence import Sequence
+from eecore.models import AttentionBatch, KVCache, Network, T5Model
 
 __all__ = ["ExitController", "Runner", "Sweep"]
 
@@ -70,7 +71,7 @@ class Sweep:
 class Runner:
     """A model and its KV cache."""
 
-    def __init__(self, model: LlamaModel, kv: KVCache) -> None:
+    def __init__(self, model: Network, kv: KVCache) -> None:
         self.model = model
         self.kv = kv
         self._on_cpu = model.device.type == "cpu"
@@ -87,6 +88,26 @@ class Runner:
         """A host array on the model's device; on the CPU they share memory."""
         tensor = torch.from_numpy(array)
         return tensor if self._on_cpu else tensor.to(self.device)
+
+    def encode(self, sequences: list[Sequence]) -> None:
+        """Run the encoder on the inputs of sequences; what the decoder needs goes to their pages.
+
+        Args:
+            sequences: one or more, each with an input and pages for it.
+        """
+        assert isinstance(self.model, T5Model)
+        inputs = [np.array(sequence.given_ids, dtype=np.int64) for sequence in sequences]
+        size = self.kv.page_size
+        slots = [
+            np.array(sequence.input_pages)[at // size] * size + at % size
+            for sequence, at in zip(sequences, map(np.arange, map(len, inputs)), strict=True)
+        ]
+        self.model.encode(
+            self.tensor(np.concatenate(inputs)),
+            list(map(len, inputs)),
+            self.kv,
+            self.tensor(np.concatenate(slots)),
+        )
 
     def sweep(
         self,

@@ -3,7 +3,8 @@
 Running requests come first, oldest first; then waiting ones are admitted while pages, places and
 the token budget last. When pages run out the youngest running request is preempted: its pages go
 back, it waits at the head of the queue, and its KV is recomputed later. The oldest request can
-always run, since a request that could not fit alone is refused on arrival.
+always run, since a request that could not fit alone is refused on arrival. An encoder's input is
+read in one iteration, and counts; one that is larger than the budget has an iteration to itself.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class Work:
     """Drafts for which pages are held; 0 unless the sequence speculates."""
     is_prefill: bool = False
     """A chunk of a prompt, or of a replay."""
+
+    @property
+    def num_rows(self) -> int:
+        """What counts against the budget of an iteration: positions of decoder and encoder."""
+        return self.num_tokens + self.max_drafts + self.sequence.tokens_to_encode
 
     @property
     def most_tokens(self) -> int:
@@ -59,12 +65,14 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: s.arrival):
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
+            if works and sequence.tokens_to_encode >= budget:
+                continue
             work = self._work_for(sequence, budget)
             if not self._reserve(sequence, work):
                 continue
             works.append(self._with_drafts(work))
-            budget -= works[-1].num_tokens + works[-1].max_drafts
-        return works + self._admit(budget)
+            budget -= works[-1].num_rows
+        return works + self._admit(budget, is_first=not works)
 
     def schedule_ahead(self, running: list[Work]) -> list[Work]:
         """The iteration behind one of decoding sequences that is still running, with pages for it.
@@ -100,6 +108,7 @@ class Scheduler:
         if sequence.is_decoding:
             return Work(sequence, 1, _required_drafts(sequence))
         left = sequence.prefill_target - sequence.num_computed
+        budget = max(1, budget - sequence.tokens_to_encode)
         return Work(sequence, min(left, budget, self._config.max_prefill_chunk), is_prefill=True)
 
     def _with_drafts(self, work: Work) -> Work:
@@ -117,6 +126,10 @@ class Scheduler:
         if missing > 0:
             sequence.pages += self.pages.allocate(missing)
 
+    def _input_pages(self, sequence: Sequence) -> int:
+        """Pages of an encoder's input."""
+        return 0 if sequence.input_ids is None else self.pages.pages_for(len(sequence.input_ids))
+
     def _reserve(self, sequence: Sequence, work: Work) -> bool:
         """Pages for the work, preempting the youngest as needed; False if that was the sequence."""
         positions = sequence.num_computed + work.num_tokens + work.max_drafts
@@ -128,21 +141,25 @@ class Scheduler:
         self._grow(sequence, positions)
         return True
 
-    def _admit(self, budget: int) -> list[Work]:
-        works = []
+    def _admit(self, budget: int, *, is_first: bool) -> list[Work]:
+        works: list[Work] = []
         while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
             sequence = self.waiting[0]
             # Room for all its tokens and the next ones, so that it is not preempted at once.
             needed = self.pages.pages_for(sequence.num_tokens + 1 + _required_drafts(sequence))
-            if needed > self.pages.num_free:
+            inputs = self._input_pages(sequence)
+            if needed + inputs > self.pages.num_free:
+                break
+            if sequence.tokens_to_encode >= budget and (works or not is_first):
                 break
             self.waiting.popleft()
+            sequence.input_pages += self.pages.allocate(inputs)
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
             work = self._work_for(sequence, budget)
             self._grow(sequence, sequence.num_computed + work.num_tokens)
             works.append(work)
-            budget -= work.num_tokens
+            budget -= work.num_rows
         return works
 
     def preempt(self, sequence: Sequence) -> None:
@@ -172,8 +189,10 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
-        self.pages.free(sequence.pages)
+        self.pages.free([*sequence.pages, *sequence.input_pages])
         sequence.pages.clear()
+        sequence.input_pages.clear()
+        sequence.is_encoded = False
 
 
 def _wanted_drafts(sequence: Sequence) -> int:

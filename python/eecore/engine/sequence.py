@@ -67,6 +67,11 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     kv_exit_layers: list[int] = field(default_factory=list)
     """Exit layer behind the KV of each computed generated position, for an identical replay."""
+    input_ids: list[int] | None = None
+    """What the encoder reads; the decoder's prompt is the start token then. None without one."""
+    input_pages: list[int] = field(default_factory=list)
+    """Of the keys and values that the encoder's states give the decoder."""
+    is_encoded: bool = False
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     stats: SequenceStats = field(default_factory=SequenceStats)
@@ -77,7 +82,18 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Of the decoder's prompt."""
         return len(self.prompt_ids)
+
+    @property
+    def given_ids(self) -> list[int]:
+        """What the request came with."""
+        return self.prompt_ids if self.input_ids is None else self.input_ids
+
+    @property
+    def tokens_to_encode(self) -> int:
+        """How many tokens the encoder still has to read before the decoder can start."""
+        return 0 if self.is_encoded or self.input_ids is None else len(self.input_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -8,8 +8,6 @@ confidences are those of the whole text run through all layers.
 from __future__ import annotations
 
 import html
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +17,9 @@ from torch import Tensor
 from eecore.decoding.confident import measure_states
 from eecore.depth_colours import depth_colour
 from eecore.errors import RequestError
-from eecore.evaluation.exit_scores import whole_batch
+from eecore.evaluation.exit_scores import Scored, forced_states
 from eecore.exits import ConfidentExit, Exit, FixedExit
-from eecore.models import KVCache, LlamaModel
+from eecore.models import Network
 
 if TYPE_CHECKING:
     from eecore.generation import Model
@@ -156,16 +154,16 @@ def map_exits(
         learnt, exit_layers = output.token_ids, output.exit_layers
     else:
         learnt = tokenizer.encode(text, add_special_tokens=False)
-    token_ids = [*given, *learnt]
-    if len(token_ids) > config.max_position:
+    sequence = Scored.of(config, given, learnt)
+    if len(sequence.token_ids) > config.max_position:
         raise RequestError(
-            f"exits: expected at most {config.max_position} tokens, got {len(token_ids)}"
+            f"exits: expected at most {config.max_position} tokens, got {len(sequence.token_ids)}"
         )
     measured = policy if isinstance(policy, ConfidentExit) else ConfidentExit()
-    table = _confidences(model.network, token_ids, len(given), measured)
+    table = _confidences(model.network, sequence, measured)
     if exit_layers is None:
         exit_layers = [_exit(measured, row, t, len(learnt)) for t, row in enumerate(table)]
-    decoder = tokenizer.incremental(given)
+    decoder = tokenizer.incremental(given if sequence.input_ids is None else ())
     pieces = [decoder.add(token) for token in learnt]
     lowest = policy.exit_layer if isinstance(policy, FixedExit) else config.num_layers
     if isinstance(policy, ConfidentExit):
@@ -197,25 +195,19 @@ def _exit(policy: ConfidentExit, confidences: dict[int, float], t: int, count: i
 
 @torch.inference_mode()
 def _confidences(
-    network: LlamaModel, token_ids: Sequence[int], first: int, policy: ConfidentExit
+    network: Network, sequence: Scored, policy: ConfidentExit
 ) -> list[dict[int, float]]:
     """By predicted token and exit layer, from one pass through all layers."""
-    ids = torch.tensor(token_ids, device=network.device)
-    rows = slice(first - 1, len(ids) - 1)
-    hidden = network.embed(ids)
-    kv = KVCache.allocate(network.config, 1, len(ids), device=ids.device, dtype=network.dtype)
-    batch = whole_batch(len(ids), ids.device)
-    columns: list[list[float]] = []
-    for begin, end in itertools.pairwise(range(network.config.num_layers + 1)):
-        previous = hidden
-        hidden = network.layers(begin, end, hidden, kv, batch)
-        columns.append(_measured(network, policy, previous[rows], hidden[rows]).tolist())
+    rows = slice(sequence.first - 1, len(sequence.token_ids) - 1)
+    every = range(1, network.config.num_layers + 1)
+    columns = [
+        _measured(network, policy, previous[rows], hidden[rows]).tolist()
+        for _, previous, hidden in forced_states(network, sequence, every)
+    ]
     return [dict(enumerate(values, 1)) for values in zip(*columns, strict=True)]
 
 
-def _measured(
-    network: LlamaModel, policy: ConfidentExit, previous: Tensor, hidden: Tensor
-) -> Tensor:
+def _measured(network: Network, policy: ConfidentExit, previous: Tensor, hidden: Tensor) -> Tensor:
     if policy.measure == "softmax":
         return network.confidence(hidden.contiguous()).confidence
     return measure_states(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import RequestError
-from eecore.models import AttentionBatch, KVCache, LlamaModel
+from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
 
-__all__ = ["ExitScore", "Scored", "score_exits", "whole_batch"]
+__all__ = ["ExitScore", "Scored", "forced_states", "score_exits"]
 
 # Rows whose logits are in memory at a time.
 ROWS_AT_A_TIME = 64
@@ -26,6 +27,15 @@ class Scored:
 
     token_ids: list[int]
     first: int = 1
+    input_ids: list[int] | None = None
+    """What the encoder reads, where there is one."""
+
+    @staticmethod
+    def of(config: AnyModelConfig, given: list[int], learnt: list[int]) -> Scored:
+        """A prompt and what should follow it, as a model sees the two."""
+        if isinstance(config, T5Config):
+            return Scored([config.decoder_start_token_id, *learnt], 1, given)
+        return Scored([*given, *learnt], len(given))
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class ExitScore:
 
 @torch.inference_mode()
 def score_exits(
-    network: LlamaModel, sequences: Sequence[Scored], layers: Sequence[int]
+    network: Network, sequences: Sequence[Scored], layers: Sequence[int]
 ) -> list[ExitScore]:
     """Perplexity, accuracy and agreement with the last layer after each of ``layers``.
 
@@ -82,18 +92,12 @@ def score_exits(
     return [score for score in scores if score.exit_layer in set(layers)]
 
 
-def _sums(network: LlamaModel, sequence: Scored, layers: list[int]) -> dict[int, Tensor]:
+def _sums(network: Network, sequence: Scored, layers: list[int]) -> dict[int, Tensor]:
     """By layer: summed nats, right and agreeing predictions of one sequence."""
     ids = torch.tensor(sequence.token_ids, device=network.device)
     rows = slice(sequence.first - 1, len(ids) - 1)  # row i predicts token i + 1
     targets = ids[sequence.first :]
-    states = {}
-    hidden = network.embed(ids)
-    kv = KVCache.allocate(network.config, 1, len(ids), device=ids.device, dtype=network.dtype)
-    batch = whole_batch(len(ids), ids.device)
-    for begin, end in itertools.pairwise([0, *layers]):
-        hidden = network.layers(begin, end, hidden, kv, batch)
-        states[end] = hidden[rows]
+    states = {layer: hidden[rows] for layer, _, hidden in forced_states(network, sequence, layers)}
     sums = {layer: torch.zeros(3, dtype=torch.float64) for layer in layers}
     for first in range(0, len(targets), ROWS_AT_A_TIME):
         part = slice(first, first + ROWS_AT_A_TIME)
@@ -108,12 +112,39 @@ def _sums(network: LlamaModel, sequence: Scored, layers: list[int]) -> dict[int,
     return sums
 
 
-def whole_batch(count: int, device: torch.device) -> AttentionBatch:
-    """One sequence in one page."""
+def forced_states(
+    network: Network, sequence: Scored, layers: Iterable[int]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each of ``layers`` with the states, [num_tokens, hidden_size], before and after the stretch
+    of layers that it ends; ascending.
+    """
+    ids = torch.tensor(sequence.token_ids, device=network.device)
+    count, given = len(ids), sequence.input_ids
+    most = max(count, len(given or ()))
+    kv = KVCache.allocate(network.config, 2, most, device=ids.device, dtype=network.dtype)
+    if isinstance(network, T5Model):
+        assert given is not None
+        slots = torch.arange(most, most + len(given), device=ids.device)
+        network.encode(torch.tensor(given, device=ids.device), [len(given)], kv, slots)
+    batch = _whole_batch(count, ids.device, given)
+    hidden = network.embed(ids)
+    for begin, end in itertools.pairwise([0, *layers]):
+        previous = hidden
+        hidden = network.layers(begin, end, hidden, kv, batch)
+        yield end, previous, hidden
+
+
+def _whole_batch(count: int, device: torch.device, given: list[int] | None) -> AttentionBatch:
+    """One sequence in the first page, its input in the second."""
+
+    def int32(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     return AttentionBatch(
         positions=torch.arange(count, device=device),
         slot_mapping=torch.arange(count, device=device),
-        page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
+        page_table=int32(0)[None],
+        seq_lens=int32(count),
+        query_start_loc=int32(0, count),
+        cross=None if given is None else CrossBatch(int32(1)[None], int32(len(given))),
     )

@@ -1,17 +1,22 @@
 """Models: a Hugging Face directory in, a forward pass of single layers out."""
 
-from eecore.models.attention import AttentionBatch
+from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.load import load_model
+from eecore.models.network import Network
+from eecore.models.t5 import T5Model
 from eecore.models.tokenizer import IncrementalDecoder, Tokenizer
 
 __all__ = [
     "AttentionBatch",
+    "CrossBatch",
     "IncrementalDecoder",
     "KVCache",
     "LlamaModel",
     "LlamaWeights",
+    "Network",
+    "T5Model",
     "Tokenizer",
     "load_model",
 ]

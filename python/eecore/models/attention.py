@@ -4,7 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+# Keys per split of a long context. A fixed size, with the skinny ops, makes a row's result the same
+# bit for bit whatever runs beside it: verification then repeats full decoding exactly.
+KEYS_PER_SPLIT = 512
+# On a GPU a split is the work of one warp, and many of them are needed.
+CUDA_KEYS_PER_SPLIT = 128
+
+
+def keys_per_split(device: torch.device) -> int:
+    """The fixed split size of a device."""
+    return KEYS_PER_SPLIT if device.type == "cpu" else CUDA_KEYS_PER_SPLIT
+
+
+@dataclass(frozen=True)
+class CrossBatch:
+    """The encoder's keys and values that the sequences of a call attend to, without a mask."""
+
+    page_table: Tensor
+    """int32 [num_seqs, max_pages_per_input]"""
+    seq_lens: Tensor
+    """int32 [num_seqs], tokens of each sequence's input."""
 
 
 @dataclass(frozen=True)
@@ -26,3 +48,5 @@ class AttentionBatch:
     """int32 [num_seqs], keys in the cache once this call has written its own."""
     query_start_loc: Tensor
     """int32 [num_seqs + 1], from 0 to num_tokens."""
+    cross: CrossBatch | None = None
+    """Of a decoder with an encoder."""

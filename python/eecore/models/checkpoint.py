@@ -14,17 +14,25 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from eecore.config import ModelConfig
+from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.models.config_json import read_json
 from eecore.models.int8 import WeightView
 from eecore.models.llama import LlamaWeights
+from eecore.models.t5_weights import T5Weights
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Buffers that old checkpoints carry and that are computed here.
-DERIVED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
+T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# What checkpoints carry besides, and is not read: computed here, or held under another name.
+DERIVED = (
+    *T5_EMBEDDINGS,  # the same under other names
+    ".rotary_emb.inv_freq",
+    ".masked_bias",
+    ".attention.bias",
+    ".EncDecAttention.relative_attention_bias.weight",  # of the first T5; never used
+)
 
 
 class Checkpoint:
@@ -120,12 +128,23 @@ class Checkpoint:
             ) from None
 
 
-def with_stored_tying(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+def embeddings_name(config: AnyModelConfig, checkpoint: Checkpoint) -> str:
+    """What a checkpoint calls the embeddings; T5's go by the name of any of their users."""
+    if not isinstance(config, T5Config):
+        return "model.embed_tokens.weight"
+    present = [name for name in T5_EMBEDDINGS if name in checkpoint.names]
+    return present[0] if present else T5_EMBEDDINGS[0]
+
+
+def with_stored_tying(config: AnyModelConfig, checkpoint: Checkpoint) -> AnyModelConfig:
     """The config, untied where the checkpoint holds an LM head that differs from the embeddings.
 
-    So transformers reads a model that was tied once and then had its head trained alone.
+    So transformers reads a model that was tied once and then had its head trained alone. A T5
+    without an LM head in its checkpoint is tied, whatever its config says.
     """
-    embeddings, head = "model.embed_tokens.weight", "lm_head.weight"
+    embeddings, head = embeddings_name(config, checkpoint), "lm_head.weight"
+    if isinstance(config, T5Config):
+        config = replace(config, tie_word_embeddings=True)
     if not config.tie_word_embeddings or not {embeddings, head} <= set(checkpoint.names):
         return config
     tied = checkpoint.shape(embeddings) == checkpoint.shape(head) and torch.equal(
@@ -136,18 +155,35 @@ def with_stored_tying(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfi
 
 def load_weights(
     checkpoint: Checkpoint,
-    config: ModelConfig,
+    config: AnyModelConfig,
     device: torch.device,
     dtype: torch.dtype,
     *,
     int8: bool = False,
-) -> LlamaWeights:
+) -> LlamaWeights | T5Weights:
     """The config's weights from the checkpoint: checked first, then allocated, then filled."""
-    _check(checkpoint, LlamaWeights.empty(config, "meta", dtype).by_checkpoint_name(config))
-    weights = LlamaWeights.empty(config, device, dtype, int8=int8)
-    for name, view in weights.by_checkpoint_name(config).items():
+    embeddings = embeddings_name(config, checkpoint)
+    _check(checkpoint, _weights(config, embeddings, "meta", dtype)[1])
+    weights, views = _weights(config, embeddings, device, dtype, int8=int8)
+    for name, view in views.items():
         view.fill(checkpoint.tensor(name))
     return weights
+
+
+def _weights(
+    config: AnyModelConfig,
+    embeddings: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    int8: bool = False,
+) -> tuple[LlamaWeights | T5Weights, dict[str, WeightView]]:
+    """Uninitialised weights, and what each tensor of a checkpoint fills."""
+    if isinstance(config, T5Config):
+        t5 = T5Weights.empty(config, device, dtype, int8=int8)
+        return t5, t5.by_checkpoint_name(config, embeddings)
+    llama = LlamaWeights.empty(config, device, dtype, int8=int8)
+    return llama, llama.by_checkpoint_name(config)
 
 
 def _check(checkpoint: Checkpoint, expected: dict[str, WeightView]) -> None:
@@ -175,7 +211,7 @@ def _refuse_unknown_layer_tensors(checkpoint: Checkpoint, expected: dict[str, We
         for name in checkpoint.names
         if name not in expected and name != "lm_head.weight" and not name.endswith(DERIVED)
     ]
-    layers = {_layer_of(name) for name in expected if name.startswith("model.layers.")}
+    layers = {_layer_of(name) for name in expected} - {None}
     wrong = [name for name in unused if _layer_of(name) in layers]
     if wrong:
         raise UnsupportedModelError(
@@ -185,9 +221,10 @@ def _refuse_unknown_layer_tensors(checkpoint: Checkpoint, expected: dict[str, We
         warnings.warn(f"{checkpoint.directory}: unused: {_some(unused)}", stacklevel=4)
 
 
-def _layer_of(name: str) -> str:
-    """``model.layers.3`` of any tensor of that layer."""
-    return ".".join(name.split(".")[:3])
+def _layer_of(name: str) -> str | None:
+    """``model.layers.3`` or ``encoder.block.3`` of any tensor of that layer."""
+    parts = name.split(".")
+    return ".".join(parts[:3]) if parts[1:2] in (["layers"], ["block"]) else None
 
 
 def _some(names: list[str]) -> str:

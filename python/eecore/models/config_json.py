@@ -1,4 +1,4 @@
-"""A Hugging Face ``config.json`` (and ``generation_config.json``) read into a ModelConfig.
+"""A Hugging Face ``config.json`` (and ``generation_config.json``) read into a model's config.
 
 Both spellings are understood: ``rope_theta``, ``rope_scaling``, ``torch_dtype`` of transformers 4
 and ``rope_parameters``, ``dtype`` of transformers 5. What is not understood is an error, not a
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eecore.config import ModelConfig, RopeConfig
+from eecore.config import Activation, AnyModelConfig, ModelConfig, RopeConfig, T5Config
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
 
 REQUIRED = object()
@@ -37,9 +37,15 @@ FAMILIES = {
     "Qwen2ForCausalLM": _Family(max_position=32768, qkv_bias=True, windows="some"),
     "Qwen3ForCausalLM": _Family(max_position=32768, head_dim=128, qk_norm=True, windows="some"),
 }
+T5_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
+T5_ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gated-gelu": "gelu_tanh",  # what the name has always meant in transformers
+    "gated-silu": "silu",
+}
 
 
-def read_model_config(directory: Path) -> ModelConfig:
+def read_model_config(directory: Path) -> AnyModelConfig:
     """The model's sizes and switches; a ModelError says which file is missing or wrong, and how."""
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
@@ -51,7 +57,11 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ModelNotFoundError(f"{path}: expected a file, got nothing")
     fields = Fields(read_json(path), path)
     try:
-        return _model_config(fields, _generation_fields(directory))
+        architecture = _architecture(fields)
+        generation = _generation_fields(directory)
+        if architecture in T5_ARCHITECTURES:
+            return _t5_config(architecture, fields, generation)
+        return _model_config(architecture, fields, generation)
     except UnsupportedModelError:
         raise
     except ModelError as error:
@@ -127,10 +137,12 @@ def _generation_fields(directory: Path) -> Fields:
     return Fields(read_json(path) if path.is_file() else {}, path)
 
 
-def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
-    architecture = _architecture(fields)
+def _model_config(architecture: str, fields: Fields, generation: Fields) -> ModelConfig:
     family = FAMILIES[architecture]
-    _refuse_what_changes_the_forward_pass(fields)
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.unsupported("hidden_act", "silu", activation)
+    _refuse_quantized(fields)
     num_layers = fields.integer("num_hidden_layers")
     num_q_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -166,21 +178,20 @@ def _model_config(fields: Fields, generation: Fields) -> ModelConfig:
 
 
 def _architecture(fields: Fields) -> str:
+    known = (*FAMILIES, *T5_ARCHITECTURES)
     names = fields.values.get("architectures")
     if not names:
-        model_type = fields.text("model_type", None)
-        names = [name for name in FAMILIES if name == f"{str(model_type).title()}ForCausalLM"]
+        model_type = str(fields.text("model_type", None)).lower()
+        names = [name for name in known if name.lower() == f"{model_type}forcausallm"]
+        names += [n for n in known if n.lower() == f"{model_type}forconditionalgeneration"]
         if not names:
-            raise fields.unsupported("architectures", ", ".join(FAMILIES), model_type)
-    if not isinstance(names, list) or names[0] not in FAMILIES:
-        raise fields.unsupported("architectures", ", ".join(FAMILIES), names)
+            raise fields.unsupported("architectures", ", ".join(known), model_type)
+    if not isinstance(names, list) or names[0] not in known:
+        raise fields.unsupported("architectures", ", ".join(known), names)
     return str(names[0])
 
 
-def _refuse_what_changes_the_forward_pass(fields: Fields) -> None:
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.unsupported("hidden_act", "silu", activation)
+def _refuse_quantized(fields: Fields) -> None:
     quantization = fields.inner("quantization_config")
     if quantization is not None:
         method = quantization.values.get("quant_method", "quantized")
@@ -198,6 +209,39 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise fields.wrong("eos_token_id", "an integer or a list of them", value)
     return tuple(dict.fromkeys(ids))
+
+
+def _t5_config(architecture: str, fields: Fields, generation: Fields) -> T5Config:
+    _refuse_quantized(fields)
+    if not fields.flag("is_encoder_decoder", True):
+        raise fields.unsupported("is_encoder_decoder", "true", False)
+    default = "relu" if architecture == "T5ForConditionalGeneration" else "gated-gelu"
+    projection = fields.text("feed_forward_proj", default)
+    if projection not in T5_ACTIVATIONS:
+        raise fields.unsupported("feed_forward_proj", ", ".join(T5_ACTIVATIONS), projection)
+    num_encoder_layers = fields.integer("num_layers")
+    tied = fields.flag("tie_word_embeddings", True)
+    start = fields.integer("decoder_start_token_id", fields.integer("pad_token_id", 0))
+    return T5Config(
+        architecture=architecture,
+        num_layers=fields.integer("num_decoder_layers", num_encoder_layers),
+        num_encoder_layers=num_encoder_layers,
+        hidden_size=fields.integer("d_model"),
+        intermediate_size=fields.integer("d_ff"),
+        num_heads=fields.integer("num_heads"),
+        head_dim=fields.integer("d_kv"),
+        vocab_size=fields.integer("vocab_size"),
+        rms_norm_eps=float(fields.number("layer_norm_epsilon", 1e-6)),
+        activation=T5_ACTIVATIONS[projection],
+        decoder_start_token_id=generation.integer("decoder_start_token_id", start),
+        max_input=fields.integer("n_positions", 512),
+        num_buckets=fields.integer("relative_attention_num_buckets", 32),
+        max_distance=fields.integer("relative_attention_max_distance", 128),
+        tie_word_embeddings=tied,
+        scale_outputs=fields.flag("scale_decoder_outputs", tied),
+        eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(fields),
+        dtype=_dtype(fields),
+    )
 
 
 def _layer_windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eecore.config import ModelConfig
+from eecore.config import AnyModelConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KVCache:
     @classmethod
     def allocate(
         cls,
-        config: ModelConfig,
+        config: AnyModelConfig,
         num_pages: int,
         page_size: int,
         *,
@@ -43,7 +43,7 @@ class KVCache:
         )
 
     @staticmethod
-    def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    def bytes_per_token(config: AnyModelConfig, dtype: torch.dtype) -> int:
         """Bytes that one token takes in the caches of all layers."""
         return 2 * config.num_layers * config.kv_size * dtype.itemsize
 

@@ -16,19 +16,12 @@ from torch.nn import functional
 
 from eecore import ops
 from eecore.config import ModelConfig
-from eecore.models.attention import AttentionBatch
+from eecore.models.attention import AttentionBatch, keys_per_split
 from eecore.models.int8 import WeightView, dequantise_rows
 from eecore.models.kv_cache import KVCache
+from eecore.models.linear import Linear
 from eecore.models.rope import cos_sin_table
 from eecore.models.source import ModelSource
-
-# Up to so many rows a product is bound by reading its weight, and the skinny ops read it best.
-MAX_SKINNY_ROWS = 32
-# Keys per split of a long context. A fixed size, with the skinny ops, makes a row's result the same
-# bit for bit whatever runs beside it: verification then repeats full decoding exactly.
-KEYS_PER_SPLIT = 512
-# On a GPU a split is the work of one warp, and many of them are needed.
-CUDA_KEYS_PER_SPLIT = 128
 
 
 @dataclass(frozen=True)
@@ -203,15 +196,15 @@ class LlamaModel:
         self.device = weights.final_norm.device
         self.dtype = weights.final_norm.dtype
         self._on_cpu = self.device.type == "cpu"
-        self._is_int8 = weights.qkv_scale is not None
-        self._widens = (
-            self._on_cpu
-            and self.dtype == torch.bfloat16
-            and "avx512_bf16" not in ops.build_info()["cpu_capabilities"]
+        self._linear = Linear(
+            self.device,
+            self.dtype,
+            config.rms_norm_eps,
+            is_int8=weights.qkv_scale is not None,
         )
         self.cos_sin = cos_sin_table(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
-        self._keys_per_split = KEYS_PER_SPLIT if self._on_cpu else CUDA_KEYS_PER_SPLIT
+        self._keys_per_split = keys_per_split(self.device)
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         stacked = [getattr(weights, name) for name in ops.DecoderWeights._fields]
         self._stacked = ops.DecoderWeights(*stacked)
@@ -250,7 +243,7 @@ class LlamaModel:
         Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
         not changed (and may be what comes back when all is skipped).
         """
-        if self._on_cpu and self._is_skinny(hidden):
+        if self._on_cpu and self._linear.is_skinny(hidden):
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -361,7 +354,7 @@ class LlamaModel:
 
     def _mlp(self, index: int, hidden: Tensor) -> Tensor:
         layer = self._layers[index]
-        if self._is_skinny(hidden):
+        if self._linear.is_skinny(hidden):
             gated = ops.skinny_gated_linear(
                 hidden,
                 layer.gate_up_weight,
@@ -385,39 +378,3 @@ class LlamaModel:
             flags = [layer in layers for layer in range(self.config.num_layers)]
             self._flags[layers] = torch.tensor(flags)
         return self._flags[layers]
-
-    def _is_skinny(self, x: Tensor) -> bool:
-        return x.shape[0] <= MAX_SKINNY_ROWS or self._is_int8
-
-    def _linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        scale: Tensor | None = None,
-        norm: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Linear layer of x, normed first when there is a norm, added to the residual if any.
-
-        Of many rows in float32 where the CPU is slow at bfloat16. Weights with a scale are int8.
-        """
-        if self._is_skinny(x):
-            return ops.skinny_linear(
-                x,
-                weight,
-                weight_scale=scale,
-                norm_weight=norm,
-                eps=self.config.rms_norm_eps,
-                bias=bias,
-                residual=residual,
-            )
-        if norm is not None:
-            x = functional.rms_norm(x, norm.shape, norm, self.config.rms_norm_eps)
-        if self._widens:
-            wide_bias = None if bias is None else bias.float()
-            out = functional.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
-        else:
-            out = functional.linear(x, weight, bias)
-        return out if residual is None else out.add_(residual)

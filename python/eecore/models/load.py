@@ -7,12 +7,20 @@ from pathlib import Path
 import torch
 
 from eecore import ops
-from eecore.config import ModelConfig
+from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import ModelError
-from eecore.models.checkpoint import Checkpoint, load_weights, with_stored_tying
+from eecore.models.checkpoint import (
+    Checkpoint,
+    embeddings_name,
+    load_weights,
+    with_stored_tying,
+)
 from eecore.models.config_json import read_model_config
-from eecore.models.llama import LlamaModel
+from eecore.models.llama import LlamaModel, LlamaWeights
+from eecore.models.network import Network
 from eecore.models.source import ModelSource
+from eecore.models.t5 import T5Model
+from eecore.models.t5_weights import T5Weights
 from eecore.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,7 +31,7 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
-) -> tuple[ModelConfig, LlamaModel, Tokenizer | None]:
+) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
     """Load a Hugging Face model directory; the tokenizer is None when the directory has none.
 
     Args:
@@ -46,10 +54,20 @@ def load_model(
     tokenizer = Tokenizer.from_directory(directory)
     with Checkpoint(directory) as checkpoint:
         config = with_stored_tying(config, checkpoint)
-        what = choose_dtype(dtype, where, _stored_dtype(checkpoint, config))
+        what = choose_model_dtype(dtype, where, _stored_dtype(checkpoint, config), config)
         loaded = load_weights(checkpoint, config, where, what, int8=int8)
     source = ModelSource(directory, str(what).removeprefix("torch."), "int8" if int8 else None)
-    return config, LlamaModel(config, loaded, source), tokenizer
+    return config, _network(config, loaded, source), tokenizer
+
+
+def _network(
+    config: AnyModelConfig, weights: LlamaWeights | T5Weights, source: ModelSource
+) -> Network:
+    if isinstance(config, T5Config):
+        assert isinstance(weights, T5Weights)
+        return T5Model(config, weights, source)
+    assert isinstance(weights, LlamaWeights)
+    return LlamaModel(config, weights, source)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -95,6 +113,21 @@ def choose_dtype(
     return chosen
 
 
+def choose_model_dtype(
+    dtype: str | torch.dtype | None,
+    device: torch.device,
+    stored: torch.dtype,
+    config: AnyModelConfig,
+) -> torch.dtype:
+    """:func:`choose_dtype` for a model: T5's states overflow float16."""
+    chosen = choose_dtype(dtype, device, stored)
+    if chosen != torch.float16 or not isinstance(config, T5Config):
+        return chosen
+    if dtype is not None:
+        raise ModelError("dtype: expected float32 or bfloat16 for T5, got float16, which overflows")
+    return torch.bfloat16
+
+
 def choose_int8(weights: str | None, device: torch.device) -> bool:
     """Whether the weights asked for are int8."""
     if weights not in (None, "int8"):
@@ -104,8 +137,8 @@ def choose_int8(weights: str | None, device: torch.device) -> bool:
     return weights == "int8"
 
 
-def _stored_dtype(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
+def _stored_dtype(checkpoint: Checkpoint, config: AnyModelConfig) -> torch.dtype:
     if config.dtype in DTYPES:
         return DTYPES[config.dtype]
-    name = "model.embed_tokens.weight"
+    name = embeddings_name(config, checkpoint)
     return checkpoint.dtype(name) if name in checkpoint.names else torch.float32

@@ -1,0 +1,372 @@
+"""The forward pass of T5, T5 v1.1 and Flan-T5 (Raffel et al. 2020), mT5 included.
+
+The encoder runs once per request. What it leaves are the keys and values that every decoder layer
+attends to, written to pages of the same cache as the decoder's own. The decoder runs in stretches
+of layers, as :class:`eecore.models.LlamaModel` does. Positions enter by a bias on the scores of
+self attention alone, and no score is scaled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eecore import ops
+from eecore.config import T5Config
+from eecore.models.attention import AttentionBatch, CrossBatch, keys_per_split
+from eecore.models.int8 import dequantise_rows
+from eecore.models.kv_cache import KVCache
+from eecore.models.linear import Linear
+from eecore.models.source import ModelSource
+from eecore.models.t5_weights import Matrix, T5StackWeights, T5Weights
+
+__all__ = ["T5Model"]
+
+
+class T5Model:
+    """A decoder whose layers are called in stretches, behind an encoder.
+
+    Rows are tokens of any mix of sequences; ``hidden`` is the decoder's residual stream, before the
+    final norm. Nothing keeps state between calls but the KV cache that is passed in.
+    """
+
+    def __init__(
+        self, config: T5Config, weights: T5Weights, source: ModelSource | None = None
+    ) -> None:
+        self.config = config
+        self.source = source
+        self.weights = weights
+        self.device = weights.cross.norm.device
+        self.dtype = weights.cross.norm.dtype
+        self._on_cpu = self.device.type == "cpu"
+        is_int8 = weights.lm_head.scale is not None
+        eps = config.rms_norm_eps
+        self._linear = Linear(self.device, self.dtype, eps, is_int8=is_int8)
+        self._keys_per_split = keys_per_split(self.device)
+        self._encoder = _Layers(weights.encoder)
+        self._decoder = _Layers(weights.decoder)
+        self._cross = weights.cross
+        self._cross_q, self._cross_o = weights.cross.q.unbind(), weights.cross.o.unbind()
+        decoder = weights.decoder
+        # The encoder's last norm is the one before every layer's keys and values.
+        self._encoder_norms = weights.encoder.final_norm.repeat(config.num_layers, 1)
+        self._head_norm = (decoder.final_norm.float() * config.output_scale).to(self.dtype)
+        self._kv_weight = decoder.qkv.weight[:, config.q_size :]
+        scale = decoder.qkv.scale
+        self._kv_scale = None if scale is None else scale[:, config.q_size :]
+        self._stacked = ops.DecoderWeights(
+            attention_norm=decoder.attention_norm,
+            qkv_weight=decoder.qkv.weight,
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            o_weight=decoder.o.weight,
+            o_bias=None,
+            mlp_norm=decoder.mlp_norm,
+            gate_up_weight=decoder.gate_up.weight,
+            gate_up_bias=None,
+            down_weight=decoder.down.weight,
+            down_bias=None,
+            qkv_scale=decoder.qkv.scale,
+            o_scale=decoder.o.scale,
+            gate_up_scale=decoder.gate_up.scale,
+            down_scale=decoder.down.scale,
+        )
+        self._flags: dict[frozenset[int], Tensor] = {}
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
+        weight, scale = self.weights.embed_tokens
+        rows = weight.index_select(0, token_ids)
+        if scale is None:
+            return rows
+        return dequantise_rows(rows, scale.index_select(0, token_ids), self.dtype)
+
+    def encode(self, token_ids: Tensor, lengths: list[int], kv: KVCache, slots: Tensor) -> None:
+        """Run the encoder, and write every decoder layer's keys and values of its states.
+
+        Args:
+            token_ids: int64 [num_tokens], the inputs one after the other.
+            lengths: of each of them, 1 or more.
+            kv: the decoder's cache.
+            slots: int64 [num_tokens], where keys and values go.
+        """
+        hidden = self.embed(token_ids)
+        batch = _input_batch(lengths, self.device)
+        for index in range(self.config.num_encoder_layers):
+            hidden = self._encoder_attention(index, hidden, batch)
+            hidden = self._mlp(self._encoder, index, hidden)
+        self._write_cross_kv(hidden, kv, slots)
+
+    def layers(
+        self,
+        begin: int,
+        end: int,
+        hidden: Tensor,
+        kv: KVCache,
+        batch: AttentionBatch,
+        *,
+        skip_attention: frozenset[int] = frozenset(),
+        skip_mlp: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        """The residual stream after layers ``begin..end-1``; a skipped sublayer adds nothing to it.
+
+        Skipped attention, to itself and to the encoder, writes no keys or values either. ``hidden``
+        [num_tokens, hidden_size] is not changed (and may be what comes back when all is skipped).
+        """
+        assert batch.cross is not None
+        if self._on_cpu and self._linear.is_skinny(hidden):
+            return ops.decoder_layers(
+                hidden,
+                self._stacked,
+                kv.k,
+                kv.v,
+                batch.slot_mapping,
+                None,
+                None,
+                batch.page_table,
+                batch.seq_lens,
+                batch.query_start_loc,
+                begin_layer=begin,
+                end_layer=end,
+                scale=1.0,
+                eps=self.config.rms_norm_eps,
+                skip_attention=self._flags_of(skip_attention),
+                skip_mlp=self._flags_of(skip_mlp),
+                fixed_split_size=self._keys_per_split,
+                position_bias=self.weights.decoder.position_bias,
+                max_distance=self.config.max_distance,
+                activation=self.config.activation,
+                cross=self._cross_attention_of(batch.cross),
+            )
+        for index in range(begin, end):
+            if index not in skip_attention:
+                hidden = self._self_attention(index, hidden, kv, batch)
+                hidden = self._cross_attention(index, hidden, kv, batch, batch.cross)
+            if index not in skip_mlp:
+                hidden = self._mlp(self._decoder, index, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [num_rows, vocab_size]: final norm and LM head."""
+        weight, scale = self.weights.lm_head
+        return self._linear(hidden, weight, scale=scale, norm=self._head_norm).float()
+
+    def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
+        """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
+        weight, scale = self.weights.lm_head
+        eps = self.config.rms_norm_eps
+        return ops.exit_confidence_softmax(
+            hidden, self._head_norm, weight, eps, lm_head_scale=scale
+        )
+
+    def fill_kv(
+        self,
+        hidden: Tensor,
+        exit_layer: Tensor,
+        kv: KVCache,
+        positions: Tensor,  # noqa: ARG002 (no rotary embedding)
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write the decoder's keys and values of the layers that each row skipped.
+
+        Row t fills layers ``exit_layer[t]..num_layers-1`` (int32) at ``slot_mapping[t]``, each with
+        the layer's own norm and projection of the row's exit state; what the encoder left needs no
+        filling. (Early-exit framework §3.2.)
+        """
+        ops.kv_fill(
+            hidden,
+            exit_layer,
+            self.weights.decoder.attention_norm,
+            self._kv_weight,
+            kv.k,
+            kv.v,
+            slot_mapping,
+            kv_scale=self._kv_scale,
+            eps=self.config.rms_norm_eps,
+        )
+
+    # The encoder
+
+    def _encoder_attention(self, index: int, hidden: Tensor, batch: AttentionBatch) -> Tensor:
+        layer = self._encoder
+        q, k, v = self._heads(hidden, layer.qkv[index], layer.attention_norm[index])
+        attended = ops.paged_attention(
+            q,
+            k[:, None],  # each token a page of its own, where it lies
+            v[:, None],
+            batch.page_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=1.0,
+            causal=False,
+            position_bias=self.weights.encoder.position_bias,
+            max_distance=self.config.max_distance,
+            bidirectional=True,
+        )
+        return self._projected(attended, layer.o[index], hidden)
+
+    def _write_cross_kv(self, hidden: Tensor, kv: KVCache, slots: Tensor) -> None:
+        """Keys and values of all decoder layers from the encoder's last states."""
+        config, (weight, scale) = self.config, self._cross.kv
+        if self._linear.is_skinny(hidden):
+            first = torch.zeros(hidden.shape[0], dtype=torch.int32, device=self.device)
+            ops.kv_fill(
+                hidden,
+                first,
+                self._encoder_norms,
+                weight,
+                kv.k,
+                kv.v,
+                slots,
+                kv_scale=scale,
+                eps=config.rms_norm_eps,
+            )
+            return
+        states = self._linear.normed(hidden, self.weights.encoder.final_norm)
+        for index, (k_cache, v_cache) in enumerate(kv.layers):
+            both = self._linear(states, weight[index])
+            k, v = both.view(-1, 2, config.num_heads, config.head_dim).unbind(1)
+            ops.append_kv(None, k, v, k_cache, v_cache, slots)
+
+    # The decoder, layer by layer
+
+    def _self_attention(
+        self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch
+    ) -> Tensor:
+        layer = self._decoder
+        k_cache, v_cache = kv.layers[index]
+        q, k, v = self._heads(hidden, layer.qkv[index], layer.attention_norm[index])
+        ops.append_kv(None, k, v, k_cache, v_cache, batch.slot_mapping)
+        attended = ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            batch.page_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=1.0,
+            fixed_split_size=self._keys_per_split,
+            position_bias=self.weights.decoder.position_bias,
+            max_distance=self.config.max_distance,
+        )
+        return self._projected(attended, layer.o[index], hidden)
+
+    def _cross_attention(
+        self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch, cross: CrossBatch
+    ) -> Tensor:
+        k_cache, v_cache = kv.layers[index]
+        weight, scale = self._cross_q[index]
+        q = self._linear(hidden, weight, scale=scale, norm=self._cross.norm[index])
+        attended = ops.paged_attention(
+            q.view(-1, self.config.num_heads, self.config.head_dim),
+            k_cache,
+            v_cache,
+            cross.page_table,
+            cross.seq_lens,
+            batch.query_start_loc,
+            scale=1.0,
+            causal=False,
+            fixed_split_size=self._keys_per_split,
+        )
+        return self._projected(attended, self._cross_o[index], hidden)
+
+    def _cross_attention_of(self, cross: CrossBatch) -> ops.CrossAttention:
+        """What the op over all layers wants of the encoder."""
+        weights = self._cross
+        return ops.CrossAttention(
+            norm=weights.norm,
+            q_weight=weights.q.weight,
+            o_weight=weights.o.weight,
+            q_scale=weights.q.scale,
+            o_scale=weights.o.scale,
+            page_table=cross.page_table,
+            seq_lens=cross.seq_lens,
+        )
+
+    # Both
+
+    def _heads(self, hidden: Tensor, qkv: Matrix, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V, each [num_tokens, num_heads, head_dim]."""
+        weight, scale = qkv
+        projected = self._linear(hidden, weight, scale=scale, norm=norm)
+        q, k, v = projected.view(-1, 3, self.config.num_heads, self.config.head_dim).unbind(1)
+        return q, k, v
+
+    def _projected(self, attended: Tensor, o: Matrix, hidden: Tensor) -> Tensor:
+        """Attention's output, added to the residual stream."""
+        attended = attended.view(-1, self.config.q_size)
+        return self._linear(attended, o.weight, scale=o.scale, residual=hidden)
+
+    def _mlp(self, layers: _Layers, index: int, hidden: Tensor) -> Tensor:
+        (weight, scale), norm = layers.gate_up[index], layers.mlp_norm[index]
+        activation = self.config.activation
+        if not self._linear.is_skinny(hidden):
+            inner = self._linear(hidden, weight, norm=norm)
+            inner = _activated(inner, activation)
+        elif activation == "relu":
+            inner = ops.skinny_linear(
+                hidden,
+                weight,
+                weight_scale=scale,
+                norm_weight=norm,
+                eps=self.config.rms_norm_eps,
+                activation="relu",
+            )
+        else:
+            inner = ops.skinny_gated_linear(
+                hidden,
+                weight,
+                weight_scale=scale,
+                norm_weight=norm,
+                eps=self.config.rms_norm_eps,
+                activation=activation,
+            )
+        down = layers.down[index]
+        return self._linear(inner, down.weight, scale=down.scale, residual=hidden)
+
+    def _flags_of(self, layers: frozenset[int]) -> Tensor | None:
+        """bool [num_layers], true for these layers, made once; None for no layers."""
+        if not layers:
+            return None
+        if layers not in self._flags:
+            flags = [layer in layers for layer in range(self.config.num_layers)]
+            self._flags[layers] = torch.tensor(flags)
+        return self._flags[layers]
+
+
+class _Layers:
+    """A stack's weights layer by layer."""
+
+    def __init__(self, stack: T5StackWeights) -> None:
+        self.attention_norm = stack.attention_norm.unbind(0)
+        self.mlp_norm = stack.mlp_norm.unbind(0)
+        self.qkv, self.o = stack.qkv.unbind(), stack.o.unbind()
+        self.gate_up, self.down = stack.gate_up.unbind(), stack.down.unbind()
+
+
+def _activated(inner: Tensor, activation: str) -> Tensor:
+    if activation == "relu":
+        return inner.relu_()
+    gate, up = inner.chunk(2, dim=1)
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _input_batch(lengths: list[int], device: torch.device) -> AttentionBatch:
+    """Whole inputs, of which each token is a page."""
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    starts[1:] = sizes.cumsum(0)
+    last = int(starts[-1]) - 1
+    table = (starts[:-1, None] + torch.arange(int(sizes.max()), dtype=torch.int32)).clamp(max=last)
+    positions = torch.arange(last + 1)
+    return AttentionBatch(
+        positions=positions.to(device),
+        slot_mapping=positions.to(device),
+        page_table=table.to(torch.int32).to(device),
+        seq_lens=sizes.to(device),
+        query_start_loc=starts.to(device),
+    )
