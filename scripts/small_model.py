@@ -1,7 +1,8 @@
-"""A small Llama and its tokenizer, trained from nothing on JSON lines of {"input", "target"}.
+"""A small Llama or T5 and its tokenizer, trained from nothing on JSON lines of {"input", "target"}.
 
-The recipe is LayerSkip's for TOPv2, a task of this kind (§5: p_max = 0.2, e_scale = 1, C_grad),
-from random weights, so dropout grows over the run (§4.1.1). See scripts/intents, scripts/synopsis.
+The recipe of a Llama is LayerSkip's for TOPv2, a task of this kind (§5: p_max = 0.2, e_scale = 1,
+C_grad), from random weights, so dropout grows over the run (§4.1.1); that of a T5 is CALM's (§3.2).
+See scripts/intents, scripts/synopsis, scripts/calm.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from tokenizers import (
 
 from eecore.cli.train import ProgressLine
 from eecore.training import (
+    CalmLoss,
     EarlyExitLoss,
     LastLayerLoss,
     LayerDropout,
+    StartingPoint,
     TokenData,
     TrainingConfig,
     load_starting_point,
@@ -60,6 +63,30 @@ MODEL: dict[str, Any] = {
     "eos_token_id": 0,
     "dtype": "float32",
 }
+# T5 v1.1 small's 8 layers on either side and its gated MLP, with the first T5's tied head: 8.7M
+# parameters with a vocabulary of 2048.
+T5_MODEL: dict[str, Any] = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "feed_forward_proj": "gated-gelu",
+    "d_model": 192,
+    "d_kv": 64,
+    "d_ff": 512,
+    "num_heads": 3,
+    "num_layers": 8,
+    "num_decoder_layers": 8,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+    "dropout_rate": 0.0,
+    "initializer_factor": 1.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
 
 
 @dataclass(frozen=True)
@@ -70,11 +97,14 @@ class Task:
         ask: the special token that ends a prompt: the input is over, its target is wanted.
         context: most tokens of an input and its target.
         vocab_size: of the tokenizer.
+        start: the other special token, which gets id 0: it ends a Llama's target, and starts a
+            T5's, which ``ask`` ends as well.
     """
 
     ask: str
     context: int
     vocab_size: int
+    start: str = END
 
 
 @dataclass(frozen=True)
@@ -85,8 +115,8 @@ class Length:
     minutes: float | None = None
 
 
-def train_tokenizer(folder: Path, task: Task) -> Tokenizer:
-    """A byte-level BPE tokenizer of ``train.jsonl`` alone, written beside it; its id 0 is END.
+def train_tokenizer(folder: Path, task: Task, data: Path | None = None) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``train.jsonl`` alone, written to ``folder``.
 
     Numbers stand alone, so that a common one is a token wherever it stands, easy to copy.
     """
@@ -100,16 +130,18 @@ def train_tokenizer(folder: Path, task: Task) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=task.vocab_size,
-        special_tokens=[AddedToken(token, special=True) for token in (END, task.ask)],
+        special_tokens=[AddedToken(token, special=True) for token in (task.start, task.ask)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(folder / "train.jsonl"), trainer)
+    tokenizer.train_from_iterator(_texts((data or folder) / "train.jsonl"), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {task.ask}", special_tokens=[(task.ask, tokenizer.token_to_id(task.ask))]
     )
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    ends = task.start if task.start == END else task.ask
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return tokenizer
 
@@ -127,16 +159,31 @@ def recipe(
 ) -> TrainingConfig:
     """LayerSkip's for TOPv2, or the same without exits and dropout."""
     return TrainingConfig(
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        warmup_steps=min(200, steps // 10),
         loss=LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual"),
         layer_dropout=None if plain else LayerDropout(0.2, "exponential"),
-        seed=seed,
-        checkpoint_seconds=120.0,
-        evaluate_steps=500,
+        **_optimizer(batch_size, learning_rate, seed, steps),
     )
+
+
+def calm_recipe(batch_size: int, learning_rate: float, seed: int, steps: int) -> TrainingConfig:
+    """CALM's: the loss of every layer, weighted by depth (§3.2)."""
+    return TrainingConfig(
+        loss=CalmLoss(),
+        layer_dropout=None,
+        **_optimizer(batch_size, learning_rate, seed, steps),
+    )
+
+
+def _optimizer(batch_size: int, learning_rate: float, seed: int, steps: int) -> dict[str, Any]:
+    return {
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "warmup_steps": min(200, steps // 10),
+        "seed": seed,
+        "checkpoint_seconds": 120.0,
+        "evaluate_steps": 500,
+    }
 
 
 def train_small_model(
@@ -152,23 +199,78 @@ def train_small_model(
     layers: int = MODEL["num_hidden_layers"],
     resume: bool = False,
 ) -> None:
-    """Train on ``train.jsonl``, score every exit on ``valid.jsonl``, write the model to ``out``.
+    """Train a Llama on ``train.jsonl``, score every exit on ``valid.jsonl``, write it to ``out``.
 
     Progress goes to stderr. Ctrl-C saves and exits with 130; ``resume`` goes on, with the settings
     that the run began with.
     """
     if not (data / "tokenizer.json").is_file():
         train_tokenizer(data, task)
+    sizes = {
+        "num_hidden_layers": layers,
+        "vocab_size": task.vocab_size,
+        "max_position_embeddings": task.context,
+    }
+    start = starting_point({**MODEL, **sizes}, data, seed)
+    assert start.tokenizer.token_id(END) == start.eos_token_id
+
+    def config_of(steps: int) -> TrainingConfig:
+        return recipe(plain, batch_size, learning_rate, seed, steps)
+
+    if resume and plain != isinstance(read_state(state_path(out)).config.loss, LastLayerLoss):
+        raise typer.BadParameter(f"--plain: expected as the run began, got {plain}")
+    run_training(start, task, data, out, config_of, length, resume)
+
+
+def train_small_t5(
+    task: Task,
+    data: Path,
+    out: Path,
+    *,
+    length: Length,
+    batch_size: int = 8,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    layers: int = T5_MODEL["num_layers"],
+    resume: bool = False,
+) -> None:
+    """The same for a T5, as many layers on either side, with a tokenizer of its own."""
+    tokenizer = data / "t5"
+    if not (tokenizer / "tokenizer.json").is_file():
+        train_tokenizer(tokenizer, task, data)
+    sizes = {
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "vocab_size": task.vocab_size,
+        "n_positions": task.context,
+    }
+    start = starting_point({**T5_MODEL, **sizes}, tokenizer, seed)
+    assert start.tokenizer.token_id(task.ask) == start.eos_token_id
+
+    def config_of(steps: int) -> TrainingConfig:
+        return calm_recipe(batch_size, learning_rate, seed, steps)
+
+    run_training(start, task, data, out, config_of, length, resume)
+
+
+def starting_point(config: dict[str, Any], tokenizer: Path, seed: int) -> StartingPoint:
+    """Random weights of a config."""
     with tempfile.TemporaryDirectory() as scratch:
         config_file = Path(scratch) / "config.json"
-        sizes = {
-            "num_hidden_layers": layers,
-            "vocab_size": task.vocab_size,
-            "max_position_embeddings": task.context,
-        }
-        config_file.write_text(json.dumps({**MODEL, **sizes}))
-        start = load_starting_point(config_file, tokenizer=data, seed=seed)
-    assert start.tokenizer.token_id(END) == start.eos_token_id
+        config_file.write_text(json.dumps(config))
+        return load_starting_point(config_file, tokenizer=tokenizer, seed=seed)
+
+
+def run_training(
+    start: StartingPoint,
+    task: Task,
+    data: Path,
+    out: Path,
+    config_of: Callable[[int], TrainingConfig],
+    length: Length,
+    resume: bool,
+) -> None:
+    """Train until the steps are done; ``config_of`` gives the recipe of so many."""
     sequences, held_out = (
         read_data(
             [data / f"{split}.jsonl"],
@@ -180,14 +282,11 @@ def train_small_model(
     )
     if resume:
         config = read_state(state_path(out)).config
-        if plain != isinstance(config.loss, LastLayerLoss):
-            raise typer.BadParameter(f"--plain: expected as the run began, got {plain}")
     else:
-        steps = length.steps or 1000
-        config = recipe(plain, batch_size, learning_rate, seed, steps)
+        config = config_of(length.steps or 1000)
         if length.steps is None:
             steps = _steps_in(length.minutes or 10.0, start.model, sequences, config)
-            config = recipe(plain, batch_size, learning_rate, seed, steps)
+            config = config_of(steps)
     parameters = sum(parameter.numel() for parameter in start.model.parameters())
     print(
         f"{parameters / 1e6:.1f}M parameters, {len(sequences)} pairs of "
@@ -202,7 +301,7 @@ def train_small_model(
             config,
             out,
             held_out=held_out,
-            tokenizer_directory=data,
+            tokenizer_directory=start.tokenizer_directory,
             resume=resume,
             progress=line.show,
             should_stop=stop,

@@ -69,9 +69,8 @@ def train_classifier(
             truncate_inputs=truncate_inputs,
         )
     order = BatchOrder(sequences.lengths, batch_size, seed)
-    decoder_start = exits.base.config.decoder_start_token_id if exits.has_encoder else None
     batches = (
-        collate(sequences, order.indices(step).tolist(), decoder_start=decoder_start)
+        collate(sequences, order.indices(step).tolist(), decoder_start=exits.decoder_start)
         for step in range(steps)
     )
     losses: list[float] = []

@@ -74,6 +74,11 @@ class ExitModel:
     def has_encoder(self) -> bool:
         return bool(self.encoder_layers)
 
+    @property
+    def decoder_start(self) -> int | None:
+        """The token that starts a decoder which has an encoder; None for a decoder alone."""
+        return int(self.base.config.decoder_start_token_id) if self.has_encoder else None
+
     def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """Run all layers: ``[h[1], ..., h[L]]``, each [batch, length, hidden_size].
 

@@ -26,12 +26,13 @@ def seconds_per_step(
     steps_a_point: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The mean over a run of such a config, for a decoder alone; its ``steps`` do not matter much.
+    """The mean over a run of such a config; its ``steps`` do not matter much.
 
     Curricula make steps dearer or cheaper as a run goes on, so steps are timed at points spread
     over it. Weights, gradients and the state of random numbers are left as they were.
     """
     exits = ExitModel.of(model)
+    decoder_start = exits.decoder_start
     order = BatchOrder(data.lengths, config.batch_size, config.seed)
     enabled = config.precision == "bfloat16"
     was_training, random_state = model.training, torch.get_rng_state()
@@ -49,7 +50,7 @@ def seconds_per_step(
             if dropout is not None:
                 dropout.begin_step(step)
             indices = order.indices(point * (steps_a_point + 1) + repeat)
-            batch = collate(data, indices.tolist()).to(exits.device)
+            batch = collate(data, indices.tolist(), decoder_start=decoder_start).to(exits.device)
             with torch.autocast(exits.device.type, torch.bfloat16, enabled=enabled):
                 states = exits.states(batch.inputs)
                 early_exit_backward(exits.head, states, batch.targets, weights)

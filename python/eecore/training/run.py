@@ -325,11 +325,9 @@ def _with_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
 
 def _decoder_start(exits: ExitModel, data: TokenData) -> int | None:
     """The first token of a decoder with an encoder, which learns from pairs alone."""
-    if not exits.has_encoder:
-        return None
-    if data.is_text:
+    if exits.has_encoder and data.is_text:
         raise TrainingError("data: expected pairs for a model with an encoder, got texts")
-    return int(exits.base.config.decoder_start_token_id)
+    return exits.decoder_start
 
 
 def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:

@@ -1,0 +1,72 @@
+"""A small T5 learns a task with CALM's loss, then the exit classifier on the frozen model.
+
+    python scripts/intents/make_data.py data/intents
+    python scripts/calm/train_calm.py intents data/intents models/calm-intents --steps 12000
+
+    sudo apt-get -o Acquire::Languages=en update
+    python scripts/synopsis/make_synopses.py data/synopsis
+    python scripts/calm/train_calm.py synopsis data/synopsis models/calm-synopsis --steps 3000
+
+The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` goes on, with the settings that
+the run began with. The directory made has the weights, the tokenizer, exits.json (how good each
+exit is), classifier.safetensors, and the learning curve under training/.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eecore.cli.app import run
+from small_model import T5_MODEL, Length, Task, train_small_t5
+
+TASKS = {
+    "intents": Task(ask="</s>", context=256, vocab_size=2048, start="<pad>"),
+    "synopsis": Task(ask="</s>", context=512, vocab_size=4096, start="<pad>"),
+}
+
+
+def main(
+    task: Annotated[str, typer.Argument(help="intents or synopsis.")],
+    data: Annotated[Path, typer.Argument(help="train.jsonl and valid.jsonl are in it.")],
+    out: Annotated[Path, typer.Argument(help="The model directory to make.")],
+    minutes: Annotated[float | None, typer.Option(min=0.1, help="About how long to train.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of --minutes.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    learning_rate: Annotated[float, typer.Option()] = 1e-3,
+    layers: Annotated[int, typer.Option(min=2, help="On either side.")] = T5_MODEL["num_layers"],
+    classifier_steps: Annotated[int, typer.Option(min=1)] = 1000,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run there.")] = False,
+    threads: Annotated[int, typer.Option(min=1)] = torch.get_num_threads(),
+) -> None:
+    """Train the model, then its classifier."""
+    if task not in TASKS:
+        raise typer.BadParameter(f"task: expected one of {', '.join(TASKS)}, got {task}")
+    torch.set_num_threads(threads)
+    train_small_t5(
+        TASKS[task],
+        data,
+        out,
+        length=Length(steps, minutes),
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        seed=seed,
+        layers=layers,
+        resume=resume,
+    )
+    options = ["--steps", classifier_steps, "--batch-size", batch_size, "--seed", seed]
+    files = ["--data", data / "train.jsonl", "--out", out / "classifier.safetensors"]
+    context = ["--context", TASKS[task].context]
+    words = ["train-classifier", out, *files, *context, *options]
+    raise typer.Exit(run([str(word) for word in words]))
+
+
+if __name__ == "__main__":
+    typer.run(main)
