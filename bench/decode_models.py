@@ -197,12 +197,19 @@ def interleave_rotary(weight: Any, num_heads: int) -> Any:
 class NumberedTokens:
     """What the converter asks of a tokenizer, with the numbers of the tokens as their text."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._tokens = {str(number): number for number in range(vocab_size)}
-        self.bos_token, self.eos_token, self.unk_token = "1", "2", "0"
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._tokens = {str(number): number for number in range(config["vocab_size"])}
+        ends = [config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
+        self.bos_token, self.eos_token, self.pad_token = (
+            None if number is None else str(number) for number in ends
+        )
+        self.unk_token = "0"
 
     def get_vocab(self) -> dict[str, int]:
         return self._tokens
+
+    def convert_ids_to_tokens(self, number: int) -> str:
+        return str(number)
 
 
 def make_ctranslate2(directory: Path, target: Path) -> None:
@@ -213,7 +220,7 @@ def make_ctranslate2(directory: Path, target: Path) -> None:
 
     class Converter(TransformersConverter):
         def load_tokenizer(self, *_: Any, **__: Any) -> NumberedTokens:
-            return NumberedTokens(config["vocab_size"])
+            return NumberedTokens(config)
 
     partial = target.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -128,12 +128,12 @@ def version_of(engine: str) -> str:
         return "from source"
 
 
-def main() -> None:
-    engine, directory, bits, threads = sys.argv[1:]
+def serve(engine: str, load: Callable[[], Generate]) -> None:
+    """Load an engine, then answer until stdin ends."""
     # Engines print what they like; the answers alone go to the real stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    generate = ENGINES[engine](directory, bits, int(threads))
+    generate = load()
     print(json.dumps({"version": version_of(engine)}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -141,6 +141,11 @@ def main() -> None:
         tokens = generate(asked["prompts"], asked["tokens"])
         answer = {"seconds": time.perf_counter() - started, "tokens": tokens}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def main() -> None:
+    engine, directory, bits, threads = sys.argv[1:]
+    serve(engine, lambda: ENGINES[engine](directory, bits, int(threads)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from eecore.cli import (
     calibrate,
     convert,
     evaluate,
+    evaluate_calm,
     exits,
     generate,
     info,
@@ -49,8 +50,8 @@ for _name, _command in (
 _evaluations = typer.Typer(
     help="The papers' tables, for any model and data.", no_args_is_help=True, epilog=EXIT_CODES
 )
-_evaluations.callback()(lambda: None)  # a group also while it has one command
 _evaluations.command("layerskip", epilog=EXIT_CODES)(reports_failures(evaluate.layerskip))
+_evaluations.command("calm", epilog=EXIT_CODES)(reports_failures(evaluate_calm.calm))
 app.add_typer(_evaluations, name="evaluate")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.exit_options import load_classifier, parse_layers
+from eecore.cli.exit_options import parse_layers
 from eecore.cli.failures import UsageError
 from eecore.cli.files import check_parent
 from eecore.cli.loading import (
@@ -21,6 +21,7 @@ from eecore.cli.loading import (
     check_path,
     load,
 )
+from eecore.cli.model_files import load_classifier
 
 if TYPE_CHECKING:
     from eecore.calibration import CalibrationStep
@@ -72,7 +73,7 @@ def calibrate(
 
     Then: generate --exit confident --calibration FILE.
     """
-    check_path(model)
+    directory = check_path(model)
     check_parent("--out", out)
 
     from eecore.calibration import DEFAULT_GRID, prompts_needed
@@ -81,6 +82,7 @@ def calibrate(
 
     examples = read_examples(data, limit=limit, needs_target=loss == "risk")
     thresholds = DEFAULT_GRID if grid is None else _numbers("--grid", grid)
+    learnt = None if classifier is None else load_classifier(classifier, directory)
     loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
     found = run(
         loaded,
@@ -95,7 +97,7 @@ def calibrate(
         decay_tau=decay_tau,
         exit_points=None if exit_points is None else parse_layers("--exit-points", exit_points),
         min_exit_layer=min_exit_layer,
-        classifier=None if classifier is None else load_classifier(classifier),
+        classifier=learnt,
         progress=_show,
     )
     found.save(out)

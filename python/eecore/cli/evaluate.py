@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.cli.exit_options import ExitOptions, parse_layers
-from eecore.cli.files import check_parent
+from eecore.cli.files import beside, check_parent
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -91,12 +91,12 @@ def layerskip(
         max_tokens=max_tokens,
         batch_size=batch_size,
         rounds=rounds,
-        progress=_show,
+        progress=show_turn,
     )
     print(report.markdown())
     if out is not None:
-        _beside(out, "json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-        _beside(out, "md").write_text(report.markdown() + "\n")
+        beside(out, "json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        beside(out, "md").write_text(report.markdown() + "\n")
     return 0
 
 
@@ -142,7 +142,7 @@ def sweep(
         max_tokens=max_tokens,
         batch_size=batch_size,
         rounds=rounds,
-        progress=_show,
+        progress=show_turn,
     )
     print(found.markdown())
     best = found.best
@@ -153,9 +153,9 @@ def sweep(
     if best.speedup <= 1.0:
         print("no pair is faster than full depth on these prompts")
     if out is not None:
-        found.save(_beside(out, "json"))
-        _beside(out, "md").write_text(found.markdown() + "\n")
-        found.plot(_beside(out, "svg"))
+        found.save(beside(out, "json"))
+        beside(out, "md").write_text(found.markdown() + "\n")
+        found.plot(beside(out, "svg"))
     return 0
 
 
@@ -164,13 +164,10 @@ def _default_modes(num_layers: int) -> list[str]:
     return [f"fixed:{e}" for e in exits] + [f"speculative:{e},6" for e in exits]
 
 
-def _beside(out: Path, suffix: str) -> Path:
-    return out.with_name(f"{out.name}.{suffix}")
-
-
-def _show(number: int, run: TimedRun) -> None:
+def show_turn(number: int, run: TimedRun, where: str = "") -> None:
+    """A line on stderr about a run that has had its turn in a round."""
     print(
-        f"round {number + 1}: {run.name}: {run.tokens / run.seconds[-1]:.1f} tokens/s",
+        f"{where}round {number + 1}: {run.name}: {run.tokens / run.seconds[-1]:.1f} tokens/s",
         file=sys.stderr,
         flush=True,
     )

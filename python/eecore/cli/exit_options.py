@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eecore.cli.failures import UsageError
-from eecore.errors import ExitError
+from eecore.cli.model_files import in_model, load_classifier
 
 if TYPE_CHECKING:
     from eecore.exits import Exit, ExitClassifier
 
-__all__ = ["EXIT_HELP", "ExitOptions", "load_classifier", "parse_layers"]
+__all__ = ["EXIT_HELP", "ExitOptions", "parse_layers"]
 
 EXIT_HELP = (
     "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
@@ -73,16 +73,11 @@ class ExitOptions:
     def policy(self, directory: Path | None = None) -> Exit:
         """The exit policy; an ExitError when it contradicts itself.
 
-        Calibrations and classifiers may be named as they are called in the model's ``directory``.
+        Calibrations and classifiers may be named as they are called in the model's ``directory``,
+        and a classifier that was made for another model is an error.
         """
         from eecore import exits
 
-        if directory is not None:
-            return replace(
-                self,
-                classifier=_beside(self.classifier, directory),
-                calibration=_beside(self.calibration, directory),
-            ).policy()
         if self.kind == "full":
             self._expect(0, "full")
             return exits.Full()
@@ -90,7 +85,7 @@ class ExitOptions:
             self._expect(1, "fixed:E, such as fixed:12")
             return exits.FixedExit(self._integer(0))
         if self.kind == "confident":
-            return self._confident()
+            return self._confident(directory)
         if self.kind == "speculative":
             self._expect(2, "speculative:E,D, such as speculative:8,6")
             return exits.SelfSpeculative(
@@ -98,16 +93,15 @@ class ExitOptions:
             )
         return self._draft_and_verify()
 
-    def _confident(self) -> Exit:
+    def _confident(self, directory: Path | None) -> Exit:
         from eecore import exits
 
         if self.calibration is not None:
-            return self._calibrated(self.calibration)
+            return self._calibrated(in_model(self.calibration, directory), directory)
         self._expect((0, 1), "confident or confident:THRESHOLD, such as confident:0.8")
         measure = self.measure or ("classifier" if self.classifier else "softmax")
         if measure == "classifier" and self.classifier is None:
             raise UsageError("--classifier: expected a file for --measure classifier, got none")
-        classifier = None if self.classifier is None else load_classifier(self.classifier)
         points = self.exit_points
         return exits.ConfidentExit(
             self._number(0) if self._numbers else 0.9,
@@ -116,10 +110,10 @@ class ExitOptions:
             decay_tau=self.decay_tau or 0.0,
             exit_points=None if points is None else parse_layers("--exit-points", points),
             min_exit_layer=self.min_exit_layer or 1,
-            classifier=classifier,
+            classifier=self._classifier(directory),
         )
 
-    def _calibrated(self, path: Path) -> Exit:
+    def _calibrated(self, path: Path, directory: Path | None) -> Exit:
         from eecore import exits
 
         self._expect(0, "confident alone: the threshold is that of --calibration")
@@ -128,8 +122,10 @@ class ExitOptions:
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag}: expected none beside --calibration, which holds it")
-        classifier = None if self.classifier is None else load_classifier(self.classifier)
-        return exits.ConfidentExit.calibrated(path, classifier)
+        return exits.ConfidentExit.calibrated(path, self._classifier(directory))
+
+    def _classifier(self, directory: Path | None) -> ExitClassifier | None:
+        return None if self.classifier is None else load_classifier(self.classifier, directory)
 
     def _draft_and_verify(self) -> Exit:
         from eecore import DraftAndVerify, SkipSearch
@@ -186,21 +182,3 @@ def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     except ValueError:
         raise UsageError(f"{flag}: expected layers such as 4,8,12-20, got {text!r}") from None
     return tuple(sorted(layers))
-
-
-def _beside(path: Path | None, directory: Path) -> Path | None:
-    if path is None or path.exists() or not (directory / path).is_file():
-        return path
-    return directory / path
-
-
-def load_classifier(path: Path) -> ExitClassifier:
-    """The classifier of a file named on the command line."""
-    from eecore import exits
-
-    try:
-        return exits.ExitClassifier.load(path)
-    except ExitError:
-        raise
-    except Exception as error:
-        raise ExitError(f"--classifier: {path}: {error}") from None

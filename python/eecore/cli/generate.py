@@ -16,11 +16,13 @@ from eecore.cli.exit_options import EXIT_HELP, ExitOptions
 from eecore.cli.failures import INTERRUPTED, UsageError
 from eecore.cli.loading import (
     Debug,
+    Decoding,
     Device,
     Dtype,
     OptionalModel,
     Threads,
     Weights,
+    check_decoding,
     check_path,
     load,
     model_and_prompt,
@@ -167,12 +169,7 @@ def generate(
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Positions in the KV cache.")
     ] = None,
-    decoding: Annotated[
-        str | None,
-        typer.Option(
-            help="plain or planned; on CUDA also captured or polled.", show_default="plain"
-        ),
-    ] = None,
+    decoding: Decoding = None,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Continue prompts: text as it comes, or JSON lines."""
@@ -200,10 +197,9 @@ def generate(
     directory = check_path(model)
     prompts = read_prompts(prompt, file)
 
-    from eecore.config import DECODINGS, SamplingParams
+    from eecore.config import SamplingParams
 
-    if decoding is not None and decoding not in DECODINGS:
-        raise UsageError(f"--decoding: expected {', '.join(DECODINGS)}, got {decoding}")
+    check_decoding(decoding)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

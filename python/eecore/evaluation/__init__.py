@@ -1,5 +1,7 @@
 """What exits and modes are worth: quality exit by exit, modes side by side, sweeps."""
 
+from eecore.evaluation.calm import PAPER_THRESHOLDS, evaluate_calm
+from eecore.evaluation.calm_report import CalmReport, CalmRow, Speed
 from eecore.evaluation.examples import Example, read_examples
 from eecore.evaluation.exit_map import ExitMap, MapToken, map_exits
 from eecore.evaluation.exit_scores import ExitScore, Scored, score_exits
@@ -9,7 +11,10 @@ from eecore.evaluation.sweep import Sweep, SweepCell, sweep_speculation
 from eecore.evaluation.timed import TimedRun, time_policies
 
 __all__ = [
+    "PAPER_THRESHOLDS",
     "SIMILARITIES",
+    "CalmReport",
+    "CalmRow",
     "Example",
     "ExitMap",
     "ExitScore",
@@ -18,9 +23,11 @@ __all__ = [
     "ModeRow",
     "Scored",
     "Similarity",
+    "Speed",
     "Sweep",
     "SweepCell",
     "TimedRun",
+    "evaluate_calm",
     "evaluate_layerskip",
     "map_exits",
     "read_examples",

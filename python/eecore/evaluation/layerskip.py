@@ -17,6 +17,7 @@ from eecore.errors import RequestError
 from eecore.evaluation.examples import Example
 from eecore.evaluation.exit_scores import ExitScore, Scored, score_exits
 from eecore.evaluation.similarity import SIMILARITIES
+from eecore.evaluation.tables import markdown_table
 from eecore.evaluation.timed import TimedRun, time_policies
 from eecore.exits import DraftAndVerify, Exit, FixedExit, SelfSpeculative
 
@@ -76,15 +77,15 @@ class LayerSkipReport:
                 )
                 for exit in self.exits
             ]
-            parts.append(_table(head, rows))
-        parts += ["Modes:", _table(MODE_HEAD, [_mode_cells(row) for row in self.modes])]
+            parts.append(markdown_table(head, rows))
+        parts += ["Modes:", markdown_table(MODE_HEAD, [_mode_cells(row) for row in self.modes])]
         if self.ablation:
             without, reusing = self.ablation
             saved = 1 - without.tokens_per_s / reusing.tokens_per_s
             parts += [
                 "What reusing the draft's keys, values and exit states saves "
                 f"({saved:.1%} of the time of a token):",
-                _table(MODE_HEAD, [_mode_cells(row) for row in self.ablation]),
+                markdown_table(MODE_HEAD, [_mode_cells(row) for row in self.ablation]),
             ]
         return "\n\n".join(parts)
 
@@ -102,11 +103,6 @@ def _mode_cells(row: ModeRow) -> tuple[str, ...]:
         f"{row.tokens_per_s:.1f}",
         f"{row.speedup:.2f}",
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def evaluate_layerskip(
@@ -149,7 +145,7 @@ def evaluate_layerskip(
     pairs = [(e.prompt, e.target) for e in examples if e.target is not None]
     exits: list[ExitScore] = []
     if chosen and pairs:
-        exits = score_exits(model.network, [_scored(tokenizer, *pair) for pair in pairs], chosen)
+        exits = score_exits(model.network, [_scored(model, *pair) for pair in pairs], chosen)
 
     speculative = next((mode for mode in modes if isinstance(mode, SelfSpeculative)), None)
     policies: list[Exit] = list(modes)
@@ -179,10 +175,11 @@ def evaluate_layerskip(
     )
 
 
-def _scored(tokenizer: Any, prompt: str, target: str) -> Scored:
-    given = tokenizer.encode(prompt)
+def _scored(model: Model, prompt: str, target: str) -> Scored:
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
     learnt = tokenizer.encode(target, add_special_tokens=False)
-    return Scored([*given, *learnt], len(given))
+    return Scored.of(model.config, tokenizer.encode(prompt), learnt)
 
 
 def _row(run: TimedRun, full: TimedRun, examples: Sequence[Example], metric: str) -> ModeRow:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eecore.errors import RequestError
+from eecore.evaluation import plots
+from eecore.evaluation.tables import markdown_table
 from eecore.evaluation.timed import TimedRun, time_policies
 from eecore.exits import SelfSpeculative
 
@@ -47,11 +49,12 @@ class Sweep:
         """Speed-up by exit layer (down) and number of drafts (across)."""
         drafts = sorted({cell.num_drafts for cell in self.cells})
         by_pair = {(cell.exit_layer, cell.num_drafts): cell for cell in self.cells}
-        lines = [["exit layer", *(f"d={d}" for d in drafts)], ["---:"] * (len(drafts) + 1)]
-        for layer in sorted({cell.exit_layer for cell in self.cells}):
-            cells = (by_pair[layer, d] for d in drafts)
-            lines.append([str(layer), *(f"{cell.speedup:.2f}" for cell in cells)])
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        rows = [
+            [str(layer), *(f"{by_pair[layer, d].speedup:.2f}" for d in drafts)]
+            for layer in sorted({cell.exit_layer for cell in self.cells})
+        ]
+        head = ["exit layer", *(f"d={d}" for d in drafts)]
+        return markdown_table(head, rows, text_columns=0)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -60,17 +63,11 @@ class Sweep:
 
     def plot(self, path: str | Path) -> None:
         """A heat map of the speed-ups, as a picture of the format that the file's name says."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise RequestError(
-                "plot: expected the package matplotlib, got none (pip install 'eecore[evaluate]')"
-            ) from None
         drafts = sorted({cell.num_drafts for cell in self.cells})
         layers = sorted({cell.exit_layer for cell in self.cells})
         by_pair = {(cell.exit_layer, cell.num_drafts): cell.speedup for cell in self.cells}
         grid = [[by_pair[layer, d] for d in drafts] for layer in layers]
-        figure = Figure(figsize=(1.5 + 0.8 * len(drafts), 1.5 + 0.5 * len(layers)))
+        figure = plots.figure((1.5 + 0.8 * len(drafts), 1.5 + 0.5 * len(layers)))
         axes: Any = figure.subplots()
         image = axes.imshow(grid, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(drafts)), drafts)
@@ -85,7 +82,7 @@ class Sweep:
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
         figure.colorbar(image, label="speed-up over full depth")
         figure.tight_layout()
-        figure.savefig(path)
+        plots.save(figure, path)
 
 
 def default_exit_layers(num_layers: int) -> list[int]:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from eecore.errors import RequestError
-from eecore.exits import DraftAndVerify, Exit, FixedExit, Full, SelfSpeculative
+from eecore.exits import ConfidentExit, DraftAndVerify, Exit, FixedExit, Full, SelfSpeculative
 
 if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.output import Output
 
-__all__ = ["TimedRun", "time_policies"]
+__all__ = ["TimedRun", "median_ratio", "time_policies"]
 
 
 @dataclass
 class TimedRun:
-    """One policy's outputs, and its seconds in each round."""
+    """One policy's outputs, and its times in each round."""
 
     policy: Exit
     outputs: list[Output] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    first_seconds: list[float] = field(default_factory=list)
+    """Of ``seconds``, those until every prompt that ran together had its first token."""
+    latencies: list[float] = field(default_factory=list)
+    """Inner-token latency: the sum over sequences of (finish - first token) / generated tokens
+    (early-exit framework §5.2)."""
 
     @property
     def name(self) -> str:
@@ -53,14 +59,26 @@ class TimedRun:
 
     def speedup_over(self, other: TimedRun) -> float:
         """tokens/s over another run's, the median of the rounds' ratios: both ran in turns."""
-        pairs = zip(self.seconds, other.seconds, strict=True)
-        ratios = sorted((self.tokens / mine) / (other.tokens / its) for mine, its in pairs)
-        middle = len(ratios) // 2
-        return (ratios[middle] + ratios[~middle]) / 2
+        return self.tokens / other.tokens * median_ratio(other.seconds, self.seconds)
 
     def same_tokens(self, other: TimedRun) -> bool:
         """Whether both wrote the same, token for token."""
         return [o.token_ids for o in self.outputs] == [o.token_ids for o in other.outputs]
+
+    def record(self, outputs: Sequence[list[Output]], seconds: float) -> None:
+        """One more round: what each group of prompts gave, in place of the round before."""
+        self.outputs = [output for group in outputs for output in group]
+        self.seconds.append(seconds)
+        first = (max(o.stats.time_to_first_token_s for o in group) for group in outputs)
+        self.first_seconds.append(sum(first))
+        stats = [output.stats for output in self.outputs]
+        after_first = sum(each.total_s - each.time_to_first_token_s for each in stats)
+        self.latencies.append(after_first / self.tokens)
+
+
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of the rounds' ratios, of two runs that took turns."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def time_policies(
@@ -100,12 +118,11 @@ def time_policies(
     generate(model, groups[0], max_tokens=1)
     for number in range(rounds):
         for run in runs:
-            outputs: list[Output] = []
+            outputs: list[list[Output]] = []
             begin = time.perf_counter()
             for group in groups:
-                outputs += generate(model, group, exit=run.policy, max_tokens=max_tokens)
-            run.seconds.append(time.perf_counter() - begin)
-            run.outputs = outputs
+                outputs.append(generate(model, group, exit=run.policy, max_tokens=max_tokens))
+            run.record(outputs, time.perf_counter() - begin)
             if progress is not None:
                 progress(number, run)
     return runs
@@ -120,4 +137,6 @@ def _name_of(policy: Exit) -> str:
     if isinstance(policy, DraftAndVerify):
         skipped = len(policy.skip_attention) + len(policy.skip_mlp)
         return f"DraftAndVerify({skipped} skipped, {policy.num_drafts})"
+    if isinstance(policy, ConfidentExit):
+        return f"ConfidentExit({policy.threshold:g}, {policy.measure}, {policy.batch})"
     return type(policy).__name__ + "()"

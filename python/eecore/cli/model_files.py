@@ -1,0 +1,56 @@
+"""Files that go with a model, named on a command line: calibrations and exit classifiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eecore.errors import ExitError
+
+if TYPE_CHECKING:
+    from eecore.exits import ExitClassifier
+
+__all__ = ["in_model", "load_classifier"]
+
+
+def in_model(path: Path, directory: Path | None) -> Path:
+    """A file, which may be named as it is called in the model's directory."""
+    if directory is None or path.exists() or not (directory / path).is_file():
+        return path
+    return directory / path
+
+
+def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:
+    """The classifier of a file named on the command line.
+
+    Raises:
+        ExitError: it cannot be read, or says that it was made for another model than that of the
+            directory.
+    """
+    from eecore import exits
+
+    path = in_model(path, directory)
+    try:
+        loaded = exits.ExitClassifier.load(path)
+    except ExitError:
+        raise
+    except Exception as error:
+        raise ExitError(f"--classifier: {path}: {error}") from None
+    if directory is not None:
+        _check_made_for(path, directory)
+    return loaded
+
+
+def _check_made_for(classifier: Path, directory: Path) -> None:
+    """ExitError unless the model is the one that a classifier names, if it names one."""
+    from safetensors import safe_open
+
+    from eecore.models.source import model_digest
+
+    with safe_open(str(classifier), "pt") as file:
+        made_for = (file.metadata() or {}).get("model_sha256")
+    if made_for is not None and made_for != (digest := model_digest(directory)):
+        raise ExitError(
+            f"{classifier}: made for another model: expected model_sha256 {digest[:12]}, that of "
+            f"{directory}, got {made_for[:12]}"
+        )
