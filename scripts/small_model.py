@@ -161,20 +161,23 @@ def recipe(
     return TrainingConfig(
         loss=LastLayerLoss() if plain else EarlyExitLoss(1.0, "gradual"),
         layer_dropout=None if plain else LayerDropout(0.2, "exponential"),
-        **_optimizer(batch_size, learning_rate, seed, steps),
+        **_every_recipe(batch_size, learning_rate, seed, steps),
     )
 
 
 def calm_recipe(batch_size: int, learning_rate: float, seed: int, steps: int) -> TrainingConfig:
-    """CALM's: the loss of every layer, weighted by depth (§3.2)."""
+    """CALM's: the loss of every layer, weighted by depth (§3.2); rates relative to the weights."""
     return TrainingConfig(
         loss=CalmLoss(),
         layer_dropout=None,
-        **_optimizer(batch_size, learning_rate, seed, steps),
+        relative_rate=True,
+        weight_decay=0.0,
+        beta2=0.98,
+        **_every_recipe(batch_size, learning_rate, seed, steps),
     )
 
 
-def _optimizer(batch_size: int, learning_rate: float, seed: int, steps: int) -> dict[str, Any]:
+def _every_recipe(batch_size: int, learning_rate: float, seed: int, steps: int) -> dict[str, Any]:
     return {
         "steps": steps,
         "batch_size": batch_size,
@@ -229,7 +232,7 @@ def train_small_t5(
     *,
     length: Length,
     batch_size: int = 8,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 1e-2,
     seed: int = 0,
     layers: int = T5_MODEL["num_layers"],
     resume: bool = False,

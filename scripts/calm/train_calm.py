@@ -39,7 +39,9 @@ def main(
     minutes: Annotated[float | None, typer.Option(min=0.1, help="About how long to train.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of --minutes.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
-    learning_rate: Annotated[float, typer.Option()] = 1e-3,
+    learning_rate: Annotated[
+        float, typer.Option(help="As a share of what the weights start from.")
+    ] = 1e-2,
     layers: Annotated[int, typer.Option(min=2, help="On either side.")] = T5_MODEL["num_layers"],
     classifier_steps: Annotated[int, typer.Option(min=1)] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,

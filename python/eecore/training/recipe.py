@@ -55,6 +55,10 @@ class TrainingConfig:
         batch_size: sequences a step.
         learning_rate: after the warm-up.
         warmup_steps: the rate grows linearly over them.
+        relative_rate: whether each weight's rate is ``learning_rate`` times the root mean square of
+            what it starts from (vectors': a tenth of that), as T5 is made for: its queries start
+            small, since they hold the scale of the scores, and its embeddings large. (Shazeer &
+            Stern 2018 §8.)
         final_learning_rate: the cosine's end, as a share of ``learning_rate``.
         weight_decay: of matrices; vectors have none.
         beta1: of AdamW.
@@ -76,6 +80,7 @@ class TrainingConfig:
     batch_size: int = 16
     learning_rate: float = 1e-4
     warmup_steps: int = 0
+    relative_rate: bool = False
     final_learning_rate: float = 0.1
     weight_decay: float = 0.1
     beta1: float = 0.9
@@ -103,6 +108,7 @@ class TrainingConfig:
                 is_whole(self.warmup_steps, 0) and self.warmup_steps <= self.steps,
                 f"0..steps={self.steps}",
             ),
+            ("relative_rate", isinstance(self.relative_rate, bool), "True or False"),
             ("final_learning_rate", is_within(self.final_learning_rate, 0.0, 1.0), share),
             ("weight_decay", is_within(self.weight_decay, 0.0, 1e6), "0 or more"),
             ("beta1", is_within(self.beta1, 0.0, 1.0) and self.beta1 < 1, "0 up to below 1"),

@@ -29,6 +29,8 @@ __all__ = ["StepReport", "TrainingResult", "state_path", "train"]
 
 LOG_DIRECTORY = "training"
 STATE_FILE = "state.safetensors"
+# Of relative rates: of weights that start near 0, and what vectors, that start at 1, get of theirs.
+SMALLEST_SIZE, VECTOR_SHARE = 1e-3, 0.1
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class _Run:
             dropout.begin_step(step)
         rate = config.learning_rate_at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate_scale"]
         batch = self._batch(self.data, self.order.indices(step))
         weights = config.loss.weights(step, config.steps, self.exits.num_layers)
         self.optimizer.zero_grad()
@@ -332,18 +334,26 @@ def _decoder_start(exits: ExitModel, data: TokenData) -> int | None:
 
 def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW; matrices decay, vectors (norms and biases) do not."""
-    trained = _trained(model)
-    matrices = [parameter for parameter in trained if parameter.ndim > 1]
-    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in _trained(model):
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        scale = _starting_size(parameter) if config.relative_rate else 1.0
+        groups.setdefault((decay, scale), []).append(parameter)
     return torch.optim.AdamW(
         [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": parameters, "weight_decay": decay, "rate_scale": scale}
+            for (decay, scale), parameters in groups.items()
         ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         fused=True,
     )
+
+
+def _starting_size(parameter: nn.Parameter) -> float:
+    """What a relative rate is relative to."""
+    size = float(parameter.detach().float().square().mean().sqrt())
+    return max(size, SMALLEST_SIZE) * (VECTOR_SHARE if parameter.ndim <= 1 else 1.0)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
