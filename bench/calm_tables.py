@@ -29,23 +29,27 @@ def about(result: dict[str, Any]) -> str:
     )
 
 
-def confident_speeds(result: dict[str, Any], kind: str) -> Iterator[tuple[float, str]]:
-    """Share of the ideal and name of each confident exit; ``kind`` is throughput or latency."""
+BOUNDS = {"share_of_ideal": "the ideal", "share_of_cut": "a model cut at the mean depth"}
+
+
+def confident_speeds(result: dict[str, Any], kind: str, bound: str) -> Iterator[tuple[float, str]]:
+    """Share of a bound and name of each confident exit; ``kind`` is throughput or latency."""
     for row in result["evaluation"]["rows"]:
         speed = row[kind]
-        if row["settings"] is None or speed is None or speed["share_of_ideal"] is None:
+        if row["settings"] is None or speed is None or speed[bound] is None:
             continue
-        yield speed["share_of_ideal"], f"{row['technique']}, {row['batch']}, {row['batch_size']}"
+        yield speed[bound], f"{row['technique']}, {row['batch']}, {row['batch_size']}"
 
 
 def shares(result: dict[str, Any]) -> str:
     """The confident exits that are the furthest from what is ideal for their exit rate."""
     lines = []
     for kind in ("throughput", "latency"):
-        found = list(confident_speeds(result, kind))
-        if found:
-            share, name = min(found)
-            lines.append(f"- {kind}, lowest share of the ideal: {share:.0%} ({name} a batch)")
+        for bound, words in BOUNDS.items():
+            found = list(confident_speeds(result, kind, bound))
+            if found:
+                share, name = min(found)
+                lines.append(f"- {kind}, lowest share of {words}: {share:.0%} ({name} a batch)")
     return "\n".join(lines)
 
 

@@ -87,7 +87,7 @@ def test_the_page_names_the_lowest_share_of_the_ideal() -> None:
             "batch": "all",
             "batch_size": 8,
             "settings": None if technique == "full" else {},
-            "throughput": {"share_of_ideal": share},
+            "throughput": {"share_of_ideal": share, "share_of_cut": None},
             "latency": None,
         }
 

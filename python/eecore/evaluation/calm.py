@@ -75,7 +75,7 @@ def evaluate_calm(
             rounds=rounds,
             progress=_at_size(progress, size),
         )
-        rows += [_row(run, runs[0], size, examples, metric) for run in runs]
+        rows += [_row(run, runs[0], runs[1], size, examples, metric) for run in runs]
     return CalmReport(
         num_layers=num_layers,
         num_examples=len(examples),
@@ -136,7 +136,12 @@ def _at_size(
 
 
 def _row(
-    run: TimedRun, full: TimedRun, size: int, examples: Sequence[Example], metric: str
+    run: TimedRun,
+    full: TimedRun,
+    half: TimedRun,
+    size: int,
+    examples: Sequence[Example],
+    metric: str,
 ) -> CalmRow:
     policy, texts = run.policy, [output.text or "" for output in run.outputs]
     pairs = list(zip(texts, (output.text or "" for output in full.outputs), strict=True))
@@ -160,8 +165,8 @@ def _row(
         exit_rate=exit_rate(run.outputs),
         mean_exit_layer=run.mean_exit_layer,
         tokens=run.tokens,
-        throughput=throughput(run, full),
-        latency=inner_token_latency(run, full),
+        throughput=throughput(run, full, half),
+        latency=inner_token_latency(run, full, half),
     )
 
 
@@ -217,31 +222,48 @@ def _prompt_share(outputs: Sequence[Output], full: Sequence[Output]) -> float:
     return layers / all_layers if all_layers >= decoded else 1.0
 
 
-# Speeds, and what they would be if layers were all that takes time
+# Speeds, and what they would be
 
 
-def throughput(run: TimedRun, full: TimedRun) -> Speed:
+def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
     """Token generation throughput: generated tokens / total time (early-exit framework §5.1).
 
-    Ideal, in a round in which full depth takes ``F`` seconds until its batches have their first
-    tokens and ``D`` seconds after that: the run's tokens in ``F * p / p_full + D * d / d_full``
-    seconds, where ``p`` are the layer executions for prompts and ``d`` those for tokens after the
-    first. A confident exit runs prompts in full, p = p_full; with as many tokens as full depth, its
-    d / d_full is 1 - :func:`exit_rate`. Prompts that go through an encoder, which nobody leaves
-    early, have p / p_full = 1.
+    In a round in which full depth takes ``F`` seconds until its batches have their first tokens and
+    ``D`` seconds after that, two bounds:
 
-    All that full depth does beside layers, the head of each token above all, is scaled like them:
-    confidence, the KV of skipped layers and a head that is not skipped are held against it.
+    Ideal: the run's tokens in ``F * p / p_full + D * d / d_full`` seconds, where ``p`` are the
+    layer executions for prompts and ``d`` those for tokens after the first. A confident exit runs
+    prompts in full, p = p_full; with as many tokens as full depth, its d / d_full is 1 -
+    :func:`exit_rate`. Prompts that go through an encoder, which nobody leaves early, have p /
+    p_full = 1. All that full depth does beside layers, the head of each token above all, is scaled
+    like them.
+
+    As of a cut model: the seconds for each token are on the line, over the layers run for it,
+    through full depth and half of the layers (a model without checks and without keys and values to
+    fill). What a token costs beside layers, its head above all, is not scaled here.
     """
     layers, all_layers = _decode_layers(run.outputs), _decode_layers(full.outputs)
     to_full = run.speedup_over(full)
     if not all_layers:
-        return Speed(run.tokens_per_s, to_full, None, None, None)
+        return Speed(run.tokens_per_s, to_full, None, None, None, None)
     prompt = _prompt_share(run.outputs, full.outputs)
+    firsts = [first * prompt for first in full.first_seconds]
     ideal_seconds = [
-        first * prompt + (seconds - first) * layers / all_layers
-        for seconds, first in zip(full.seconds, full.first_seconds, strict=True)
+        first + (seconds - begin) * layers / all_layers
+        for first, seconds, begin in zip(firsts, full.seconds, full.first_seconds, strict=True)
     ]
+    decoding = [
+        [
+            (all_ - begin) / of.tokens
+            for all_, begin in zip(of.seconds, of.first_seconds, strict=True)
+        ]
+        for of in (full, half)
+    ]
+    cut = _on_line(run, full, half, *decoding)
+    as_cut = None
+    if cut is not None:
+        cut_seconds = [f + run.tokens * each for f, each in zip(firsts, cut, strict=True)]
+        as_cut = median_ratio(cut_seconds, run.seconds)
     more_tokens = run.tokens / full.tokens
     return Speed(
         value=run.tokens_per_s,
@@ -249,25 +271,46 @@ def throughput(run: TimedRun, full: TimedRun) -> Speed:
         ideal=run.tokens / min(ideal_seconds),
         ideal_to_full=more_tokens * median_ratio(full.seconds, ideal_seconds),
         share_of_ideal=median_ratio(ideal_seconds, run.seconds),
+        share_of_cut=as_cut,
     )
 
 
-def inner_token_latency(run: TimedRun, full: TimedRun) -> Speed | None:
+def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed | None:
     """Sum over sequences of (finish - first token) / generated tokens (early-exit framework §5.2).
 
     Ideal: full depth's of the same round, times the layers run after the first tokens for each
-    generated token over the same of full depth. None where one of the two has no token after the
-    first.
+    generated token over the same of full depth. As of a cut model: as for :func:`throughput`. None
+    where full depth or the run has no token after the first.
     """
     layers = _decode_layers(run.outputs) / run.tokens
     all_layers = _decode_layers(full.outputs) / full.tokens
     if not layers or not all_layers:
         return None
     to_full = median_ratio(full.latencies, run.latencies)
+    cut = _on_line(run, full, half, full.latencies, half.latencies)
     return Speed(
         value=min(run.latencies),
         to_full=to_full,
         ideal=min(full.latencies) * layers / all_layers,
         ideal_to_full=all_layers / layers,
         share_of_ideal=to_full * layers / all_layers,
+        share_of_cut=None if cut is None else median_ratio(cut, run.latencies),
     )
+
+
+def _on_line(
+    run: TimedRun,
+    full: TimedRun,
+    half: TimedRun,
+    full_seconds: Sequence[float],
+    half_seconds: Sequence[float],
+) -> list[float] | None:
+    """Seconds a token, by round, at the run's layers a token; None where there is no line."""
+    x, high, low = (_decode_layers(of.outputs) / of.tokens for of in (run, full, half))
+    if high <= low:
+        return None
+    share = (x - low) / (high - low)
+    return [
+        at_half + (at_full - at_half) * share
+        for at_full, at_half in zip(full_seconds, half_seconds, strict=True)
+    ]

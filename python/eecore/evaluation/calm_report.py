@@ -31,6 +31,9 @@ class Speed:
     ideal_to_full: float | None
     share_of_ideal: float | None
     """Achieved over ideal: 1 where time is proportional to the layers that ran."""
+    share_of_cut: float | None
+    """Achieved over a model cut at the run's mean depth: 1 where checks, filled keys and values and
+    ragged depths cost nothing. None where half of the layers is all of them."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +168,13 @@ class CalmReport:
     def _speeds(self, size: int, unit: str, speed_of: SpeedOf) -> str:
         head = ["technique"]
         for mode in self.batch_modes:
-            head += [f"{mode}: {unit}", "to full", "ideal", "of ideal"]
+            head += [f"{mode}: {unit}", "to full", "ideal", "of ideal", "of cut"]
         lines = []
         for technique in self.techniques:
             cells = [technique]
             for mode in self.batch_modes:
                 speed = speed_of(self.row(technique, mode, size))
-                cells += [""] * 4 if speed is None else _speed_cells(speed)
+                cells += [""] * 5 if speed is None else _speed_cells(speed)
             lines.append(cells)
         return markdown_table(head, lines)
 
@@ -184,6 +187,8 @@ class CalmReport:
             "- to full: times as fast as full depth in the same rounds, their median; ideal: if "
             "the time after the first tokens were proportional to the layers run after them, and "
             "that before to the layers run for the prompts",
+            "- of cut: as fast as a model cut at the mean depth of the tokens, by the line through "
+            "full depth and static-half: heads are not scaled with the layers here",
         ]
         confident = [row for row in self.rows if row.settings is not None]
         for row in confident:
@@ -217,12 +222,12 @@ def _latency_ms(row: CalmRow) -> Speed | None:
 
 
 def _speed_cells(speed: Speed) -> list[str]:
-    share = speed.share_of_ideal
+    shares = (speed.share_of_ideal, speed.share_of_cut)
     return [
         _decimals(speed.value),
         f"{speed.to_full:.2f}x",
         "" if speed.ideal_to_full is None else f"{speed.ideal_to_full:.2f}x",
-        "" if share is None else f"{share:.0%}",
+        *("" if share is None else f"{share:.0%}" for share in shares),
     ]
 
 

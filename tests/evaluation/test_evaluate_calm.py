@@ -83,7 +83,7 @@ def test_the_ideal_throughput_by_hand() -> None:
     full = timed([([[made([4, 4, 4], first=2.0, total=10.0)]], 10.0)])
     # One layer each: 2 s and a quarter of 8 s.
     early = timed([([[made([4, 1, 1])]], 5.0)])
-    speed = throughput(early, full)
+    speed = throughput(early, full, full)
     assert speed.value == pytest.approx(3 / 5)
     assert speed.to_full == pytest.approx(2.0)
     assert speed.ideal == pytest.approx(3 / 4)
@@ -91,7 +91,7 @@ def test_the_ideal_throughput_by_hand() -> None:
     assert speed.share_of_ideal == pytest.approx(0.8)
     # Half of the model for the prompt too, and a token more: 1 s and 6 of 8 layers.
     half = timed([([[made([2, 2, 2, 2], prompt=6)]], 14.0)])
-    speed = throughput(half, full)
+    speed = throughput(half, full, full)
     assert speed.ideal == pytest.approx(4 / 7)
     assert speed.ideal_to_full == pytest.approx((4 / 7) / (3 / 10))
     assert speed.share_of_ideal == pytest.approx(0.5)
@@ -101,13 +101,13 @@ def test_an_encoder_is_not_cut_in_half() -> None:
     """Of its prompt an encoder-decoder model counts the start token alone."""
     full = timed([([[made([4, 4, 4], first=2.0, total=10.0, prompt=4)]], 10.0)])
     half = timed([([[made([2, 2, 2], prompt=2)]], 6.0)])
-    assert throughput(half, full).share_of_ideal == pytest.approx((2 + 8 / 2) / 6)
+    assert throughput(half, full, full).share_of_ideal == pytest.approx((2 + 8 / 2) / 6)
 
 
 def test_the_ideal_latency_by_hand() -> None:
     full = timed([([[made([4, 4, 4], first=2.0, total=11.0)]], 11.0)])
     early = timed([([[made([4, 1, 3], first=2.0, total=8.0)]], 8.0)])
-    speed = inner_token_latency(early, full)
+    speed = inner_token_latency(early, full, full)
     assert speed is not None
     assert speed.value == pytest.approx(2.0)
     assert speed.to_full == pytest.approx(1.5)
@@ -116,9 +116,26 @@ def test_the_ideal_latency_by_hand() -> None:
     assert speed.share_of_ideal == pytest.approx(0.75)
 
 
+def test_a_model_cut_at_the_mean_depth_lies_between_full_and_half() -> None:
+    """A token costs a head, 1 s, and 1 s a layer: full depth 5 s, half 3, one layer 2."""
+    full = timed([([[made([4, 4, 4, 4], first=2.0, total=17.0)]], 17.0)])
+    half = timed([([[made([2, 2, 2, 2], first=2.0, total=11.0)]], 11.0)])
+    # 15 and 9 s for four tokens, of which three are decoded: 2.25 layers a token, 1.5 s a layer.
+    early = timed([([[made([4, 1, 1, 1], first=2.0, total=10.0)]], 10.0)])
+    expected = 9 / 4 - (2 - 1) * 3 / 4 * (15 - 9) / 4 / (3 - 1.5)
+    speed = throughput(early, full, half)
+    assert speed.share_of_cut == pytest.approx((2.0 + 4 * expected) / 10)
+    latency = inner_token_latency(early, full, half)
+    assert latency is not None
+    assert latency.share_of_cut == pytest.approx(expected / 2.0)
+    for each in (full, half):
+        assert throughput(each, full, half).share_of_cut == pytest.approx(1.0)
+    assert throughput(early, full, full).share_of_cut is None
+
+
 def test_full_depth_is_its_own_ideal() -> None:
     full = timed([([[made([4, 4, 4])]], 3.0), ([[made([4, 4, 4], total=9.0)]], 9.0)])
-    for speed in (throughput(full, full), inner_token_latency(full, full)):
+    for speed in (throughput(full, full, full), inner_token_latency(full, full, full)):
         assert speed is not None
         ratios = (speed.to_full, speed.ideal_to_full, speed.share_of_ideal)
         assert ratios == pytest.approx((1.0, 1.0, 1.0))
@@ -129,17 +146,19 @@ def test_ratios_are_taken_within_a_round() -> None:
     full = timed([([[made([4, 4], total=t)]], t) for t in (3.0, 9.0)])
     early = timed([([[made([4, 2], total=t)]], t) for t in (2.0, 6.0)])
     full.first_seconds = [1.0, 3.0]
-    speed = throughput(early, full)
+    speed = throughput(early, full, full)
     assert speed.to_full == pytest.approx(1.5)
     assert speed.share_of_ideal == pytest.approx(1.0)
 
 
 def test_without_a_token_after_the_first_there_is_no_ideal() -> None:
     full, early = timed([([[made([4])]], 2.0)]), timed([([[made([4, 1])]], 1.0)])
-    speed = throughput(early, full)
+    speed = throughput(early, full, full)
     assert speed.to_full == pytest.approx(4.0)
-    assert (speed.ideal, speed.ideal_to_full, speed.share_of_ideal) == (None, None, None)
-    assert inner_token_latency(early, full) is None
+    assert (speed.ideal, speed.ideal_to_full, speed.share_of_ideal, speed.share_of_cut) == (
+        None,
+    ) * 4
+    assert inner_token_latency(early, full, full) is None
 
 
 # A model's
