@@ -240,10 +240,21 @@ def test_a_seed_draws_the_same_whoever_is_beside_it(t5: eecore.Model) -> None:
     assert len(drafted[0].token_ids) == len(alone[0].token_ids)
 
 
-@pytest.mark.parametrize("mode", POLICIES)
+@pytest.mark.parametrize(
+    ("mode", "decoding"),
+    [
+        *((mode, "plain") for mode in POLICIES),
+        ("softmax_each", "planned"),
+        ("speculative", "planned"),
+    ],
+)
 @pytest.mark.parametrize("backend", ["emulated", "cuda"])
 def test_the_cuda_kernels_give_the_tokens_of_the_cpu(
-    t5_directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, mode: str
+    t5_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    mode: str,
+    decoding: Any,
 ) -> None:
     if backend == "cuda" and (not torch.cuda.is_available() or not eecore.build_info()["cuda"]):
         pytest.skip("no GPU, or a build without eecore._cuda")
@@ -255,7 +266,9 @@ def test_the_cuda_kernels_give_the_tokens_of_the_cpu(
         exit=policy,
         **settings,
     )
-    model = eecore.load(t5_directory, device=device, kv_cache_tokens=512)
+    if backend == "cuda" and decoding == "planned":
+        decoding = "captured"
+    model = eecore.load(t5_directory, device=device, kv_cache_tokens=512, decoding=decoding)
     if backend == "emulated":
         emulated.route(monkeypatch)
         model.network._on_cpu = False

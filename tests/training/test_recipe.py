@@ -57,6 +57,7 @@ def test_a_config_survives_json(config: TrainingConfig) -> None:
         ({"learning_rate": 0.0}, "learning_rate: expected a number above 0"),
         ({"learning_rate": float("nan")}, "learning_rate: expected a number above 0, got nan"),
         ({"warmup_steps": 11}, r"warmup_steps: expected 0\.\.steps=10, got 11"),
+        ({"relative_rate": 1}, "relative_rate: expected True or False, got 1"),
         ({"final_learning_rate": 2}, r"final_learning_rate: expected 0\.\.1"),
         ({"weight_decay": -1}, "weight_decay: expected 0 or more"),
         ({"beta1": 1.0}, "beta1: expected 0 up to below 1"),

@@ -215,6 +215,23 @@ def test_tensorboard_gets_what_the_csv_gets(
     assert agreement == pytest.approx(evaluations["agreement_exit_2"])
 
 
+def test_a_relative_rate_moves_weights_by_a_share_of_what_they_start_from(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    """AdamW's first step moves every weight with a gradient by the rate."""
+    model = make_model("t5")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = small(1, learning_rate=0.01, warmup_steps=0, relative_rate=True, weight_decay=0.0)
+    train(model, pairs, config, tmp_path / "out")
+    rates = {}
+    for name, start in before.items():
+        moved = float((model.get_parameter(name) - start).abs().max())
+        size = float(start.square().mean().sqrt())
+        rates[name] = moved / size
+        assert rates[name] == pytest.approx(0.01 if start.ndim > 1 else 0.001, rel=0.05)
+    assert len(rates) > 20
+
+
 def test_gradient_checkpointing_learns_the_same(
     make_model: Any, pairs: TokenData, tmp_path: Path
 ) -> None:
@@ -290,8 +307,11 @@ def test_without_the_extra_training_says_what_to_install(monkeypatch: pytest.Mon
         library("peft")
 
 
-def test_the_pace_is_measured_without_a_trace(make_model: Any, pairs: TokenData) -> None:
-    model = make_model()
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_the_pace_is_measured_without_a_trace(
+    make_model: Any, pairs: TokenData, family: str
+) -> None:
+    model = make_model(family)
     before = {name: p.clone() for name, p in model.named_parameters()}
     state = torch.get_rng_state()
     ticks = iter(range(0, 1000, 6))  # each look at the clock is 6 s after the one before
@@ -304,4 +324,5 @@ def test_the_pace_is_measured_without_a_trace(make_model: Any, pairs: TokenData)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
-    assert "forward" not in vars(model.model.layers[0])
+    layers = model.model.layers if family == "llama" else model.decoder.block
+    assert "forward" not in vars(layers[0])

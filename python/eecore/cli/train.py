@@ -109,6 +109,15 @@ def train(
         ),
     ] = None,
     learning_rate: Annotated[float, typer.Option(rich_help_panel=OPTIMIZER)] = 1e-4,
+    relative_rate: Annotated[
+        bool,
+        typer.Option(
+            "--relative-rate",
+            help="The learning rate is a share of what each weight starts from; for a T5 from "
+            "scratch, with --learning-rate 0.01.",
+            rich_help_panel=OPTIMIZER,
+        ),
+    ] = False,
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, show_default="3 %", rich_help_panel=OPTIMIZER)
     ] = None,
@@ -181,6 +190,7 @@ def train(
         steps=num_steps,
         batch_size=batch_size,
         learning_rate=learning_rate,
+        relative_rate=relative_rate,
         warmup_steps=num_steps * 3 // 100 if warmup_steps is None else warmup_steps,
         weight_decay=weight_decay,
         loss=exit_loss,
