@@ -199,7 +199,9 @@ class Runner:
             else:
                 if final is None:
                     final = hidden.new_empty(num_rows, hidden.shape[1])
-                goes = np.isin(active, leaving, assume_unique=True)
+                is_leaving = np.zeros(num_rows, dtype=np.bool_)
+                is_leaving[leaving] = True
+                goes = is_leaving[active]
                 stays = ~goes
                 final[self.tensor(active[goes])] = hidden[self.tensor(np.flatnonzero(goes))]
                 hidden = hidden[self.tensor(np.flatnonzero(stays))]
