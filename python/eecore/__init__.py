@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from eecore import ops
     from eecore.builtin import default_model
     from eecore.calibration import Calibration, calibrate
-    from eecore.config import EngineConfig, ModelConfig, SamplingParams
+    from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
     from eecore.decoding.skip_search import SkipSearch
     from eecore.engine.async_engine import AsyncEngine
     from eecore.engine.engine import Engine
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "eecore.calibration": ("Calibration", "calibrate"),
-    "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams"),
+    "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams", "T5Config"),
     "eecore.decoding.skip_search": ("SkipSearch",),
     "eecore.engine.async_engine": ("AsyncEngine",),
     "eecore.engine.engine": ("Engine",),
@@ -72,6 +72,7 @@ __all__ = [
     "SelfSpeculative",
     "SkipSearch",
     "StepOutput",
+    "T5Config",
     "build_info",
     "calibrate",
     "default_model",
