@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_confident_exit import (
-    MEASURES,
-    SETTINGS,
-    check_against_reference,
-    linear_classifier,
-    policy_of,
-)
+from test_confident_exit import MEASURES, SETTINGS, check_against_reference, policy_of
+from test_cuda_path import POLICIES
 
 import eecore
 import emulated
 from devices import DECODING, cpu_only, load
-from eecore import ConfidentExit, FixedExit, Full, SamplingParams, SelfSpeculative
+from eecore import ConfidentExit, FixedExit, SamplingParams, SelfSpeculative
 from eecore.errors import CheckpointError, ExitError, ModelError, RequestError
 from eecore.evaluation import Scored, map_exits, score_exits
 from eecore.evaluation.exit_scores import forced_states
@@ -34,15 +29,6 @@ from tiny_t5 import FAMILIES, write_t5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-4
-POLICIES = {
-    "full": Full(),
-    "fixed": FixedExit(2),
-    "softmax_each": ConfidentExit(0.3),
-    "softmax_all": ConfidentExit(0.3, batch="all"),
-    "state": ConfidentExit(0.8, measure="state"),
-    "classifier": ConfidentExit(0.55, measure="classifier", classifier=linear_classifier()),
-    "speculative": SelfSpeculative(2, 3),
-}
 # The last one has more tokens than the skinny products take.
 INPUTS = random_prompts(1, 7, MAX_SKINNY_ROWS + 8)
 

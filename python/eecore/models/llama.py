@@ -19,6 +19,7 @@ from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch, keys_per_split
 from eecore.models.int8 import WeightView, dequantise_rows
 from eecore.models.kv_cache import KVCache
+from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
 from eecore.models.rope import cos_sin_table
 from eecore.models.source import ModelSource
@@ -212,7 +213,7 @@ class LlamaModel:
         self._layers = [ops.DecoderWeights(*views) for views in zip(*each, strict=True)]
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
         self._windows = windows if windows.any() else None
-        self._flags: dict[frozenset[int], Tensor] = {}
+        self._flags = LayerFlags(config.num_layers)
         kv_rows = slice(config.q_size, None)
         self._kv_weight = weights.qkv_weight[:, kv_rows]
         scale, bias = weights.qkv_scale, weights.qkv_bias
@@ -260,8 +261,8 @@ class LlamaModel:
                 scale=self._scale,
                 eps=self.config.rms_norm_eps,
                 sliding_window=self._windows,
-                skip_attention=self._flags_of(skip_attention),
-                skip_mlp=self._flags_of(skip_mlp),
+                skip_attention=self._flags.of(skip_attention),
+                skip_mlp=self._flags.of(skip_mlp),
                 fixed_split_size=self._keys_per_split,
             )
         for index in range(begin, end):
@@ -369,12 +370,3 @@ class LlamaModel:
             gate, up = gate_up.chunk(2, dim=1)
             gated = functional.silu(gate).mul_(up)
         return self._linear(gated, layer.down_weight, layer.down_bias, residual=hidden)
-
-    def _flags_of(self, layers: frozenset[int]) -> Tensor | None:
-        """bool [num_layers], true for these layers, made once; None for no layers."""
-        if not layers:
-            return None
-        if layers not in self._flags:
-            flags = [layer in layers for layer in range(self.config.num_layers)]
-            self._flags[layers] = torch.tensor(flags)
-        return self._flags[layers]

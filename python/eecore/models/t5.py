@@ -17,6 +17,7 @@ from eecore.config import T5Config
 from eecore.models.attention import AttentionBatch, CrossBatch, keys_per_split
 from eecore.models.int8 import dequantise_rows
 from eecore.models.kv_cache import KVCache
+from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
 from eecore.models.t5_weights import Matrix, T5StackWeights, T5Weights
@@ -73,7 +74,7 @@ class T5Model:
             gate_up_scale=decoder.gate_up.scale,
             down_scale=decoder.down.scale,
         )
-        self._flags: dict[frozenset[int], Tensor] = {}
+        self._flags = LayerFlags(config.num_layers)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
@@ -132,8 +133,8 @@ class T5Model:
                 end_layer=end,
                 scale=1.0,
                 eps=self.config.rms_norm_eps,
-                skip_attention=self._flags_of(skip_attention),
-                skip_mlp=self._flags_of(skip_mlp),
+                skip_attention=self._flags.of(skip_attention),
+                skip_mlp=self._flags.of(skip_mlp),
                 fixed_split_size=self._keys_per_split,
                 position_bias=self.weights.decoder.position_bias,
                 max_distance=self.config.max_distance,
@@ -325,15 +326,6 @@ class T5Model:
             )
         down = layers.down[index]
         return self._linear(inner, down.weight, scale=down.scale, residual=hidden)
-
-    def _flags_of(self, layers: frozenset[int]) -> Tensor | None:
-        """bool [num_layers], true for these layers, made once; None for no layers."""
-        if not layers:
-            return None
-        if layers not in self._flags:
-            flags = [layer in layers for layer in range(self.config.num_layers)]
-            self._flags[layers] = torch.tensor(flags)
-        return self._flags[layers]
 
 
 class _Layers:
