@@ -1,11 +1,11 @@
 """A small T5 learns a task with CALM's loss, then the exit classifier on the frozen model.
 
     python scripts/intents/make_data.py data/intents
-    python scripts/calm/train_calm.py intents data/intents models/calm-intents --steps 12000
+    python scripts/calm/train_calm.py intents data/intents models/calm-intents --steps 11000
 
     sudo apt-get -o Acquire::Languages=en update
     python scripts/synopsis/make_synopses.py data/synopsis
-    python scripts/calm/train_calm.py synopsis data/synopsis models/calm-synopsis --steps 3000
+    python scripts/calm/train_calm.py synopsis data/synopsis models/calm-synopsis --steps 2600
 
 The recipe is in scripts/small_model.py. Ctrl-C saves; ``--resume`` goes on, with the settings that
 the run began with. The directory made has the weights, the tokenizer, exits.json (how good each

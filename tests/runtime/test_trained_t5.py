@@ -1,0 +1,110 @@
+"""The trained T5 of the benchmarks: transformers' logits and tokens, and what its card says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eecore
+from devices import cpu_only, load
+from eecore.evaluation import Scored, read_examples
+from eecore.evaluation.exit_scores import forced_states
+from eecore.models.source import model_digest
+
+DIRECTORY = Path(__file__).resolve().parents[2] / "bench" / "models" / "calm-intents"
+MEASURES = ("softmax", "state", "classifier")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def trained() -> eecore.Model:
+    return load(DIRECTORY, dtype="float32", kv_cache_tokens=16384)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    from transformers import AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM.from_pretrained(DIRECTORY, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[str, str]]:
+    return [(e.prompt, e.target or "") for e in read_examples(DIRECTORY / "examples.jsonl")]
+
+
+def test_it_is_small_and_says_what_it_is() -> None:
+    assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) < 20e6
+    about = json.loads((DIRECTORY / "exits.json").read_text())
+    assert about["model_sha256"] == model_digest(DIRECTORY)
+    assert "exact match" in (DIRECTORY / "README.md").read_text()
+
+
+@cpu_only
+def test_logits_are_those_of_transformers(
+    trained: eecore.Model, oracle: Any, pairs: list[tuple[str, str]]
+) -> None:
+    tokenizer = trained.tokenizer
+    assert tokenizer is not None
+    for prompt, target in pairs[:10]:
+        given, learnt = tokenizer.encode(prompt), tokenizer.encode(target)
+        sequence = Scored.of(trained.config, given, learnt)
+        with torch.inference_mode():
+            *_, (_, _, hidden) = forced_states(trained.network, sequence, [8])
+            logits = trained.network.logits(hidden)
+            expected = oracle(
+                input_ids=torch.tensor([given]),
+                decoder_input_ids=torch.tensor([sequence.token_ids]),
+            ).logits[0]
+        assert (logits - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_50_inputs_in_a_batch_give_the_tokens_of_transformers(
+    trained: eecore.Model, oracle: Any, pairs: list[tuple[str, str]]
+) -> None:
+    tokenizer = trained.tokenizer
+    assert tokenizer is not None
+    inputs = [tokenizer.encode(prompt) for prompt, _ in pairs[:50]]
+    got = eecore.generate(trained, inputs, max_tokens=96)
+    longest = max(map(len, inputs))
+    padded = torch.tensor([given + [0] * (longest - len(given)) for given in inputs])
+    mask = torch.tensor([[1] * len(given) + [0] * (longest - len(given)) for given in inputs])
+    expected = oracle.generate(padded, attention_mask=mask, max_new_tokens=96, do_sample=False)
+    for output, row in zip(got, expected[:, 1:].tolist(), strict=True):
+        assert output.token_ids == row[: len(output.token_ids)]
+        assert output.finish_reason == "stop"
+
+
+def test_it_parses_and_self_speculation_gives_the_same(
+    trained: eecore.Model, pairs: list[tuple[str, str]]
+) -> None:
+    prompts = [prompt for prompt, _ in pairs]
+    full = eecore.generate(trained, prompts, max_tokens=96)
+    right = sum(o.text == target for o, (_, target) in zip(full, pairs, strict=True))
+    assert right >= 0.8 * len(pairs)
+    drafted = eecore.generate(trained, prompts, exit=eecore.SelfSpeculative(2, 6), max_tokens=96)
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in full]
+    accepted = sum(output.stats.accepted for output in drafted)
+    assert accepted > 0.7 * sum(output.stats.drafted for output in drafted)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_calibrated_exits_keep_their_promise_on_other_texts(
+    trained: eecore.Model, pairs: list[tuple[str, str]], measure: str
+) -> None:
+    classifier = None
+    if measure == "classifier":
+        classifier = eecore.ExitClassifier.load(DIRECTORY / "classifier.safetensors")
+    path = DIRECTORY / f"calibration-{measure}.json"
+    policy = eecore.ConfidentExit.calibrated(path, classifier)
+    prompts = [prompt for prompt, _ in pairs]
+    full = eecore.generate(trained, prompts, max_tokens=96)
+    early = eecore.generate(trained, prompts, exit=policy, max_tokens=96)
+    same = sum(a.text == b.text for a, b in zip(full, early, strict=True))
+    assert same >= 0.9 * len(prompts)  # 95 % with probability .95, on more texts than these
+    assert all("calibrated" in output.stats.contract for output in early)
