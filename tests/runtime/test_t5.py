@@ -17,6 +17,7 @@ import eecore
 import emulated
 from devices import DECODING, cpu_only, load
 from eecore import ConfidentExit, FixedExit, SamplingParams, SelfSpeculative
+from eecore.cli.app import run
 from eecore.errors import CheckpointError, ExitError, ModelError, RequestError
 from eecore.evaluation import Scored, map_exits, score_exits
 from eecore.evaluation.exit_scores import forced_states
@@ -127,6 +128,11 @@ def test_a_head_of_its_own_and_embeddings_under_another_name(tmp_path: Path) -> 
     same = eecore.load(directory, kv_cache_tokens=256)
     expected = eecore.generate(tied, INPUTS, max_tokens=8)
     assert tokens_of(eecore.generate(same, INPUTS, max_tokens=8)) == tokens_of(expected)
+    tensors["decoder.embed_tokens.weight"] += 1
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"decoder.embed_tokens.weight: supported is what encoder"):
+        eecore.load(directory)
+    del tensors["decoder.embed_tokens.weight"]
     tensors["lm_head.weight"] = tensors["encoder.embed_tokens.weight"].flip(0).contiguous()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     own = eecore.load(directory, kv_cache_tokens=256)
@@ -444,6 +450,19 @@ def test_skipped_sublayers_draft_all_the_same(t5: eecore.Model) -> None:
     policy = eecore.DraftAndVerify(skip_attention=(2,), skip_mlp=(2, 3), num_drafts=3)
     full = eecore.generate(t5, INPUTS, max_tokens=12)
     assert tokens_of(eecore.generate(t5, INPUTS, exit=policy, max_tokens=12)) == tokens_of(full)
+
+
+def test_info_speaks_of_encoder_and_input(
+    t5_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["info", str(t5_directory)]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "T5ForConditionalGeneration",
+        "4 (exit layers 1..4) of the decoder, 4 of the encoder",
+        "512 tokens, 32 relative positions up to 128",
+    ):
+        assert words in said
 
 
 @cpu_only

@@ -144,6 +144,7 @@ def with_stored_tying(config: AnyModelConfig, checkpoint: Checkpoint) -> AnyMode
     """
     embeddings, head = embeddings_name(config, checkpoint), "lm_head.weight"
     if isinstance(config, T5Config):
+        _refuse_embeddings_of_their_own(checkpoint, embeddings)
         config = replace(config, tie_word_embeddings=True)
     if not config.tie_word_embeddings or not {embeddings, head} <= set(checkpoint.names):
         return config
@@ -151,6 +152,17 @@ def with_stored_tying(config: AnyModelConfig, checkpoint: Checkpoint) -> AnyMode
         checkpoint.tensor(embeddings), checkpoint.tensor(head)
     )
     return config if tied else replace(config, tie_word_embeddings=False)
+
+
+def _refuse_embeddings_of_their_own(checkpoint: Checkpoint, shared: str) -> None:
+    """Encoder and decoder of a T5 share their embeddings."""
+    for name in T5_EMBEDDINGS:
+        if name not in checkpoint.names or name == shared:
+            continue
+        if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(shared)):
+            raise UnsupportedModelError(
+                f"{checkpoint.path_of(name)}: {name}: supported is what {shared} holds, got others"
+            )
 
 
 def load_weights(
