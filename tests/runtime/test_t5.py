@@ -210,6 +210,23 @@ def test_plans_decode_as_the_plain_way_does(
         assert [o.exit_layers for o in got] == [o.exit_layers for o in expected]
 
 
+@cpu_only
+def test_what_nobody_has_written_reaches_no_row(t5_directory: Path) -> None:
+    """A round's rows without a draft have keys in slots that are not theirs yet."""
+    planned = load(t5_directory, kv_cache_tokens=512, decoding="planned")
+    expected = eecore.generate(planned, INPUTS, max_tokens=12, ignore_eos=True)
+    with planned.borrowed_engine() as engine:
+        kv = engine._runner.kv
+        fresh = type(kv).allocate(planned.config, 4, 8, device=kv.k.device, dtype=kv.k.dtype)
+        assert not fresh.k.any()
+        assert not fresh.v.any()
+        kv.k.fill_(-1e4)
+        kv.v.fill_(1e4)
+    policy = SelfSpeculative(2, 3)
+    got = eecore.generate(planned, INPUTS, exit=policy, max_tokens=12, ignore_eos=True)
+    assert tokens_of(got) == tokens_of(expected)
+
+
 @pytest.mark.parametrize("mode", POLICIES)
 def test_all_modes_side_by_side_give_what_each_gives_alone(t5: eecore.Model, mode: str) -> None:
     if mode == "softmax_all":

@@ -35,11 +35,15 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KVCache:
-        """Uninitialised pages: what no sequence has written yet is never read."""
+        """Pages of zeros.
+
+        Masked rows of a plan have keys in slots that nobody has written, whose weight for the other
+        rows is 0: only finite numbers keep that product at 0.
+        """
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         return cls(
-            k=torch.empty(shape, device=device, dtype=dtype),
-            v=torch.empty(shape, device=device, dtype=dtype),
+            k=torch.zeros(shape, device=device, dtype=dtype),
+            v=torch.zeros(shape, device=device, dtype=dtype),
         )
 
     @staticmethod
