@@ -34,8 +34,8 @@ import torch
 
 import eecore
 from eecore.decoding import iteration
-from eecore.engine.batch import RowBuilder
-from eecore.engine.runner import Runner
+from eecore.decoding.batch import RowBuilder
+from eecore.decoding.runner import Runner
 from eecore.models import KVCache
 
 ROOT = Path(__file__).resolve().parents[1]

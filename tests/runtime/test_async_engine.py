@@ -18,7 +18,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
-from eecore.engine.runner import Runner
+from eecore.decoding.runner import Runner
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

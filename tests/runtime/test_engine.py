@@ -23,8 +23,8 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
+from eecore.decoding.runner import Runner
 from eecore.engine.engine import Engine
-from eecore.engine.runner import Runner
 from eecore.exits import Exit
 from tiny_models import random_prompts, write_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eecore.engine.pages import PageAllocator
+from eecore.scheduling.pages import PageAllocator
 
 
 def test_pages_are_handed_out_once() -> None:

@@ -17,7 +17,7 @@ from transformers import (
 
 import eecore
 from eecore import SamplingParams, SelfSpeculative
-from eecore.engine.sampling import (
+from eecore.decoding.sampling import (
     filtered_probs,
     make_generator,
     penalise_repetition,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from eecore import EngineConfig, Full, SamplingParams, SelfSpeculative
-from eecore.engine.pages import PageAllocator
-from eecore.engine.scheduler import Scheduler, Work
-from eecore.engine.sequence import Sequence, SequenceStatus, TokenRecord
 from eecore.exits import Exit
+from eecore.scheduling.pages import PageAllocator
+from eecore.scheduling.scheduler import Scheduler, Work
+from eecore.scheduling.sequence import Sequence, SequenceStatus, TokenRecord
 
 
 class Bench:

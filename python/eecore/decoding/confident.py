@@ -8,10 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from eecore import ops
-from eecore.engine.batch import Int64Array
-from eecore.engine.runner import Runner
-from eecore.engine.sequence import Sequence
+from eecore.decoding.batch import Int64Array
+from eecore.decoding.runner import Runner
 from eecore.exits import ConfidentExit, ExitClassifier, Measure
+from eecore.scheduling.sequence import Sequence
 
 __all__ = ["ConfidentController", "accept_states", "measure_states"]
 
@@ -71,7 +71,7 @@ class ConfidentController:
     def leaving(
         self, layers_run: int, active: Int64Array, previous: Tensor, hidden: Tensor
     ) -> Int64Array:
-        """See :class:`eecore.engine.runner.ExitController`."""
+        """See :class:`eecore.decoding.runner.ExitController`."""
         if layers_run == self._runner.num_layers:
             through = [row for row in self._rows if not row.is_gone]
             self._observe(layers_run, through, active, previous, hidden)

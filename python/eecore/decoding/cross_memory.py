@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eecore.decoding.batch import fill_page_table
 from eecore.decoding.twin_memory import Field
-from eecore.engine.batch import fill_page_table
 from eecore.models import CrossBatch
 
 __all__ = ["cross_batch", "cross_fields", "load_cross"]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from eecore import ops
+from eecore.decoding.batch import fill_page_table
 from eecore.decoding.confident import accept_states, measure_states
 from eecore.decoding.cross_memory import cross_batch, cross_fields, load_cross
 from eecore.decoding.twin_memory import HostSide, TwinMemory
-from eecore.engine.batch import fill_page_table
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, FixedExit, Full, Measure
 from eecore.models import AttentionBatch, KVCache, Network
 

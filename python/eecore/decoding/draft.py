@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from eecore.decoding.batch import cross_rows, fill_page_table
 from eecore.decoding.draft_stop import stop_rule
 from eecore.decoding.heads import Heads, read_heads
-from eecore.engine.batch import cross_rows, fill_page_table
-from eecore.engine.runner import Runner
-from eecore.engine.sampling import filtered_probs, generator_of, pick
-from eecore.engine.scheduler import Work
-from eecore.engine.sequence import Sequence
+from eecore.decoding.runner import Runner
+from eecore.decoding.sampling import filtered_probs, generator_of, pick
 from eecore.exits import DraftAndVerify, Exit, SelfSpeculative
 from eecore.models import AttentionBatch, CrossBatch
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Draft", "DraftPath", "draft", "draft_path"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eecore.engine.sequence import Sequence
 from eecore.exits import DraftAndVerify
+from eecore.scheduling.sequence import Sequence
 
 __all__ = ["AdaptiveDraftStop", "stop_rule"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from eecore.engine.runner import Runner
-from eecore.engine.sampling import needs_logits, penalise_repetition, top_logprobs
-from eecore.engine.sequence import Sequence
+from eecore.decoding.runner import Runner
+from eecore.decoding.sampling import needs_logits, penalise_repetition, top_logprobs
+from eecore.scheduling.sequence import Sequence
 
 __all__ = ["HeadRows", "Heads", "read_heads"]
 

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eecore.decoding.batch import BoolArray, RowBuilder
 from eecore.decoding.confident import ConfidentController
 from eecore.decoding.draft import Draft, draft, draft_path
 from eecore.decoding.heads import Heads, read_heads
 from eecore.decoding.outcome import Outcome
+from eecore.decoding.runner import Runner, Sweep
+from eecore.decoding.sampling import filtered_probs, generator_of, needs_logits, pick
 from eecore.decoding.verify import Acceptance, accept, needs_next
-from eecore.engine.batch import BoolArray, RowBuilder
-from eecore.engine.runner import Runner, Sweep
-from eecore.engine.sampling import filtered_probs, generator_of, needs_logits, pick
-from eecore.engine.scheduler import Work
-from eecore.engine.sequence import Sequence, TokenRecord
 from eecore.exits import ConfidentExit, Exit, FixedExit
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Sequence, TokenRecord
 
 __all__ = ["Outcome", "run_iteration"]
 

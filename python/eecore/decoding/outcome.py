@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from eecore.engine.sequence import Sequence, TokenRecord
+from eecore.scheduling.sequence import Sequence, TokenRecord
 
 __all__ = ["Outcome"]
 

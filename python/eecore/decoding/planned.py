@@ -17,6 +17,8 @@ from eecore.decoding.decode_plan import (
     kind_of,
 )
 from eecore.decoding.outcome import Outcome
+from eecore.decoding.runner import Runner
+from eecore.decoding.sampling import needs_logits
 from eecore.decoding.speculative_plan import (
     Round,
     SpeculativeKind,
@@ -25,11 +27,9 @@ from eecore.decoding.speculative_plan import (
     speculative_kind_of,
 )
 from eecore.decoding.twin_memory import HostSide
-from eecore.engine.runner import Runner
-from eecore.engine.sampling import needs_logits
-from eecore.engine.scheduler import Work
-from eecore.engine.sequence import Sequence, SequenceStatus, TokenRecord
 from eecore.exits import ConfidentExit, Exit, SelfSpeculative
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Sequence, SequenceStatus, TokenRecord
 
 __all__ = ["Flight", "Plan", "PlannedDecoding", "on_host"]
 

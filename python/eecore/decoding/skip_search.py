@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from eecore.config import AnyModelConfig
-from eecore.engine.batch import RowBuilder
-from eecore.engine.runner import Runner
+from eecore.decoding.batch import RowBuilder
+from eecore.decoding.runner import Runner
 from eecore.errors import RequestError
 from eecore.exits import DraftAndVerify
 from eecore.models import KVCache, Network, T5Model

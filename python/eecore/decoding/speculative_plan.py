@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from eecore import ops
+from eecore.decoding.batch import fill_page_table
 from eecore.decoding.cross_memory import cross_batch, cross_fields, load_cross
 from eecore.decoding.decode_plan import Control, take_over, write_sources
 from eecore.decoding.twin_memory import HostSide, TwinMemory
-from eecore.engine.batch import fill_page_table
 from eecore.exits import SelfSpeculative
 from eecore.models import AttentionBatch, KVCache, Network
 

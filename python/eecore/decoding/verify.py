@@ -13,9 +13,9 @@ from eecore import ops
 from eecore.decoding.draft import Draft
 from eecore.decoding.draft_stop import stop_rule
 from eecore.decoding.heads import Heads
-from eecore.engine.sampling import NO_TOKEN, filtered_probs, generator_of
-from eecore.engine.sequence import Sequence
+from eecore.decoding.sampling import NO_TOKEN, filtered_probs, generator_of
 from eecore.exits import DraftAndVerify
+from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Acceptance", "accept", "needs_next"]
 

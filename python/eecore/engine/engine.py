@@ -20,15 +20,15 @@ from eecore.decoding.captured import Capture, CapturedPlans
 from eecore.decoding.iteration import run_iteration
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.planned import Flight, PlannedDecoding, on_host
-from eecore.engine.pages import PageAllocator
-from eecore.engine.runner import Runner
-from eecore.engine.scheduler import Scheduler, Work
-from eecore.engine.sequence import Sequence, TokenRecord
+from eecore.decoding.runner import Runner
 from eecore.engine.text import TextStream
 from eecore.errors import ModelError, RequestError
 from eecore.exits import ConfidentExit, Exit, FixedExit, Full
 from eecore.models import KVCache, Network, Tokenizer
 from eecore.output import Output, RequestStats, StepOutput
+from eecore.scheduling.pages import PageAllocator
+from eecore.scheduling.scheduler import Scheduler, Work
+from eecore.scheduling.sequence import Sequence, TokenRecord
 
 __all__ = ["Engine", "check_decoding"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eecore.config import SamplingParams
-from eecore.engine.sequence import Sequence
+from eecore.scheduling.sequence import Sequence
 
 __all__ = [
     "NO_TOKEN",

@@ -13,8 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from eecore.config import EngineConfig
-from eecore.engine.pages import PageAllocator
-from eecore.engine.sequence import Sequence, SequenceStatus
+from eecore.scheduling.pages import PageAllocator
+from eecore.scheduling.sequence import Sequence, SequenceStatus
 
 __all__ = ["Scheduler", "Work"]
 

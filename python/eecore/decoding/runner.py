@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eecore.engine.batch import BoolArray, Int64Array, Rows
-from eecore.engine.sequence import Sequence
+from eecore.decoding.batch import BoolArray, Int64Array, Rows
 from eecore.models import AttentionBatch, KVCache, Network, T5Model
+from eecore.scheduling.sequence import Sequence
 
 __all__ = ["ExitController", "Runner", "Sweep"]
 
