@@ -28,6 +28,7 @@ if torch.cuda.is_available() and _C.build_info()["cuda"]:
 __all__ = [
     "AcceptMask",
     "AcceptRows",
+    "ActiveRows",
     "CapturedGraph",
     "CrossAttention",
     "DecoderWeights",
@@ -280,6 +281,33 @@ def exit_confidence_softmax(
         top_logit,
     )
     return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
+
+
+class ActiveRows(NamedTuple):
+    """The rows of a decoding program that go on, and what their next layers read.
+
+    A program has num_rows rows. On the CPU the active ones move up where others leave; on CUDA all
+    of them stay, and those that are out are masked.
+    """
+
+    row: Tensor
+    """int32 [n]: which of the program's rows each is, ascending."""
+    positions: Tensor
+    """int64 [n]"""
+    slot_mapping: Tensor
+    """int64 [n]; -1 for rows that are out: they write no keys or values."""
+    seq_lens: Tensor
+    """int32 [n]; 1 for rows that are out: their attention costs next to nothing."""
+    page_table: Tensor
+    """int32 [n, max_pages]"""
+    num_active: Tensor
+    """int32 [1]: how many of the n there are."""
+    token_ids: Tensor | None = None
+    """int64 [n]"""
+    cross_page_table: Tensor | None = None
+    """int32 [n, max_cross_pages]"""
+    cross_seq_lens: Tensor | None = None
+    """int32 [n]"""
 
 
 class ExitingRows(NamedTuple):
