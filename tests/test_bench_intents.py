@@ -18,7 +18,7 @@ import eecore
 import intent_modes
 import intent_tables
 from decode_engines import EngineError, Process
-from eecore.calibration import Calibration
+from eecore.calibration_file import Calibration
 from intent_modes import Mode
 from intent_peers import Parse, PeerMode
 from tiny_models import random_prompts, write_model

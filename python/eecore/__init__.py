@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eecore import ops
     from eecore.builtin import default_model
-    from eecore.calibration import Calibration, calibrate
+    from eecore.calibration_file import Calibration
     from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
     from eecore.decoding.skip_search import SkipSearch
     from eecore.engine.async_engine import AsyncEngine
     from eecore.engine.engine import Engine
     from eecore.errors import EecoreError, ExitError, ModelError, RequestError
+    from eecore.evaluation.calibration import calibrate
     from eecore.exits import (
         ConfidentExit,
         DraftAndVerify,
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
     from eecore.output import Output, RequestStats, StepOutput
 
 _NAMES = {
-    "eecore.calibration": ("Calibration", "calibrate"),
+    "eecore.calibration_file": ("Calibration",),
     "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams", "T5Config"),
     "eecore.decoding.skip_search": ("SkipSearch",),
     "eecore.engine.async_engine": ("AsyncEngine",),
     "eecore.engine.engine": ("Engine",),
     "eecore.errors": ("EecoreError", "ExitError", "ModelError", "RequestError"),
+    "eecore.evaluation.calibration": ("calibrate",),
     "eecore.exits": (
         "ConfidentExit",
         "DraftAndVerify",

@@ -13,16 +13,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from eecore.calibration_file import Calibration
 from eecore.config import is_whole, is_within
 from eecore.errors import ExitError
-
-if TYPE_CHECKING:
-    from eecore.calibration import Calibration
 
 __all__ = [
     "ConfidentExit",
@@ -227,21 +225,25 @@ class ConfidentExit(Exit):
             self.calibration.check_fits(self)
 
     @staticmethod
-    def calibrated(path: str | Path, classifier: ExitClassifier | None = None) -> ConfidentExit:
-        """The policy of a calibration file, with its guarantee (CALM §4).
+    def calibrated(
+        calibration: Calibration | str | Path, classifier: ExitClassifier | None = None
+    ) -> ConfidentExit:
+        """The policy of a calibration, with its guarantee (CALM §4).
 
         The engine refuses it for another model, dtype or sampled output.
 
         Args:
-            path: what ``eecore calibrate`` wrote.
+            calibration: what :func:`eecore.calibrate` found, or the file that ``eecore calibrate``
+                wrote.
             classifier: the one it was calibrated with, for the ``classifier`` measure.
 
         Raises:
             ExitError: the file cannot be used, or the classifier is another.
         """
-        from eecore.calibration import Calibration
-
-        return Calibration.load(path).policy(classifier)
+        if not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration)
+        calibration.check_classifier(None if classifier is None else classifier.sha256)
+        return ConfidentExit(**calibration.settings, classifier=classifier, calibration=calibration)
 
     @property
     def contract(self) -> str:

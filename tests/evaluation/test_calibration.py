@@ -15,17 +15,17 @@ import torch
 
 import eecore
 from eecore import Calibration, ConfidentExit, ExitClassifier, ExitError, RequestError
-from eecore.calibration import (
+from eecore.calibration_file import CalibrationStep
+from eecore.cli.app import run
+from eecore.evaluation import Example
+from eecore.evaluation.calibration import (
     DEFAULT_GRID,
-    CalibrationStep,
     calibrate,
     hoeffding_bentkus,
     lowest_passed,
     prompts_needed,
     tried_thresholds,
 )
-from eecore.cli.app import run
-from eecore.evaluation import Example
 from tiny_models import write_model
 
 PROMPTS = [Example(f"prompt {i}", f"target {i}") for i in range(6)]
@@ -148,7 +148,7 @@ def test_a_calibrated_policy_says_so(
 
 
 def test_a_guarantee_does_not_outlive_a_changed_setting(found: Calibration) -> None:
-    policy = found.policy()
+    policy = ConfidentExit.calibrated(found)
     with pytest.raises(ExitError, match=r"threshold: expected .*, as calibrated, got 0\.01"):
         dataclasses.replace(policy, threshold=0.01)
     with pytest.raises(ExitError, match="batch: expected 'each', as calibrated, got 'all'"):
@@ -160,7 +160,9 @@ def test_another_model_dtype_or_sampling_is_refused(
     found: Calibration, model: eecore.Model, directory: Path, tmp_path: Path
 ) -> None:
     def generate(loaded: eecore.Model, **settings: Any) -> None:
-        eecore.generate(loaded, "prompt 0", exit=found.policy(), max_tokens=1, **settings)
+        eecore.generate(
+            loaded, "prompt 0", exit=ConfidentExit.calibrated(found), max_tokens=1, **settings
+        )
 
     generate(model)
     with pytest.raises(RequestError, match="temperature: expected 0 with a calibrated exit"):
@@ -185,11 +187,11 @@ def test_a_classifier_is_part_of_the_calibration(model: eecore.Model) -> None:
         grid=(1.0,),
         max_tokens=2,
     )
-    made.policy(ExitClassifier(classifier.weight1.clone(), classifier.bias1))
+    ConfidentExit.calibrated(made, ExitClassifier(classifier.weight1.clone(), classifier.bias1))
     with pytest.raises(ExitError, match="expected the classifier it was made with, got none"):
-        made.policy()
+        ConfidentExit.calibrated(made)
     with pytest.raises(ExitError, match=r"expected the classifier it was made with .*got another"):
-        made.policy(ExitClassifier(classifier.weight1 + 1, classifier.bias1))
+        ConfidentExit.calibrated(made, ExitClassifier(classifier.weight1 + 1, classifier.bias1))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from eecore.cli.loading import (
 from eecore.cli.model_files import load_classifier
 
 if TYPE_CHECKING:
-    from eecore.calibration import CalibrationStep
+    from eecore.calibration_file import CalibrationStep
 
 
 def calibrate(
@@ -76,9 +76,9 @@ def calibrate(
     directory = check_path(model)
     check_parent("--out", out)
 
-    from eecore.calibration import DEFAULT_GRID, prompts_needed
-    from eecore.calibration import calibrate as run
     from eecore.evaluation import read_examples
+    from eecore.evaluation.calibration import DEFAULT_GRID, prompts_needed
+    from eecore.evaluation.calibration import calibrate as run
 
     examples = read_examples(data, limit=limit, needs_target=loss == "risk")
     thresholds = DEFAULT_GRID if grid is None else _numbers("--grid", grid)
@@ -101,10 +101,11 @@ def calibrate(
         progress=_show,
     )
     found.save(out)
-    if found.is_too_small:
+    needed = prompts_needed(delta, epsilon)
+    if found.num_prompts < needed:
         print(
             f"warning: {found.num_prompts} prompts cannot show a loss below {delta:g}: expected at "
-            f"least {prompts_needed(delta, epsilon)}",
+            f"least {needed}",
             file=sys.stderr,
         )
     print(f"threshold {found.threshold:g}: {found.promise}; wrote {out}")

@@ -27,7 +27,7 @@ from eecore.cli.loading import (
 from eecore.cli.model_files import in_model, load_classifier
 
 if TYPE_CHECKING:
-    from eecore.calibration import Calibration
+    from eecore.calibration_file import Calibration
     from eecore.evaluation import TimedRun
     from eecore.exits import ConfidentExit
 
@@ -215,7 +215,7 @@ def confident_policies(
     for measure in measures:
         own = learnt if measure == "classifier" else None
         if measure in calibrated:
-            policies.append(calibrated[measure].policy(own))
+            policies.append(ConfidentExit.calibrated(calibrated[measure], own))
             continue
         policies.append(
             ConfidentExit(
@@ -251,7 +251,7 @@ def _thresholds(text: str | None) -> dict[str, float]:
 
 def _calibrations(files: Sequence[Path]) -> dict[str, Calibration]:
     """By measure."""
-    from eecore.calibration import Calibration
+    from eecore.calibration_file import Calibration
 
     found: dict[str, Calibration] = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""A threshold with a guarantee: Learn then Test over descending thresholds (CALM §4, App. E).
+"""How a calibration is found: Learn then Test over descending thresholds (CALM §4, App. E).
 
 For prompts like those of the calibration set, the expected loss of the early-exiting model is at
 most ``delta``, with probability at least ``1 - epsilon`` over the choice of the calibration set.
@@ -8,27 +8,22 @@ how much worse than the full model's the text is, measured against the label (*r
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
+from eecore.calibration_file import Calibration, CalibrationStep
 from eecore.config import is_whole, is_within
-from eecore.errors import ExitError, RequestError
-from eecore.evaluation import SIMILARITIES, Example
+from eecore.errors import RequestError
+from eecore.evaluation.examples import Example
+from eecore.evaluation.similarity import SIMILARITIES
 from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
-
-if TYPE_CHECKING:
-    from eecore.generation import Model
-    from eecore.models.source import ModelSource
+from eecore.generation import Model, generate
 
 __all__ = [
     "DEFAULT_GRID",
-    "Calibration",
-    "CalibrationStep",
     "calibrate",
     "hoeffding_bentkus",
     "lowest_passed",
@@ -66,17 +61,6 @@ def prompts_needed(delta: float, epsilon: float) -> int:
     return math.ceil(math.log(epsilon) / math.log(1.0 - delta))
 
 
-@dataclass(frozen=True)
-class CalibrationStep:
-    """One threshold that was tried."""
-
-    threshold: float
-    mean_loss: float
-    p_value: float
-    passed: bool
-    mean_exit_layer: float | None = None
-
-
 def tried_thresholds(
     losses_at: Callable[[float], Sequence[float]],
     grid: Sequence[float],
@@ -103,132 +87,6 @@ def tried_thresholds(
 def lowest_passed(steps: Iterable[CalibrationStep]) -> float:
     """The last threshold that passed; 1, which never exits early, if none did."""
     return min((step.threshold for step in steps if step.passed), default=1.0)
-
-
-# The record
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """A calibrated threshold, what it was calibrated on, and all that was measured."""
-
-    threshold: float
-    measure: Measure
-    delta: float
-    epsilon: float
-    loss: LossKind
-    similarity: str
-    num_prompts: int
-    max_tokens: int
-    decay_tau: float
-    exit_points: tuple[int, ...] | None
-    min_exit_layer: int
-    model_sha256: str
-    dtype: str
-    weights: str | None
-    classifier_sha256: str | None
-    grid: tuple[float, ...]
-    steps: tuple[CalibrationStep, ...]
-
-    @property
-    def is_too_small(self) -> bool:
-        """Whether no threshold could have passed with so few prompts."""
-        return self.num_prompts < prompts_needed(self.delta, self.epsilon)
-
-    @property
-    def promise(self) -> str:
-        """The guarantee in words."""
-        return (
-            f"calibrated (delta {self.delta:g}, epsilon {self.epsilon:g}, {self.loss} loss by "
-            f"{self.similarity} on {self.num_prompts} prompts)"
-        )
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
-
-    @staticmethod
-    def load(path: str | Path) -> Calibration:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            ExitError: the file cannot be read or is not a calibration.
-        """
-        try:
-            stored: Any = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ExitError(f"{path}: {error.strerror}") from None
-        except ValueError as error:
-            raise ExitError(f"{path}: expected the JSON of a calibration, got: {error}") from None
-        names = {field.name for field in fields(Calibration)}
-        if not isinstance(stored, dict) or set(stored) != names:
-            got = sorted(stored) if isinstance(stored, dict) else type(stored).__name__
-            raise ExitError(f"{path}: expected a calibration with {sorted(names)}, got {got}")
-        try:
-            points = stored["exit_points"]
-            stored["exit_points"] = None if points is None else tuple(points)
-            stored["grid"] = tuple(stored["grid"])
-            stored["steps"] = tuple(CalibrationStep(**step) for step in stored["steps"])
-        except TypeError as error:
-            raise ExitError(f"{path}: expected the JSON of a calibration, got: {error}") from None
-        return Calibration(**stored)
-
-    def policy(self, classifier: ExitClassifier | None = None) -> ConfidentExit:
-        """The calibrated exit policy.
-
-        Args:
-            classifier: the one it was calibrated with, for the ``classifier`` measure.
-        """
-        if self.measure == "classifier" and classifier is None:
-            raise ExitError("calibration: expected the classifier it was made with, got none")
-        if classifier is not None and classifier.sha256 != self.classifier_sha256:
-            raise ExitError(
-                "calibration: expected the classifier it was made with "
-                f"({_short(self.classifier_sha256)}), got another ({_short(classifier.sha256)})"
-            )
-        return ConfidentExit(
-            self.threshold,
-            self.measure,
-            decay_tau=self.decay_tau,
-            exit_points=self.exit_points,
-            min_exit_layer=self.min_exit_layer,
-            classifier=classifier,
-            calibration=self,
-        )
-
-    def check_fits(self, policy: ConfidentExit) -> None:
-        """Raise :class:`eecore.ExitError` unless the policy is the one that was calibrated."""
-        for name, calibrated, got in (
-            ("threshold", self.threshold, policy.threshold),
-            ("measure", self.measure, policy.measure),
-            ("batch", "each", policy.batch),
-            ("decay_tau", self.decay_tau, policy.decay_tau),
-            ("exit_points", self.exit_points, policy.exit_points),
-            ("min_exit_layer", self.min_exit_layer, policy.min_exit_layer),
-            ("thresholds", {}, dict(policy.thresholds)),
-        ):
-            if calibrated != got:
-                raise ExitError(
-                    f"ConfidentExit.{name}: expected {calibrated!r}, as calibrated, got {got!r} "
-                    "(calibration=None drops the guarantee)"
-                )
-
-    def check_model(self, source: ModelSource | None) -> None:
-        """Raise :class:`eecore.ExitError` unless this is the model that was calibrated."""
-        if source is None:
-            raise ExitError("calibration: expected a model loaded from a directory, got another")
-        for name, calibrated, got in (
-            ("weights", self.weights, source.weights),
-            ("dtype", self.dtype, source.dtype),
-            ("model", _short(self.model_sha256), _short(source.sha256)),
-        ):
-            if calibrated != got:
-                raise ExitError(
-                    f"calibration: made for {name} {calibrated}, got {name} {got}: calibrate again"
-                )
-
-
-def _short(digest: str | None) -> str:
-    return "none" if digest is None else digest[:12]
 
 
 # Making one
@@ -367,8 +225,6 @@ def _generate(
     model: Model, examples: Sequence[Example], policy: ConfidentExit | Full, max_tokens: int
 ) -> tuple[list[str], float]:
     """The greedy texts, and the mean exit layer of their tokens."""
-    from eecore.generation import generate
-
     prompts = [example.prompt for example in examples]
     outputs = generate(model, prompts, exit=policy, max_tokens=max_tokens)
     layers = [layer for output in outputs for layer in output.exit_layers]
