@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from eecore.builtin import default_model
     from eecore.calibration_file import Calibration
     from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
-    from eecore.decoding.skip_search import SkipSearch
     from eecore.engine.async_engine import AsyncEngine
     from eecore.engine.engine import Engine
     from eecore.errors import EecoreError, ExitError, ModelError, RequestError
     from eecore.evaluation.calibration import calibrate
+    from eecore.evaluation.skip_search import SkipSearch, search_skipped_sublayers
     from eecore.exits import (
         ConfidentExit,
         DraftAndVerify,
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
         Full,
         SelfSpeculative,
     )
-    from eecore.generation import Model, generate, load, search_skipped_sublayers, stream
+    from eecore.generation import Model, generate, load, stream
     from eecore.ops import build_info
     from eecore.output import Output, RequestStats, StepOutput
 
 _NAMES = {
     "eecore.calibration_file": ("Calibration",),
     "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams", "T5Config"),
-    "eecore.decoding.skip_search": ("SkipSearch",),
     "eecore.engine.async_engine": ("AsyncEngine",),
     "eecore.engine.engine": ("Engine",),
     "eecore.errors": ("EecoreError", "ExitError", "ModelError", "RequestError"),
     "eecore.evaluation.calibration": ("calibrate",),
+    "eecore.evaluation.skip_search": ("SkipSearch", "search_skipped_sublayers"),
     "eecore.exits": (
         "ConfidentExit",
         "DraftAndVerify",
@@ -45,7 +45,7 @@ _NAMES = {
         "Full",
         "SelfSpeculative",
     ),
-    "eecore.generation": ("Model", "generate", "load", "search_skipped_sublayers", "stream"),
+    "eecore.generation": ("Model", "generate", "load", "stream"),
     "eecore.builtin": ("default_model",),
     "eecore.ops": ("build_info",),
     "eecore.output": ("Output", "RequestStats", "StepOutput"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,8 +14,6 @@ import torch
 
 from eecore.builtin import model_directory
 from eecore.config import AnyModelConfig, Decoding, EngineConfig, SamplingParams
-from eecore.decoding import skip_search
-from eecore.decoding.skip_search import SkipSearch, SkipStep
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.engine import Engine, check_decoding
 from eecore.errors import RequestError
@@ -23,7 +21,7 @@ from eecore.exits import Exit
 from eecore.models import KVCache, Network, Tokenizer, load_model
 from eecore.output import Output, StepOutput
 
-__all__ = ["Model", "generate", "load", "search_skipped_sublayers", "stream"]
+__all__ = ["Model", "generate", "load", "stream"]
 
 Prompt = str | list[int]
 
@@ -116,34 +114,6 @@ def _default_kv_cache_tokens(network: Network) -> int:
         return max(1, int(0.8 * free) // per_token)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(256, min(65536, free // 4 // per_token))
-
-
-def search_skipped_sublayers(
-    model: Model,
-    texts: Sequence[str],
-    *,
-    max_tokens: int = 256,
-    max_skipped: int | None = None,
-    progress: Callable[[SkipStep], None] | None = None,
-) -> SkipSearch:
-    """Find the sublayers that a :class:`eecore.DraftAndVerify` draft of this model can leave out.
-
-    Args:
-        model: from :func:`load`.
-        texts: a few hundred words like those that the model will write.
-        max_tokens: how many tokens of them, together, are looked at.
-        max_skipped: most sublayers to leave out; as many as the model has layers when None.
-        progress: called with each set on the search's path.
-    """
-    if model.tokenizer is None:
-        raise RequestError("texts: expected a model with a tokenizer")
-    windows: list[list[int]] = []
-    for text in texts:
-        left = max_tokens - sum(len(window) for window in windows)
-        windows.append(model.tokenizer.encode(text)[: max(left, 0)])
-    return skip_search.search_skipped_sublayers(
-        model.network, windows, max_skipped=max_skipped, progress=progress
-    )
 
 
 def generate(

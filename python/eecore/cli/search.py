@@ -24,7 +24,7 @@ from eecore.cli.loading import (
 from eecore.textfiles import read_text
 
 if TYPE_CHECKING:
-    from eecore.decoding.skip_search import SkipStep
+    from eecore.evaluation.skip_search import SkipStep
 
 # A token is hardly ever longer than this: more of a long file need not go to the tokenizer.
 MOST_CHARACTERS_A_TOKEN = 32

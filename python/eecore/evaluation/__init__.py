@@ -1,5 +1,8 @@
-"""What exits and modes are worth: quality exit by exit, modes side by side, sweeps."""
+"""What exits and modes are worth: quality exit by exit, modes side by side, sweeps; and which
+threshold keeps a promise, which sublayers a draft can leave out.
+"""
 
+from eecore.evaluation.calibration import calibrate
 from eecore.evaluation.calm import PAPER_THRESHOLDS, evaluate_calm
 from eecore.evaluation.calm_report import CalmReport, CalmRow, Speed
 from eecore.evaluation.examples import Example, read_examples
@@ -7,6 +10,7 @@ from eecore.evaluation.exit_map import ExitMap, MapToken, map_exits
 from eecore.evaluation.exit_scores import ExitScore, Scored, score_exits
 from eecore.evaluation.layerskip import LayerSkipReport, ModeRow, evaluate_layerskip
 from eecore.evaluation.similarity import SIMILARITIES, Similarity
+from eecore.evaluation.skip_search import SkipSearch, SkipStep, search_skipped_sublayers
 from eecore.evaluation.sweep import Sweep, SweepCell, sweep_speculation
 from eecore.evaluation.timed import TimedRun, time_policies
 
@@ -23,15 +27,19 @@ __all__ = [
     "ModeRow",
     "Scored",
     "Similarity",
+    "SkipSearch",
+    "SkipStep",
     "Speed",
     "Sweep",
     "SweepCell",
     "TimedRun",
+    "calibrate",
     "evaluate_calm",
     "evaluate_layerskip",
     "map_exits",
     "read_examples",
     "score_exits",
+    "search_skipped_sublayers",
     "sweep_speculation",
     "time_policies",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eecore.errors import RequestError
 from eecore.evaluation.calm_report import CalmReport, CalmRow, Speed
@@ -18,10 +18,8 @@ from eecore.evaluation.examples import Example
 from eecore.evaluation.similarity import SIMILARITIES, Similarity, exact_match
 from eecore.evaluation.timed import TimedRun, median_ratio, time_policies
 from eecore.exits import BatchMode, ConfidentExit, Exit, FixedExit, Full, Measure
-
-if TYPE_CHECKING:
-    from eecore.generation import Model
-    from eecore.output import Output
+from eecore.generation import Model
+from eecore.output import Output
 
 __all__ = ["PAPER_THRESHOLDS", "evaluate_calm", "exit_rate", "inner_token_latency", "throughput"]
 

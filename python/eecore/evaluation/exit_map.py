@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +18,8 @@ from eecore.depth_colours import depth_colour
 from eecore.errors import RequestError
 from eecore.evaluation.exit_scores import Scored, forced_states
 from eecore.exits import ConfidentExit, Exit, FixedExit
+from eecore.generation import Model, generate
 from eecore.models import Network
-
-if TYPE_CHECKING:
-    from eecore.generation import Model
 
 __all__ = ["ExitMap", "MapToken", "map_exits"]
 
@@ -148,8 +145,6 @@ def map_exits(
         raise RequestError("prompt: expected one token or more, got none")
     exit_layers: list[int] | None = None
     if max_tokens:
-        from eecore.generation import generate
-
         (output,) = generate(model, prompt, exit=policy, max_tokens=max_tokens)
         learnt, exit_layers = output.token_ids, output.exit_layers
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import RequestError
 from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
 
-__all__ = ["ExitScore", "Scored", "forced_states", "score_exits"]
+__all__ = ["ExitScore", "Scored", "forced_states", "score_exits", "whole_sequences"]
 
 # Rows whose logits are in memory at a time.
 ROWS_AT_A_TIME = 64
@@ -122,11 +122,13 @@ def forced_states(
     count, given = len(ids), sequence.input_ids
     most = max(count, len(given or ()))
     kv = KVCache.allocate(network.config, 2, most, device=ids.device, dtype=network.dtype)
+    batch = whole_sequences([count], most, ids.device)
     if isinstance(network, T5Model):
         assert given is not None
-        slots = torch.arange(most, most + len(given), device=ids.device)
+        slots = torch.arange(most, most + len(given), device=ids.device)  # the second page
         network.encode(torch.tensor(given, device=ids.device), [len(given)], kv, slots)
-    batch = _whole_batch(count, ids.device, given)
+        cross = CrossBatch(batch.page_table + 1, torch.full_like(batch.seq_lens, len(given)))
+        batch = replace(batch, cross=cross)
     hidden = network.embed(ids)
     for begin, end in itertools.pairwise([0, *layers]):
         previous = hidden
@@ -134,17 +136,20 @@ def forced_states(
         yield end, previous, hidden
 
 
-def _whole_batch(count: int, device: torch.device, given: list[int] | None) -> AttentionBatch:
-    """One sequence in the first page, its input in the second."""
-
-    def int32(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
+def whole_sequences(lengths: Sequence[int], page_size: int, device: torch.device) -> AttentionBatch:
+    """All rows of some sequences, which lie one after the other in pages 0, 1, ... of their own."""
+    pages = [-(-length // page_size) for length in lengths]
+    first_pages = [0, *itertools.accumulate(pages[:-1])]
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
+    for row, first, count in zip(table, first_pages, pages, strict=True):
+        row[:count] = torch.arange(first, first + count)
+    positions = [torch.arange(length) for length in lengths]
+    slots = [first * page_size + own for first, own in zip(first_pages, positions, strict=True)]
+    starts = [0, *itertools.accumulate(lengths)]
     return AttentionBatch(
-        positions=torch.arange(count, device=device),
-        slot_mapping=torch.arange(count, device=device),
-        page_table=int32(0)[None],
-        seq_lens=int32(count),
-        query_start_loc=int32(0, count),
-        cross=None if given is None else CrossBatch(int32(1)[None], int32(len(given))),
+        positions=torch.cat(positions).to(device),
+        slot_mapping=torch.cat(slots).to(device),
+        page_table=table.to(device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
     )

@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eecore.errors import RequestError
 from eecore.evaluation.examples import Example
@@ -20,9 +20,7 @@ from eecore.evaluation.similarity import SIMILARITIES
 from eecore.evaluation.tables import markdown_table
 from eecore.evaluation.timed import TimedRun, time_policies
 from eecore.exits import DraftAndVerify, Exit, FixedExit, SelfSpeculative
-
-if TYPE_CHECKING:
-    from eecore.generation import Model
+from eecore.generation import Model
 
 __all__ = ["LayerSkipReport", "ModeRow", "evaluate_layerskip"]
 

@@ -6,16 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eecore.errors import RequestError
 from eecore.evaluation import plots
 from eecore.evaluation.tables import markdown_table
 from eecore.evaluation.timed import TimedRun, time_policies
 from eecore.exits import SelfSpeculative
-
-if TYPE_CHECKING:
-    from eecore.generation import Model
+from eecore.generation import Model
 
 __all__ = ["Sweep", "SweepCell", "default_exit_layers", "sweep_speculation"]
 

@@ -6,14 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from eecore.errors import RequestError
 from eecore.exits import ConfidentExit, DraftAndVerify, Exit, FixedExit, Full, SelfSpeculative
-
-if TYPE_CHECKING:
-    from eecore.generation import Model
-    from eecore.output import Output
+from eecore.generation import Model, generate
+from eecore.output import Output
 
 __all__ = ["TimedRun", "median_ratio", "time_policies"]
 
@@ -102,8 +99,6 @@ def time_policies(
         rounds: how often all policies take their turn.
         progress: called with the round and a run when it has had its turn.
     """
-    from eecore.generation import generate
-
     for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size), ("rounds", rounds)):
         if value < 1:
             raise RequestError(f"{name}: expected 1 or more, got {value}")

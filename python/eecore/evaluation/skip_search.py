@@ -8,6 +8,7 @@ predicted speed-up.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from eecore.config import AnyModelConfig
-from eecore.decoding.batch import RowBuilder
-from eecore.decoding.runner import Runner
 from eecore.errors import RequestError
+from eecore.evaluation.exit_scores import whole_sequences
 from eecore.exits import DraftAndVerify
+from eecore.generation import Model
 from eecore.models import KVCache, Network, T5Model
 
-__all__ = ["SkipSearch", "SkipStep", "search_skipped_sublayers"]
+__all__ = ["SkipSearch", "SkipStep", "search_in_tokens", "search_skipped_sublayers"]
 
 Sublayer = tuple[str, int]
 PAGE_SIZE = 16
@@ -96,8 +97,34 @@ def predicted_speedup(agreement: float, draft_cost: float, max_drafts: int) -> t
     return max(options)
 
 
-@torch.inference_mode()
 def search_skipped_sublayers(
+    model: Model,
+    texts: Sequence[str],
+    *,
+    max_tokens: int = 256,
+    max_skipped: int | None = None,
+    progress: Callable[[SkipStep], None] | None = None,
+) -> SkipSearch:
+    """Find the sublayers that a :class:`eecore.DraftAndVerify` draft of this model can leave out.
+
+    Args:
+        model: from :func:`eecore.load`.
+        texts: a few hundred words like those that the model will write.
+        max_tokens: how many tokens of them, together, are looked at.
+        max_skipped: most sublayers to leave out; as many as the model has layers when None.
+        progress: called with each set on the search's path.
+    """
+    if model.tokenizer is None:
+        raise RequestError("texts: expected a model with a tokenizer")
+    windows: list[list[int]] = []
+    for text in texts:
+        left = max_tokens - sum(len(window) for window in windows)
+        windows.append(model.tokenizer.encode(text)[: max(left, 0)])
+    return search_in_tokens(model.network, windows, max_skipped=max_skipped, progress=progress)
+
+
+@torch.inference_mode()
+def search_in_tokens(
     network: Network,
     texts: Sequence[Sequence[int]],
     *,
@@ -106,7 +133,7 @@ def search_skipped_sublayers(
     candidates: int = 6,
     progress: Callable[[SkipStep], None] | None = None,
 ) -> SkipSearch:
-    """Search the sublayers that a :class:`eecore.DraftAndVerify` draft leaves out.
+    """:func:`search_skipped_sublayers` in texts that are tokens already.
 
     Args:
         network: the model.
@@ -175,23 +202,14 @@ class _Probe:
     """Runs all texts at once, teacher-forced, and compares with the full model."""
 
     def __init__(self, network: Network, texts: list[list[int]]) -> None:
-        pages_each = [-(-len(text) // PAGE_SIZE) for text in texts]
-        kv = KVCache.allocate(
-            network.config,
-            sum(pages_each),
-            PAGE_SIZE,
-            device=network.device,
-            dtype=network.dtype,
+        device = network.device
+        ids = torch.tensor(list(itertools.chain(*texts)), device=device)
+        self._network, self._embedded = network, network.embed(ids)
+        self._batch = whole_sequences([len(text) for text in texts], PAGE_SIZE, device)
+        num_pages = int(self._batch.page_table.max()) + 1
+        self._kv = KVCache.allocate(
+            network.config, num_pages, PAGE_SIZE, device=device, dtype=network.dtype
         )
-        self._runner = Runner(network, kv)
-        builder = RowBuilder(PAGE_SIZE)
-        first_page = 0
-        for text, count in zip(texts, pages_each, strict=True):
-            pages = list(range(first_page, first_page + count))
-            first_page += count
-            leave = [network.config.num_layers] * len(text)
-            builder.add(text, 0, pages, enter=[0] * len(text), leave=leave)
-        self._rows = builder.build()
         self._full = self._probs([])
         self._tokens = self._full.argmax(dim=-1)
 
@@ -203,9 +221,14 @@ class _Probe:
         return agreement + overlap, agreement
 
     def _probs(self, skipped: list[Sublayer]) -> Tensor:
-        sweep = self._runner.sweep(
-            self._rows,
+        """[num_tokens, vocab_size]"""
+        hidden = self._network.layers(
+            0,
+            self._network.config.num_layers,
+            self._embedded,
+            self._kv,
+            self._batch,
             skip_attention=frozenset(i for kind, i in skipped if kind == "attention"),
             skip_mlp=frozenset(i for kind, i in skipped if kind == "mlp"),
         )
-        return self._runner.model.logits(sweep.hidden).softmax(dim=-1)
+        return self._network.logits(hidden).softmax(dim=-1)
