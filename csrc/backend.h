@@ -23,8 +23,9 @@
   ::eecore::cuda::run_##op(params, ::eecore::current_stream(tensor))
 #else
 #include "cpu/run.h"
+#include "tape.h"
 #define EECORE_DISPATCH_KEY CPU
-#define EECORE_RUN(op, params, tensor) ::eecore::cpu::run_##op(params, ::eecore::torch_parallel())
+#define EECORE_RUN(op, params, tensor) ::eecore::run_or_record(&::eecore::cpu::run_##op, params)
 #endif
 
 // The ops are torch.ops.eecore.*; a build for tests has them under another name.
@@ -66,6 +67,12 @@ inline cpu::Parallel torch_parallel() {
                                         [&](int64_t from, int64_t to) { body(from, to, context); });
           },
           nullptr};
+}
+
+template <typename Params>
+void run_or_record(Kernel<Params> kernel, const Params& params) {
+  if (Tape* tape = Tape::recording()) return tape->add(kernel, params);
+  kernel(params, torch_parallel());
 }
 #endif
 

@@ -4,9 +4,11 @@
 
 #include <chrono>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend.h"
+#include "tape.h"
 
 namespace py = pybind11;
 
@@ -42,6 +44,11 @@ double multiply_rate(bool bfloat16, int64_t steps) {
   return flops / time;
 }
 
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -68,6 +75,30 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("set_cpu_capability",
              [](const std::string& name) { eecore::cpu::set_capability(name.c_str()); });
+  using eecore::Tape;
+  py::class_<Tape>(module, "Tape")
+      .def(py::init<>())
+      .def("begin", &Tape::begin)
+      .def("end", &Tape::end)
+      .def("cancel", &Tape::cancel)
+      .def(
+          "read_rows",
+          [](Tape& tape, uintptr_t num_tokens, uintptr_t num_seqs) {
+            const Tape::RowsRead outer = tape.read_rows(
+                {pointer<const int32_t>(num_tokens), pointer<const int32_t>(num_seqs)});
+            return std::pair(reinterpret_cast<uintptr_t>(outer.num_tokens),
+                             reinterpret_cast<uintptr_t>(outer.num_seqs));
+          },
+          py::arg("num_tokens"), py::arg("num_seqs"))
+      .def(
+          "open_jump",
+          [](Tape& tape, uintptr_t flag) { return tape.open_jump(pointer<const uint8_t>(flag)); },
+          py::arg("flag"))
+      .def("close_jump", &Tape::close_jump, py::arg("opened"))
+      .def(
+          "replay", [](Tape& tape) { tape.replay(eecore::torch_parallel()); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("__len__", &Tape::num_calls);
   module.def("read_rate", &read_rate, py::arg("data"), py::arg("num_floats"));
   module.def("multiply_rate", &multiply_rate, py::arg("bfloat16"), py::arg("steps"));
 }

@@ -103,6 +103,12 @@ def test_cuda_launchers_do_not_include_torch() -> None:
                 assert name not in ("check.h", "backend.h"), f"{path}: {name}"
 
 
+def test_tapes_and_crews_know_no_torch() -> None:
+    for name in ("crew.h", "crew.cpp", "tape.h", "tape.cpp", "tape_rows.h"):
+        for included, _ in includes(CSRC / name):
+            assert not is_torch_or_python(included), f"{name}: {included}"
+
+
 def test_ops_include_the_boundary_headers_and_no_other_op() -> None:
     for path in sources(CSRC / "ops", ".h", ".cpp"):
         for name, quoted in includes(path):

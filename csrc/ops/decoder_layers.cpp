@@ -43,7 +43,7 @@ StackedLinear check_linear(Checker& check, const LinearTensors& linear, Dim out_
 
 // The widest window of the layers that attend: the keys that must be there. 0: all.
 int64_t widest_window(const Checker& check, const DecoderLayersParams& params) {
-  if (params.sliding_window == nullptr) return 0;
+  if (params.sliding_window == nullptr || !holds_values()) return 0;
   int64_t widest = 1;
   bool sees_all = false;
   for (int64_t layer = params.begin_layer; layer < params.end_layer; ++layer) {
@@ -273,6 +273,7 @@ void decoder_layers(
     check_sequences(check, params.cross, "cross_page_table", "cross_seq_lens");
   }
 
+  if (Tape* tape = Tape::recording()) return tape->add(&cpu::run_decoder_layers, params);
   // As many threads as have enough to read to be worth waking.
   cpu::Parallel pool = torch_parallel();
   const int64_t most = std::max<int64_t>(weight_bytes(params) / pool.bytes_per_range, 1);

@@ -1,5 +1,6 @@
 // kv_fill: norm, K/V projection, k-norm, rotary and cache write of every layer that a row skipped.
 #include "backend.h"
+#include "index_checks.h"
 
 namespace eecore {
 namespace {
@@ -13,22 +14,6 @@ int64_t slot_stride(const Checker& check, const Tensor& cache, const char* name)
                 " elements, got page stride ", cache.stride(1));
   return cache.stride(2);
 }
-
-#ifndef EECORE_BACKEND_CUDA
-// Throws unless low <= values[i] < high for each i.
-template <typename T>
-void check_range(const Checker& check, const Tensor& tensor, const char* name, int64_t low,
-                 int64_t high) {
-  const T* values = data<const T>(tensor);
-  for (int64_t i = 0; i < tensor.size(0); ++i) {
-    const int64_t value = values[i];
-    if (value >= low && value < high) continue;
-    check.fail(std::string(name) + ": expected values of " + std::to_string(low) + " to " +
-               std::to_string(high - 1) + ", got " + std::to_string(value) + " in row " +
-               std::to_string(i));
-  }
-}
-#endif
 
 void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_weight,
              const Tensor& kv_weight, const std::optional<Tensor>& kv_scale,
@@ -65,10 +50,15 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.k_cache_slot_stride = slot_stride(check, k_cache, "k_cache");
   params.v_cache_slot_stride = slot_stride(check, v_cache, "v_cache");
 #ifndef EECORE_BACKEND_CUDA
-  check_range<int32_t>(check, exit_layer, "exit_layer", 0, check["num_layers"] + 1);
-  check_range<int64_t>(check, slot_mapping, "slot_mapping", -1,
-                       check["num_pages"] * check["page_size"]);
-  if (positions) check_range<int64_t>(check, *positions, "positions", 0, check["max_position"]);
+  const int64_t num_tokens = check["num_tokens"];
+  check_range(check, "exit_layer", data<const int32_t>(exit_layer), num_tokens, 0,
+              check["num_layers"] + 1);
+  check_range(check, "slot_mapping", data<const int64_t>(slot_mapping), num_tokens, -1,
+              check["num_pages"] * check["page_size"]);
+  if (positions) {
+    check_range(check, "positions", data<const int64_t>(*positions), num_tokens, 0,
+                check["max_position"]);
+  }
 #endif
   params.hidden = data<const void>(hidden);
   params.exit_layer = data<const int32_t>(exit_layer);

@@ -1,6 +1,7 @@
 // speculative_accept: the longest accepted prefix of each sequence's drafts and the token after it,
 // greedy (against target_tokens) or lossless sampling (against the two distributions).
 #include "backend.h"
+#include "index_checks.h"
 
 namespace eecore {
 namespace {
@@ -27,6 +28,7 @@ bool is_greedy(const Checker& check, const OptionalTensor& target_tokens,
 #ifndef EECORE_BACKEND_CUDA
 // What the kernel uses as an index or a probability, checked before anything is written.
 void check_values(const Checker& check, const SpeculativeAcceptParams& params) {
+  if (!holds_values()) return;
   const int32_t* start = params.draft_start_loc;
   check.require(start[0] == 0, "draft_start_loc: expected to start at 0, got ", start[0]);
   for (int64_t s = 0; s < params.num_seqs; ++s) {

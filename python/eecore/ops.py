@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eecore import _C
 
@@ -36,6 +37,7 @@ __all__ = [
     "ExitingRows",
     "SoftmaxConfidence",
     "SpeculativeAccept",
+    "Tape",
     "accept_mask",
     "append_drafts",
     "append_kv",
@@ -147,6 +149,135 @@ def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
     with torch.cuda.stream(inside):
         yield
     body.end()
+
+
+class Tape:
+    """What a program calls on the CPU, recorded once and replayed by one call, many times.
+
+    A program calls ops of this module on tensors of its own, which hold whatever they hold by the
+    time of the replay: data, how many rows there are, and whether a stretch runs at all. Besides it
+    may allocate with ``torch.empty`` and the like, and take views. All threads are awake from the
+    first kernel of a replay to its last. ``len(tape)`` is how many calls were recorded.
+    """
+
+    def __init__(self) -> None:
+        self._tape = _C.Tape()
+        self._kept: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._tape)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record what this thread calls; nothing runs. An exception leaves an empty tape.
+
+        Shapes, dtypes and strides are checked as ever; values are not, neither now nor at replay.
+        Every tensor that an op is given lives as long as the tape.
+
+        Raises:
+            RuntimeError: the thread records already, the tape has been recorded, or an op is not
+                one of eecore's.
+        """
+        self._tape.begin()
+        try:
+            with _Recording(self._kept):
+                yield
+            self._tape.end()
+        except BaseException:
+            self._tape.cancel()
+            self._kept.clear()
+            raise
+
+    @contextmanager
+    def rows(self, num_tokens: Tensor, num_seqs: Tensor | None = None) -> Iterator[None]:
+        """Calls recorded here have as many rows at replay as the counts say by then.
+
+        There are never more than the calls were recorded with; a call without tokens is left out.
+        The rows are the first ones of each tensor. Inside another ``rows`` this one counts.
+
+        Args:
+            num_tokens: int32 [1]; of ops that know sequences alone these are their sequences.
+            num_seqs: int32 [1], where an op knows both; ``num_tokens`` when None.
+        """
+        counts = (num_tokens, num_tokens if num_seqs is None else num_seqs)
+        for name, count in zip(("num_tokens", "num_seqs"), counts, strict=True):
+            self._keep(count, name, torch.int32)
+        outer = self._tape.read_rows(counts[0].data_ptr(), counts[1].data_ptr())
+        try:
+            yield
+        finally:
+            self._tape.read_rows(*outer)
+
+    @contextmanager
+    def unless(self, flag: Tensor) -> Iterator[None]:
+        """Calls recorded here are left out of a replay where ``flag``, bool [1], is set by then."""
+        self._keep(flag, "flag", torch.bool)
+        opened = self._tape.open_jump(flag.data_ptr())
+        try:
+            yield
+        finally:
+            self._tape.close_jump(opened)
+
+    def replay(self) -> None:
+        """Run the calls, without the interpreter's lock; replays of one tape follow one another.
+
+        Raises:
+            RuntimeError: this thread, or this tape, records.
+        """
+        self._tape.replay()
+
+    def _keep(self, tensor: Tensor, name: str, dtype: torch.dtype) -> None:
+        if tensor.dtype != dtype or tensor.shape != (1,) or tensor.device.type != "cpu":
+            raise RuntimeError(
+                f"tape: {name}: expected {dtype} [1] on the CPU, got {tensor.dtype} "
+                f"{list(tensor.shape)} on {tensor.device}"
+            )
+        self._kept[id(tensor)] = tensor
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets through what a tape can hold, and keeps the tensors that eecore's ops are given."""
+
+    _ALLOCATIONS = frozenset(
+        {
+            "aten::empty",
+            "aten::empty_like",
+            "aten::empty_permuted",
+            "aten::empty_strided",
+            "aten::new_empty",
+            "aten::new_empty_strided",
+        }
+    )
+
+    def __init__(self, kept: dict[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if func.namespace == "eecore":
+            for tensor in (*args, *kwargs.values()):
+                if isinstance(tensor, Tensor):
+                    self._keep(tensor, name)
+            return func(*args, **kwargs)
+        if name in self._ALLOCATIONS:
+            return func(*args, **kwargs)
+        # Inference mode leaves it to a mode to take composite ops apart; some copy.
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        if func.is_view:
+            return func(*args, **kwargs)
+        raise RuntimeError(f"a program calls eecore's ops alone, got {name}")
+
+    def _keep(self, tensor: Tensor, name: str) -> None:
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"a tape runs on the CPU, got {name} of a tensor on {tensor.device}")
+        self._kept[id(tensor)] = tensor
 
 
 def _no_output(*_args: Any) -> None:

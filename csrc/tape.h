@@ -1,0 +1,98 @@
+// What a program calls on the CPU, recorded once and replayed by one call, the threads awake from
+// its first kernel to its last.
+//
+// While a tape records on a thread, the ops called there are checked as ever, but for the values of
+// their tensors, and written down instead of run. The memory that they were called with is read and
+// written at replay, so it has to stay; who calls sees to that.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cpu/run.h"
+#include "tape_rows.h"
+
+namespace eecore {
+
+template <typename Params>
+using Kernel = void (*)(const Params& params, const cpu::Parallel& parallel);
+
+class Tape {
+ public:
+  Tape() = default;
+  Tape(const Tape&) = delete;
+  Tape& operator=(const Tape&) = delete;
+
+  // The tape that records on this thread, or null.
+  static Tape* recording() noexcept;
+
+  // From begin() to end(), or to cancel() that forgets everything, this thread's calls are
+  // recorded. A tape is recorded once.
+  void begin();
+  void end();
+  void cancel() noexcept;
+
+  // Where a call reads how many rows it has, up to as many as it was recorded with. Null: it has as
+  // many as that.
+  struct RowsRead {
+    const int32_t* num_tokens = nullptr;  // [1]
+    const int32_t* num_seqs = nullptr;    // [1]; null with num_tokens
+  };
+
+  // Holds for the calls recorded from here on; returns what held before.
+  RowsRead read_rows(RowsRead rows);
+
+  // The calls recorded from here to close_jump(opened) are jumped over where *flag is 1 by then.
+  int64_t open_jump(const uint8_t* flag);
+  void close_jump(int64_t opened);
+
+  // The params' pointers are kept, the params copied.
+  template <typename Params>
+  void add(Kernel<Params> kernel, const Params& params) {
+    add(std::make_unique<CallOf<Params>>(kernel, params));
+  }
+
+  // Replays of one tape must follow one another.
+  void replay(const cpu::Parallel& pool);
+  int64_t num_calls() const noexcept { return num_calls_; }
+
+ private:
+  struct Call {
+    virtual ~Call() = default;
+    virtual void run(const cpu::Parallel& parallel) const = 0;
+
+    RowCounts counts{};  // of the params
+    int64_t most_tokens = 0, most_seqs = 0;
+  };
+
+  template <typename Params>
+  struct CallOf final : Call {
+    CallOf(Kernel<Params> kernel, const Params& params) : kernel(kernel), params(params) {
+      counts = row_counts(this->params);
+    }
+    void run(const cpu::Parallel& parallel) const override { kernel(params, parallel); }
+
+    Kernel<Params> kernel;
+    Params params;
+  };
+
+  // A call, or where there is a flag a jump.
+  struct Step {
+    std::unique_ptr<Call> call;
+    RowsRead rows;
+    const uint8_t* flag = nullptr;  // [1]
+    size_t target = 0;              // the step after those jumped over
+  };
+
+  void add(std::unique_ptr<Call> call);
+  void require_recording() const;
+  void run_steps(const cpu::Parallel& parallel);
+
+  std::vector<Step> steps_;
+  int64_t num_calls_ = 0;
+  RowsRead rows_;
+  bool is_recording_ = false;
+};
+
+}  // namespace eecore
