@@ -9,6 +9,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -160,12 +161,23 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def imports(module: str) -> frozenset[str]:
-    """All that a module imports, anywhere in it, as dotted module names."""
+def imports(module: str, *, for_types: bool = True) -> frozenset[str]:
+    """All that a module imports, anywhere in it, as dotted module names.
+
+    With ``for_types=False`` without what stands under ``if TYPE_CHECKING``.
+    """
     path = modules()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    if not for_types:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                skipped |= {inner for statement in node.body for inner in ast.walk(statement)}
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -180,80 +192,87 @@ def imports(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-EVERYBODYS = {"eecore.errors", "eecore.textfiles"}
+# Each module or folder of the package, lowest first, and the rows above it that it may look at;
+# EVERYBODYS beside those. "eecore" is the root: to import from it is to look at all it re-exports.
+EVERYBODYS = {"errors", "textfiles"}
+FLOORS = {
+    "errors": "",
+    "textfiles": "",
+    "config": "",
+    "output": "",
+    "depth_colours": "",
+    "builtin": "",
+    "calibration_file": "config",
+    "exits": "calibration_file config",
+    "ops": "_C _cuda",
+    "models": "ops config",
+    "scheduling": "config",
+    "decoding": "scheduling models ops exits config",
+    "engine": "decoding scheduling models exits config output",
+    "training": "models exits config",
+    "generation": "engine models exits builtin config output",
+    "evaluation": "generation decoding models exits calibration_file config output depth_colours",
+    "eecore": "evaluation generation engine ops exits calibration_file builtin config output",
+    "integrations": "eecore evaluation generation engine models ops exits config output",
+    "serving": "eecore evaluation generation engine models exits config output",
+    "cli": "eecore serving evaluation generation training models exits calibration_file builtin "
+    "config output depth_colours",
+    "__main__": "cli",
+}
+# What a floor may name in annotations alone.
+FOR_TYPES = {"scheduling": {"exits"}}
 
 
-def own_imports(module: str) -> set[str]:
-    """Modules of the package that a module looks at; EVERYBODYS do not count."""
-    names = {name for name in imports(module) if name.split(".")[0] == "eecore"}
-    return names - EVERYBODYS
+def floor(name: str) -> str:
+    """The row that a dotted name of the package is in."""
+    return name.split(".")[1] if "." in name else name
 
 
-def within(name: str, *units: str) -> bool:
-    """Whether a module is one of eecore's units or inside one."""
-    return any(name == f"eecore.{unit}" or name.startswith(f"eecore.{unit}.") for unit in units)
+def floors_seen(module: str, *, for_types: bool = True) -> set[str]:
+    """The other rows that a module looks at."""
+    names = imports(module, for_types=for_types)
+    return {floor(name) for name in names if name.split(".")[0] == "eecore"} - {floor(module)}
 
 
-def matching(*units: str) -> list[str]:
-    return sorted(name for name in modules() if within(name, *units))
+def on_floor(row: str) -> list[str]:
+    return sorted(name for name in modules() if floor(name) == row)
 
 
-def test_only_ops_imports_the_compiled_modules() -> None:
-    for module in modules():
-        compiled = imports(module) & {"eecore._C", "eecore._cuda"}
-        assert module == "eecore.ops" or not compiled, f"{module} imports {compiled}"
+def test_floors_look_down_alone() -> None:
+    above = {"_C", "_cuda"}
+    for row, seen in FLOORS.items():
+        assert above >= set(seen.split()), f"{row} looks up: {set(seen.split()) - above}"
+        above.add(row)
 
 
-def test_ops_and_config_stand_on_nothing_else() -> None:
-    assert own_imports("eecore.ops") <= {"eecore._C", "eecore._cuda"}
-    for module in matching("config", "errors", "textfiles"):
-        assert not own_imports(module), f"{module} imports {own_imports(module)}"
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_modules_look_where_their_floor_may(module: str) -> None:
+    row = floor(module)
+    assert row in FLOORS, f"{module}: on no floor"
+    may = {*FLOORS[row].split(), *EVERYBODYS}
+    strangers = floors_seen(module, for_types=False) - may
+    assert not strangers, f"{module} imports {strangers}"
+    strangers = floors_seen(module) - may - FOR_TYPES.get(row, set())
+    assert not strangers, f"{module} imports {strangers} for types"
 
 
-def test_models_look_at_ops_and_config_alone() -> None:
-    for module in matching("models"):
-        for name in own_imports(module):
-            assert within(name, "models", "ops", "config"), f"{module} imports {name}"
+def test_the_root_imports_what_it_exports_when_it_is_asked_for() -> None:
+    assert not floors_seen("eecore", for_types=False)
 
 
-def test_the_scheduler_looks_at_pages_sequences_and_config_and_never_at_torch() -> None:
-    for module in matching("engine.scheduler"):
-        assert not any(name.split(".")[0] == "torch" for name in imports(module)), module
-        for name in own_imports(module):
-            allowed = within(name, "engine.pages", "engine.sequence", "config")
-            assert allowed, f"{module} imports {name}"
+def test_scheduling_knows_no_torch() -> None:
+    scheduling = on_floor("scheduling")
+    for module in scheduling:
+        assert "torch" not in {name.split(".")[0] for name in imports(module)}, module
+    program = f"import sys, {', '.join(scheduling)}; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_the_runner_does_not_look_up() -> None:
-    for module in matching("engine.runner", "engine.batch", "engine.sequence", "engine.pages"):
-        for name in own_imports(module):
-            assert not within(name, "engine.scheduler", "generation", "cli"), f"{module}: {name}"
-
-
-def test_nothing_imports_the_engine_but_generation_and_servers() -> None:
-    may = ("generation", "server", "servers", "serving")
-    for module in modules():
-        if module in ("eecore", "eecore.engine") or within(module, *may):
-            continue
-        inside = module.startswith("eecore.engine.async")  # the engine's own stream
-        engine = own_imports(module) & {"eecore.engine", "eecore.engine.engine"}
-        assert inside or not engine, f"{module} imports {engine}"
-
-
-def test_training_looks_at_models_exits_and_config() -> None:
-    for module in matching("training"):
-        for name in own_imports(module):
-            allowed = within(name, "training", "models", "exits", "config")
-            assert allowed, f"{module} imports {name}"
+def test_training_never_imports_its_extra_outright() -> None:
+    for module in on_floor("training"):
         lazy = {name for name in imports(module) if name.split(".")[0] in ("transformers", "peft")}
         assert not lazy, f"{module} imports {lazy}: they come with an extra"
-
-
-def test_nothing_below_the_command_line_imports_the_root_package() -> None:
-    """The root re-exports everything: importing from it looks at everything."""
-    for module in modules():
-        if not within(module, "cli", "__main__", "server", "servers", "serving", "evaluation"):
-            assert "eecore" not in own_imports(module), f"{module} imports from eecore itself"
 
 
 # Every op has all of its rooms
