@@ -25,7 +25,8 @@
 #include "cpu/run.h"
 #include "tape.h"
 #define EECORE_DISPATCH_KEY CPU
-#define EECORE_RUN(op, params, tensor) ::eecore::run_or_record(&::eecore::cpu::run_##op, params)
+#define EECORE_RUN(op, params, tensor) \
+  ::eecore::run_or_record(#op, &::eecore::cpu::run_##op, params)
 #endif
 
 // The ops are torch.ops.eecore.*; a build for tests has them under another name.
@@ -70,8 +71,8 @@ inline cpu::Parallel torch_parallel() {
 }
 
 template <typename Params>
-void run_or_record(Kernel<Params> kernel, const Params& params) {
-  if (Tape* tape = Tape::recording()) return tape->add(kernel, params);
+void run_or_record(const char* op, Kernel<Params> kernel, const Params& params) {
+  if (Tape* tape = Tape::recording()) return tape->add(op, kernel, params);
   kernel(params, torch_parallel());
 }
 #endif

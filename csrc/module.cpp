@@ -98,6 +98,20 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "replay", [](Tape& tape) { tape.replay(eecore::torch_parallel()); },
           py::call_guard<py::gil_scoped_release>())
+      .def("trace",
+           [](Tape& tape) {
+             std::vector<eecore::CallTrace> trace;
+             {
+               py::gil_scoped_release release;
+               tape.replay(eecore::torch_parallel(), &trace);
+             }
+             std::vector<py::tuple> calls;
+             for (const auto& call : trace) {
+               calls.push_back(py::make_tuple(call.op, call.num_tokens, call.num_seqs,
+                                              call.begin_layer, call.end_layer, call.seconds));
+             }
+             return calls;
+           })
       .def("__len__", &Tape::num_calls);
   module.def("read_rate", &read_rate, py::arg("data"), py::arg("num_floats"));
   module.def("multiply_rate", &multiply_rate, py::arg("bfloat16"), py::arg("steps"));

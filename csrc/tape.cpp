@@ -1,6 +1,7 @@
 #include "tape.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -70,7 +71,8 @@ void Tape::close_jump(int64_t opened) {
   steps_.at(static_cast<size_t>(opened)).target = steps_.size();
 }
 
-void Tape::add(std::unique_ptr<Call> call) {
+void Tape::add(const char* op, std::unique_ptr<Call> call) {
+  call->op = op;
   if (call->counts.tokens[0] != nullptr) call->most_tokens = *call->counts.tokens[0];
   if (call->counts.seqs[0] != nullptr) call->most_seqs = *call->counts.seqs[0];
   Step step;
@@ -80,14 +82,25 @@ void Tape::add(std::unique_ptr<Call> call) {
   ++num_calls_;
 }
 
-void Tape::replay(const cpu::Parallel& pool) {
+void Tape::replay(const cpu::Parallel& pool, std::vector<CallTrace>* trace) {
   if (recorder != nullptr || is_recording_) {
     throw std::runtime_error("tape: expected no replay while one records");
   }
-  with_crew(pool, [this](const cpu::Parallel& crew) { run_steps(crew); });
+  with_crew(pool, [&](const cpu::Parallel& crew) { run_steps(crew, trace); });
 }
 
-void Tape::run_steps(const cpu::Parallel& parallel) {
+void Tape::run_traced(Call& call, const cpu::Parallel& parallel, std::vector<CallTrace>* trace) {
+  const auto count = [](const int64_t* rows) { return rows == nullptr ? -1 : *rows; };
+  const auto started = std::chrono::steady_clock::now();
+  call.run(parallel);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - started;
+  const DecoderLayersParams* layers = call.layers();
+  trace->push_back({call.op, count(call.counts.tokens[0]), count(call.counts.seqs[0]),
+                    layers == nullptr ? 0 : layers->begin_layer,
+                    layers == nullptr ? 0 : layers->end_layer, took.count()});
+}
+
+void Tape::run_steps(const cpu::Parallel& parallel, std::vector<CallTrace>* trace) {
   for (size_t next = 0; next < steps_.size();) {
     const Step& step = steps_[next++];
     if (step.flag != nullptr) {
@@ -99,7 +112,11 @@ void Tape::run_steps(const cpu::Parallel& parallel) {
       set(call.counts.seqs, step.rows.num_seqs, call.most_seqs);
       if (set(call.counts.tokens, step.rows.num_tokens, call.most_tokens) == 0) continue;
     }
-    call.run(parallel);
+    if (trace == nullptr) {
+      call.run(parallel);
+    } else {
+      run_traced(call, parallel, trace);
+    }
   }
 }
 

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/run.h"
@@ -17,6 +19,14 @@ namespace eecore {
 
 template <typename Params>
 using Kernel = void (*)(const Params& params, const cpu::Parallel& parallel);
+
+// A call of a replay, for those who ask what was run.
+struct CallTrace {
+  std::string op;
+  int64_t num_tokens, num_seqs;    // its rows, -1 where it knows none
+  int64_t begin_layer, end_layer;  // of decoder_layers, else 0
+  double seconds;
+};
 
 class Tape {
  public:
@@ -49,19 +59,21 @@ class Tape {
 
   // The params' pointers are kept, the params copied.
   template <typename Params>
-  void add(Kernel<Params> kernel, const Params& params) {
-    add(std::make_unique<CallOf<Params>>(kernel, params));
+  void add(const char* op, Kernel<Params> kernel, const Params& params) {
+    add(op, std::make_unique<CallOf<Params>>(kernel, params));
   }
 
-  // Replays of one tape must follow one another.
-  void replay(const cpu::Parallel& pool);
+  // Replays of one tape must follow one another. Adds the calls that are run to `trace`, if given.
+  void replay(const cpu::Parallel& pool, std::vector<CallTrace>* trace = nullptr);
   int64_t num_calls() const noexcept { return num_calls_; }
 
  private:
   struct Call {
     virtual ~Call() = default;
     virtual void run(const cpu::Parallel& parallel) const = 0;
+    virtual const DecoderLayersParams* layers() const { return nullptr; }
 
+    const char* op = "";
     RowCounts counts{};  // of the params
     int64_t most_tokens = 0, most_seqs = 0;
   };
@@ -72,6 +84,13 @@ class Tape {
       counts = row_counts(this->params);
     }
     void run(const cpu::Parallel& parallel) const override { kernel(params, parallel); }
+    const DecoderLayersParams* layers() const override {
+      if constexpr (std::is_same_v<Params, DecoderLayersParams>) {
+        return &params;
+      } else {
+        return nullptr;
+      }
+    }
 
     Kernel<Params> kernel;
     Params params;
@@ -85,9 +104,10 @@ class Tape {
     size_t target = 0;              // the step after those jumped over
   };
 
-  void add(std::unique_ptr<Call> call);
+  void add(const char* op, std::unique_ptr<Call> call);
+  static void run_traced(Call& call, const cpu::Parallel& parallel, std::vector<CallTrace>* trace);
   void require_recording() const;
-  void run_steps(const cpu::Parallel& parallel);
+  void run_steps(const cpu::Parallel& parallel, std::vector<CallTrace>* trace);
 
   std::vector<Step> steps_;
   int64_t num_calls_ = 0;

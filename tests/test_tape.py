@@ -599,3 +599,20 @@ def test_threads_replay_tapes_of_their_own_side_by_side(num_threads: int) -> Non
             memory.load(position, seed=10 * index + position)
             results = program(memory)
         same(outcomes[index], flat(results, memory))
+
+
+def test_a_trace_tells_the_calls_of_a_replay() -> None:
+    count = torch.tensor([2], dtype=torch.int32)
+    flag = torch.tensor([False])
+    hidden, head = torch.randn(3, 8), torch.randn(5, 8)
+    tape = ops.Tape()
+    with tape.record(), tape.rows(count):
+        ops.exit_confidence_softmax(hidden, None, head, 1e-6)
+        with tape.unless(flag):
+            ops.exit_confidence_cosine(hidden, hidden)
+    calls = tape.trace()
+    assert [call.op for call in calls] == ["exit_confidence_softmax", "exit_confidence_cosine"]
+    assert {call.num_tokens for call in calls} == {2}
+    assert all(call.seconds >= 0 for call in calls)
+    flag.fill_(True)
+    assert len(tape.trace()) == 1

@@ -30,6 +30,7 @@ __all__ = [
     "AcceptMask",
     "AcceptRows",
     "ActiveRows",
+    "CallTrace",
     "CapturedGraph",
     "CrossAttention",
     "DecoderWeights",
@@ -151,6 +152,19 @@ def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
     body.end()
 
 
+class CallTrace(NamedTuple):
+    """A call that a replay made."""
+
+    op: str
+    num_tokens: int
+    """Rows that it was about; -1 for an op that knows none."""
+    num_seqs: int
+    begin_layer: int
+    """Of ``decoder_layers``, else 0."""
+    end_layer: int
+    seconds: float
+
+
 class Tape:
     """What a program calls on the CPU, recorded once and replayed by one call, many times.
 
@@ -225,6 +239,10 @@ class Tape:
             RuntimeError: this thread, or this tape, records.
         """
         self._tape.replay()
+
+    def trace(self) -> list[CallTrace]:
+        """A replay that tells which calls it made, in order, and how long each of them took."""
+        return [CallTrace(*call) for call in self._tape.trace()]
 
     def _keep(self, tensor: Tensor, name: str, dtype: torch.dtype) -> None:
         if tensor.dtype != dtype or tensor.shape != (1,) or tensor.device.type != "cpu":
