@@ -483,36 +483,83 @@ def accept_work(num_seqs: int, device: torch.device) -> Work:
     return Work(lambda: ops.accept_mask(confidence, thresholds, 3, status, exit_layer))
 
 
-def exiting_rows(
-    num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ops.SoftmaxConfidence, ops.ExitingRows]:
-    """States, what the head gives at them, and rows that have not left."""
-    hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
+def head_rows(num_seqs: int, device: torch.device) -> ops.SoftmaxConfidence:
+    """What the head might give of some rows."""
     confidence = torch.rand(num_seqs, device=device)
     token = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-    head = ops.SoftmaxConfidence(confidence, token, confidence, confidence)
-    rows = ops.ExitingRows(
-        gone=torch.zeros(num_seqs, dtype=torch.bool, device=device),
-        slot_mapping=token.clone(),
+    return ops.SoftmaxConfidence(confidence, token, confidence, confidence)
+
+
+def active_rows(num_seqs: int, device: torch.device) -> ops.ActiveRows:
+    """All rows of a program, at their first position."""
+    zeros = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+    return ops.ActiveRows(
+        row=torch.arange(num_seqs, dtype=torch.int32, device=device),
+        positions=zeros,
+        slot_mapping=zeros.clone(),
         seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
-        hidden=torch.empty_like(hidden),
-        confidence=torch.empty_like(confidence),
-        exit_layer=torch.zeros(num_seqs, dtype=torch.int32, device=device),
-        token=token.clone(),
-        logprob=torch.empty_like(confidence),
+        page_table=torch.zeros(num_seqs, 64, dtype=torch.int32, device=device),
+        num_active=torch.full((1,), num_seqs, dtype=torch.int32, device=device),
     )
-    return hidden, head, rows
+
+
+def exiting_rows(
+    num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ops.ExitingRows]:
+    """States, and rows that leave as soon as they are sure of anything."""
+    hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
+    whole = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+    no = torch.zeros(num_seqs, dtype=torch.bool, device=device)
+    rows = ops.ExitingRows(
+        leave_after=whole + 99,
+        together=no,
+        fills=~no,
+        kind=whole + 1,
+        accepted=no.clone(),
+        gone=no.clone(),
+        exit_layer=whole.clone(),
+        fill_from=whole.clone(),
+        measured_at=whole.clone(),
+        confidence=torch.zeros(num_seqs, device=device),
+        token=whole.long(),
+        logprob=torch.zeros(num_seqs, device=device),
+        token_at=whole.clone(),
+        pending=whole.clone(),
+        hidden=torch.empty_like(hidden),
+        all_gone=torch.zeros(1, dtype=torch.bool, device=device),
+    )
+    return hidden, rows
 
 
 def exit_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
     """Every row leaves, in every call; what brings them back before is timed with it."""
-    hidden, head, rows = exiting_rows(num_seqs, hidden_size, dtype, device)
+    hidden, rows = exiting_rows(num_seqs, hidden_size, dtype, device)
+    head, active = head_rows(num_seqs, device), active_rows(num_seqs, device)
+    thresholds = torch.zeros(num_seqs, device=device)
 
     def leave() -> None:
         rows.gone.zero_()
-        ops.exit_rows(hidden, head.confidence, 3, rows, head=head)
+        ops.exit_rows(hidden, 3, rows, active, thresholds=thresholds, head=head)
 
     return Work(leave)
+
+
+def embed_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+    weight = torch.randn(1000, hidden_size, device=device).to(dtype)
+    token_ids = torch.randint(0, 1000, (num_seqs,), device=device)
+    return Work(
+        lambda: ops.embed_tokens(token_ids, weight),
+        {"torch.embedding": lambda: functional.embedding(token_ids, weight)},
+        lambda: ops.embed_tokens(token_ids, weight),
+        lambda _: functional.embedding(token_ids, weight),
+    )
+
+
+def place_work(num_seqs: int, device: torch.device) -> Work:
+    head = head_rows(num_seqs, device)
+    out = ops.HeadRows(*(torch.zeros_like(tensor) for tensor in (head.token, *head[2:])))
+    index = torch.arange(num_seqs, dtype=torch.int32, device=device)
+    return Work(lambda: ops.place_head(head, out, index=index, as_probability=True))
 
 
 def drafting_rows(
@@ -592,6 +639,16 @@ def small_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterato
         )
         yield Case(
             "accept_mask", f"B={b}", 18 * b, lambda b=b: accept_work(b, device), microseconds=5
+        )
+        yield Case(
+            "embed_tokens",
+            f"hidden {hidden_size}, B={b}",
+            2 * b * row,
+            lambda b=b: embed_work(b, hidden_size, dtype, device),
+            microseconds=5,
+        )
+        yield Case(
+            "place_head", f"B={b}", 48 * b, lambda b=b: place_work(b, device), microseconds=5
         )
         yield Case(
             "exit_rows",

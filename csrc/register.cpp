@@ -18,11 +18,29 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor(f!) last_token, Tensor(g!) positions, Tensor(h!) slot_mapping, "
       "Tensor(i!) seq_lens, Tensor(j!) all_done) -> ()");
   m.def(
-      "exit_rows(Tensor hidden, Tensor confidence, Tensor? token, Tensor? top_logit, "
-      "Tensor? logsumexp, Tensor? accepted, int layer, Tensor(a!) gone, "
-      "Tensor(b!) slot_mapping, Tensor(c!) seq_lens, Tensor(d!) final_hidden, "
-      "Tensor(e!) final_confidence, Tensor(f!)? final_token, Tensor(g!)? final_logprob, "
-      "Tensor(h!) exit_layer) -> ()");
+      "compact_rows(Tensor leaving, Tensor(a!) row, Tensor(b!) positions, "
+      "Tensor(c!) slot_mapping, Tensor(d!) seq_lens, Tensor(e!) page_table, "
+      "Tensor(f!) num_active, Tensor(g!)? token_ids, Tensor(h!)? cross_page_table, "
+      "Tensor(i!)? cross_seq_lens, Tensor(j!)? hidden) -> ()");
+  m.def(
+      "embed_tokens(Tensor token_ids, Tensor weight, Tensor? scale, Tensor? previous, "
+      "Tensor? sources, Tensor(a!) out) -> ()");
+  m.def(
+      "exit_rows(Tensor hidden, int layer, Tensor? confidence, Tensor? token, Tensor? top_logit, "
+      "Tensor? logsumexp, Tensor? thresholds, Tensor? asked, bool decide, Tensor leave_after, "
+      "Tensor together, Tensor fills, Tensor kind, Tensor(a!) accepted, Tensor(b!) gone, "
+      "Tensor(c!) exit_layer, Tensor(d!) fill_from, Tensor(e!) measured_at, "
+      "Tensor(f!) final_confidence, Tensor(g!) final_token, Tensor(h!) final_logprob, "
+      "Tensor(i!) token_at, Tensor(j!) pending, Tensor(k!) final_hidden, Tensor(l!) all_gone, "
+      "Tensor row, Tensor(m!) slot_mapping, Tensor(n!) seq_lens) -> ()");
+  m.def(
+      "place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_logit, "
+      "Tensor? index, Tensor? kind, int wanted, Tensor? measured_at, Tensor? exit_layer, "
+      "bool as_probability, Tensor(a!) out_token, Tensor(b!) out_confidence, "
+      "Tensor(c!) out_logprob) -> ()");
+  m.def(
+      "select_rows(Tensor hidden, Tensor? row, Tensor? kind, int wanted, Tensor? thresholds, "
+      "Tensor? accepted, Tensor(a!) index, Tensor(b!) count, Tensor(c!) states) -> ()");
   m.def(
       "exit_confidence_softmax(Tensor hidden, Tensor? norm_weight, Tensor lm_head, "
       "Tensor? lm_head_scale, float eps, "

@@ -110,7 +110,8 @@ void Tape::run_steps(const cpu::Parallel& parallel, std::vector<CallTrace>* trac
     Call& call = *step.call;
     if (step.rows.num_tokens != nullptr && call.counts.tokens[0] != nullptr) {
       set(call.counts.seqs, step.rows.num_seqs, call.most_seqs);
-      if (set(call.counts.tokens, step.rows.num_tokens, call.most_tokens) == 0) continue;
+      const bool none = set(call.counts.tokens, step.rows.num_tokens, call.most_tokens) == 0;
+      if (none && !call.counts.runs_empty) continue;
     }
     if (trace == nullptr) {
       call.run(parallel);

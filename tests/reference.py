@@ -22,32 +22,113 @@ def accept_mask(
     return new_status, new_exit_layer, survivors
 
 
+def embed_tokens(
+    token_ids: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    previous: Tensor | None = None,
+    sources: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Indexing; see eecore.ops.embed_tokens."""
+    if previous is not None and sources is not None:
+        given = sources < 0
+        looked_up = previous[sources.clamp(min=0).long()] if len(previous) else token_ids
+        token_ids = torch.where(given, token_ids, looked_up)
+    if scale is None:
+        return weight[token_ids]
+    return (weight[token_ids] * scale[token_ids, None]).to(dtype)
+
+
 def exit_rows(
     hidden: Tensor,
-    confidence: Tensor,
     layer: int,
-    rows: ops.ExitingRows,
-    accepted: Tensor | None,
-    head: ops.SoftmaxConfidence | None,
-) -> ops.ExitingRows:
-    """New rows; see eecore.ops.exit_rows."""
-    leaves = ~rows.gone
+    given: ops.ExitingRows,
+    active: ops.ActiveRows,
+    thresholds: Tensor | None = None,
+    confidence: Tensor | None = None,
+    head: ops.SoftmaxConfidence | None = None,
+    asked: Tensor | None = None,
+    decide: bool = True,
+) -> tuple[ops.ExitingRows, Tensor, Tensor]:
+    """New rows, slot mapping and lengths, row by row; see eecore.ops.exit_rows."""
+    rows = ops.ExitingRows(*(tensor.clone() for tensor in given))
+    slot_mapping, seq_lens = active.slot_mapping.clone(), active.seq_lens.clone()
+    if confidence is None and head is not None:
+        confidence = head.confidence
+    if confidence is not None and thresholds is not None:
+        measured = range(len(hidden)) if asked is None else asked.tolist()
+        for j, i in enumerate(measured):
+            r, threshold = int(active.row[i]), float(thresholds[int(active.row[i])])
+            if rows.gone[r] or not threshold < float("inf") or (head and rows.accepted[r]):
+                continue
+            rows.confidence[r], rows.measured_at[r] = confidence[j], layer
+            if head is not None:
+                rows.token[r], rows.token_at[r] = head.token[j], layer
+                rows.logprob[r] = head.top_logit[j] - head.logsumexp[j]
+            if threshold < 1 and float(confidence[j]) >= threshold:
+                rows.accepted[r] = True
+    if not decide:
+        return rows, slot_mapping, seq_lens
+    held_back = bool((given.together & ~given.gone & ~rows.accepted).any())
+    for i, r in enumerate(active.row.tolist()):
+        accepted = bool(rows.accepted[r]) and not (held_back and given.together[r])
+        if given.gone[r] or not (accepted or int(given.leave_after[r]) <= layer):
+            continue
+        rows.hidden[r], rows.exit_layer[r], rows.gone[r] = hidden[i], layer, True
+        if given.fills[r]:
+            rows.fill_from[r] = layer
+        rows.pending[r] = 2 if given.kind[r] == 2 else int(rows.token_at[r] != layer)
+        slot_mapping[i], seq_lens[i] = -1, 1
+    rows.all_gone.fill_(bool(rows.gone.all()))
+    return rows, slot_mapping, seq_lens
+
+
+def select_rows(
+    num_active: int,
+    row: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    thresholds: Tensor | None = None,
+    accepted: Tensor | None = None,
+) -> Tensor:
+    """The indices of the rows picked; see eecore.ops.select_rows."""
+    rows = torch.arange(num_active) if row is None else row.long()
+    picked = torch.ones(num_active, dtype=torch.bool)
+    if kind is not None:
+        picked &= kind[rows] == wanted
+    if thresholds is not None:
+        picked &= thresholds[rows] < float("inf")
     if accepted is not None:
-        leaves &= accepted
-    token, logprob = rows.token, rows.logprob
-    if head is not None and token is not None and logprob is not None:
-        token = torch.where(leaves, head.token, token)
-        logprob = torch.where(leaves, head.top_logit - head.logsumexp, logprob)
-    return ops.ExitingRows(
-        rows.gone | leaves,
-        rows.slot_mapping.masked_fill(leaves, -1),
-        rows.seq_lens.masked_fill(leaves, 1),
-        torch.where(leaves[:, None], hidden, rows.hidden),
-        torch.where(leaves, confidence, rows.confidence),
-        rows.exit_layer.masked_fill(leaves, layer),
-        token,
-        logprob,
-    )
+        picked &= ~accepted[rows]
+    return picked.nonzero().flatten().to(torch.int32)
+
+
+def compact_rows(leaving: Tensor, active: ops.ActiveRows) -> Tensor:
+    """The indices of the rows that stay; see eecore.ops.compact_rows."""
+    return (~leaving[active.row.long()]).nonzero().flatten()
+
+
+def place_head(
+    head: ops.SoftmaxConfidence,
+    given: ops.HeadRows,
+    index: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    measured_at: Tensor | None = None,
+    exit_layer: Tensor | None = None,
+    as_probability: bool = False,
+) -> ops.HeadRows:
+    """New rows, one by one; see eecore.ops.place_head."""
+    out = ops.HeadRows(*(tensor.clone() for tensor in given))
+    for j, i in enumerate(range(len(head.token)) if index is None else index.tolist()):
+        if kind is not None and int(kind[i]) != wanted:
+            continue
+        logprob = head.top_logit[j] - head.logsumexp[j]
+        out.token[i], out.logprob[i] = head.token[j], logprob
+        if measured_at is None or exit_layer is None or measured_at[i] != exit_layer[i]:
+            out.confidence[i] = logprob.exp() if as_probability else head.confidence[j]
+    return out
 
 
 def append_drafts(

@@ -1,4 +1,4 @@
-"""exit_rows when every row leaves, at the batch sizes of serving."""
+"""exit_rows when every row is accepted and leaves, at the batch sizes of serving."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from eecore import ops
-from gpu_cases import exiting_rows
+from gpu_cases import active_rows, exiting_rows, head_rows
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
 def bench_exit_rows(benchmark, num_seqs: int) -> None:
-    hidden, head, rows = exiting_rows(num_seqs, 2048, torch.float32, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    hidden, rows = exiting_rows(num_seqs, 2048, torch.float32, cpu)
+    head, active, thresholds = (
+        head_rows(num_seqs, cpu),
+        active_rows(num_seqs, cpu),
+        torch.zeros(num_seqs),
+    )
 
     def leave() -> None:
         rows.gone.zero_()
-        ops.exit_rows(hidden, head.confidence, 4, rows, head=head)
+        ops.exit_rows(hidden, 4, rows, active, thresholds=thresholds, head=head)
 
     benchmark(leave)

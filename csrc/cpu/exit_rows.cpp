@@ -1,27 +1,60 @@
-// exit_rows on the CPU: a copy of some rows, a few hundred at most, so one thread.
+// exit_rows on the CPU: a few hundred rows at most, so one thread.
 #include "kernel.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
+namespace {
+
+// Takes over what was measured of the j-th row asked, and whether that is enough.
+void measure(const ExitRowsParams& params, int64_t j) {
+  const int32_t r = params.row[params.asked == nullptr ? j : params.asked[j]];
+  const float threshold = params.thresholds[r];
+  const bool asked = !params.gone[r] && threshold < __builtin_inff();
+  // With a head what an accepted row says stays what it was when it was accepted.
+  if (!asked || (params.token != nullptr && params.accepted[r])) return;
+  params.final_confidence[r] = params.confidence[j];
+  params.measured_at[r] = params.layer;
+  if (params.token != nullptr) {
+    params.final_token[r] = params.token[j];
+    params.final_logprob[r] = params.top_logit[j] - params.logsumexp[j];
+    params.token_at[r] = params.layer;
+  }
+  if (threshold < 1.0f && params.confidence[j] >= threshold) params.accepted[r] = 1;
+}
+
+// Keeps what active row i leaves with.
+void leave(const ExitRowsParams& params, int64_t i) {
+  const int32_t r = params.row[i];
+  __builtin_memcpy(static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride,
+                   static_cast<const char*>(params.hidden) + i * params.hidden_stride,
+                   params.row_bytes);
+  params.exit_layer[r] = params.layer;
+  if (params.fills[r]) params.fill_from[r] = params.layer;
+  const bool has_token = params.token_at[r] == params.layer;
+  params.pending[r] = params.kind[r] == kFromLogits ? kFromLogits : !has_token;
+  params.gone[r] = 1;
+  params.slot_mapping[i] = -1;
+  params.seq_lens[i] = 1;
+}
+
+}  // namespace
 
 void run_exit_rows(const ExitRowsParams& params, const Parallel&) {
-  const char* hidden = static_cast<const char*>(params.hidden);
-  char* final_hidden = static_cast<char*>(params.final_hidden);
-  for (int64_t row = 0; row < params.num_seqs; ++row) {
-    const bool accepted =
-        params.accepted == nullptr || params.accepted[row * params.accepted_stride];
-    if (!accepted || params.gone[row]) continue;
-    __builtin_memcpy(final_hidden + row * params.final_hidden_stride,
-                     hidden + row * params.hidden_stride, params.row_bytes);
-    params.final_confidence[row] = params.confidence[row];
-    if (params.token != nullptr) {
-      params.final_token[row] = params.token[row];
-      params.final_logprob[row] = params.top_logit[row] - params.logsumexp[row];
-    }
-    params.exit_layer[row] = params.layer;
-    params.gone[row] = 1;
-    params.slot_mapping[row] = -1;
-    params.seq_lens[row] = 1;
+  if (params.confidence != nullptr) {
+    for (int64_t j = 0; j < params.num_asked; ++j) measure(params, j);
   }
+  if (!params.decide) return;
+  bool held_back = false;  // rows that leave together
+  for (int64_t r = 0; r < params.num_rows; ++r) {
+    held_back = held_back || (params.together[r] && !params.gone[r] && !params.accepted[r]);
+  }
+  for (int64_t i = 0; i < params.num_active; ++i) {
+    const int32_t r = params.row[i];
+    const bool goes = params.accepted[r] && !(params.together[r] && held_back);
+    if (!params.gone[r] && (goes || params.leave_after[r] <= params.layer)) leave(params, i);
+  }
+  bool all_gone = true;
+  for (int64_t r = 0; r < params.num_rows; ++r) all_gone = all_gone && params.gone[r];
+  *params.all_gone = all_gone;
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

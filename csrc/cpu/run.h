@@ -11,13 +11,17 @@
   X(accept_mask, AcceptMaskParams) \
   X(append_drafts, AppendDraftsParams) \
   X(append_kv, AppendKvParams) \
+  X(compact_rows, CompactRowsParams) \
   X(decoder_layers, DecoderLayersParams) \
+  X(embed_tokens, EmbedTokensParams) \
   X(exit_confidence_cosine, ExitConfidenceCosineParams) \
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
   X(exit_rows, ExitRowsParams) \
   X(kv_fill, KvFillParams) \
   X(paged_attention, PagedAttentionParams) \
+  X(place_head, PlaceHeadParams) \
+  X(select_rows, SelectRowsParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \
   X(skinny_linear, SkinnyLinearParams) \
   X(speculative_accept, SpeculativeAcceptParams)

@@ -1,65 +1,97 @@
-// exit_rows: rows that leave at an exit point, what they leave with, and what masks them from then
-// on.
+// exit_rows: rows measured after a layer, those that leave there, what they leave with, and what
+// masks them from then on.
 #include "backend.h"
+#include "index_checks.h"
 
 namespace eecore {
 namespace {
 
-void exit_rows(const Tensor& hidden, const Tensor& confidence, const std::optional<Tensor>& token,
-               const std::optional<Tensor>& top_logit, const std::optional<Tensor>& logsumexp,
-               const std::optional<Tensor>& accepted, int64_t layer, Tensor gone,
-               Tensor slot_mapping, Tensor seq_lens, Tensor final_hidden, Tensor final_confidence,
-               std::optional<Tensor> final_token, std::optional<Tensor> final_logprob,
-               Tensor exit_layer) {
+void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>& confidence,
+               const std::optional<Tensor>& token, const std::optional<Tensor>& top_logit,
+               const std::optional<Tensor>& logsumexp, const std::optional<Tensor>& thresholds,
+               const std::optional<Tensor>& asked, bool decide, const Tensor& leave_after,
+               const Tensor& together, const Tensor& fills, const Tensor& kind, Tensor accepted,
+               Tensor gone, Tensor exit_layer, Tensor fill_from, Tensor measured_at,
+               Tensor final_confidence, Tensor final_token, Tensor final_logprob, Tensor token_at,
+               Tensor pending, Tensor final_hidden, Tensor all_gone, const Tensor& row,
+               Tensor slot_mapping, Tensor seq_lens) {
   Checker check("exit_rows");
-  check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
-  check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
-  const int head = check(token, "token", Accept::kInt64, {"num_seqs"}) +
-                   check(top_logit, "top_logit", Accept::kFloat32, {"num_seqs"}) +
-                   check(logsumexp, "logsumexp", Accept::kFloat32, {"num_seqs"}) +
-                   check(final_token, "final_token", Accept::kInt64, {"num_seqs"}) +
-                   check(final_logprob, "final_logprob", Accept::kFloat32, {"num_seqs"});
-  check.require(head == 0 || head == 5,
-                "token: expected all of token, top_logit, logsumexp, final_token and "
-                "final_logprob, or none, got ",
-                head, " of them");
-  const bool together = accepted.has_value() && accepted->dim() == 1 && accepted->size(0) == 1;
-  if (together) {
-    check(*accepted, "accepted", Accept::kBool, {1});
-  } else {
-    check(accepted, "accepted", Accept::kBool, {"num_seqs"});
-  }
+  check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
   check.require(layer >= 1 && layer <= INT32_MAX,
                 "layer: expected a positive number of layers that have run, got ", layer);
-  check(gone, "gone", Accept::kBool, {"num_seqs"});
-  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_seqs"});
-  check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
-  check(final_hidden, "final_hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
-  check(final_confidence, "final_confidence", Accept::kFloat32, {"num_seqs"});
-  check(exit_layer, "exit_layer", Accept::kInt32, {"num_seqs"});
+  check(row, "row", Accept::kInt32, {"num_active"});
+  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
+  check(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
+  const bool has_asked = check(asked, "asked", Accept::kInt32, {"num_asked"});
+  const char* measured = has_asked ? "num_asked" : "num_active";
+  const bool has_confidence = check(confidence, "confidence", Accept::kFloat32, {measured});
+  const int head = check(token, "token", Accept::kInt64, {measured}) +
+                   check(top_logit, "top_logit", Accept::kFloat32, {measured}) +
+                   check(logsumexp, "logsumexp", Accept::kFloat32, {measured});
+  check.require(head == 0 || (head == 3 && has_confidence),
+                "token: expected all of token, top_logit and logsumexp, with a confidence, or "
+                "none, got ",
+                head, " of them");
+  check(leave_after, "leave_after", Accept::kInt32, {"num_rows"});
+  const bool has_thresholds = check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
+  check.require(has_thresholds || !has_confidence,
+                "thresholds: expected float32 [num_rows] with a confidence, got None");
+  check(together, "together", Accept::kBool, {"num_rows"});
+  check(fills, "fills", Accept::kBool, {"num_rows"});
+  check(kind, "kind", Accept::kInt32, {"num_rows"});
+  check(accepted, "accepted", Accept::kBool, {"num_rows"});
+  check(gone, "gone", Accept::kBool, {"num_rows"});
+  check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
+  check(fill_from, "fill_from", Accept::kInt32, {"num_rows"});
+  check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
+  check(final_confidence, "final_confidence", Accept::kFloat32, {"num_rows"});
+  check(final_token, "final_token", Accept::kInt64, {"num_rows"});
+  check(final_logprob, "final_logprob", Accept::kFloat32, {"num_rows"});
+  check(token_at, "token_at", Accept::kInt32, {"num_rows"});
+  check(pending, "pending", Accept::kInt32, {"num_rows"});
+  check(final_hidden, "final_hidden", Accept::kModel, {"num_rows", "hidden_size"}, 1);
+  check(all_gone, "all_gone", Accept::kBool, {1});
 
   const int64_t element = size_of(check.dtype());
   ExitRowsParams params{};
   params.hidden = data<const void>(hidden);
-  params.confidence = data<const float>(confidence);
+  params.confidence = data_or_null<const float>(confidence);
   params.token = data_or_null<const int64_t>(token);
   params.top_logit = data_or_null<const float>(top_logit);
   params.logsumexp = data_or_null<const float>(logsumexp);
-  params.accepted = data_or_null<const uint8_t>(accepted);
-  params.accepted_stride = together ? 0 : 1;
-  params.gone = data<uint8_t>(gone);
+  params.thresholds = data_or_null<const float>(thresholds);
+  params.asked = data_or_null<const int32_t>(asked);
+  params.row = data<const int32_t>(row);
   params.slot_mapping = data<int64_t>(slot_mapping);
   params.seq_lens = data<int32_t>(seq_lens);
-  params.final_hidden = data<void>(final_hidden);
-  params.final_confidence = data<float>(final_confidence);
-  params.final_token = data_or_null<int64_t>(final_token);
-  params.final_logprob = data_or_null<float>(final_logprob);
+  params.leave_after = data<const int32_t>(leave_after);
+  params.together = data<const uint8_t>(together);
+  params.fills = data<const uint8_t>(fills);
+  params.kind = data<const int32_t>(kind);
+  params.accepted = data<uint8_t>(accepted);
+  params.gone = data<uint8_t>(gone);
   params.exit_layer = data<int32_t>(exit_layer);
-  params.num_seqs = check["num_seqs"];
+  params.fill_from = data<int32_t>(fill_from);
+  params.measured_at = data<int32_t>(measured_at);
+  params.final_confidence = data<float>(final_confidence);
+  params.final_token = data<int64_t>(final_token);
+  params.final_logprob = data<float>(final_logprob);
+  params.token_at = data<int32_t>(token_at);
+  params.pending = data<int32_t>(pending);
+  params.final_hidden = data<void>(final_hidden);
+  params.all_gone = data<uint8_t>(all_gone);
+  params.num_active = check["num_active"];
+  params.num_asked = has_confidence ? check[measured] : 0;
+  params.num_rows = check["num_rows"];
   params.row_bytes = check["hidden_size"] * element;
   params.hidden_stride = hidden.stride(0) * element;
   params.final_hidden_stride = final_hidden.stride(0) * element;
   params.layer = static_cast<int32_t>(layer);
+  params.decide = decide;
+#ifndef EECORE_BACKEND_CUDA
+  check_range(check, "row", params.row, params.num_active, 0, params.num_rows);
+  if (has_asked) check_range(check, "asked", params.asked, params.num_asked, 0, params.num_active);
+#endif
   EECORE_RUN(exit_rows, params, hidden);
 }
 

@@ -73,26 +73,110 @@ struct ExitConfidenceMlpParams {
   void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
 };
 
-// What rows leave with at an exit point is kept, and they are masked in what follows.
+// Rows of an embedding table, by token.
+struct EmbedTokensParams {
+  const int64_t* token_ids;  // [num_tokens]
+  const int64_t* previous;   // [num_previous]; may be null, with sources
+  const int32_t* sources;    // [num_tokens], the token's place in previous; -1: token_ids has it
+  const void* weight;        // [vocab_size, hidden_size], row stride weight_stride
+  const float* scale;        // [vocab_size]; may be null, else the weight is int8 times this
+  void* out;                 // [num_tokens, hidden_size], row stride out_stride
+  int64_t num_tokens, hidden_size, row_bytes;  // row_bytes: of a row of out
+  int64_t weight_stride, out_stride;           // in bytes
+  DType dtype;                                 // of out
+};
+
+// Rows that are measured after a layer, and those that leave there: what they leave with is kept,
+// and they are masked in what follows. Active row i is row[i] of the num_rows.
 struct ExitRowsParams {
-  const void* hidden;           // [num_seqs, hidden_size], row stride hidden_stride
-  const float* confidence;      // [num_seqs]
-  const int64_t* token;         // [num_seqs]; may be null, with top_logit and logsumexp
-  const float* top_logit;       // [num_seqs]
-  const float* logsumexp;       // [num_seqs]
-  const uint8_t* accepted;      // [num_seqs], or [1] for all rows; may be null: all leave
-  int64_t accepted_stride;      // 1, or 0 for all rows
-  uint8_t* gone;                // [num_seqs], 0 or 1: who left before, and now
-  int64_t* slot_mapping;        // [num_seqs]; -1 where a row leaves
-  int32_t* seq_lens;            // [num_seqs]; 1 where a row leaves
-  void* final_hidden;           // [num_seqs, hidden_size], row stride final_hidden_stride
-  float* final_confidence;      // [num_seqs]
-  int64_t* final_token;         // [num_seqs]; null when token is
-  float* final_logprob;         // [num_seqs]; null when token is
-  int32_t* exit_layer;          // [num_seqs]
-  int64_t num_seqs, row_bytes;  // row_bytes: of hidden_size elements
+  const void* hidden;          // [num_active, hidden_size], row stride hidden_stride
+  const float* confidence;     // [num_asked]; may be null: nobody is measured
+  const int64_t* token;        // [num_asked]; may be null, with top_logit and logsumexp
+  const float* top_logit;      // [num_asked]
+  const float* logsumexp;      // [num_asked]
+  const float* thresholds;     // [num_rows]; inf: is not asked; >= 1 never accepts
+  const int32_t* asked;        // [num_asked], which active rows; may be null: 0, 1, ...
+  const int32_t* row;          // [num_active]
+  int64_t* slot_mapping;       // [num_active]; -1 where a row leaves
+  int32_t* seq_lens;           // [num_active]; 1 where a row leaves
+  const int32_t* leave_after;  // [num_rows], layers after which a row leaves, accepted or not
+  const uint8_t* together;     // [num_rows]: leaves once all such rows are accepted
+  const uint8_t* fills;        // [num_rows]: the layers that it skips are filled
+  const int32_t* kind;         // [num_rows], how its token is made; kFromLogits: not by the head
+  uint8_t* accepted;           // [num_rows], 0 or 1, sticky
+  uint8_t* gone;               // [num_rows], 0 or 1: who left before, and now
+  int32_t* exit_layer;         // [num_rows]
+  int32_t* fill_from;          // [num_rows], written where a row that fills leaves
+  int32_t* measured_at;        // [num_rows], the layer of final_confidence
+  float* final_confidence;     // [num_rows]
+  int64_t* final_token;        // [num_rows]
+  float* final_logprob;        // [num_rows], of final_token
+  int32_t* token_at;           // [num_rows], the layer of final_token
+  int32_t* pending;            // [num_rows], what is left to do for the token of a row that left
+  void* final_hidden;          // [num_rows, hidden_size], row stride final_hidden_stride
+  uint8_t* all_gone;           // [1]
+  int64_t num_active, num_asked, num_rows;
+  int64_t row_bytes;                           // of hidden_size elements
   int64_t hidden_stride, final_hidden_stride;  // in bytes
   int32_t layer;                               // the number of layers that have run
+  bool decide;                                 // false: rows are measured, and none leaves
+};
+
+// ExitRowsParams::kind of a row whose token is made from logits, and then its ::pending. Of other
+// rows that is 0 where the head has run on the state that they left with, else 1.
+constexpr int32_t kFromLogits = 2;
+
+// The active rows that a part of a program is for: their indices and states.
+struct SelectRowsParams {
+  const void* hidden;       // [num_active, hidden_size], row stride hidden_stride
+  const int32_t* row;       // [num_active]; may be null: row i is row i
+  const int32_t* kind;      // [num_rows]; may be null: of any kind
+  const float* thresholds;  // [num_rows]; inf: is not picked; may be null
+  const uint8_t* accepted;  // [num_rows]; 1: is not picked; may be null
+  int32_t* index;           // [num_active], the active rows picked, ascending
+  int32_t* count;           // [1], how many
+  void* states;             // [num_active, hidden_size], row stride states_stride; may be hidden
+  int64_t num_active, row_bytes;         // row_bytes: of hidden_size elements
+  int64_t hidden_stride, states_stride;  // in bytes
+  int32_t wanted;                        // kind
+};
+
+// Active rows that stay move up to where others leave.
+struct CompactRowsParams {
+  const uint8_t* leaving;     // [num_rows]
+  int32_t* row;               // [num_active], of the num_rows
+  int64_t* positions;         // [num_active]
+  int64_t* slot_mapping;      // [num_active]
+  int32_t* seq_lens;          // [num_active]
+  int32_t* page_table;        // [num_active, max_pages], row stride page_table_stride
+  int32_t* left;              // [1], how many stay
+  int64_t* token_ids;         // [num_active]; may be null
+  int32_t* cross_page_table;  // [num_active, max_cross_pages], row stride
+                              // cross_page_table_stride; may be null
+  int32_t* cross_seq_lens;    // [num_active]; may be null
+  void* hidden;               // [num_active, hidden_size], row stride hidden_stride; may be null
+  int64_t num_active, max_pages, max_cross_pages;
+  int64_t row_bytes;  // of hidden_size elements
+  int64_t page_table_stride, cross_page_table_stride;
+  int64_t hidden_stride;  // in bytes
+};
+
+// What the head gives of some rows, put to where all rows have theirs.
+struct PlaceHeadParams {
+  const float* confidence;     // [num_selected]
+  const int64_t* token;        // [num_selected]
+  const float* logsumexp;      // [num_selected]
+  const float* top_logit;      // [num_selected]
+  const int32_t* index;        // [num_selected], of the num_rows; may be null: 0, 1, ...
+  const int32_t* kind;         // [num_rows]; may be null: of any kind
+  const int32_t* measured_at;  // [num_rows]; may be null: every confidence is written
+  const int32_t* exit_layer;   // [num_rows]; where measured_at is this, the confidence stays
+  int64_t* out_token;          // [num_rows]
+  float* out_confidence;       // [num_rows]
+  float* out_logprob;          // [num_rows]
+  int64_t num_selected;
+  int32_t wanted;       // kind
+  bool as_probability;  // the confidence is the token's probability
 };
 
 // One drafted token of each row that drafts, and what its next one starts from.

@@ -36,6 +36,8 @@ __all__ = [
     "DecoderWeights",
     "DraftRound",
     "ExitingRows",
+    "HeadRows",
+    "SelectedRows",
     "SoftmaxConfidence",
     "SpeculativeAccept",
     "Tape",
@@ -44,7 +46,9 @@ __all__ = [
     "append_kv",
     "build_info",
     "captured_body",
+    "compact_rows",
     "decoder_layers",
+    "embed_tokens",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
@@ -52,6 +56,8 @@ __all__ = [
     "kv_fill",
     "missing_cuda_ops",
     "paged_attention",
+    "place_head",
+    "select_rows",
     "skinny_gated_linear",
     "skinny_linear",
     "speculative_accept",
@@ -62,20 +68,25 @@ OP_NAMES = (
     "accept_mask",
     "append_drafts",
     "append_kv",
+    "compact_rows",
     "decoder_layers",
+    "embed_tokens",
     "exit_confidence_cosine",
     "exit_confidence_mlp",
     "exit_confidence_softmax",
     "exit_rows",
     "kv_fill",
     "paged_attention",
+    "place_head",
+    "select_rows",
     "skinny_gated_linear",
     "skinny_linear",
     "speculative_accept",
 )
 
-# Ops for the CPU alone: what decoder_layers saves is waking threads between kernels.
-CPU_ONLY_OPS = ("decoder_layers",)
+# Ops for the CPU alone: what decoder_layers saves is waking threads between kernels; rows that are
+# out are masked on CUDA, where compact_rows and select_rows would change the shapes of a graph.
+CPU_ONLY_OPS = ("compact_rows", "decoder_layers", "select_rows")
 
 
 def build_info() -> dict[str, Any]:
@@ -206,12 +217,14 @@ class Tape:
     def rows(self, num_tokens: Tensor, num_seqs: Tensor | None = None) -> Iterator[None]:
         """Calls recorded here have as many rows at replay as the counts say by then.
 
-        There are never more than the calls were recorded with; a call without tokens is left out.
-        The rows are the first ones of each tensor. Inside another ``rows`` this one counts.
+        There are never more than the calls were recorded with; a call without tokens is left out,
+        but for :func:`exit_rows` and :func:`select_rows`, which then say that there are none. The
+        rows are the first ones of each tensor. Inside another ``rows`` this one counts.
 
         Args:
             num_tokens: int32 [1]; of ops that know sequences alone these are their sequences.
-            num_seqs: int32 [1], where an op knows both; ``num_tokens`` when None.
+            num_seqs: int32 [1], where an op knows both, or of :func:`exit_rows` those asked;
+                ``num_tokens`` when None.
         """
         counts = (num_tokens, num_tokens if num_seqs is None else num_seqs)
         for name, count in zip(("num_tokens", "num_seqs"), counts, strict=True):
@@ -308,16 +321,52 @@ for _name in OP_NAMES:
 _accept_mask = torch.ops.eecore.accept_mask.default
 _append_drafts = torch.ops.eecore.append_drafts.default
 _append_kv = torch.ops.eecore.append_kv.default
+_compact_rows = torch.ops.eecore.compact_rows.default
 _decoder_layers = torch.ops.eecore.decoder_layers.default
+_embed_tokens = torch.ops.eecore.embed_tokens.default
 _exit_confidence_cosine = torch.ops.eecore.exit_confidence_cosine.default
 _exit_confidence_mlp = torch.ops.eecore.exit_confidence_mlp.default
 _exit_confidence_softmax = torch.ops.eecore.exit_confidence_softmax.default
 _exit_rows = torch.ops.eecore.exit_rows.default
 _kv_fill = torch.ops.eecore.kv_fill.default
 _paged_attention = torch.ops.eecore.paged_attention.default
+_place_head = torch.ops.eecore.place_head.default
+_select_rows = torch.ops.eecore.select_rows.default
 _skinny_gated_linear = torch.ops.eecore.skinny_gated_linear.default
 _skinny_linear = torch.ops.eecore.skinny_linear.default
 _speculative_accept = torch.ops.eecore.speculative_accept.default
+
+
+def embed_tokens(
+    token_ids: Tensor,
+    weight: Tensor,
+    *,
+    scale: Tensor | None = None,
+    previous: Tensor | None = None,
+    sources: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows of an embedding table, by tokens that are given or that a step before made.
+
+    Args:
+        token_ids: int64 [num_tokens], in [0, vocab_size) where they are looked at.
+        weight: [vocab_size, hidden_size], any row stride; int8 with ``scale``.
+        scale: float32 [vocab_size], see :func:`skinny_linear`; the product is rounded to float32,
+            then to out's dtype.
+        previous: int64 [num_previous], with ``sources``.
+        sources: int32 [num_tokens]: the token is ``previous[sources[i]]``; -1: ``token_ids[i]``.
+        dtype: of out where it is allocated; weight's when None.
+        out: [num_tokens, hidden_size], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        shape = (token_ids.shape[0], weight.shape[1])
+        out = torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
+    _embed_tokens(token_ids, weight, scale, previous, sources, out)
+    return out
 
 
 class AcceptMask(NamedTuple):
@@ -460,71 +509,194 @@ class ActiveRows(NamedTuple):
 
 
 class ExitingRows(NamedTuple):
-    """The rows of an iteration with exit points: who has left, with what, and where the others go.
+    """All rows of a program with exit points: how they leave, who has left, and with what.
 
-    All tensors are updated in place.
+    The first four tensors are read, the others updated in place. A row that is padding is gone from
+    the start.
     """
 
+    leave_after: Tensor
+    """int32 [num_rows]: how many layers run before a row leaves, accepted or not."""
+    together: Tensor
+    """bool [num_rows]: a row leaves once all such rows are accepted."""
+    fills: Tensor
+    """bool [num_rows]: the layers that a row skips are filled."""
+    kind: Tensor
+    """int32 [num_rows], how a row's token is made: 1 by the head, 2 from logits."""
+    accepted: Tensor
+    """bool [num_rows], sticky."""
     gone: Tensor
-    """bool [num_seqs]: who has left."""
-    slot_mapping: Tensor
-    """int64 [num_seqs]; -1 once a row has left: it writes no keys or values in later layers."""
-    seq_lens: Tensor
-    """int32 [num_seqs]; 1 once a row has left: its attention costs next to nothing."""
-    hidden: Tensor
-    """[num_seqs, hidden_size], contiguous rows: the state that a row left with."""
-    confidence: Tensor
-    """float32 [num_seqs], as measured where the row left."""
+    """bool [num_rows]: who has left."""
     exit_layer: Tensor
-    """int32 [num_seqs]: how many layers had run."""
-    token: Tensor | None
-    """int64 [num_seqs]; None where the head is not run at exit points."""
-    logprob: Tensor | None
-    """float32 [num_seqs], the token's; None with ``token``."""
+    """int32 [num_rows]: how many layers had run when a row left."""
+    fill_from: Tensor
+    """int32 [num_rows]: the first layer to fill; written for rows that fill."""
+    measured_at: Tensor
+    """int32 [num_rows]: the layer of ``confidence``."""
+    confidence: Tensor
+    """float32 [num_rows], as measured last."""
+    token: Tensor
+    """int64 [num_rows], the head's at ``token_at``."""
+    logprob: Tensor
+    """float32 [num_rows], the token's."""
+    token_at: Tensor
+    """int32 [num_rows]: the layer of ``token``."""
+    pending: Tensor
+    """int32 [num_rows], of rows that left: 2 where the token is made from logits; of others 0 where
+    ``token`` is of the state that the row left with, else 1."""
+    hidden: Tensor
+    """[num_rows, hidden_size], contiguous rows: the state that a row left with."""
+    all_gone: Tensor
+    """bool [1]"""
 
 
 def exit_rows(
     hidden: Tensor,
-    confidence: Tensor,
     layer: int,
     rows: ExitingRows,
+    active: ActiveRows,
     *,
-    accepted: Tensor | None = None,
+    thresholds: Tensor | None = None,
+    confidence: Tensor | None = None,
     head: SoftmaxConfidence | None = None,
+    asked: Tensor | None = None,
+    decide: bool = True,
 ) -> None:
-    """Let accepted rows leave: what they leave with is kept, and later layers pass them by.
+    """Take over what was measured after a layer, and let rows leave.
 
-    Nothing changes for rows that had left before. (Early-exit framework §3.1, Algorithm 1.)
+    A row that is asked is accepted, once and for all, when its confidence reaches its threshold; a
+    threshold of 1 or more never accepts, nor does a NaN. An accepted row leaves, as does one whose
+    layers are up: what it leaves with is kept, and later layers pass it by. Nothing changes for
+    rows that had left before. (Early-exit framework §3.1, Algorithm 1; CALM §3.)
 
     Args:
-        hidden: [num_seqs, hidden_size], after ``layer`` layers.
-        confidence: float32 [num_seqs].
+        hidden: [n, hidden_size] of the active rows, after ``layer`` layers.
         layer: how many layers have run, 1..num_layers.
         rows: updated in place.
-        accepted: bool [num_seqs], the status of :func:`accept_mask`, which is sticky; or bool [1],
-            its ``all_accepted``, for rows that leave together. None: whoever is there leaves.
-        head: what the head gives at this state; with ``rows.token``.
+        active: of its tensors ``slot_mapping`` and ``seq_lens`` are updated, where a row leaves.
+        thresholds: float32 [num_rows]; infinity: the row is not asked here.
+        confidence: float32 [num_asked]; ``head``'s when None. Without both nobody is measured.
+        head: what the head gives of the rows asked. Rows accepted before are not measured again.
+        asked: int32 [num_asked], the active rows that were measured, each once; None: all.
+        decide: False leaves it at measuring.
     """
     token = top_logit = logsumexp = None
     if head is not None:
         token, top_logit, logsumexp = head.token, head.top_logit, head.logsumexp
+        confidence = head.confidence if confidence is None else confidence
     _exit_rows(
         hidden,
+        layer,
         confidence,
         token,
         top_logit,
         logsumexp,
-        accepted,
-        layer,
-        rows.gone,
-        rows.slot_mapping,
-        rows.seq_lens,
-        rows.hidden,
-        rows.confidence,
-        rows.token,
-        rows.logprob,
-        rows.exit_layer,
+        thresholds,
+        asked,
+        decide,
+        *rows,
+        active.row,
+        active.slot_mapping,
+        active.seq_lens,
     )
+
+
+class SelectedRows(NamedTuple):
+    """Some of the active rows."""
+
+    index: Tensor  # type: ignore[assignment]  # a tuple has methods of these names
+    """int32 [n]: the active rows picked, ascending; behind ``count`` nothing is written."""
+    count: Tensor  # type: ignore[assignment]
+    """int32 [1]"""
+    hidden: Tensor
+    """[n, hidden_size], their states; behind ``count`` nothing is written."""
+
+
+def select_rows(
+    hidden: Tensor,
+    *,
+    row: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    thresholds: Tensor | None = None,
+    accepted: Tensor | None = None,
+    index: Tensor | None = None,
+    count: Tensor | None = None,
+    states: Tensor | None = None,
+) -> SelectedRows:
+    """Pick the active rows that a part of a program is for, and put their states side by side.
+
+    Args:
+        hidden: [n, hidden_size] of the active rows.
+        row: int32 [n], which of the program's rows each is; None: row i is row i.
+        kind: int32 [num_rows]; rows of the ``wanted`` kind are picked. None: of any kind.
+        wanted: a kind.
+        thresholds: float32 [num_rows]; rows with infinity are not picked.
+        accepted: bool [num_rows]; accepted rows are not picked.
+        index: int32 [n], written; allocated when None.
+        count: int32 [1], written; allocated when None.
+        states: [n, hidden_size], written, any row stride that keeps rows apart; ``hidden`` itself,
+            or apart from it; allocated when None.
+    """
+    if index is None:
+        index = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
+    if count is None:
+        count = torch.empty(1, dtype=torch.int32, device=hidden.device)
+    if states is None:
+        states = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _select_rows(hidden, row, kind, wanted, thresholds, accepted, index, count, states)
+    return SelectedRows(index, count, states)
+
+
+def compact_rows(leaving: Tensor, active: ActiveRows, hidden: Tensor | None = None) -> None:
+    """Move the active rows that stay up to where others leave, their order kept.
+
+    Rows behind the new ``active.num_active`` mean nothing.
+
+    Args:
+        leaving: bool [num_rows], by the program's rows.
+        active: updated in place; all n rows are looked at.
+        hidden: [n, hidden_size], contiguous rows, their states, updated in place.
+    """
+    _compact_rows(leaving, *active, hidden)
+
+
+class HeadRows(NamedTuple):
+    """The tokens of a program's rows, updated in place."""
+
+    token: Tensor
+    """int64 [num_rows]"""
+    confidence: Tensor
+    """float32 [num_rows]"""
+    logprob: Tensor
+    """float32 [num_rows], the token's."""
+
+
+def place_head(
+    head: SoftmaxConfidence,
+    out: HeadRows,
+    *,
+    index: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    measured_at: Tensor | None = None,
+    exit_layer: Tensor | None = None,
+    as_probability: bool = False,
+) -> None:
+    """Put what the head gives of some rows to where all rows have theirs.
+
+    Args:
+        head: of the rows selected.
+        out: updated in place.
+        index: int32 [num_selected], which row each is, each once; None: row j is row j.
+        kind: int32 [num_rows]; rows that are not of the ``wanted`` kind are left alone.
+        wanted: a kind.
+        measured_at: int32 [num_rows], with ``exit_layer``: where it is the layer that a row left
+            after, the row keeps its confidence.
+        exit_layer: int32 [num_rows].
+        as_probability: the confidence is the token's probability, not the head's.
+    """
+    _place_head(*head, index, kind, wanted, measured_at, exit_layer, as_probability, *out)
 
 
 class DraftRound(NamedTuple):

@@ -1,4 +1,4 @@
-"""exit_rows: what rows leave with, who is passed by afterwards, who is left alone."""
+"""exit_rows: who is measured and accepted, who leaves, with what, and who is left alone."""
 
 from __future__ import annotations
 
@@ -12,136 +12,232 @@ import reference
 from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
 from eecore import ops
 
+LAYER = 4
+INF = float("inf")
+
 
 class Point:
-    """An exit point, with random rows that have come to it or left before."""
+    """An exit point after LAYER layers: random rows, of which some have left or are out."""
 
     def __init__(
         self,
-        num_seqs: int,
+        num_active: int,
         hidden_size: int = 33,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         *,
-        with_head: bool = True,
+        num_rows: int | None = None,
     ) -> None:
-        generator = torch.Generator().manual_seed(num_seqs + hidden_size)
+        generator = torch.Generator().manual_seed(num_active + hidden_size)
+        num_rows = num_active if num_rows is None else num_rows
 
         def uniform(*shape: int) -> torch.Tensor:
-            return torch.rand(shape, generator=generator).to(device)
+            return torch.rand(shape, generator=generator)
 
-        def states() -> torch.Tensor:
+        def whole(below: int, count: int = num_rows) -> torch.Tensor:
+            return (uniform(count) * below).to(torch.int32)
+
+        def states(count: int) -> torch.Tensor:
             """Rows with others between them, at addresses that allow no wide accesses."""
-            wide = uniform(num_seqs, hidden_size + 3).to(dtype)
-            return wide[:, 1 : 1 + hidden_size]
+            return uniform(count, hidden_size + 3).to(dtype).to(device)[:, 1 : 1 + hidden_size]
 
-        self.hidden, self.confidence = states(), uniform(num_seqs)
-        tokens = (uniform(num_seqs) * 1000).to(torch.int64)
+        row = torch.randperm(num_rows, generator=generator)[:num_active].sort().values
+        self.hidden = states(num_active)
+        # Some are 0.5 to the bit, as some thresholds are.
+        confidence = torch.where(uniform(num_active) < 0.2, 0.5, uniform(num_active))
         self.head = ops.SoftmaxConfidence(
-            self.confidence, tokens, uniform(num_seqs) + 1, uniform(num_seqs)
+            *(confidence, (uniform(num_active) * 1000).long()),
+            *(uniform(num_active) + 1, uniform(num_active)),
         )
-        self.accepted = uniform(num_seqs) < 0.5
+        kinds_of_threshold = torch.tensor([0.0, 0.5, 0.5, 0.7, 1.0, INF])
+        self.thresholds = kinds_of_threshold[whole(6).long()].to(device)
+        rows = ops.ExitingRows(
+            leave_after=torch.where(uniform(num_rows) < 0.3, LAYER, LAYER + 2).int(),
+            together=uniform(num_rows) < 0.4,
+            fills=uniform(num_rows) < 0.5,
+            kind=whole(2) + 1,
+            accepted=uniform(num_rows) < 0.3,
+            gone=uniform(num_rows) < 0.3,
+            exit_layer=whole(4),
+            fill_from=whole(4),
+            measured_at=whole(4),
+            confidence=uniform(num_rows),
+            token=(uniform(num_rows) * 1000).long(),
+            logprob=-uniform(num_rows),
+            token_at=whole(2) + LAYER - 1,
+            pending=whole(3),
+            hidden=states(num_rows),
+            all_gone=torch.zeros(1, dtype=torch.bool),
+        )
+        active = ops.ActiveRows(
+            row=row.int(),
+            positions=whole(99, num_active).long(),
+            slot_mapping=whole(99, num_active).long(),
+            seq_lens=whole(99, num_active) + 2,
+            page_table=torch.zeros(num_active, 1, dtype=torch.int32),
+            num_active=torch.tensor([num_active], dtype=torch.int32),
+        )
+        self.head = ops.SoftmaxConfidence(*(tensor.to(device) for tensor in self.head))
         self.rows = ops.ExitingRows(
-            gone=uniform(num_seqs) < 0.3,
-            slot_mapping=(uniform(num_seqs) * 99).to(torch.int64),
-            seq_lens=(uniform(num_seqs) * 99).to(torch.int32) + 2,
-            hidden=states(),
-            confidence=uniform(num_seqs),
-            exit_layer=torch.full((num_seqs,), 3, dtype=torch.int32, device=device),
-            token=tokens.flip(0) if with_head else None,
-            logprob=uniform(num_seqs) if with_head else None,
+            *(tensor if tensor.dim() == 2 else tensor.to(device) for tensor in rows)
         )
-        if not with_head:
-            self.head = None  # type: ignore[assignment]
+        self.active = ops.ActiveRows(
+            *(None if tensor is None else tensor.to(device) for tensor in active)  # type: ignore[arg-type]
+        )
 
-    def check(self, accepted: torch.Tensor | None) -> None:
+    def check(self, **given: Any) -> None:
         """That the op does what the reference says."""
-        arguments = self.hidden, self.confidence, 7, self.rows
-        expected = reference.exit_rows(*arguments, accepted, self.head)
-        ops.exit_rows(*arguments, accepted=accepted, head=self.head)
+        arguments = self.hidden, LAYER, self.rows, self.active
+        *expected, slots, lens = _flat(reference.exit_rows(*arguments, **given))
+        ops.exit_rows(*arguments, **given)
         for name, want, got in zip(self.rows._fields, expected, self.rows, strict=True):
-            assert (got is want is None) or torch.equal(got, want), name
+            assert torch.equal(got, want), name
+        assert torch.equal(self.active.slot_mapping, slots)
+        assert torch.equal(self.active.seq_lens, lens)
+
+
+def _flat(result: tuple[ops.ExitingRows, torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    rows, slot_mapping, seq_lens = result
+    return [*rows, slot_mapping, seq_lens]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
-@pytest.mark.parametrize("num_seqs", [0, 1, 7])
+@pytest.mark.parametrize("num_active", [0, 1, 7])
 def test_matches_the_reference(
-    num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    num_active: int, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     if not emulated.supports(device, dtype):
         pytest.skip("float16 is for CUDA")
-    point = Point(num_seqs, hidden_size, dtype, device)
-    point.check(point.accepted)
+    point = Point(num_active, hidden_size, dtype, device)
+    point.check(thresholds=point.thresholds, head=point.head)
 
 
 @pytest.mark.parametrize("with_head", [True, False])
-@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
-def test_any_batch(num_seqs: int, with_head: bool, device: torch.device) -> None:
-    point = Point(num_seqs, 64, device=device, with_head=with_head)
-    point.check(point.accepted)
-    point.check(None)  # and the rest
+@pytest.mark.parametrize("num_active", BATCH_SIZES)
+def test_any_batch(num_active: int, with_head: bool, device: torch.device) -> None:
+    """Measured without anybody leaving, then once more with other confidences."""
+    point = Point(num_active, 16, device=device)
+    given: dict[str, Any] = {"thresholds": point.thresholds}
+    given |= {"head": point.head} if with_head else {"confidence": point.head.confidence}
+    point.check(**given, decide=False)
+    if with_head:
+        given["confidence"] = point.head.confidence.flip(0)  # goes before the head's
+    point.check(**given)
+    point.check()  # nobody is measured
+    point.rows.leave_after.fill_(LAYER)
+    point.check()
     assert point.rows.gone.all()
-    point.accepted.fill_(True)
-    point.check(point.accepted)  # nobody is left
+    assert point.rows.all_gone
 
 
-@pytest.mark.parametrize("flag", [True, False])
-@pytest.mark.parametrize("num_seqs", [0, 1, 5])
-def test_rows_leave_together(num_seqs: int, flag: bool, device: torch.device) -> None:
-    point = Point(num_seqs, device=device)
-    before = point.rows.gone.clone()
-    point.check(torch.tensor([flag], device=device))
-    assert torch.equal(point.rows.gone, before | flag)
+@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("num_asked", [0, 1, 5])
+def test_some_of_the_active_rows_are_asked(
+    num_asked: int, with_head: bool, device: torch.device
+) -> None:
+    """Rows that are not active, and not gone, keep those that leave together."""
+    point = Point(9, device=device, num_rows=13)
+    asked = torch.arange(9 - num_asked, 9, dtype=torch.int32, device=device)
+    head = ops.SoftmaxConfidence(*(tensor[:num_asked] for tensor in point.head))
+    given = {"head": head} if with_head else {"confidence": head.confidence}
+    point.check(thresholds=point.thresholds, asked=asked, **given)
+    assert not point.rows.all_gone
+
+
+@pytest.mark.parametrize("unsure", [None, 1])
+def test_rows_leave_together(unsure: int | None, device: torch.device) -> None:
+    """One that is not sure enough holds back the others, but for those that leave alone."""
+    point = Point(4, device=device)
+    rows = point.rows
+    rows.gone.zero_()
+    rows.accepted.zero_()
+    rows.leave_after.fill_(LAYER + 1)
+    rows.together.copy_(torch.tensor([True, True, False, True], device=device))
+    confidence = torch.full((4,), 0.9, device=device)
+    if unsure is not None:
+        confidence[unsure] = 0.1
+    thresholds = torch.full((4,), 0.5, device=device)
+    point.check(thresholds=thresholds, confidence=confidence)
+    alone = [False, False, True, False]
+    assert rows.gone.tolist() == ([True] * 4 if unsure is None else alone)
+    assert rows.all_gone.item() is (unsure is None)
+    if unsure is not None:  # it leaves anyhow, and with it those that it held back
+        point.check(thresholds=thresholds, confidence=confidence.clamp(min=0.5))
+        assert rows.all_gone.item()
+
+
+def test_thresholds_that_never_accept(device: torch.device) -> None:
+    point = Point(4, device=device)
+    rows = point.rows
+    rows.gone.zero_()
+    rows.accepted.zero_()
+    rows.confidence.fill_(-1)
+    thresholds = torch.tensor([1.0, 0.5, INF, 2.0], device=device)
+    confidence = torch.tensor([1.0, float("nan"), 1.0, 3.0], device=device)
+    ops.exit_rows(
+        point.hidden, LAYER, rows, point.active, thresholds=thresholds, confidence=confidence
+    )
+    assert not rows.accepted.any()
+    assert (rows.measured_at == LAYER).tolist() == [True, True, False, True]
+    assert rows.confidence[2] == -1
+    assert rows.confidence[[0, 3]].tolist() == [1.0, 3.0]
 
 
 def test_whole_rows_in_wide_accesses(device: torch.device) -> None:
-    point = Point(3, 128, device=device)
+    point = Point(3, 1300, device=device)
     point.hidden = point.hidden.contiguous()
     point.rows = point.rows._replace(hidden=point.rows.hidden.contiguous())
-    point.check(None)
+    point.rows.leave_after.fill_(LAYER)
+    point.check()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"accepted": torch.zeros(3, dtype=torch.bool)}, r"accepted: expected bool \[num_seqs=4\]"),
         ({"layer": 0}, "layer: expected a positive number .* got 0"),
-        ({"head": None}, "token: expected all of token, .* or none, got 2 of them"),
+        ({"thresholds": None}, r"thresholds: expected float32 \[num_rows\] with a confidence"),
+        ({"thresholds": torch.zeros(3)}, r"thresholds: expected float32 \[num_rows=4\]"),
+        ({"asked": torch.zeros(3, dtype=torch.int32)}, r"confidence: .*num_asked=3\], got .*\[4\]"),
+        ({"asked": torch.tensor([0, 1, 2, 4]).int()}, r"asked: expected values in \[0, 4\), got 4"),
+        ({"row": torch.tensor([0, 1, 2, 4]).int()}, r"row: expected values in \[0, 4\), got 4"),
+        ({"seq_lens": torch.zeros(4).long()}, "seq_lens: expected int32 .* got int64"),
         ({"gone": torch.zeros(4)}, r"gone: expected bool .* got float32 \[4\]"),
+        ({"all_gone": torch.zeros(2).bool()}, r"all_gone: expected bool \[1\], got bool \[2\]"),
         (
             {"hidden": torch.zeros(4, 32)},
-            r"final_hidden: .*\[num_seqs=4, hidden_size=33\], got .*32\]",
+            r"final_hidden: .*\[num_rows=4, hidden_size=33\], got .*32\]",
         ),
         (
             {"hidden": torch.zeros(4, 33, dtype=torch.bfloat16)},
             "final_hidden: expected float32 .* got bfloat16",
         ),
-        ({"seq_lens": torch.zeros(4, dtype=torch.int64)}, "seq_lens: expected int32 .* got int64"),
     ],
 )
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
     point = Point(4)
-    arguments = {"accepted": point.accepted, "layer": 2, "head": point.head}
-    rows = point.rows._replace(**{k: v for k, v in change.items() if k in point.rows._fields})
-    arguments |= {k: v for k, v in change.items() if k not in point.rows._fields}
-    before = [None if t is None else t.clone() for t in rows]
+    of_rows = {k: v for k, v in change.items() if k in point.rows._fields}
+    of_active = {k: v for k, v in change.items() if k in point.active._fields}
+    rows, active = point.rows._replace(**of_rows), point.active._replace(**of_active)
+    given = {"layer": LAYER, "thresholds": point.thresholds, "head": point.head}
+    given |= {k: v for k, v in change.items() if k not in of_rows | of_active}
+    written = [*rows, active.slot_mapping, active.seq_lens]
+    before = [tensor.clone() for tensor in written]
     with pytest.raises(RuntimeError, match=f"exit_rows: {message}"):
-        ops.exit_rows(point.hidden, point.confidence, rows=rows, **arguments)
-    for old, new in zip(before, rows, strict=True):
-        assert (old is new is None) or torch.equal(old, new)
+        ops.exit_rows(point.hidden, rows=rows, active=active, **given)
+    for old, new in zip(before, written, strict=True):
+        assert torch.equal(old, new)
 
 
 @pytest.mark.parametrize("with_head", [True, False])
 def test_opcheck(device: torch.device, with_head: bool) -> None:
-    point = Point(6, device=device, with_head=with_head)
-    head, rows = point.head, point.rows
+    point = Point(6, device=device)
+    head, active = point.head, point.active
     of_head = (head.token, head.top_logit, head.logsumexp) if with_head else (None, None, None)
     torch.library.opcheck(
         torch.ops.eecore.exit_rows.default,
         (
-            *(point.hidden, point.confidence, *of_head, point.accepted, 2),
-            *(rows.gone, rows.slot_mapping, rows.seq_lens, rows.hidden, rows.confidence),
-            *(rows.token, rows.logprob, rows.exit_layer),
+            *(point.hidden, 2, head.confidence, *of_head, point.thresholds, None, True),
+            *(*point.rows, active.row, active.slot_mapping, active.seq_lens),
         ),
     )

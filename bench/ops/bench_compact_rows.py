@@ -1,0 +1,21 @@
+"""compact_rows when every other row leaves, at the batch sizes of serving."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eecore import ops
+from gpu_cases import active_rows
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8, 64])
+def bench_compact_rows(benchmark, num_seqs: int) -> None:
+    active, hidden = active_rows(num_seqs, torch.device("cpu")), torch.randn(num_seqs, 2048)
+    row, leaving = torch.arange(num_seqs, dtype=torch.int32), torch.arange(num_seqs) % 2 == 0
+
+    def leave() -> None:
+        active.row.copy_(row)
+        ops.compact_rows(leaving, active, hidden)
+
+    benchmark(leave)

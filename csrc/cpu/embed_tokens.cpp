@@ -1,0 +1,42 @@
+// embed_tokens on the CPU: rows copied, or int8 rows times their scale; threads share many rows.
+#include "vec.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+namespace {
+
+// The product is rounded to float32, then to out's dtype.
+template <typename Element>
+void scale_row(const int8_t* weight, float scale, Element* out, int64_t hidden_size) {
+  for (int64_t i = 0; i < hidden_size; ++i) {
+    from_float(static_cast<float>(weight[i]) * scale, out + i);
+  }
+}
+
+void embed_row(const EmbedTokensParams& params, int64_t row) {
+  const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
+  const int64_t token = source < 0 ? params.token_ids[row] : params.previous[source];
+  const char* weight = static_cast<const char*>(params.weight) + token * params.weight_stride;
+  char* out = static_cast<char*>(params.out) + row * params.out_stride;
+  if (params.scale == nullptr) {
+    __builtin_memcpy(out, weight, params.row_bytes);
+    return;
+  }
+  const int8_t* whole = reinterpret_cast<const int8_t*>(weight);
+  const float scale = params.scale[token];
+  if (params.dtype == DType::kFloat32) {
+    scale_row(whole, scale, reinterpret_cast<float*>(out), params.hidden_size);
+  } else {
+    scale_row(whole, scale, reinterpret_cast<BFloat16*>(out), params.hidden_size);
+  }
+}
+
+}  // namespace
+
+void run_embed_tokens(const EmbedTokensParams& params, const Parallel& parallel) {
+  const int64_t grain = parallel.bytes_per_range / max_of(params.row_bytes, 1) + 1;
+  parallel_for(parallel, params.num_tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) embed_row(params, row);
+  });
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

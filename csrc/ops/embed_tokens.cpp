@@ -1,0 +1,47 @@
+// embed_tokens: rows of an embedding table, by tokens that are given or that a step before made.
+#include "backend.h"
+#include "index_checks.h"
+
+namespace eecore {
+namespace {
+
+void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::optional<Tensor>& scale,
+                  const std::optional<Tensor>& previous, const std::optional<Tensor>& sources,
+                  Tensor out) {
+  Checker check("embed_tokens");
+  check(token_ids, "token_ids", Accept::kInt64, {"num_tokens"});
+  EmbedTokensParams params{};
+  params.scale =
+      check.weight(weight, "weight", {"vocab_size", "hidden_size"}, scale, "scale", {"vocab_size"});
+  const bool has_previous = check(previous, "previous", Accept::kInt64, {"num_previous"});
+  const bool has_sources = check(sources, "sources", Accept::kInt32, {"num_tokens"});
+  check.require(has_previous == has_sources, has_sources ? "previous" : "sources",
+                ": expected both previous and sources, or none, got one of them");
+  check(out, "out", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
+  check.require(check["num_tokens"] <= 1 || out.stride(0) >= check["hidden_size"],
+                "out: expected rows that do not overlap, got row stride ", out.stride(0));
+
+  params.token_ids = data<const int64_t>(token_ids);
+  params.previous = data_or_null<const int64_t>(previous);
+  params.sources = data_or_null<const int32_t>(sources);
+  params.weight = data<const void>(weight);
+  params.out = data<void>(out);
+  params.num_tokens = check["num_tokens"];
+  params.hidden_size = check["hidden_size"];
+  params.dtype = check.dtype();
+  const int64_t element = size_of(params.dtype);
+  params.row_bytes = params.hidden_size * element;
+  params.weight_stride = weight.stride(0) * (scale.has_value() ? 1 : element);
+  params.out_stride = out.stride(0) * element;
+#ifdef EECORE_BACKEND_CUDA
+  check.no_int8(scale, "scale");
+#else
+  check_tokens(check, params, has_previous ? check["num_previous"] : 0, check["vocab_size"]);
+#endif
+  EECORE_RUN(embed_tokens, params, token_ids);
+}
+
+EECORE_IMPL(embed_tokens, embed_tokens)
+
+}  // namespace
+}  // namespace eecore

@@ -1,0 +1,59 @@
+// place_head: what the head gives of some rows, put to where all rows have theirs.
+#include "backend.h"
+#include "index_checks.h"
+
+namespace eecore {
+namespace {
+
+void place_head(const Tensor& confidence, const Tensor& token, const Tensor& logsumexp,
+                const Tensor& top_logit, const std::optional<Tensor>& index,
+                const std::optional<Tensor>& kind, int64_t wanted,
+                const std::optional<Tensor>& measured_at, const std::optional<Tensor>& exit_layer,
+                bool as_probability, Tensor out_token, Tensor out_confidence, Tensor out_logprob) {
+  Checker check("place_head");
+  check(confidence, "confidence", Accept::kFloat32, {"num_selected"});
+  check(token, "token", Accept::kInt64, {"num_selected"});
+  check(logsumexp, "logsumexp", Accept::kFloat32, {"num_selected"});
+  check(top_logit, "top_logit", Accept::kFloat32, {"num_selected"});
+  const bool has_index = check(index, "index", Accept::kInt32, {"num_selected"});
+  check(out_token, "out_token", Accept::kInt64, {"num_rows"});
+  check(out_confidence, "out_confidence", Accept::kFloat32, {"num_rows"});
+  check(out_logprob, "out_logprob", Accept::kFloat32, {"num_rows"});
+  check(kind, "kind", Accept::kInt32, {"num_rows"});
+  const bool has_measured = check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
+  const bool has_exit_layer = check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
+  check.require(has_measured == has_exit_layer, has_measured ? "exit_layer" : "measured_at",
+                ": expected both measured_at and exit_layer, or none, got one of them");
+  check.require(wanted >= INT32_MIN && wanted <= INT32_MAX,
+                "wanted: expected a kind of 32 bits, got ", wanted);
+  check.require(has_index || check["num_selected"] <= check["num_rows"],
+                "token: expected at most num_rows=", check["num_rows"],
+                " rows without an index, got ", check["num_selected"]);
+
+  PlaceHeadParams params{};
+  params.confidence = data<const float>(confidence);
+  params.token = data<const int64_t>(token);
+  params.logsumexp = data<const float>(logsumexp);
+  params.top_logit = data<const float>(top_logit);
+  params.index = data_or_null<const int32_t>(index);
+  params.kind = data_or_null<const int32_t>(kind);
+  params.measured_at = data_or_null<const int32_t>(measured_at);
+  params.exit_layer = data_or_null<const int32_t>(exit_layer);
+  params.out_token = data<int64_t>(out_token);
+  params.out_confidence = data<float>(out_confidence);
+  params.out_logprob = data<float>(out_logprob);
+  params.num_selected = check["num_selected"];
+  params.wanted = static_cast<int32_t>(wanted);
+  params.as_probability = as_probability;
+#ifndef EECORE_BACKEND_CUDA
+  if (has_index) {
+    check_range(check, "index", params.index, params.num_selected, 0, check["num_rows"]);
+  }
+#endif
+  EECORE_RUN(place_head, params, confidence);
+}
+
+EECORE_IMPL(place_head, place_head)
+
+}  // namespace
+}  // namespace eecore

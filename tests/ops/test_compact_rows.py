@@ -1,0 +1,95 @@
+"""compact_rows: rows that stay move up with all that is theirs; nothing else moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from cases import BATCH_SIZES
+from eecore import ops
+
+
+def active_rows(num_active: int, num_rows: int, *, everything: bool = True) -> ops.ActiveRows:
+    """Tables are views of wider ones."""
+    generator = torch.Generator().manual_seed(num_active)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 1 << 20, shape, generator=generator)
+
+    row = torch.randperm(num_rows, generator=generator)[:num_active].sort().values
+    return ops.ActiveRows(
+        row=row.int(),
+        positions=whole(num_active),
+        slot_mapping=whole(num_active),
+        seq_lens=whole(num_active).int(),
+        page_table=whole(num_active, 9).int()[:, 1:6],
+        num_active=torch.tensor([-7], dtype=torch.int32),
+        token_ids=whole(num_active) if everything else None,
+        cross_page_table=whole(num_active, 4).int()[:, :3] if everything else None,
+        cross_seq_lens=whole(num_active).int() if everything else None,
+    )
+
+
+@pytest.mark.parametrize("everything", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_active", BATCH_SIZES)
+def test_matches_the_reference(
+    num_active: int, share: float, everything: bool, device: torch.device
+) -> None:
+    active = active_rows(num_active, num_active + 3, everything=everything)
+    generator = torch.Generator().manual_seed(3)
+    leaving = torch.rand(num_active + 3, generator=generator) < share
+    hidden = torch.randn(num_active, 36, device=device)[:, 1:34] if everything else None
+    given = [None if tensor is None else tensor.clone() for tensor in (*active, hidden)]
+    stay = reference.compact_rows(leaving, active)
+
+    ops.compact_rows(leaving, active, hidden)
+    assert active.num_active.item() == len(stay)
+    for name, old, new in zip((*active._fields, "hidden"), given, (*active, hidden), strict=True):
+        if name != "num_active" and old is not None and new is not None:
+            assert torch.equal(new[: len(stay)], old[stay]), name
+            if share == 0:
+                assert torch.equal(new, old), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"row": torch.tensor([0, 1, 4]).int()}, r"row: expected values in \[0, 4\), got 4"),
+        ({"positions": torch.zeros(2).long()}, r"positions: expected int64 \[num_active=3\]"),
+        ({"slot_mapping": torch.zeros(3).int()}, "slot_mapping: expected int64 .* got int32"),
+        ({"page_table": torch.zeros(5, 3).int().t()}, "page_table: expected the last 1 dimension"),
+        ({"num_active": torch.zeros(3).int()}, r"num_active: expected int32 \[1\]"),
+        (
+            {"cross_seq_lens": torch.zeros(4).int()},
+            r"cross_seq_lens: expected int32 \[num_a",
+        ),
+        ({"hidden": torch.zeros(2, 8)}, r"hidden: .*\[num_active=3, hidden_size\], got .*2, 8\]"),
+        ({"leaving": torch.zeros(4)}, "leaving: expected bool .* got float32"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    active = active_rows(3, 4)
+    active = active._replace(**{k: v for k, v in change.items() if k in active._fields})
+    leaving = torch.tensor([True, False, True, False])
+    given: dict[str, Any] = {"leaving": leaving, "hidden": torch.randn(3, 8)}
+    given |= {k: v for k, v in change.items() if k not in active._fields}
+    written = [*active, given["hidden"]]
+    before = [tensor.clone() for tensor in written]
+    with pytest.raises(RuntimeError, match=f"compact_rows: {message}"):
+        ops.compact_rows(active=active, **given)
+    for old, new in zip(before, written, strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_opcheck(everything: bool, device: torch.device) -> None:
+    leaving = torch.tensor([True, False, True, False, False])
+    hidden = torch.randn(4, 8, device=device) if everything else None
+    torch.library.opcheck(
+        torch.ops.eecore.compact_rows.default,
+        (leaving, *active_rows(4, 5, everything=everything), hidden),
+    )

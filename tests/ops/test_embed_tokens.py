@@ -1,0 +1,148 @@
+"""embed_tokens: rows by token, given or made before; int8 rows bit for bit as dequantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import emulated
+import reference
+from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
+from eecore import ops
+from eecore.models.int8 import dequantise_rows, quantise_rows
+
+VOCAB_SIZE, NUM_PREVIOUS = 50, 4
+
+
+def table(hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows with others between them, at addresses that allow no wide accesses."""
+    wide = torch.randn(VOCAB_SIZE, hidden_size + 3, generator=torch.Generator().manual_seed(1))
+    return wide.to(device, dtype)[:, 1 : 1 + hidden_size]
+
+
+def tokens(count: int, device: torch.device) -> dict[str, Any]:
+    """Tokens, some of them made before; what is not looked at is no token."""
+    generator = torch.Generator().manual_seed(count)
+    draw = {"generator": generator}
+    sources = torch.randint(-1, NUM_PREVIOUS, (count,), **draw)
+    token_ids = torch.randint(0, VOCAB_SIZE, (count,), **draw)
+    return {
+        "token_ids": torch.where(sources < 0, token_ids, -99).to(device),
+        "previous": torch.randint(0, VOCAB_SIZE, (NUM_PREVIOUS,), **draw).to(device),
+        "sources": sources.int().to(device),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+def test_matches_the_reference(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    weight, given = table(hidden_size, dtype, device), tokens(7, device)
+    expected = reference.embed_tokens(weight=weight, **given)
+    assert torch.equal(ops.embed_tokens(weight=weight, **given), expected)
+
+
+@pytest.mark.parametrize("num_tokens", BATCH_SIZES)
+def test_any_batch(num_tokens: int, device: torch.device) -> None:
+    weight, given = table(64, torch.float32, device).contiguous(), tokens(num_tokens, device)
+    token_ids = given["token_ids"].clamp(min=0)
+    assert torch.equal(ops.embed_tokens(token_ids, weight), weight[token_ids])
+    wide = torch.full((num_tokens, 70), 9.0, device=device)
+    out = ops.embed_tokens(weight=weight, **given, out=wide[:, :64])
+    assert torch.equal(out, reference.embed_tokens(weight=weight, **given))
+    assert (wide[:, 64:] == 9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+def test_int8_rows_are_the_dequantised_bit_for_bit(
+    hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if emulated.is_cuda_kernel(device):
+        pytest.skip("int8 is for the CPU")
+    given = tokens(7, device)
+    weight, scale = quantise_rows(table(hidden_size, torch.float32, device))
+    scale[3] = torch.nan
+    given["token_ids"][given["sources"] < 0] = 3
+    out = ops.embed_tokens(weight=weight, scale=scale, dtype=dtype, **given)
+    expected = reference.embed_tokens(weight=weight, scale=scale, dtype=dtype, **given)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    every = torch.arange(VOCAB_SIZE, device=device)
+    torch.testing.assert_close(
+        ops.embed_tokens(every, weight, scale=scale, dtype=dtype),
+        dequantise_rows(weight, scale, dtype),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
+
+
+def test_int8_is_refused_on_cuda(device: torch.device) -> None:
+    if not emulated.is_cuda_kernel(device):
+        pytest.skip("the CPU has int8")
+    weight, scale = quantise_rows(table(8, torch.float32, device))
+    token_ids = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(RuntimeError, match="embed_tokens: scale: expected none on CUDA"):
+        ops.embed_tokens(token_ids, weight, scale=scale, dtype=torch.float32)
+
+
+def test_many_rows_are_shared_by_threads() -> None:
+    weight = torch.randn(VOCAB_SIZE, 4096)
+    token_ids = torch.arange(1000) % VOCAB_SIZE
+    assert torch.equal(ops.embed_tokens(token_ids, weight), weight[token_ids])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": torch.zeros(3).int()}, r"token_ids: expected int64 \[num_tokens\], got in"),
+        (
+            {"token_ids": torch.tensor([0, 50, 0])},
+            r"token_ids: expected tokens in \[0, vocab_size=50\), got 50 for row 1",
+        ),
+        ({"token_ids": torch.tensor([0, 0, -1])}, "token_ids: expected tokens .* got -1 for row 2"),
+        ({"previous": torch.tensor([-7])}, "previous: expected tokens .* got -7 for row 0"),
+        ({"sources": torch.tensor([1, -1, -1]).int()}, r"sources: expected values in \[-1, 1\)"),
+        ({"sources": None}, "sources: expected both previous and sources, or none"),
+        ({"previous": None}, "previous: expected both previous and sources, or none"),
+        ({"scale": torch.ones(50)}, "weight: expected int8 .* got float32"),
+        (
+            {"weight": torch.zeros(50, 8).char()},
+            "weight: expected float32, .* got int8",
+        ),
+        ({"out": torch.zeros(3, 9)}, r"out: expected float32 \[num_tokens=3, hidden_size=8\]"),
+        ({"out": torch.zeros(1, 8).expand(3, 8)}, "out: expected rows that do not overlap"),
+        ({"out": torch.zeros(3, 8).bfloat16()}, "out: expected float32 .* got bfloat16"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "token_ids": torch.zeros(3, dtype=torch.int64),
+        "weight": torch.randn(50, 8),
+        "previous": torch.tensor([5]),
+        "sources": torch.tensor([0, -1, -1], dtype=torch.int32),
+        "out": torch.full((3, 8), 9.0),
+    }
+    given |= change
+    before = given["out"].clone()
+    with pytest.raises(RuntimeError, match=f"embed_tokens: {message}"):
+        ops.embed_tokens(**given)
+    assert torch.equal(given["out"], before)
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_opcheck(device: torch.device, int8: bool) -> None:
+    if int8 and device.type == "cuda":
+        pytest.skip("int8 is for the CPU")
+    weight, scale = table(16, torch.float32, device), None
+    if int8:
+        weight, scale = quantise_rows(weight)
+    token_ids, previous, sources = tokens(5, device).values()
+    out = torch.zeros(5, 16, device=device)
+    torch.library.opcheck(
+        torch.ops.eecore.embed_tokens.default,
+        (token_ids, weight, scale, previous, sources, out),
+    )
