@@ -349,6 +349,71 @@ def test_tokens_and_sequences_are_counted_apart() -> None:
     assert bool((out[2] == 7).all())
 
 
+def test_rows_leave_and_the_others_move_up() -> None:
+    """Row 2 is asked nothing and leaves by its layers; at the second replay nobody is left."""
+    no, whole, one = torch.zeros(4, dtype=torch.bool), int32(0, 0, 0, 0), torch.ones(4)
+    hidden = normal(4, HIDDEN)
+    before = hidden.clone()
+    active = ops.ActiveRows(
+        row=int32(0, 1, 2, 3),
+        positions=torch.arange(4),
+        slot_mapping=torch.arange(4),
+        seq_lens=int32(5, 6, 7, 8),
+        page_table=int32(0, 1, 2, 3)[:, None],
+        num_active=int32(4),
+    )
+    rows = ops.ExitingRows(
+        leave_after=int32(9, 9, 2, 9),
+        together=no,
+        fills=~no,
+        kind=whole + 2,
+        accepted=no.clone(),
+        gone=no.clone(),
+        exit_layer=whole.clone(),
+        fill_from=whole.clone(),
+        measured_at=whole.clone(),
+        confidence=torch.zeros(4),
+        token=torch.zeros(4, dtype=torch.int64),
+        logprob=torch.zeros(4),
+        token_at=whole.clone(),
+        pending=whole.clone(),
+        hidden=torch.zeros(4, HIDDEN),
+        all_gone=torch.tensor([False]),
+    )
+    thresholds, confidence = torch.tensor([0.5, 0.5, float("inf"), 0.5]), torch.zeros(4)
+    tape = ops.Tape()
+    with tape.record(), tape.rows(active.num_active):
+        asked = ops.select_rows(hidden, row=active.row, thresholds=thresholds)
+        with tape.rows(active.num_active, asked.count):
+            ops.exit_rows(
+                hidden,
+                *(2, rows, active),
+                thresholds=thresholds,
+                confidence=confidence,
+                asked=asked.index,
+            )
+        ops.compact_rows(rows.gone, active, hidden)
+
+    confidence.copy_(torch.tensor([0.1, 0.9, 0.2, 0.0]))  # of rows 0, 1 and 3
+    tape.replay()
+    assert asked.index[: asked.count].tolist() == [0, 1, 3]
+    assert rows.gone.tolist() == [False, True, True, False]
+    assert active.row[: active.num_active].tolist() == [0, 3]
+    assert active.seq_lens[:2].tolist() == [5, 8]
+    assert torch.equal(hidden[:2], before[[0, 3]])
+
+    confidence.copy_(one)
+    tape.replay()
+    assert rows.all_gone.item()
+    assert active.num_active.item() == 0
+    assert torch.equal(rows.hidden, before)
+
+    rows.all_gone.fill_(False)
+    tape.replay()  # without rows it still says so
+    assert rows.all_gone.item()
+    assert asked.count.item() == 0
+
+
 @pytest.mark.parametrize("count", [torch.zeros(1), int32(1, 2), torch.tensor(1)])
 def test_counts_of_another_kind_are_refused(count: torch.Tensor) -> None:
     tape = ops.Tape()
