@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], CalmReport]:
         exit_points=arguments.exit_points and parse_layers("--exit-points", arguments.exit_points),
     )
     examples = read_examples(arguments.data, limit=arguments.count)
-    model = eecore.load(arguments.model, device="cpu", dtype="float32", decoding=arguments.decoding)
+    model = eecore.load(arguments.model, device="cpu", dtype="float32")
     sha256 = model_digest(arguments.model)
     report = evaluate_calm(
         model,
@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], CalmReport]:
         "model_sha256": sha256,
         "data": arguments.data.name,
         "dtype": "float32",
-        "decoding": model.engine_config.decoding,
         "threads": arguments.threads,
         "cpu": harness.cpu_name(),
         "cpu_capability": eecore.build_info()["cpu_capability"],
@@ -106,7 +105,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--calibration", type=Path, nargs="+", default=[], metavar="FILE")
     made.add_argument("--tau", type=float, help="of the decaying threshold")
     made.add_argument("--exit-points", help="2,4; all layers")
-    made.add_argument("--decoding", choices=("plain", "planned"), default="plain")
     made.add_argument("--skip-peers", action="store_true", help="eecore alone")
     made.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
     return made

@@ -24,7 +24,7 @@ def about(result: dict[str, Any]) -> str:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"Model {result['model_sha256'][:12]} on {result['data']}, {result['dtype']}, "
-        f"{result['decoding']} decoding, {result['threads']} thread(s). {result['cpu']}, "
+        f"{result['threads']} thread(s). {result['cpu']}, "
         f"{result['cpu_capability']} kernels, {named}. `python bench/bench_calm.py`"
     )
 

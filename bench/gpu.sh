@@ -106,12 +106,10 @@ if wants decode; then
   step decode 130 env PYTHONPATH=python:bench "$python" bench/bench_gpu_decode.py --seconds 90 \
     --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
 fi
-if wants runtime; then # every test of the runtime, half of them each way
-  for way in plain captured; do
-    step "runtime-$way" 120 env PYTHONPATH=python EECORE_TEST_DEVICE=cuda EECORE_TEST_DECODING=$way \
-      EECORE_ONE_CASE_IN=2 "$python" -m pytest tests/runtime -p no:cacheprovider --timeout=120 \
-      --ignore=tests/runtime/test_cli.py --ignore=tests/runtime/test_demo.py --durations=5
-  done
+if wants runtime; then
+  step runtime 240 env PYTHONPATH=python EECORE_TEST_DEVICE=cuda "$python" -m pytest tests/runtime \
+    -p no:cacheprovider --timeout=120 --ignore=tests/runtime/test_cli.py \
+    --ignore=tests/runtime/test_demo.py --durations=5
 fi
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 for tool in memcheck racecheck; do

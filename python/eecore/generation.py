@@ -13,9 +13,9 @@ from typing import Any, SupportsIndex
 import torch
 
 from eecore.builtin import model_directory
-from eecore.config import AnyModelConfig, Decoding, EngineConfig, SamplingParams
+from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.async_engine import AsyncEngine
-from eecore.engine.engine import Engine, check_decoding
+from eecore.engine.engine import Engine
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.models import KVCache, Network, Tokenizer, load_model
@@ -69,7 +69,6 @@ def load(
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
     kv_cache_tokens: int | None = None,
-    decoding: Decoding | None = None,
     engine: EngineConfig | None = None,
 ) -> Model:
     """Load a model directory in Hugging Face layout.
@@ -85,13 +84,10 @@ def load(
             ``dtype``. On the CPU only; every exit mode works with it.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the free memory, at most
             65536 positions on a CPU, or what ``engine`` says.
-        decoding: how greedy requests decode, see :class:`EngineConfig`; when None what ``engine``
-            says, or ``plain``.
         engine: batching limits.
 
     Raises:
-        ModelError: for a directory that is missing, corrupt, or of an unsupported architecture, and
-            for a ``decoding`` that is not for the device.
+        ModelError: for a directory that is missing, corrupt, or of an unsupported architecture.
     """
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
@@ -100,11 +96,7 @@ def load(
         limits["kv_cache_tokens"] = kv_cache_tokens
     elif engine is None:
         limits["kv_cache_tokens"] = _default_kv_cache_tokens(network)
-    if decoding is not None:
-        limits["decoding"] = decoding
-    config = EngineConfig(**limits)
-    check_decoding(config.decoding, network.device)
-    return Model(network, tokenizer, config)
+    return Model(network, tokenizer, EngineConfig(**limits))
 
 
 def _default_kv_cache_tokens(network: Network) -> int:

@@ -369,7 +369,6 @@ def test_thresholds_come_from_calibrations(
         (["--metric", "bleu"], USAGE, "--metric: expected rougeL, rouge2, exact, got 'bleu'"),
         (["--exit-points", "2,9"], REQUEST, "exit_points: expected 1..4"),
         (["--min-exit-layer", "9"], REQUEST, "min_exit_layer: expected 1..4"),
-        (["--decoding", "fast"], USAGE, "--decoding: expected plain"),
         (["--out", "nowhere/x"], USAGE, "nowhere: expected a directory, got nothing"),
         (["--data", "nowhere.jsonl"], REQUEST, "nowhere.jsonl: No such file"),
     ],

@@ -103,18 +103,6 @@ def test_generate_prints_the_text_of_the_library(
     assert captured.err == ""
 
 
-def test_decoding_is_the_engines(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["generate", model, "Once upon", "--max-tokens", "12"]
-    texts = []
-    for extra in ([], ["--decoding", "planned"]):
-        assert run([*command, *extra]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    assert run([*command, "--device", "cpu", "--decoding", "captured"]) == MODEL
-    said = "decoding: expected plain or planned on cpu, got captured"
-    assert said in error_of(capsys.readouterr())
-
-
 def test_json_has_everything_of_an_output(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", model, "Once upon", "-n", "6", "--ignore-eos", "--json"]
     assert run([*command, "--logprobs", "2"]) == 0
@@ -408,7 +396,6 @@ def test_a_bad_line_in_a_file_is_named(
     ("arguments", "said"),
     [
         (["hi", "--exit", "deep"], "--exit: expected full"),
-        (["hi", "--decoding", "fast"], "--decoding: expected plain, planned, captured, polled"),
         (["hi", "--exit", "fixed"], "fixed:E"),
         (["hi", "--exit", "fixed:two"], "whole numbers"),
         (["hi", "--exit", "confident:high"], "expected a number"),

@@ -14,13 +14,11 @@ from eecore.cli.failures import UsageError
 from eecore.cli.files import check_parent
 from eecore.cli.loading import (
     Debug,
-    Decoding,
     Device,
     Dtype,
     ModelPath,
     Threads,
     Weights,
-    check_decoding,
     check_path,
     load,
 )
@@ -102,7 +100,6 @@ def calm(
     dtype: Dtype = None,
     weights: Weights = None,
     threads: Threads = None,
-    decoding: Decoding = None,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Quality, throughput and latency of confident exits (early-exit framework: Table 1, Figures).
@@ -111,7 +108,6 @@ def calm(
     """
     directory = check_path(model)
     check_parent("--out", out)
-    check_decoding(decoding)
     if batch not in BATCH_MODES:
         raise UsageError(f"--batch: expected {', '.join(BATCH_MODES)}, got {batch!r}")
 
@@ -143,7 +139,6 @@ def calm(
         device=device,
         dtype=dtype,
         weights=weights,
-        decoding=decoding,
     )
     report = evaluate_calm(
         loaded,

@@ -16,13 +16,11 @@ from eecore.cli.exit_options import EXIT_HELP, ExitOptions
 from eecore.cli.failures import INTERRUPTED, UsageError
 from eecore.cli.loading import (
     Debug,
-    Decoding,
     Device,
     Dtype,
     OptionalModel,
     Threads,
     Weights,
-    check_decoding,
     check_path,
     load,
     model_and_prompt,
@@ -169,7 +167,6 @@ def generate(
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Positions in the KV cache.")
     ] = None,
-    decoding: Decoding = None,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Continue prompts: text as it comes, or JSON lines."""
@@ -199,7 +196,6 @@ def generate(
 
     from eecore.config import SamplingParams
 
-    check_decoding(decoding)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -221,7 +217,6 @@ def generate(
         dtype=dtype,
         weights=weights,
         kv_cache_tokens=kv_cache_tokens,
-        decoding=decoding,
     )
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from eecore.builtin import BUILTIN, model_directory
-from eecore.cli.failures import UsageError
 from eecore.errors import ModelError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Debug",
-    "Decoding",
     "Device",
     "Dtype",
     "ModelPath",
     "OptionalModel",
     "Threads",
     "Weights",
-    "check_decoding",
     "check_path",
     "load",
     "model_and_prompt",
@@ -57,10 +54,6 @@ Weights = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")
 ]
-Decoding = Annotated[
-    str | None,
-    typer.Option(help="plain or planned; on CUDA also captured or polled.", show_default="plain"),
-]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -80,14 +73,6 @@ def check_path(path: str) -> Path:
     raise ModelNotFoundError(
         f"{path}: expected a model directory (config.json, *.safetensors) or {BUILTIN}, got {found}"
     )
-
-
-def check_decoding(word: str | None) -> None:
-    """Raise a usage error for a way to decode that there is not."""
-    from eecore.config import DECODINGS
-
-    if word is not None and word not in DECODINGS:
-        raise UsageError(f"--decoding: expected {', '.join(DECODINGS)}, got {word}")
 
 
 def model_and_prompt(
