@@ -12,8 +12,6 @@ from eecore.errors import ModelError, RequestError
 
 __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Config"]
 
-Decoding = Literal["plain", "planned", "captured", "polled"]
-DECODINGS = get_args(Decoding)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -360,14 +358,6 @@ class EngineConfig:
         max_prefill_chunk: most prompt tokens of one request in one iteration.
         max_input_tokens: most tokens of an encoder's input, which is encoded in one iteration; None
             for what the model was made for.
-        decoding: how greedy requests decode, all of which give the same tokens. ``plain``: the host
-            calls one layer stretch after another. ``planned``: the host runs a fixed program over
-            fixed memory and looks at its exit flags. On CUDA that program can be captured, once for
-            each size of batch: ``captured`` as one graph in which the GPU decides on exits by
-            itself, and of which the next is launched before the outcome of the last is known (what
-            it did for requests that turn out to be finished is discarded); ``polled`` as a graph
-            for each stretch between exit points, of which the host launches one ahead of what it
-            knows.
     """
 
     kv_cache_tokens: int = 16384
@@ -376,7 +366,6 @@ class EngineConfig:
     max_batch_tokens: int = 1024
     max_prefill_chunk: int = 512
     max_input_tokens: int | None = None
-    decoding: Decoding = "plain"
 
     def __post_init__(self) -> None:
         for name in (
@@ -392,8 +381,6 @@ class EngineConfig:
             raise ValueError(
                 f"max_input_tokens: expected None or 1 or more, got {self.max_input_tokens!r}"
             )
-        if self.decoding not in DECODINGS:
-            raise ValueError(f"decoding: expected {', '.join(DECODINGS)}, got {self.decoding!r}")
 
     @property
     def num_pages(self) -> int:
