@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eecore.decoding.confident import measure_states
+from eecore.decoding.heads import measure_states
 from eecore.depth_colours import depth_colour
 from eecore.errors import RequestError
 from eecore.evaluation.exit_scores import Scored, forced_states
