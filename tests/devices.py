@@ -2,8 +2,7 @@
 
 EECORE_TEST_DEVICE: ``cpu`` unless it says ``cuda``, a GPU, or ``emulated``, the path of CUDA over
 the emulator, on the CPU's memory. Those two leave out what is about the CPU's own kernels
-(:data:`cpu_only`). EECORE_TEST_DECODING: an ``EngineConfig.decoding`` instead of its default; other
-than ``plain`` it leaves out what is about the plain way's calls (:data:`plain_only`).
+(:data:`cpu_only`).
 """
 
 from __future__ import annotations
@@ -16,22 +15,14 @@ import pytest
 
 import eecore
 import emulated
+from eecore import ops
+from eecore.decoding.capture import CallByCall, RunProgram, Tapes
 
 DEVICE = os.environ.get("EECORE_TEST_DEVICE", "cpu")
 if DEVICE not in ("cpu", "cuda", "emulated"):
     raise ValueError(f"EECORE_TEST_DEVICE: expected cpu, cuda or emulated, got {DEVICE!r}")
 
-DECODING = os.environ.get("EECORE_TEST_DECODING", eecore.EngineConfig().decoding)
-
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's kernels")
-plain_only = pytest.mark.skipif(DECODING != "plain", reason="about the plain way's calls")
-
-if eecore.EngineConfig().decoding != DECODING:
-    defaults = eecore.EngineConfig.__init__.__defaults__
-    assert defaults is not None
-    eecore.EngineConfig.__init__.__defaults__ = *defaults[:-1], DECODING
-    assert eecore.EngineConfig().decoding == DECODING
-
 if DEVICE == "emulated":
     emulated.route(pytest.MonkeyPatch())  # for good
 
@@ -40,5 +31,49 @@ def load(directory: Path, **settings: Any) -> eecore.Model:
     """``eecore.load`` on the device that is asked for."""
     model = eecore.load(directory, device="cuda" if DEVICE == "cuda" else "cpu", **settings)
     if DEVICE == "emulated":
-        model.network._on_cpu = False
+        as_on_cuda(model)
     return model
+
+
+def as_on_cuda(model: eecore.Model) -> eecore.Model:
+    """The model on the CPU's memory as it runs on CUDA: single ops, rows masked, call by call."""
+    model.network.calls_single_ops = True
+    model.run_program = CallByCall()
+    return model
+
+
+class Traced(Tapes):
+    """Runs programs on the CPU, and keeps which calls their replays made."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tape: self.calls.extend(tape.trace()))
+        self.calls: list[ops.CallTrace] = []
+
+    def of(self, op: str) -> list[ops.CallTrace]:
+        """The calls of one op."""
+        return [call for call in self.calls if call.op == op]
+
+    @property
+    def executions(self) -> int:
+        """(row, layer) pairs that ran."""
+        return sum(
+            call.num_tokens * (call.end_layer - call.begin_layer)
+            for call in self.of("decoder_layers")
+        )
+
+
+def engine_of(
+    model: eecore.Model,
+    config: eecore.EngineConfig | None = None,
+    *,
+    run: RunProgram | None = None,
+    ahead: bool | None = None,
+) -> eecore.Engine:
+    """An engine that decodes as the model's own does, or a run ahead of what it knows."""
+    return eecore.Engine(
+        model.network,
+        model.tokenizer,
+        config or model.engine_config,
+        run=run or model.run_program,
+        ahead=ahead,
+    )

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eecore.calibration_file import Calibration
+from eecore.calibration_file import Calibration, Source
 from eecore.config import is_whole, is_within
-from eecore.errors import ExitError
+from eecore.errors import ExitError, RequestError
 
 __all__ = [
     "ConfidentExit",
@@ -64,6 +64,14 @@ class Exit:
 
     def check(self, num_layers: int, hidden_size: int) -> None:
         """Raise :class:`eecore.ExitError` when a model of this shape cannot run the policy."""
+
+    def check_request(self, source: Source | None, temperature: float) -> None:
+        """Raise where the policy's promise does not hold for a request to the model of ``source``.
+
+        Raises:
+            ExitError: for another model than the one that the promise was made for.
+            RequestError: for sampling that it was not made for.
+        """
 
 
 @dataclass(frozen=True)
@@ -259,6 +267,16 @@ class ConfidentExit(Exit):
             raise ExitError(
                 f"ConfidentExit.classifier: expected weight1 [*, hidden_size={hidden_size}], got "
                 f"{list(self.classifier.weight1.shape)}"
+            )
+
+    def check_request(self, source: Source | None, temperature: float) -> None:
+        if self.calibration is None:
+            return
+        self.calibration.check_model(source)
+        if temperature > 0.0:
+            raise RequestError(
+                "temperature: expected 0 with a calibrated exit, whose guarantee is for greedy "
+                f"output, got {temperature:g}"
             )
 
     def points(self, num_layers: int) -> frozenset[int]:

@@ -14,6 +14,7 @@ import torch
 
 from eecore.builtin import model_directory
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
+from eecore.decoding.capture import RunProgram
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.engine import Engine
 from eecore.errors import RequestError
@@ -33,6 +34,8 @@ class Model:
     network: Network
     tokenizer: Tokenizer | None
     engine_config: EngineConfig
+    run_program: RunProgram | None = field(default=None, repr=False)
+    """How decoding programs run; what suits the device when None."""
     _engine: Engine | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -42,7 +45,8 @@ class Model:
 
     def engine(self, config: EngineConfig | None = None) -> Engine:
         """A fresh engine over this model, with a KV cache of its own."""
-        return Engine(self.network, self.tokenizer, config or self.engine_config)
+        config = config or self.engine_config
+        return Engine(self.network, self.tokenizer, config, run=self.run_program)
 
     @contextmanager
     def borrowed_engine(self) -> Iterator[Engine]:

@@ -18,7 +18,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
-from eecore.decoding.runner import Runner
+from eecore.decoding.iterate import Iterations
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +88,7 @@ def test_closing_a_stream_cancels_its_request_only(
         async for _ in stream:
             break
         await stream.aclose()
-        assert "leaves" not in engine._engine._sequences
+        assert "leaves" not in engine._engine.requests
 
     async def main() -> eecore.Output:
         stays, _ = await asyncio.gather(
@@ -145,18 +145,18 @@ def test_a_failing_step_reaches_every_consumer_and_the_engine_lives_on(
     agreeing: eecore.Model, expected: list[eecore.Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = agreeing.async_engine()
-    sweep = Runner.sweep
+    iterate = Iterations.iterate
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("broken")
 
     async def main() -> list[Any]:
-        monkeypatch.setattr(Runner, "sweep", broken)
+        monkeypatch.setattr(Iterations, "iterate", broken)
         failed = await asyncio.gather(
             *(engine.generate(prompt, sampling=SAMPLING) for prompt in PROMPTS[:2]),
             return_exceptions=True,
         )
-        monkeypatch.setattr(Runner, "sweep", sweep)
+        monkeypatch.setattr(Iterations, "iterate", iterate)
         return [*failed, await engine.generate(PROMPTS[0], sampling=SAMPLING)]
 
     first, second, good = run(main())

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import eecore
-from devices import load, plain_only
-from eecore import ConfidentExit, ExitClassifier, ops
+from devices import Traced, cpu_only, engine_of, load
+from eecore import ConfidentExit, ExitClassifier
 from eecore.exits import Measure
-from eecore.models import LlamaModel
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
 
@@ -102,36 +101,18 @@ def test_algorithm_1_on_other_families(tmp_path: Path, family: str, batch: str) 
     assert any(layer < 4 for output in outputs for layer in output.exit_layers)
 
 
-class WorkRecorder:
-    """Counts what the model is asked to do."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fills: list[int] = []
-        self.stretches: Counter[tuple[int, int]] = Counter()
-        layers, kv_fill = LlamaModel.layers, ops.kv_fill
-
-        def recorded_layers(
-            model: LlamaModel, begin: int, end: int, *args: Any, **skips: Any
-        ) -> Any:
-            self.stretches[begin, end] += 1
-            return layers(model, begin, end, *args, **skips)
-
-        def recorded_fill(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-            self.fills.append(hidden.shape[0])
-            return kv_fill(hidden, *args, **kwargs)
-
-        monkeypatch.setattr(LlamaModel, "layers", recorded_layers)
-        monkeypatch.setattr(ops, "kv_fill", recorded_fill)
+def stretches(traced: Traced) -> Counter[tuple[int, int]]:
+    """How often each stretch of layers ran."""
+    return Counter((call.begin_layer, call.end_layer) for call in traced.of("decoder_layers"))
 
 
-@plain_only
+@cpu_only
 @pytest.mark.parametrize("batch", ["each", "all"])
 @pytest.mark.parametrize("exit_layer", [1, 2, 3])
-def test_work_is_really_saved(
-    tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, exit_layer: int, batch: str
-) -> None:
+def test_work_is_really_saved(tiny: eecore.Model, exit_layer: int, batch: str) -> None:
     """Everything accepted at layer e: e layers per token, and one fill per iteration."""
-    engine = tiny.engine()
+    traced = Traced()
+    engine = engine_of(tiny, run=traced)
     policy = ConfidentExit(0.0, min_exit_layer=exit_layer, batch=batch)
     sampling = eecore.SamplingParams(max_tokens=6, ignore_eos=True)
     for prompt in PROMPTS:
@@ -139,10 +120,9 @@ def test_work_is_really_saved(
     first = engine.step()
     assert [step.exit_layers for step in first] == [[4]] * len(PROMPTS)
 
-    work = WorkRecorder(monkeypatch)
     outputs = [step.output for step in engine.run() if step.output]
-    assert work.fills == [len(PROMPTS)] * 5
-    assert work.stretches == {(0, exit_layer): 5}
+    assert [call.num_tokens for call in traced.of("kv_fill")] == [len(PROMPTS)] * 5
+    assert stretches(traced) == {(0, exit_layer): 5}
     for output in outputs:
         assert output.exit_layers == [4] + [exit_layer] * 5
         assert output.stats.layers_run == 5 * exit_layer
@@ -150,26 +130,42 @@ def test_work_is_really_saved(
         assert output.stats.fill_calls == 5
 
 
-@plain_only
+@cpu_only
+def test_rows_that_left_are_out_of_the_way(tiny: eecore.Model) -> None:
+    """What runs is what the outputs say, row by row."""
+    traced = Traced()
+    engine = engine_of(tiny, run=traced)
+    for prompt in PROMPTS:
+        engine.add_request(
+            prompt, exit=ConfidentExit(0.05), sampling=eecore.SamplingParams(max_tokens=8)
+        )
+    outputs = [step.output for step in engine.run() if step.output]
+    assert len({layer for output in outputs for layer in output.exit_layers[1:]}) > 1
+    assert traced.executions == sum(output.stats.layers_run for output in outputs)
+
+
+@cpu_only
 @pytest.mark.parametrize(
-    ("measure", "stretches"),
+    ("measure", "expected"),
     [("softmax", [(0, 1), (1, 3), (3, 4)]), ("state", [(0, 1), (1, 2), (2, 3), (3, 4)])],
 )
 def test_layers_between_exit_points_run_in_one_stretch(
-    tiny: eecore.Model,
-    monkeypatch: pytest.MonkeyPatch,
-    measure: Measure,
-    stretches: list[tuple[int, int]],
+    tiny: eecore.Model, measure: Measure, expected: list[tuple[int, int]]
 ) -> None:
     """A measure of two states has the layer before an exit point run alone."""
-    engine = tiny.engine()
     almost_one = math.nextafter(1.0, 0.0)  # at 1 nothing is measured
     policy = ConfidentExit(almost_one, measure=measure, exit_points=(1, 3))
+    assert stretches(second_step(tiny, policy)) == Counter(expected)
+
+
+def second_step(model: eecore.Model, policy: ConfidentExit) -> Traced:
+    """What one token behind the prompt's took."""
+    traced = Traced()
+    engine = engine_of(model, run=traced)
     engine.add_request(PROMPTS[0], exit=policy)
     engine.step()
-    work = WorkRecorder(monkeypatch)
     engine.step()
-    assert work.stretches == Counter(stretches)
+    return traced
 
 
 def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:
@@ -185,17 +181,13 @@ def test_a_threshold_of_one_never_exits(tiny: eecore.Model) -> None:
         assert {o.stats.fill_calls for o in outputs} == {0}
 
 
+@cpu_only
 @pytest.mark.parametrize("measure", ["softmax", "state"])
-def test_a_threshold_of_one_is_not_measured(
-    tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch, measure: Measure
-) -> None:
+def test_a_threshold_of_one_is_not_measured(tiny: eecore.Model, measure: Measure) -> None:
     """It runs the layers of Full; the state's confidence at the end is for the record."""
-    engine = tiny.engine()
-    engine.add_request(PROMPTS[0], exit=ConfidentExit(1.0, measure=measure, thresholds={2: 1.0}))
-    engine.step()
-    work = WorkRecorder(monkeypatch)
-    engine.step()
-    assert work.stretches == Counter([(0, 4)] if measure == "softmax" else [(0, 3), (3, 4)])
+    policy = ConfidentExit(1.0, measure=measure, thresholds={2: 1.0})
+    expected = [(0, 4)] if measure == "softmax" else [(0, 3), (3, 4)]
+    assert stretches(second_step(tiny, policy)) == Counter(expected)
 
 
 def test_a_confidence_of_nan_never_accepts(tiny: eecore.Model) -> None:

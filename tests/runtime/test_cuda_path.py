@@ -10,6 +10,7 @@ from test_confident_exit import linear_classifier
 
 import eecore
 import emulated
+from devices import as_on_cuda
 from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative
 from tiny_models import random_prompts, write_model
 
@@ -35,9 +36,7 @@ def on_cuda(
     """The tiny model on the CUDA path: on a GPU, or over the emulator on the CPU's memory."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
-        model = eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512)
-        model.network._on_cpu = False
-        return model
+        return as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
     if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
         pytest.skip("no GPU, or a build without eecore._cuda")
     return eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512)
@@ -61,7 +60,8 @@ def test_biases_head_norms_and_windows_too(
 ) -> None:
     directory = write_model(tmp_path, family)
     model = eecore.load(directory, device=on_cuda.network.device, kv_cache_tokens=512)
-    model.network._on_cpu = False
+    if model.network.device.type == "cpu":
+        as_on_cuda(model)
     got = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=4)
     monkeypatch.undo()
     model = eecore.load(directory, device="cpu", kv_cache_tokens=512)

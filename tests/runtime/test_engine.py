@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eecore
-from devices import load, plain_only
+from devices import load
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -23,7 +23,8 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
-from eecore.decoding.runner import Runner
+from eecore.decoding.capture import CallByCall, Graphs, Tapes
+from eecore.decoding.prefill import Prefill
 from eecore.engine.engine import Engine
 from eecore.exits import Exit
 from tiny_models import random_prompts, write_model
@@ -60,8 +61,7 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.has_unfinished
     assert engine.num_waiting == engine.num_running == 0
     assert engine.pages.num_free == engine.pages.num_pages
-    assert not engine._sequences
-    assert not engine._texts
+    assert not engine.requests
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_approximate_pages_are_known_also_after_a_replay(agreeing: eecore.Model)
     early = ConfidentExit(0.0, min_exit_layer=2)
     for prompt, policy in (([1] * 8, early), ([2] * 8, Full()), ([3] * 8, FixedExit(2))):
         engine.add_request(prompt, exit=policy, sampling=SamplingParams(max_tokens=6))
-    confident, full, fixed = engine._sequences.values()
+    confident, full, fixed = engine.requests.values()
 
     def exactness(sequence: Any) -> list[bool]:
         return [engine.pages.is_exact(page) for page in sequence.pages]
@@ -156,7 +156,7 @@ def test_approximate_pages_are_known_also_after_a_replay(agreeing: eecore.Model)
     engine.step()
     assert confident.num_computed == 10
     assert exactness(confident) == [True, True, False]
-    for request_id in list(engine._sequences):
+    for request_id in list(engine.requests):
         engine.cancel(request_id)
     assert all(engine.pages.is_exact(page) for page in range(engine.pages.num_pages))
 
@@ -172,7 +172,7 @@ def test_cancel_in_every_state(agreeing: eecore.Model) -> None:
     )
     engine.step()
     engine.step()
-    sequences = engine._sequences
+    sequences = engine.requests
     assert sequences[decoding].is_decoding
     assert 0 < sequences[prefilling].num_computed < 30
     assert sequences[waiting].num_computed == 0
@@ -531,23 +531,33 @@ def test_sampling_from_a_broken_model_is_an_error(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Makes the n-th pass through the layers raise, once."""
+    """Makes the n-th pass, of prompts or of a program, raise once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, passes: int) -> None:
         self._left = passes
-        sweep = Runner.sweep
+        for owner, name in (
+            (Prefill, "run"),
+            (CallByCall, "__call__"),
+            (Graphs, "__call__"),
+            (Tapes, "__call__"),
+        ):
+            self._arm(monkeypatch, owner, name, error)
 
-        def explosive(runner: Runner, *args: Any, **kwargs: Any) -> Any:
+    def _arm(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException
+    ) -> None:
+        whole = getattr(owner, name)
+
+        def explosive(*args: Any) -> Any:
             self._left -= 1
-            if self._left == 0:
-                sweep(runner, *args, **kwargs)  # the cache has been written to already
+            result = whole(*args)
+            if self._left == 0:  # the cache has been written to already
                 raise error
-            return sweep(runner, *args, **kwargs)
+            return result
 
-        monkeypatch.setattr(Runner, "sweep", explosive)
+        monkeypatch.setattr(owner, name, explosive)
 
 
-@plain_only
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("passes", [1, 4])
 def test_generate_after_a_failure(

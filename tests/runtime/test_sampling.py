@@ -16,14 +16,17 @@ from transformers import (
 )
 
 import eecore
-from eecore import SamplingParams, SelfSpeculative
+from eecore import SamplingParams, SelfSpeculative, ops
+from eecore.decoding.heads import head_fields
+from eecore.decoding.memory import TwinMemory
 from eecore.decoding.sampling import (
-    filtered_probs,
-    make_generator,
-    penalise_repetition,
-    pick,
-    top_logprobs,
+    DRAWS_TOKEN,
+    head_sizes,
+    sampling_fields,
+    sampling_rows,
+    write_sampling,
 )
+from eecore.scheduling.sequence import Sequence
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,6 +36,27 @@ PROMPTS = random_prompts(4, 19, 1, 8, seed=6)
 
 def random_logits(vocab_size: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def filtered_probs(
+    logits: torch.Tensor, params: SamplingParams, context: list[int] | None = None
+) -> torch.Tensor:
+    """The distribution that a request with these settings draws from: [vocab_size]."""
+    sequence = Sequence("0", context or [0], params, eecore.Full(), 0, frozenset())
+    sizes = head_sizes([sequence])
+    given = TwinMemory(logits.device, sampling_fields(1, sizes))
+    results = TwinMemory(logits.device, head_fields(1, sizes))
+    write_sampling(given.host(), [sequence])
+    out = results.device
+    probs = torch.empty(1, logits.numel())
+    ops.sample_tokens(
+        logits[None],
+        sampling_rows(given.device),
+        ops.SampledRows(out["token"], out["gap"], out["logprob"], out["logsumexp"], probs),
+        purpose=DRAWS_TOKEN,
+        positions=torch.zeros(1, dtype=torch.int64),
+    )
+    return probs[0]
 
 
 def probs_of_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -78,18 +102,12 @@ def test_filters_agree_with_transformers(fields: dict[str, Any], vocab_size: int
 
 
 def test_repetition_penalty_agrees_with_transformers() -> None:
+    """The prompt counts as seen, as there; a token once however often it was."""
     logits, context = random_logits(320), [5, 9, 9, 300, 5]
     processor = RepetitionPenaltyLogitsProcessor(1.3)
-    expected = processor(torch.tensor([context]), logits[None].clone())[0]
-    before = logits.clone()
-    torch.testing.assert_close(penalise_repetition(logits, context, 1.3), expected)
-    assert torch.equal(logits, before)
-    assert penalise_repetition(logits, context, 1.0) is logits
-
-
-def test_temperature_zero_is_the_first_largest_logit() -> None:
-    logits = torch.tensor([1.0, 4.0, 4.0, -2.0])
-    assert filtered_probs(logits, SamplingParams()).tolist() == [0, 1, 0, 0]
+    expected = processor(torch.tensor([context]), logits[None].clone())[0].softmax(-1)
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.3)
+    torch.testing.assert_close(filtered_probs(logits, params, context), expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
@@ -100,47 +118,10 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     assert float(probs.sum()) == 1.0
 
 
-def test_a_huge_temperature_is_uniform() -> None:
-    probs = filtered_probs(random_logits(50), SamplingParams(temperature=1e30))
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_a_huge_temperature_is_uniform(temperature: float) -> None:
+    probs = filtered_probs(random_logits(50), SamplingParams(temperature=temperature))
     torch.testing.assert_close(probs, torch.full((50,), 0.02))
-
-
-def test_picked_tokens_have_the_frequencies_of_the_distribution() -> None:
-    from scipy.stats import chisquare
-
-    probs = filtered_probs(random_logits(30), SamplingParams(temperature=1.5, top_k=12))
-    generator = make_generator(3)
-    counts = torch.zeros(30)
-    for _ in range(6000):
-        counts[pick(probs, generator)] += 1
-    kept = probs > 0
-    assert counts[~kept].sum() == 0
-    expected = probs[kept].double() / probs[kept].double().sum() * 6000
-    assert expected.min() > 5
-    assert chisquare(counts[kept], expected).pvalue > 1e-3
-
-
-def test_pick_never_gives_a_token_of_no_probability() -> None:
-    probs = torch.tensor([0.0, 0.0, 1.0, 0.0])
-    generator = make_generator(0)
-    assert {pick(probs, generator) for _ in range(100)} == {2}
-
-
-def test_top_logprobs() -> None:
-    logits = random_logits(20)
-    expected = logits.log_softmax(-1)
-    own, best = top_logprobs(logits, 4, 3)
-    assert own == pytest.approx(float(expected[4]))
-    assert list(best) == logits.topk(3).indices.tolist()
-    assert list(best.values()) == pytest.approx(expected.topk(3).values.tolist())
-    assert len(top_logprobs(logits, 4, 100)[1]) == 20
-    assert top_logprobs(logits, 4, 0)[1] == {}
-
-
-def test_nothing_is_drawn_from_nan() -> None:
-    logits = torch.full((9,), torch.nan)
-    with pytest.raises(RuntimeError, match="got logits of NaN from the model"):
-        pick(filtered_probs(logits, SamplingParams(temperature=1.0)), make_generator(0))
 
 
 # In a request

@@ -123,7 +123,7 @@ def test_the_youngest_is_preempted_first_and_comes_back_first() -> None:
     youngest = sequences[2]
     assert youngest.status is SequenceStatus.WAITING
     assert (youngest.num_computed, youngest.pages) == (0, [])
-    assert youngest.stats.preemptions == 1
+    assert youngest.counters.preemptions == 1
     assert [s.request_id for s in bench.scheduler.waiting] == ["2", "3"]
     bench.scheduler.finish(sequences[0])
     works = bench.step()
@@ -141,8 +141,8 @@ def test_a_sequence_may_have_to_preempt_itself() -> None:
     for _ in range(4):
         works = bench.step()
     assert summary(works) == [("0", 1)]
-    assert young.stats.preemptions == 1
-    assert old.stats.preemptions == 0
+    assert young.counters.preemptions == 1
+    assert old.counters.preemptions == 0
 
 
 def test_preempted_requests_keep_their_order() -> None:
@@ -171,7 +171,7 @@ def test_greedy_drafts_are_cut_rather_than_preempt() -> None:
     bench.step()
     works = bench.scheduler.schedule()
     assert [work.max_drafts for work in works] == [1, 0]  # only slot 7 of its two pages is free
-    assert other.stats.preemptions == spec.stats.preemptions == 0
+    assert other.counters.preemptions == spec.counters.preemptions == 0
 
 
 def test_sampled_drafts_preempt_rather_than_be_cut() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import eecore
-from devices import load, plain_only
+from devices import Traced, cpu_only, engine_of, load
 from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative
+from eecore.decoding.capture import RunProgram
 from eecore.decoding.draft_stop import AdaptiveDraftStop
 from eecore.exits import Exit
-from eecore.models import AttentionBatch, LlamaModel
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
 
@@ -105,28 +103,9 @@ def test_stops_inside_a_run_of_accepted_drafts(
     assert seen_inside or isinstance(policy, DraftAndVerify)
 
 
-@plain_only
-def test_nothing_runs_behind_a_drafted_end(
-    agreeing: eecore.Model, full_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_a_drafted_end_ends_each_text_of_a_batch(
+    agreeing: eecore.Model, full_tokens: list[list[int]]
 ) -> None:
-    """A draft that ends the text needs no token after it: k drafts, k rows, whoever is beside."""
-    record = ExecutionRecorder(monkeypatch)
-    seen = 0
-    for prompt, expected in zip(PROMPTS, full_tokens, strict=True):
-        for stop in sorted(set(expected[2:9])):
-            engine = agreeing.engine()
-            sampling = SamplingParams(max_tokens=20, stop_token_ids=[stop], ignore_eos=True)
-            engine.add_request(prompt, exit=SelfSpeculative(2, 6), sampling=sampling)
-            while engine.has_unfinished:
-                record.runs.clear()
-                (step,) = engine.step()
-            assert step.output is not None
-            assert step.output.token_ids == expected[: expected.index(stop) + 1]
-            if step.output.exit_layers[-1] == 2:  # an accepted draft was the end
-                assert set(record.runs.values()) == {1}
-                assert len(record.runs) == 5 * len(step.token_ids)
-                seen += 1
-    assert seen
     stops = [expected[5] for expected in full_tokens]
     outputs = eecore.generate(
         agreeing,
@@ -172,34 +151,14 @@ def test_exit_layers_tell_drafts_from_verified_tokens(agreeing: eecore.Model) ->
     assert sum(o.stats.accepted for o in outputs) > 40
 
 
-class ExecutionRecorder:
-    """Counts how often each cache slot goes through each layer."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.runs: Counter[tuple[int, int]] = Counter()
-        layers = LlamaModel.layers
-
-        def recorded(
-            model: LlamaModel,
-            begin: int,
-            end: int,
-            hidden: Any,
-            kv: Any,
-            batch: AttentionBatch,
-            **skips: Any,
-        ) -> Any:
-            slots = batch.slot_mapping.tolist()
-            self.runs.update(itertools.product(range(begin, end), slots))
-            return layers(model, begin, end, hidden, kv, batch, **skips)
-
-        monkeypatch.setattr(LlamaModel, "layers", recorded)
-
-
 def prefilled(
-    model: eecore.Model, policy: Exit, config: EngineConfig | None = None
+    model: eecore.Model,
+    policy: Exit,
+    config: EngineConfig | None = None,
+    run: RunProgram | None = None,
 ) -> eecore.Engine:
     """An engine in which every prompt has its first token."""
-    engine = model.engine(config)
+    engine = engine_of(model, config, run=run)
     for prompt in PROMPTS:
         engine.add_request(
             prompt, exit=policy, sampling=SamplingParams(max_tokens=16, ignore_eos=True)
@@ -208,47 +167,47 @@ def prefilled(
     return engine
 
 
-@plain_only
+@cpu_only
+@pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize(("exit_layer", "num_drafts"), [(1, 3), (2, 5), (4, 2)])
 def test_no_position_runs_through_a_layer_twice_in_a_round(
-    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, exit_layer: int, num_drafts: int
+    agreeing: eecore.Model, exit_layer: int, num_drafts: int, reuse: bool
 ) -> None:
-    engine = prefilled(agreeing, SelfSpeculative(exit_layer, num_drafts))
-    record = ExecutionRecorder(monkeypatch)
-    executions = 0
-    outputs = []
-    while engine.has_unfinished:
-        outputs += [step.output for step in engine.step() if step.output]
-        assert set(record.runs.values()) == {1}
-        slots = {slot for _, slot in record.runs}
-        assert len(record.runs) == 5 * len(slots)  # and each runs through every layer
-        executions += len(record.runs)
-        record.runs.clear()
-    assert sum(output.stats.layers_run for output in outputs) == executions
+    traced = Traced()
+    engine = prefilled(agreeing, SelfSpeculative(exit_layer, num_drafts, reuse=reuse), run=traced)
+    outputs = [step.output for step in engine.run() if step.output]
+    assert sum(output.stats.layers_run for output in outputs) == traced.executions
     drafted = sum(output.stats.drafted for output in outputs)
     accepted = sum(output.stats.accepted for output in outputs)
     rounds = sum(output.stats.generated_tokens for output in outputs) - len(outputs) - accepted
-    assert executions == 5 * (drafted + rounds)
+    again = 0 if reuse else drafted * exit_layer
+    assert traced.executions == 5 * (drafted + rounds) + again
 
 
-def test_draft_and_verify_shares_the_layers_below_the_first_skipped(
-    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = ExecutionRecorder(monkeypatch)
-    engine = agreeing.engine()
+@cpu_only
+def test_draft_and_verify_shares_the_layers_below_the_first_skipped(agreeing: eecore.Model) -> None:
+    traced = Traced()
     policy = DraftAndVerify({2}, {3}, num_drafts=3, adaptive=False)
-    engine.add_request(
-        PROMPTS[0], exit=policy, sampling=SamplingParams(max_tokens=16, ignore_eos=True)
-    )
-    engine.step()
-    while engine.has_unfinished:
-        record.runs.clear()
-        engine.step()
-        slots = {slot for _, slot in record.runs}
-        for layer in range(5):
-            counts = sorted(record.runs[layer, slot] for slot in slots)
-            # All drafted positions but the last one go through the deeper layers twice.
-            assert counts == ([1] * len(slots) if layer < 2 else [1] + [2] * (len(slots) - 1))
+    engine = prefilled(agreeing, policy, run=traced)
+    outputs = [step.output for step in engine.run() if step.output]
+    drafted = sum(output.stats.drafted for output in outputs)
+    accepted = sum(output.stats.accepted for output in outputs)
+    rounds = sum(output.stats.generated_tokens for output in outputs) - len(outputs) - accepted
+    # Drafted positions go through the deeper layers twice.
+    assert traced.executions == 5 * (drafted + rounds) + 3 * drafted
+    assert sum(output.stats.layers_run for output in outputs) == traced.executions
+
+
+@cpu_only
+def test_rows_that_draft_no_more_are_out_of_the_way(agreeing: eecore.Model) -> None:
+    """Each drafted token is one row of a draft, however ragged the drafts of a batch are."""
+    traced = Traced()
+    engine = prefilled(agreeing, SelfSpeculative(2, 6, draft_threshold=0.1), run=traced)
+    outputs = [step.output for step in engine.run() if step.output]
+    drafted = sum(output.stats.drafted for output in outputs)
+    steps = traced.of("append_drafts")
+    assert sum(call.num_tokens for call in steps) == drafted
+    assert min(call.num_tokens for call in steps) < len(PROMPTS)
 
 
 def test_rejected_positions_give_their_pages_back(agreeing: eecore.Model) -> None:
@@ -257,7 +216,7 @@ def test_rejected_positions_give_their_pages_back(agreeing: eecore.Model) -> Non
     while engine.has_unfinished:
         engine.step()
         held = 0
-        for sequence in engine._sequences.values():
+        for sequence in engine.requests.values():
             assert len(sequence.pages) == engine.pages.pages_for(sequence.num_computed)
             assert sequence.num_computed == sequence.num_tokens - 1
             held += len(sequence.pages)
@@ -308,16 +267,15 @@ def test_draft_threshold_stops_the_draft(agreeing: eecore.Model) -> None:
 
 def test_adaptive_draft_stop_by_hand() -> None:
     rule = AdaptiveDraftStop(0.8)
-    rule.update(drafted=4, accepted=2, num_drafts=8)  # m = 0.45 + 0.25: fewer drafts
-    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.7), pytest.approx(0.801))
-    rule.update(drafted=2, accepted=2, num_drafts=8)  # m = 0.35 + 0.5
-    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.85), pytest.approx(0.802))
-    rule.update(drafted=8, accepted=8, num_drafts=8)  # m = 0.925, all drafts used: stays
-    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.925), pytest.approx(0.802))
-    rule.update(drafted=3, accepted=3, num_drafts=8)  # m = 0.9625, stopped too early: more drafts
-    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.9625), pytest.approx(0.801))
-    rule.update(drafted=0, accepted=0, num_drafts=8)
-    assert (rule.acceptance, rule.threshold) == (pytest.approx(0.9625), pytest.approx(0.801))
+    for drafted, accepted, acceptance, threshold in (
+        (4, 2, 0.7, 0.801),  # m = 0.45 + 0.25: fewer drafts
+        (2, 2, 0.85, 0.802),  # m = 0.35 + 0.5
+        (8, 8, 0.925, 0.802),  # all drafts used: stays
+        (3, 3, 0.9625, 0.801),  # stopped too early: more drafts
+        (0, 0, 0.9625, 0.801),
+    ):
+        rule = rule.after(drafted, accepted, num_drafts=8)
+        assert (rule.acceptance, rule.threshold) == pytest.approx((acceptance, threshold))
 
 
 def test_adaptive_threshold_starts_lower_for_sampled_requests(agreeing: eecore.Model) -> None:
@@ -330,5 +288,5 @@ def test_adaptive_threshold_starts_lower_for_sampled_requests(agreeing: eecore.M
             )
     engine.step()
     engine.step()
-    starts = [s.draft_stop.threshold for s in engine._sequences.values()]
+    starts = [s.draft_stop.threshold for s in engine.requests.values()]
     assert starts == pytest.approx([0.8, 0.25, 0.5, 0.25], abs=0.0011)

@@ -139,7 +139,7 @@ def test_random_steps(model: eecore.Model, alone: list[Output], config: EngineCo
                 check(step.output)
                 finished += 1
         steps += 1
-        held = [page for s in engine._sequences.values() for page in s.pages]
+        held = [page for s in engine.requests.values() for page in s.pages]
         assert len(held) == len(set(held)) == engine.pages.num_pages - engine.pages.num_free
 
     for step in engine.run():

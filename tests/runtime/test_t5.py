@@ -15,7 +15,7 @@ from test_cuda_path import POLICIES
 
 import eecore
 import emulated
-from devices import DECODING, cpu_only, load
+from devices import as_on_cuda, cpu_only, load
 from eecore import ConfidentExit, FixedExit, SamplingParams, SelfSpeculative
 from eecore.cli.app import run
 from eecore.errors import CheckpointError, ExitError, ModelError, RequestError
@@ -195,35 +195,15 @@ def test_self_speculation_gives_the_tokens_of_full_depth(t5: eecore.Model, exit_
     assert 0 < accepted < sum(output.stats.drafted for output in drafted)
 
 
-@cpu_only
-@pytest.mark.skipif(DECODING != "plain", reason="compares with the plain way")
 @pytest.mark.parametrize("mode", POLICIES)
-def test_plans_decode_as_the_plain_way_does(
-    t5: eecore.Model, t5_directory: Path, mode: str
-) -> None:
-    planned = load(t5_directory, kv_cache_tokens=2048, decoding="planned")
-    for inputs in (INPUTS, random_prompts(30, 3)):
-        got, expected = (
-            eecore.generate(m, inputs, exit=POLICIES[mode], max_tokens=20) for m in (planned, t5)
-        )
-        assert tokens_of(got) == tokens_of(expected)
-        assert [o.exit_layers for o in got] == [o.exit_layers for o in expected]
-
-
-@cpu_only
-def test_what_nobody_has_written_reaches_no_row(t5_directory: Path) -> None:
-    """A round's rows without a draft have keys in slots that are not theirs yet."""
-    planned = load(t5_directory, kv_cache_tokens=512, decoding="planned")
-    expected = eecore.generate(planned, INPUTS, max_tokens=12, ignore_eos=True)
-    with planned.borrowed_engine() as engine:
-        kv = engine._runner.kv
-        fresh = type(kv).allocate(planned.config, 4, 8, device=kv.k.device, dtype=kv.k.dtype)
-        assert not fresh.k.any()
-        assert not fresh.v.any()
-        kv.k.fill_(-1e4)
-        kv.v.fill_(1e4)
-    policy = SelfSpeculative(2, 3)
-    got = eecore.generate(planned, INPUTS, exit=policy, max_tokens=12, ignore_eos=True)
+def test_what_nobody_has_written_is_never_read(t5_directory: Path, mode: str) -> None:
+    model = load(t5_directory, kv_cache_tokens=512)
+    settings = {"exit": POLICIES[mode], "max_tokens": 12, "ignore_eos": True}
+    expected = eecore.generate(model, INPUTS, **settings)
+    with model.borrowed_engine() as engine:
+        engine.kv.k.fill_(torch.nan)
+        engine.kv.v.fill_(torch.nan)
+    got = eecore.generate(model, INPUTS, **settings)
     assert tokens_of(got) == tokens_of(expected)
 
 
@@ -249,21 +229,13 @@ def test_a_seed_draws_the_same_whoever_is_beside_it(t5: eecore.Model) -> None:
     assert len(drafted[0].token_ids) == len(alone[0].token_ids)
 
 
-@pytest.mark.parametrize(
-    ("mode", "decoding"),
-    [
-        *((mode, "plain") for mode in POLICIES),
-        ("softmax_each", "planned"),
-        ("speculative", "planned"),
-    ],
-)
+@pytest.mark.parametrize("mode", POLICIES)
 @pytest.mark.parametrize("backend", ["emulated", "cuda"])
 def test_the_cuda_kernels_give_the_tokens_of_the_cpu(
     t5_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
     mode: str,
-    decoding: Any,
 ) -> None:
     if backend == "cuda" and (not torch.cuda.is_available() or not eecore.build_info()["cuda"]):
         pytest.skip("no GPU, or a build without eecore._cuda")
@@ -275,12 +247,10 @@ def test_the_cuda_kernels_give_the_tokens_of_the_cpu(
         exit=policy,
         **settings,
     )
-    if backend == "cuda" and decoding == "planned":
-        decoding = "captured"
-    model = eecore.load(t5_directory, device=device, kv_cache_tokens=512, decoding=decoding)
+    model = eecore.load(t5_directory, device=device, kv_cache_tokens=512)
     if backend == "emulated":
         emulated.route(monkeypatch)
-        model.network._on_cpu = False
+        as_on_cuda(model)
     got = eecore.generate(model, INPUTS, exit=policy, **settings)
     assert tokens_of(got) == tokens_of(expected)
     assert [o.exit_layers for o in got] == [o.exit_layers for o in expected]

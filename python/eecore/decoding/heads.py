@@ -1,96 +1,197 @@
-"""What the LM head says of rows that have left the layers: token, confidence, log-probability.
+"""What a state says: confidence at an exit point, and the token that the head gives.
 
-Rows of plain greedy requests share one fused pass that never has logits in memory; rows of requests
-that sample, penalise or ask for log-probabilities share one pass with logits.
+Rows of plain greedy requests go through the fused head, which never has logits in memory; rows of
+requests that sample, penalise or ask for log-probabilities through a head with logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from eecore.decoding.runner import Runner
-from eecore.decoding.sampling import needs_logits, penalise_repetition, top_logprobs
-from eecore.scheduling.sequence import Sequence
+from eecore import ops
+from eecore.decoding.control import Control
+from eecore.decoding.memory import Field
+from eecore.decoding.sampling import HeadSizes
+from eecore.exits import ExitClassifier, Measure
+from eecore.models import Network
 
-__all__ = ["HeadRows", "Heads", "read_heads"]
+__all__ = [
+    "GREEDY",
+    "KNOWN",
+    "LOGITS",
+    "HeadWork",
+    "Heads",
+    "Logits",
+    "head_fields",
+    "measure_states",
+]
+
+# How the token of a row is made: it is known already, by the fused head, from logits.
+KNOWN = 0
+GREEDY = 1
+LOGITS = 2
+
+
+def measure_states(
+    measure: Measure, classifier: ExitClassifier | None, previous: Tensor, hidden: Tensor
+) -> Tensor:
+    """The ``state`` or ``classifier`` measure of [num_rows, hidden_size]: float32 [num_rows]."""
+    if measure == "state":
+        return ops.exit_confidence_cosine(previous, hidden)
+    assert classifier is not None
+    m = classifier.on(hidden.device)
+    return ops.exit_confidence_mlp(hidden, m.weight1, m.bias1, m.weight2, m.bias2)
+
+
+def head_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
+    """Memory for what heads say of ``num_rows`` rows."""
+    row = (num_rows,)
+    fields: dict[str, Field] = {
+        "token": (torch.int64, row),
+        "gap": (torch.float32, row),
+        "logprob": (torch.float32, row),
+    }
+    if sizes.logits:
+        fields["logsumexp"] = (torch.float32, row)
+    if sizes.top:
+        fields["top_ids"] = (torch.int64, (num_rows, sizes.top))
+        fields["top_logprobs"] = (torch.float32, (num_rows, sizes.top))
+    return fields
 
 
 @dataclass(frozen=True)
+class HeadWork:
+    """What the rows that need logits want of them; see ``sample_tokens``."""
+
+    rows: ops.SamplingRows
+    positions: Tensor
+    """int64 [num_rows], of the token before."""
+    purpose: int
+    probs: Tensor | None = None
+    """Their filtered distributions, by row, or by ``probs_by_step`` for each request."""
+    uniform: Tensor | None = None
+    probs_by_step: int = 0
+    round_tokens: Tensor | None = None
+    first_position: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits of some rows, until the program runs again."""
+
+    values: Tensor
+    """[num_rows, vocab_size]"""
+    index: Tensor | None
+    """int32 [num_rows], which rows; None: all of them."""
+
+    def of(self, row: int, token: int) -> float:
+        """The logit of a token."""
+        if self.index is not None:
+            row = self.index.tolist().index(row)
+        return float(self.values[row, token])
+
+
 class Heads:
-    """Results by row of the pass; rows that were not asked for hold nothing of meaning."""
+    """The heads of one model, for rows of both kinds."""
 
-    token: list[int]
-    """The greedy token of rows without logits."""
-    confidence: list[float]
-    """Gap of the two largest probabilities."""
-    top_logprob: list[float]
-    """Log-probability of the most probable token."""
-    logits: dict[int, Tensor]
-    """float32 [vocab_size] of each row of a request that needs them."""
-    tokens: Tensor | None = None
-    """int64 [num_rows], ``token`` on the model's device, where no row has logits."""
+    def __init__(self, model: Network, sizes: HeadSizes) -> None:
+        self._model = model
+        self.sizes = sizes
 
-    def adjusted(self, row: int, sequence: Sequence, context: list[int]) -> Tensor:
-        """The row's logits after the request's repetition penalty over ``context``."""
-        return penalise_repetition(self.logits[row], context, sequence.sampling.repetition_penalty)
+    def run(
+        self,
+        hidden: Tensor,
+        kind: Tensor,
+        out: dict[str, Tensor],
+        control: Control,
+        work: HeadWork | None = None,
+        *,
+        request: Tensor | None = None,
+        as_probability: bool = False,
+    ) -> Logits | None:
+        """Write what the head says of the rows of ``hidden`` whose request is GREEDY or LOGITS.
 
-    def logprobs(
-        self, row: int, sequence: Sequence, token_id: int
-    ) -> tuple[float | None, dict[int, float] | None]:
-        """What the request asked to know of the emitted token's log-probability."""
-        asked = sequence.sampling.logprobs
-        if asked is None:
-            return None, None
-        if row not in self.logits:
-            return self.top_logprob[row], {}
-        return top_logprobs(self.logits[row], token_id, asked)
+        Args:
+            hidden: [num_rows, hidden_size].
+            kind: int32 [num_requests].
+            out: of :func:`head_fields`.
+            control: of the program, told how many rows there are.
+            work: of the requests that need logits, if there are any.
+            request: int32 [num_rows], each row's; None: row i is that of request i.
+            as_probability: ``gap`` is to be the probability of the token.
 
+        Returns:
+            Where the logits are, if some rows need them.
+        """
+        if self.sizes.greedy:
+            self._run_fused(hidden, kind, out, control, request, as_probability)
+        if self.sizes.logits:
+            assert work is not None
+            return self._run_with_logits(hidden, kind, out, control, work, request, as_probability)
+        return None
 
-HeadRows = Iterable[tuple[int, Sequence]]
+    def _run_fused(
+        self,
+        hidden: Tensor,
+        kind: Tensor,
+        out: dict[str, Tensor],
+        control: Control,
+        request: Tensor | None,
+        as_probability: bool,
+    ) -> None:
+        places = ops.HeadRows(out["token"], out["gap"], out["logprob"])
+        if control.compacts:
+            picked = ops.select_rows(hidden, row=request, kind=kind, wanted=GREEDY)
+            with control.rows(picked.count):
+                head = self._model.confidence(picked.hidden)
+                ops.place_head(head, places, index=picked.index, as_probability=as_probability)
+            return
+        # Rows of several to a request are all placed; those that need logits are placed once more.
+        head = self._model.confidence(hidden)
+        kinds = kind if request is None else None
+        ops.place_head(head, places, kind=kinds, wanted=GREEDY, as_probability=as_probability)
 
-
-def read_heads(runner: Runner, hidden: Tensor, rows: HeadRows) -> Heads:
-    """Run the head for some rows of ``hidden`` [num_rows, hidden_size]."""
-    asked = list(rows)
-    plain = [row for row, sequence in asked if not needs_logits(sequence.sampling)]
-    full = [row for row, sequence in asked if needs_logits(sequence.sampling)]
-    num_rows = hidden.shape[0]
-    if len(plain) == num_rows:
-        got = runner.model.confidence(hidden)
-        logprobs = (got.top_logit - got.logsumexp).tolist()
-        return Heads(got.token.tolist(), got.confidence.tolist(), logprobs, {}, got.token)
-    token, confidence, logprob = [0] * num_rows, [0.0] * num_rows, [0.0] * num_rows
-    logits: dict[int, Tensor] = {}
-
-    if plain:
-        got = runner.model.confidence(_pick_rows(runner, hidden, plain))
-        values = zip(
-            plain,
-            got.token.tolist(),
-            got.confidence.tolist(),
-            got.top_logit.tolist(),
-            got.logsumexp.tolist(),
-            strict=True,
-        )
-        for row, row_token, row_confidence, top_logit, logsumexp in values:
-            token[row], confidence[row] = row_token, row_confidence
-            logprob[row] = top_logit - logsumexp
-    if full:
-        block = runner.model.logits(_pick_rows(runner, hidden, full))
-        best = block.softmax(dim=-1).topk(2, dim=-1).values
-        gaps = (best[:, 0] - best[:, 1]).tolist()
-        tops = best[:, 0].log().tolist()
-        for i, row in enumerate(full):
-            logits[row] = block[i]
-            confidence[row], logprob[row] = gaps[i], tops[i]
-    return Heads(token, confidence, logprob, logits)
-
-
-def _pick_rows(runner: Runner, hidden: Tensor, index: list[int]) -> Tensor:
-    if len(index) == hidden.shape[0]:
-        return hidden  # rows are asked for in order
-    return hidden.index_select(0, runner.tensor(np.asarray(index, dtype=np.int64)))
+    def _run_with_logits(
+        self,
+        hidden: Tensor,
+        kind: Tensor,
+        out: dict[str, Tensor],
+        control: Control,
+        work: HeadWork,
+        request: Tensor | None,
+        as_probability: bool,
+    ) -> Logits:
+        index = count = None
+        if control.compacts:
+            index, count, hidden = ops.select_rows(hidden, row=request, kind=kind, wanted=LOGITS)
+        with nullcontext() if count is None else control.rows(count):
+            logits = self._model.logits(hidden, few=True)
+            ops.sample_tokens(
+                logits,
+                work.rows,
+                ops.SampledRows(
+                    out["token"],
+                    out["gap"],
+                    out["logprob"],
+                    out["logsumexp"],
+                    work.probs,
+                    work.uniform,
+                    out.get("top_ids"),
+                    out.get("top_logprobs"),
+                ),
+                purpose=work.purpose,
+                positions=work.positions,
+                index=index,
+                row=request,
+                kind=kind if index is None else None,
+                wanted=LOGITS,
+                round_tokens=work.round_tokens,
+                first_position=work.first_position,
+                as_probability=as_probability,
+                probs_by_step=work.probs_by_step,
+            )
+        return Logits(logits, index)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from eecore.scheduling.sequence import Sequence, TokenRecord
+from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["Outcome"]
 
@@ -19,9 +20,6 @@ class Outcome:
     records: list[TokenRecord] = field(default_factory=list)
     kv_exit_layers: list[int] = field(default_factory=list)
     """Exit layer behind the KV of each newly computed generated position."""
-    layers_run: int = 0
-    prompt_layers_run: int = 0
-    layers_filled: int = 0
-    fill_calls: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    counters: Counters = field(default_factory=Counters)
+    draft_stop: Any = None
+    """The next adaptive draft threshold, of a round that had one."""

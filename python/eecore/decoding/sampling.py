@@ -1,31 +1,40 @@
-"""From logits to tokens: the filters of a request, its random numbers, its log-probabilities.
+"""What a request wants of its distributions, as the rows of ``sample_tokens`` have it.
 
-The order is transformers': repetition penalty, temperature, top-k, top-p, min-p. Draft and target
-distributions of a speculating request go through the same filters, which is what makes acceptance
-lossless.
+Random numbers come from (seed, position, purpose): whatever is drawn again, after a failure or a
+preemption, alone or in another batch, is the same. Draft and target distributions of a speculating
+request go through the same filters, which is what makes acceptance lossless.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from eecore import ops
 from eecore.config import SamplingParams
+from eecore.decoding.memory import Field, HostSide, power_of_two
 from eecore.scheduling.sequence import Sequence
 
 __all__ = [
+    "DRAWS_DRAFT",
+    "DRAWS_TOKEN",
     "NO_TOKEN",
-    "filtered_probs",
-    "generator_of",
-    "make_generator",
+    "HeadSizes",
+    "head_sizes",
     "needs_logits",
-    "penalise_repetition",
-    "pick",
+    "sampling_fields",
+    "sampling_rows",
     "top_logprobs",
+    "write_sampling",
 ]
 
+# What a random number is for: two of one position must not be the same.
+DRAWS_TOKEN = 0
+DRAWS_DRAFT = 1
 
-MIN_TEMPERATURE = 1e-30
 NO_TOKEN = "expected a probability above 0 for some token, got logits of NaN from the model"
 
 
@@ -36,77 +45,96 @@ def needs_logits(sampling: SamplingParams) -> bool:
     )
 
 
-def make_generator(seed: int) -> torch.Generator:
-    """A request's own source of random numbers, on the host whatever the device."""
-    return torch.Generator().manual_seed(int(seed))
+@dataclass(frozen=True)
+class HeadSizes:
+    """Which heads the rows of a program need, and what memory."""
+
+    greedy: bool = True
+    """Some rows get by with the fused head."""
+    logits: bool = False
+    """Some rows do not."""
+    seen: int = 0
+    """Most tokens that a repetition penalty counts."""
+    top: int = 0
+    """Most log-probabilities that a row asks for."""
 
 
-def generator_of(sequence: Sequence) -> torch.Generator:
-    """The request's own random numbers, made at first use and kept across preemptions."""
-    if sequence.generator is None:
-        assert sequence.sampling.seed is not None
-        sequence.generator = make_generator(sequence.sampling.seed)
-    generator: torch.Generator = sequence.generator
-    return generator
+def head_sizes(sequences: list[Sequence]) -> HeadSizes:
+    """What these requests need, sizes rounded up."""
+    needing = [s.sampling for s in sequences if needs_logits(s.sampling)]
+    if not needing:
+        return HeadSizes()
+    seen = max(
+        (len(seen_tokens(s)) for s in sequences if s.sampling.repetition_penalty != 1.0), default=0
+    )
+    top = max(sampling.logprobs or 0 for sampling in needing)
+    return HeadSizes(
+        len(needing) < len(sequences),
+        True,
+        power_of_two(seen) if seen else 0,
+        power_of_two(top) if top else 0,
+    )
 
 
-def penalise_repetition(logits: Tensor, token_ids: list[int], penalty: float) -> Tensor:
-    """Logits [vocab_size] with those of seen tokens divided (negative: multiplied) by ``penalty``.
-
-    (CTRL, Keskar et al. 2019; the prompt counts as seen, as in transformers.)
-    """
-    if penalty == 1.0 or not token_ids:
-        return logits
-    seen = torch.tensor(sorted(set(token_ids)), device=logits.device)
-    values = logits[seen]
-    logits = logits.clone()
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    return logits
+def seen_tokens(sequence: Sequence) -> list[int]:
+    """What a repetition penalty counts, the prompt included, as in transformers."""
+    return sorted({*sequence.prompt_ids, *sequence.output_ids})
 
 
-def filtered_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """The distribution a request samples from.
-
-    Args:
-        logits: float32 [vocab_size], repetition penalty applied.
-
-    Returns:
-        float32 [vocab_size]; with temperature 0 all of it is on the first largest logit.
-    """
-    if sampling.temperature == 0.0:
-        return torch.zeros_like(logits).scatter_(0, logits.argmax(keepdim=True), 1.0)
-    # With the largest at 0, a temperature that float32 can hold makes no infinity but -inf.
-    logits = (logits - logits.max()) / max(sampling.temperature, MIN_TEMPERATURE)
-    if 0 < sampling.top_k < logits.numel():
-        kth = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probs = logits.softmax(dim=-1)
-    if sampling.top_p < 1.0:
-        ordered, order = probs.sort(descending=True, stable=True)
-        # A token stays while the mass before it is below top_p; the first always stays.
-        dropped = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
-        dropped[0] = False
-        probs = probs.index_fill(0, order[dropped], 0.0)
-    if sampling.min_p > 0.0:
-        probs = probs.masked_fill(probs < sampling.min_p * probs.max(), 0.0)
-    return probs / probs.sum()
+def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
+    """Memory of the rows' settings."""
+    if not sizes.logits:
+        return {}
+    row = (num_rows,)
+    return {
+        "temperature": (torch.float32, row),
+        "top_k": (torch.int32, row),
+        "top_p": (torch.float32, row),
+        "min_p": (torch.float32, row),
+        "repetition_penalty": (torch.float32, row),
+        "seed": (torch.int64, row),
+        "seen": (torch.int64, (num_rows, sizes.seen)),
+    }
 
 
-def pick(probs: Tensor, generator: torch.Generator) -> int:
-    """Draws a token from probs [vocab_size] by inversion, in float64; RuntimeError for NaN."""
-    cumulative = probs.double().cumsum(dim=-1).cpu()
-    if not cumulative[-1] > 0.0:
-        raise RuntimeError(NO_TOKEN)
-    u = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
-    index = int(torch.searchsorted(cumulative, u, right=True))
-    if index >= probs.numel() or probs[index] == 0.0:  # u rounded up to the total
-        index = int(probs.nonzero()[-1])
-    return index
+def sampling_rows(tensors: dict[str, Tensor]) -> ops.SamplingRows:
+    """Of the fields on the device."""
+    return ops.SamplingRows(*(tensors[name] for name in ops.SamplingRows._fields))
 
 
-def top_logprobs(logits: Tensor, token_id: int, count: int) -> tuple[float, dict[int, float]]:
-    """Log-probability of a token and of the ``count`` most probable ones, of the raw logits."""
-    logprobs = logits.log_softmax(dim=-1)
-    values, ids = logprobs.topk(min(count, logprobs.numel()))
-    best = dict(zip(ids.tolist(), values.tolist(), strict=True))
-    return float(logprobs[token_id]), best
+def write_sampling(host: HostSide, sequences: list[Sequence]) -> None:
+    """Write each row's settings."""
+    settings = [sequence.sampling for sequence in sequences]
+    count = len(settings)
+    largest = float(np.finfo(np.float32).max)
+    host.write(
+        # What float32 cannot hold is as good as its largest and its smallest number.
+        temperature=[
+            min(max(s.temperature, 1e-30), largest) if s.temperature else 0.0 for s in settings
+        ],
+        top_k=[min(s.top_k, 2**31 - 1) for s in settings],
+        top_p=[s.top_p for s in settings],
+        min_p=[s.min_p for s in settings],
+        repetition_penalty=[min(max(s.repetition_penalty, 1e-30), largest) for s in settings],
+    )
+    host.arrays["seed"][:count] = np.array(
+        [int(s.seed or 0) for s in settings], dtype=np.uint64
+    ).view(np.int64)
+    seen = host.arrays["seen"]
+    if seen.shape[1]:
+        seen[:count] = -1
+        for i, sequence in enumerate(sequences):
+            if sequence.sampling.repetition_penalty != 1.0:
+                tokens = seen_tokens(sequence)
+                seen[i, : len(tokens)] = tokens
+
+
+def top_logprobs(
+    asked: int | None, logprob: float, ids: list[int], values: list[float]
+) -> tuple[float | None, dict[int, float] | None]:
+    """What a request that asked for ``asked`` log-probabilities gets to know of a token."""
+    if asked is None:
+        return None, None
+    best = dict(zip(ids[:asked], values[:asked], strict=True))
+    best.pop(-1, None)
+    return logprob, best

@@ -5,39 +5,50 @@ A step that fails changes no request: nothing of an iteration is committed befor
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
-import torch
-
-from eecore.config import Decoding, EngineConfig, SamplingParams, T5Config
-from eecore.decoding.captured import Capture, CapturedPlans
-from eecore.decoding.iteration import run_iteration
+from eecore.config import EngineConfig, SamplingParams, T5Config
+from eecore.decoding.capture import Capture, RunProgram, run_program_on
+from eecore.decoding.iterate import Flight, Iterations
 from eecore.decoding.outcome import Outcome
-from eecore.decoding.planned import Flight, PlannedDecoding, on_host
-from eecore.decoding.runner import Runner
+from eecore.decoding.route import route_of
 from eecore.engine.text import TextStream
-from eecore.errors import ModelError, RequestError
-from eecore.exits import ConfidentExit, Exit, FixedExit, Full
+from eecore.errors import RequestError
+from eecore.exits import Exit, Full
 from eecore.models import KVCache, Network, Tokenizer
 from eecore.output import Output, RequestStats, StepOutput
 from eecore.scheduling.pages import PageAllocator
-from eecore.scheduling.scheduler import Scheduler, Work
+from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence, TokenRecord
 
-__all__ = ["Engine", "check_decoding"]
+__all__ = ["Engine"]
 
 
 class Engine:
-    """Continuous batching over one model, with an exit policy per request."""
+    """Continuous batching over one model, with an exit policy per request.
+
+    Args:
+        network: the model.
+        tokenizer: its tokenizer; without one prompts are token ids, and there are no texts.
+        config: limits.
+        run: how decoding programs run; what suits the device when None.
+        ahead: whether a program's next run is launched before the outcome of this one is known;
+            where the device works on its own when None.
+    """
 
     def __init__(
-        self, network: Network, tokenizer: Tokenizer | None, config: EngineConfig | None = None
+        self,
+        network: Network,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig | None = None,
+        *,
+        run: RunProgram | None = None,
+        ahead: bool | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.network = network
@@ -50,8 +61,9 @@ class Engine:
             dtype=network.dtype,
         )
         self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
-        self._runner = Runner(network, kv)
-        self._planned = _planned(self._runner, self.config.decoding)
+        self.iterations = Iterations(
+            network, kv, run or run_program_on(network.device), ahead=ahead
+        )
         self._flight: Flight | None = None
         self._scheduler = Scheduler(self.config, self.pages)
         self._sequences: dict[str, Sequence] = {}
@@ -72,10 +84,19 @@ class Engine:
         return len(self._scheduler.running)
 
     @property
+    def kv(self) -> KVCache:
+        """The cache of all requests."""
+        return self.iterations.kv
+
+    @property
     def captures(self) -> list[Capture]:
-        """CUDA graphs captured so far, with the time and memory each took."""
-        run_plan = None if self._planned is None else self._planned.run_plan
-        return run_plan.captures if isinstance(run_plan, CapturedPlans) else []
+        """Decoding programs captured so far, with the time and memory that each took."""
+        return self.iterations.captures
+
+    @property
+    def requests(self) -> dict[str, Sequence]:
+        """Those that are unfinished, by id."""
+        return dict(self._sequences)
 
     def add_request(
         self,
@@ -98,13 +119,7 @@ class Engine:
         prompt_ids = self._tokenize(prompt)
         config = self.network.config
         policy.check(config.num_layers, config.hidden_size)
-        if isinstance(policy, ConfidentExit) and policy.calibration is not None:
-            policy.calibration.check_model(self.network.source)
-            if sampling.temperature > 0.0:
-                raise RequestError(
-                    "temperature: expected 0 with a calibrated exit, whose guarantee is for greedy "
-                    f"output, got {sampling.temperature:g}"
-                )
+        policy.check_request(self.network.source, sampling.temperature)
         input_ids = None
         if isinstance(config, T5Config):
             prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids
@@ -145,27 +160,15 @@ class Engine:
             works = self._scheduler.schedule()
             if not works:
                 return []
-            flight = None if self._planned is None else self._planned.launch(works)
+            flight = self.iterations.launch(works)
             if flight is None:
-                return self._commit_all(self._run_plainly(works))
-        assert self._planned is not None
+                return self._commit_all(self.iterations.iterate(works))
         try:
-            if self._planned.ahead:
-                works = self._scheduler.schedule_ahead(flight.works)
-                self._flight = self._planned.launch(works, flight) if works else None
-            return self._commit_all(self._planned.land(flight))
+            works = self._scheduler.schedule_ahead(flight.works)
+            self._flight = self.iterations.launch(works, flight) if works else None
+            return self._commit_all(flight.land())
         except BaseException:
             self._flight = None  # it goes on from tokens that nobody has taken over
-            raise
-
-    def _run_plainly(self, works: list[Work]) -> list[Outcome]:
-        """An iteration that the host leads; what it drew is put back when it fails."""
-        draws = [(work.sequence, _drawing_state(work.sequence)) for work in works]
-        try:
-            return run_iteration(self._runner, works)
-        except BaseException:
-            for sequence, state in draws:
-                _restore_drawing_state(sequence, state)
             raise
 
     def cancel(self, request_id: str) -> Output | None:
@@ -237,13 +240,9 @@ class Engine:
     def _commit(self, outcome: Outcome, now: float) -> StepOutput | None:
         """Take over what an iteration did for a sequence; None when no token came out."""
         sequence = outcome.sequence
-        stats = sequence.stats
-        stats.layers_run += outcome.layers_run
-        stats.prompt_layers_run += outcome.prompt_layers_run
-        stats.layers_filled += outcome.layers_filled
-        stats.fill_calls += outcome.fill_calls
-        stats.drafted += outcome.drafted
-        stats.accepted += outcome.accepted
+        sequence.counters.add(outcome.counters)
+        if outcome.draft_stop is not None:
+            sequence.draft_stop = outcome.draft_stop
         computed = range(sequence.num_computed, outcome.num_computed)
         sequence.num_computed = outcome.num_computed
         sequence.is_encoded = sequence.input_ids is not None
@@ -251,8 +250,8 @@ class Engine:
         self._mark_approximate(sequence, computed)
         if not outcome.records:
             return None
-        if stats.first_token is None:
-            stats.first_token = now
+        if sequence.times.first_token is None:
+            sequence.times.first_token = now
 
         text = self._texts.get(sequence.request_id)
         reason = None
@@ -265,7 +264,7 @@ class Engine:
         output = None
         if reason is not None:
             output = self._finish(sequence, reason)
-        elif self._flight is None or sequence not in self._flight.rows:
+        elif self._flight is None or sequence not in self._flight.places:
             self._scheduler.crop(sequence)
         return StepOutput(
             request_id=sequence.request_id,
@@ -280,11 +279,12 @@ class Engine:
         """Remember which pages of newly computed positions lack a layer's own work."""
         size, prompt = self.pages.page_size, sequence.num_prompt_tokens
         num_layers = self.network.config.num_layers
-        first = prompt
-        if isinstance(sequence.exit, FixedExit) and sequence.exit.exit_layer < num_layers:
-            first = 0
-        for position in range(max(first, computed.start), computed.stop):
-            if first == 0 or sequence.kv_exit_layers[position - prompt] < num_layers:
+        if route_of(sequence, num_layers).depth < num_layers:
+            for position in computed:
+                self.pages.mark_approximate([sequence.pages[position // size]])
+            return
+        for position in range(max(prompt, computed.start), computed.stop):
+            if sequence.kv_exit_layers[position - prompt] < num_layers:
                 self.pages.mark_approximate([sequence.pages[position // size]])
 
     def _append(
@@ -305,7 +305,7 @@ class Engine:
         text = self._texts.pop(sequence.request_id, None)
         if text is not None:
             text.finish()
-        sequence.stats.finished = time.perf_counter()
+        sequence.times.finished = time.perf_counter()
         records = sequence.records
         asked = sequence.sampling.logprobs
         return Output(
@@ -322,58 +322,17 @@ class Engine:
         )
 
     def _stats(self, sequence: Sequence) -> RequestStats:
-        stats = sequence.stats
-        assert stats.finished is not None
-        first = stats.first_token if stats.first_token is not None else stats.finished
-        count = len(sequence.records)
+        times, count = sequence.times, len(sequence.records)
+        assert times.finished is not None
+        first = times.first_token if times.first_token is not None else times.finished
         depth = sum(record.exit_layer for record in sequence.records)
         return RequestStats(
             contract=sequence.exit.contract,
             num_layers=self.network.config.num_layers,
             prompt_tokens=len(sequence.given_ids),
             generated_tokens=count,
-            layers_run=stats.layers_run,
-            prompt_layers_run=stats.prompt_layers_run,
-            layers_filled=stats.layers_filled,
-            fill_calls=stats.fill_calls,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            preemptions=stats.preemptions,
-            time_to_first_token_s=first - stats.arrived,
-            total_s=stats.finished - stats.arrived,
+            time_to_first_token_s=first - times.arrived,
+            total_s=times.finished - times.arrived,
             mean_exit_layer=depth / count if count else 0.0,
+            **vars(sequence.counters),
         )
-
-
-def check_decoding(decoding: Decoding, device: torch.device) -> None:
-    """ModelError for a way to decode that a device does not have."""
-    if decoding in ("captured", "polled") and device.type != "cuda":
-        raise ModelError(f"decoding: expected plain or planned on {device.type}, got {decoding}")
-
-
-def _planned(runner: Runner, decoding: Decoding) -> PlannedDecoding | None:
-    """How greedy requests decode where not the plain way."""
-    if decoding == "plain":
-        return None
-    if decoding == "planned":
-        return PlannedDecoding(runner, on_host)
-    check_decoding(decoding, runner.device)
-    in_segments = decoding == "polled"  # the host follows the device then, and has no time
-    run_plan = CapturedPlans(runner.device, in_segments=in_segments)
-    return PlannedDecoding(runner, run_plan, ahead=not in_segments)
-
-
-def _drawing_state(sequence: Sequence) -> tuple[Any, Any]:
-    """What an iteration moves on while it runs: random numbers and the draft threshold."""
-    generator = sequence.generator
-    state = None if generator is None else generator.get_state()
-    stop = sequence.draft_stop
-    return state, None if stop is None else copy.copy(stop)
-
-
-def _restore_drawing_state(sequence: Sequence, state: tuple[Any, Any]) -> None:
-    generator_state, sequence.draft_stop = state
-    if generator_state is None:
-        sequence.generator = None  # made from the seed again
-    else:
-        sequence.generator.set_state(generator_state)

@@ -27,6 +27,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 # How many tokens of a prompt are decoded with what follows it, for spaces between the two.
 CONTEXT_TOKENS = 8
+# Tokens that are decoded together at most before older ones are let go.
+MAX_WINDOW = 32
 
 
 class ChatTemplateError(EecoreError, ValueError):
@@ -141,7 +143,7 @@ class IncrementalDecoder:
     """Turns tokens that come one by one into text, never giving half a character.
 
     The text given so far is always that of the tokens so far, up to bytes that may still become a
-    character. A window of recent tokens is decoded twice, with and without the newest ones, and the
+    character. A window of recent tokens is decoded with and without the newest ones, and the
     difference is new: so a leading space, which decoders drop at the very start, is kept.
     """
 
@@ -151,6 +153,7 @@ class IncrementalDecoder:
         self._decode = decode
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])
         self._num_given = len(self._window)
+        self._given: str | None = None  # the text of the window's given tokens, once it is known
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is not whole."""
@@ -164,13 +167,17 @@ class IncrementalDecoder:
     def _take(self, *, whole: bool) -> str:
         if self._num_given == len(self._window):
             return ""
-        before = self._decode(self._window[: self._num_given]).rstrip(REPLACEMENT)
+        if self._given is None:
+            self._given = self._decode(self._window[: self._num_given]).rstrip(REPLACEMENT)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT) and not whole:
             return ""
-        new = text[len(before) :]
-        # Tokens without text of their own are no context: what came before them stays.
-        self._window = self._window[self._num_given if new else -CONTEXT_TOKENS :]
+        new = text[len(self._given) :]
+        self._given = text.rstrip(REPLACEMENT)
+        if len(self._window) > MAX_WINDOW:
+            # Tokens without text of their own are no context: what came before them stays.
+            self._window = self._window[self._num_given if new else -CONTEXT_TOKENS :]
+            self._given = None
         self._num_given = len(self._window)
         return new
 

@@ -90,7 +90,7 @@ class Scheduler:
             sequence = work.sequence
             left = sequence.tokens_left - 1  # when the iteration gives the fewest
             if left > 0:
-                works.append(Work(sequence, 1, max(0, min(sequence.exit.max_drafts, left - 1))))
+                works.append(Work(sequence, 1, max(0, min(sequence.max_drafts, left - 1))))
                 most = sequence.num_computed + work.most_tokens + works[-1].most_tokens
                 positions.append(min(most, sequence.num_computed + sequence.tokens_left))
         missing = sum(
@@ -167,7 +167,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
-        sequence.stats.preemptions += 1
+        sequence.counters.preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self.waiting.appendleft(sequence)
 
@@ -196,7 +196,7 @@ class Scheduler:
 
 
 def _wanted_drafts(sequence: Sequence) -> int:
-    return max(0, min(sequence.exit.max_drafts, sequence.tokens_left - 1))
+    return max(0, min(sequence.max_drafts, sequence.tokens_left - 1))
 
 
 def _required_drafts(sequence: Sequence) -> int:

@@ -12,7 +12,7 @@ from eecore.config import SamplingParams
 if TYPE_CHECKING:
     from eecore.exits import Exit
 
-__all__ = ["Sequence", "SequenceStats", "SequenceStatus", "TokenRecord"]
+__all__ = ["Counters", "Sequence", "SequenceStatus", "Times", "TokenRecord"]
 
 
 class SequenceStatus(enum.Enum):
@@ -33,8 +33,8 @@ class TokenRecord:
 
 
 @dataclass
-class SequenceStats:
-    """Counters of one request. A layer execution is one position through one layer."""
+class Counters:
+    """Work of a request. A layer execution is one position through one layer."""
 
     layers_run: int = 0
     prompt_layers_run: int = 0
@@ -43,6 +43,22 @@ class SequenceStats:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
+
+    def add(self, more: Counters) -> None:
+        """Count more work."""
+        self.layers_run += more.layers_run
+        self.prompt_layers_run += more.prompt_layers_run
+        self.layers_filled += more.layers_filled
+        self.fill_calls += more.fill_calls
+        self.drafted += more.drafted
+        self.accepted += more.accepted
+        self.preemptions += more.preemptions
+
+
+@dataclass
+class Times:
+    """When things happened to a request, in seconds of ``time.perf_counter``."""
+
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished: float | None = None
@@ -74,11 +90,20 @@ class Sequence:
     is_encoded: bool = False
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
-    stats: SequenceStats = field(default_factory=SequenceStats)
-    generator: Any = None
-    """The request's random generator, kept by the sampling code across preemptions."""
+    counters: Counters = field(default_factory=Counters)
+    times: Times = field(default_factory=Times)
+    route: Any = None
+    """What the policy means to decoding, which makes it once."""
     draft_stop: Any = None
-    """The adaptive draft threshold of DraftAndVerify."""
+    """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
+    stop_ids: list[int] = field(init=False)
+    """Tokens that end the request, ascending."""
+
+    def __post_init__(self) -> None:
+        stops = {int(token) for token in self.sampling.stop_token_ids}
+        if not self.sampling.ignore_eos:
+            stops |= self.eos_token_ids
+        self.stop_ids = sorted(stops)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -109,6 +134,11 @@ class Sequence:
         return bool(self.output_ids) and self.num_computed == self.num_tokens - 1
 
     @property
+    def max_drafts(self) -> int:
+        """Most tokens drafted a round; 0 for a request that does not speculate."""
+        return self.exit.max_drafts
+
+    @property
     def tokens_left(self) -> int:
         return self.sampling.max_tokens - len(self.output_ids)
 
@@ -121,6 +151,4 @@ class Sequence:
 
     def stops_at(self, token_id: int) -> bool:
         """Whether this token ends the request."""
-        if token_id in self.sampling.stop_token_ids:
-            return True
-        return not self.sampling.ignore_eos and token_id in self.eos_token_ids
+        return token_id in self.stop_ids

@@ -1,0 +1,132 @@
+"""Programs, recorded when they first run: a tape on the CPU, a CUDA graph on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from eecore import ops
+from eecore.decoding.control import Always, InGraph, OnHost, OnTape, Program
+
+__all__ = ["CallByCall", "Capture", "Graphs", "RunProgram", "Tapes", "run_program_on"]
+
+
+class RunProgram(Protocol):
+    """Runs programs."""
+
+    @property
+    def returns_early(self) -> bool:
+        """Whether a run returns before the device has done it: the next can be launched then
+        before the outcome of this one is known.
+        """
+        ...
+
+    @property
+    def captures(self) -> list[Capture]:
+        """All that were captured and are still held."""
+        ...
+
+    def __call__(self, program: Program) -> None:
+        """One run of a program."""
+        ...
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured program, and what it took."""
+
+    run: Callable[[], None]
+    seconds: float
+    num_bytes: int
+    """Device memory that a graph and what it allocates hold; 0 for a tape."""
+
+
+class CallByCall:
+    """Runs a program's calls one by one; the host looks at its flags."""
+
+    returns_early = False
+    captures: list[Capture] = []  # noqa: RUF012 (nothing is)
+
+    def __call__(self, program: Program) -> None:
+        """See :class:`RunProgram`."""
+        program.run(OnHost())
+
+
+class Tapes:
+    """Replays programs on the CPU, each by one call that holds no lock of the interpreter.
+
+    Args:
+        replay: what is done with a tape to run it.
+    """
+
+    returns_early = False
+
+    def __init__(self, replay: Callable[[ops.Tape], None] = ops.Tape.replay) -> None:
+        self._replay = replay
+        self._captures: WeakKeyDictionary[Program, Capture] = WeakKeyDictionary()
+
+    @property
+    def captures(self) -> list[Capture]:
+        """See :class:`RunProgram`."""
+        return list(self._captures.values())
+
+    def __call__(self, program: Program) -> None:
+        """See :class:`RunProgram`."""
+        capture = self._captures.get(program)
+        if capture is None:
+            started = time.perf_counter()
+            tape = ops.Tape()
+            with tape.record():
+                program.run(OnTape(tape))
+            seconds = time.perf_counter() - started
+            capture = Capture(partial(self._replay, tape), seconds, 0)
+            self._captures[program] = capture
+        capture.run()
+
+
+class Graphs:
+    """Launches programs on a GPU, each as one graph in which the GPU decides how deep it goes."""
+
+    returns_early = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Graphs never run side by side: they share their memory.
+        self._pool: Any = torch.cuda.MemPool()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._captures: WeakKeyDictionary[Program, Capture] = WeakKeyDictionary()
+
+    @property
+    def captures(self) -> list[Capture]:
+        """See :class:`RunProgram`."""
+        return list(self._captures.values())
+
+    def __call__(self, program: Program) -> None:
+        """See :class:`RunProgram`."""
+        capture = self._captures.get(program)
+        if capture is None:
+            capture = self._captures[program] = self._capture(program)
+        capture.run()
+
+    def _capture(self, program: Program) -> Capture:
+        program.run(Always())  # loads what a graph will launch; the graph's first run does it again
+        program.send()
+        torch.cuda.synchronize(self._device)
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
+        graph = ops.CapturedGraph(self._device)
+        with torch.cuda.use_mem_pool(self._pool, self._device), graph.capture(self._stream):
+            program.run(InGraph())
+        torch.cuda.synchronize(self._device)
+        held = free - torch.cuda.mem_get_info(self._device)[0]
+        return Capture(graph.launch, time.perf_counter() - started, max(held, 0))
+
+
+def run_program_on(device: torch.device) -> RunProgram:
+    """How programs run on a device."""
+    return Graphs(device) if device.type == "cuda" else Tapes()

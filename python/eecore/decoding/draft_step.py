@@ -1,0 +1,480 @@
+"""A round of speculation as a program: draft, verify, accept.
+
+(LayerSkip §4.3, A.4; Leviathan et al. 2023; Zhang et al. 2023.) A draft runs either the first
+layers only (SelfSpeculative) or all layers with some sublayers left out (DraftAndVerify). Both keep
+the state of every drafted position at the depth up to which the draft ran exactly like the full
+model: verification takes the rows up from there, so that no position passes through one of those
+layers twice. Their keys and values are in the cache already; those of deeper layers, where a draft
+with left-out sublayers wrote any, are overwritten by the verification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.decoding.control import Control
+from eecore.decoding.draft_stop import stop_rule
+from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, Logits, head_fields
+from eecore.decoding.memory import (
+    Field,
+    HostSide,
+    TwinMemory,
+    cross_batch,
+    cross_fields,
+    input_pages,
+    power_of_two,
+)
+from eecore.decoding.outcome import Outcome
+from eecore.decoding.route import DraftPath, Route
+from eecore.decoding.sampling import (
+    DRAWS_DRAFT,
+    DRAWS_TOKEN,
+    NO_TOKEN,
+    HeadSizes,
+    head_sizes,
+    needs_logits,
+    sampling_fields,
+    sampling_rows,
+    top_logprobs,
+    write_sampling,
+)
+from eecore.models import AttentionBatch, KVCache, Network
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
+
+__all__ = ["DraftKind", "DraftRow", "DraftStep", "draft_kind"]
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """One sequence of a round."""
+
+    work: Work
+    route: Route
+    follows: int | None = None
+    """Its row in the program's last round, behind which it goes on; None: behind its last token."""
+    pending: int = 0
+    """Tokens that it gets from that round at most."""
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.work.sequence
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """What makes a program: which calls it has, and for how much it has memory."""
+
+    path: DraftPath
+    num_steps: int
+    """Most drafts of a row."""
+    heads: HeadSizes
+    samples: bool
+    """Some rows draw their tokens."""
+    follows: bool
+    """Rows may go on behind the round before."""
+    num_rows: int
+    num_pages: int
+    num_input_pages: int
+    num_stops: int
+    """Most tokens that end a row's text."""
+
+
+def draft_kind(rows: list[DraftRow], *, page_size: int, ahead: bool) -> DraftKind:
+    """The program that these rows need, sizes rounded up."""
+    sequences = [row.sequence for row in rows]
+    path = rows[0].route.path
+    assert path is not None
+    steps = power_of_two(max(1, *(row.work.max_drafts for row in rows)))
+    steps = max(1, min(steps, max(sequence.max_drafts for sequence in sequences)))
+    most = max(row.sequence.num_tokens + row.pending for row in rows) + steps
+    pages = max(max(len(s.pages) for s in sequences), -(-most // page_size))
+    return DraftKind(
+        path,
+        steps,
+        head_sizes(sequences),
+        any(sequence.sampling.temperature > 0.0 for sequence in sequences),
+        ahead,
+        power_of_two(len(rows)),
+        power_of_two(pages),
+        input_pages(sequences),
+        power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
+    )
+
+
+class DraftStep:
+    """Rounds of up to ``kind.num_rows`` sequences; those behind them take no part."""
+
+    def __init__(self, model: Network, kv: KVCache, kind: DraftKind) -> None:
+        self.kind = kind
+        self._model, self._kv = model, kv
+        self._heads = Heads(model, kind.heads)
+        device = model.device
+        self._given = TwinMemory(device, self._given_fields())
+        self._results = TwinMemory(device, self._result_fields())
+        self._host = self._given.host()
+        given, results = self._given.device, self._results.device
+        rows, width = kind.num_rows, kind.num_steps + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def states(*shape: int) -> Tensor:
+            return zeros(*shape, model.config.hidden_size, dtype=model.dtype)
+
+        self._round = ops.DraftRound(
+            token_ids=given["token_ids"],
+            start=given["start"],
+            tokens_left=given["tokens_left"],
+            max_drafts=given["max_drafts"],
+            page_table=given["page_table"],
+            thresholds=given["thresholds"],
+            stop_tokens=given["stop_tokens"],
+            first_position=zeros(rows),
+            left=zeros(rows),
+            round_slots=zeros(rows, width),
+            tokens=results["tokens"],
+            confidences=results["draft_confidences"],
+            num_drafted=results["num_drafted"],
+            most=zeros(rows),
+            done=zeros(rows, dtype=torch.bool),
+            all_done=zeros(1, dtype=torch.bool),
+            states=states(rows, width) if kind.path.shared_layers else None,
+        )
+        self._ended = ops.EndedRound(results["next_token"], zeros(rows), zeros(rows))
+        open_cross = cross_batch(given, "open_")
+        self._active = ops.ActiveRows(
+            row=given["row"],
+            positions=zeros(rows),
+            slot_mapping=zeros(rows),
+            seq_lens=zeros(rows, dtype=torch.int32),
+            page_table=given["open_page_table"],
+            num_active=given["num_active"],
+            token_ids=zeros(rows),
+            cross_page_table=None if open_cross is None else open_cross.page_table,
+            cross_seq_lens=None if open_cross is None else open_cross.seq_lens,
+        )
+        self._verification = ops.Verification(
+            last_tokens=zeros(rows),
+            last_positions=zeros(rows),
+            last_slots=zeros(rows),
+            last_seq_lens=zeros(rows, dtype=torch.int32),
+            token_ids=zeros(rows * width),
+            positions=zeros(rows * width),
+            slot_mapping=zeros(rows * width),
+            sequence=zeros(rows * width, dtype=torch.int32),
+            seq_lens=zeros(rows, dtype=torch.int32),
+            query_start_loc=results["query_start_loc"],
+            num_tokens=zeros(1, dtype=torch.int32),
+        )
+        # What the heads say of the drafts, of one step at a time.
+        self._drafted = {
+            name: zeros(*shape, dtype=dtype)
+            for name, (dtype, shape) in head_fields(rows, replace(kind.heads, top=0)).items()
+        }
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._cross = cross_batch(given)
+        self._open_cross = open_cross
+        vocab = model.config.vocab_size if kind.samples else 0
+        self._draft_probs = zeros(rows * kind.num_steps, vocab, dtype=torch.float32)
+        self._target_probs = zeros(rows * width, vocab, dtype=torch.float32)
+        self._uniform = zeros(rows * width, dtype=torch.float32)
+        self._logits: Logits | None = None
+
+    def _given_fields(self) -> dict[str, Field]:
+        kind = self.kind
+        row, table = (kind.num_rows,), (kind.num_rows, kind.num_pages)
+        return {
+            "token_ids": (torch.int64, row),
+            "start": (torch.int64, row),
+            "tokens_left": (torch.int64, row),
+            "max_drafts": (torch.int64, row),
+            "sources": (torch.int32, row),
+            "page_table": (torch.int32, table),
+            "thresholds": (torch.float32, row),
+            "stop_tokens": (torch.int64, (kind.num_rows, kind.num_stops)),
+            "kind": (torch.int32, row),
+            "sampled": (torch.bool, row),
+            "num_rows": (torch.int32, (1,)),
+            # What the round changes as rows end their drafts.
+            "row": (torch.int32, row),
+            "num_active": (torch.int32, (1,)),
+            "open_page_table": (torch.int32, table),
+            **cross_fields(kind.num_rows, kind.num_input_pages),
+            **cross_fields(kind.num_rows, kind.num_input_pages, "open_"),
+            **sampling_fields(kind.num_rows, kind.heads),
+        }
+
+    def _result_fields(self) -> dict[str, Field]:
+        rows, steps = self.kind.num_rows, self.kind.num_steps
+        return {
+            "num_drafted": (torch.int64, (rows,)),
+            "num_accepted": (torch.int64, (rows,)),
+            "next_token": (torch.int64, (rows,)),
+            "tokens": (torch.int64, (rows, steps + 1)),  # the first, then the drafts
+            "draft_confidences": (torch.float32, (rows, steps)),
+            "query_start_loc": (torch.int32, (rows + 1,)),
+            # Of the full model, at every verified position.
+            **head_fields(rows * (steps + 1), self.kind.heads),
+        }
+
+    # Between rounds
+
+    def load(self, rows: list[DraftRow]) -> None:
+        """Say who speculates next: at most ``kind.num_rows`` sequences."""
+        kind = self.kind
+        count, padding = len(rows), kind.num_rows - len(rows)
+        host = self._host = self._given.host()
+        sequences = [row.sequence for row in rows]
+        host.write(
+            token_ids=[sequence.output_ids[-1] for sequence in sequences],
+            start=[sequence.num_tokens - 1 for sequence in sequences],
+            tokens_left=[sequence.tokens_left for sequence in sequences],
+            max_drafts=[row.work.max_drafts for row in rows] + [-1] * padding,
+            thresholds=[_threshold(row) for row in rows],
+            kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
+            sampled=[s.sampling.temperature > 0.0 for s in sequences] + [False] * padding,
+            num_rows=[count],
+            num_active=[count],
+        )
+        host.arrays["row"][:] = np.arange(kind.num_rows)
+        stops = host.arrays["stop_tokens"]
+        stops[:] = -1
+        for i, sequence in enumerate(sequences):
+            stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
+        if kind.follows:
+            host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
+        pages = [sequence.pages for sequence in sequences]
+        host.write_pages("page_table", pages)
+        host.write_pages("open_page_table", pages)
+        if kind.num_input_pages:
+            for prefix in ("", "open_"):
+                host.write_pages(f"{prefix}input_page_table", [s.input_pages for s in sequences])
+                host.write(**{f"{prefix}input_lens": [len(s.input_ids or ()) for s in sequences]})
+        if kind.heads.logits:
+            write_sampling(host, sequences)
+        self.send()
+
+    def send(self) -> None:
+        """Have what was loaded sent to the device, once more where a round has changed it."""
+        self._given.send(self._host)
+
+    def fetch(self) -> HostSide:
+        """Have what the last round gave sent to the host."""
+        return self._results.fetch()
+
+    # The program
+
+    def run(self, control: Control) -> None:
+        """Draft until no row goes on, then verify."""
+        given, active, made = self._given.device, self._active, self._round
+        with control.rows(given["num_rows"]):
+            if self.kind.follows:
+                ops.begin_round(
+                    made,
+                    active,
+                    self._kv.page_size,
+                    ended=self._ended,
+                    sources=given["sources"],
+                )
+            else:
+                ops.begin_round(made, active, self._kv.page_size)
+            if control.compacts:
+                ops.compact_rows(made.done, active)
+        control.unless(made.all_done, lambda: self._draft(0, control))
+        self._verify(control)
+
+    def _draft(self, step: int, control: Control) -> None:
+        """One more token of every row that drafts, and what is behind it."""
+        model, path, active, made = self._model, self.kind.path, self._active, self._round
+        batch = AttentionBatch(
+            active.positions,
+            active.slot_mapping,
+            active.page_table,
+            active.seq_lens,
+            self._starts,
+            self._open_cross,
+        )
+        with control.rows(active.num_active):
+            assert active.token_ids is not None
+            hidden = model.embed(active.token_ids)
+            shared = None
+            if path.shared_layers:
+                hidden = model.layers(0, path.shared_layers, hidden, self._kv, batch, few=True)
+                shared = hidden
+            if path.shared_layers < path.num_layers:
+                hidden = model.layers(
+                    path.shared_layers,
+                    path.num_layers,
+                    hidden,
+                    self._kv,
+                    batch,
+                    skip_attention=path.skip_attention,
+                    skip_mlp=path.skip_mlp,
+                    few=True,
+                )
+            drafted = self._drafted
+            self._heads.run(
+                hidden,
+                self._given.device["kind"],
+                drafted,
+                control,
+                self._work(DRAWS_DRAFT, active.positions),
+                request=active.row,
+                as_probability=path.stops_on == "probability",
+            )
+            ops.append_drafts(shared, drafted["token"], drafted["gap"], step, made, active)
+            if control.compacts:
+                ops.compact_rows(made.done, active)
+        if step + 1 < self.kind.num_steps:
+            control.unless(made.all_done, lambda: self._draft(step + 1, control))
+
+    def _verify(self, control: Control) -> None:
+        """The last token through the shared layers, then all through the others."""
+        model, given, results = self._model, self._given.device, self._results.device
+        shared, made, checked = self.kind.path.shared_layers, self._round, self._verification
+        with control.rows(given["num_rows"]):
+            ops.begin_verification(made, checked)
+            if shared:
+                batch = AttentionBatch(
+                    checked.last_positions,
+                    checked.last_slots,
+                    made.page_table,
+                    checked.last_seq_lens,
+                    self._starts,
+                    self._cross,
+                )
+                last = model.embed(checked.last_tokens)
+                last = model.layers(0, shared, last, self._kv, batch, few=True)
+                assert made.states is not None
+                hidden = ops.gather_states(made.states, last, checked)
+        with control.rows(checked.num_tokens, given["num_rows"]):
+            if not shared:
+                hidden = model.embed(checked.token_ids)
+            batch = AttentionBatch(
+                checked.positions,
+                checked.slot_mapping,
+                made.page_table,
+                checked.seq_lens,
+                checked.query_start_loc,
+                self._cross,
+            )
+            num_layers = model.config.num_layers
+            hidden = model.layers(shared, num_layers, hidden, self._kv, batch, few=True)
+            self._logits = self._heads.run(
+                hidden,
+                given["kind"],
+                results,
+                control,
+                self._work(DRAWS_TOKEN, checked.positions),
+                request=checked.sequence,
+            )
+        with control.rows(given["num_rows"]):
+            drawn: dict[str, Any] = {}
+            if self.kind.samples:
+                drawn = {
+                    "sampled": given["sampled"],
+                    "draft_probs": self._draft_probs,
+                    "target_probs": self._target_probs,
+                    "uniform": self._uniform,
+                }
+            ops.accept_round(
+                made, checked, results["token"], self._ended, results["num_accepted"], **drawn
+            )
+
+    def _work(self, purpose: int, positions: Tensor) -> HeadWork | None:
+        """Of rows that need logits, where there are any."""
+        if not self.kind.heads.logits:
+            return None
+        work = HeadWork(
+            sampling_rows(self._given.device),
+            positions,
+            purpose,
+            round_tokens=self._round.tokens,
+            first_position=self._round.first_position,
+        )
+        if not self.kind.samples:
+            return work
+        if purpose == DRAWS_DRAFT:
+            return replace(work, probs=self._draft_probs, probs_by_step=self.kind.num_steps)
+        return replace(work, probs=self._target_probs, uniform=self._uniform)
+
+    # What came of it
+
+    def outcomes(
+        self, rows: list[tuple[int, DraftRow]], arrived: HostSide, count: int
+    ) -> list[Outcome]:
+        """Of some of the ``count`` rows of a round; waits for what was fetched to come."""
+        arrays = arrived.wait().arrays
+        starts = arrays["query_start_loc"][: count + 1].tolist()
+        got = {
+            name: array[: starts[-1] if name in head_fields(1, self.kind.heads) else count].tolist()
+            for name, array in arrays.items()
+        }
+        return [self._outcome(row, i, starts[i], got) for i, row in rows]
+
+    def _outcome(self, row: DraftRow, i: int, start: int, got: dict[str, list[Any]]) -> Outcome:
+        """As much of a round as stands; nothing is behind an accepted end of the text."""
+        sequence, num_layers, path = row.sequence, self._model.config.num_layers, self.kind.path
+        drafted, accepted = got["num_drafted"][i], got["num_accepted"][i]
+        drafts = got["tokens"][i][1 : drafted + 1]
+        emitted = [*drafts[:accepted], got["next_token"][i]]
+        if emitted[-1] < 0:
+            raise RuntimeError(NO_TOKEN)
+        ends = drafted > 0 and sequence.stops_at(drafts[-1])
+        if accepted == drafted and ends:
+            emitted.pop()
+        outcome = Outcome(sequence, sequence.num_computed + len(emitted))
+        outcome.kv_exit_layers = [num_layers] * len(emitted)
+        # Drafted positions go through what they share with the draft once.
+        runs = drafted * (path.layers_run - path.shared_layers) + (drafted + 1) * num_layers
+        outcome.counters = Counters(layers_run=runs, drafted=drafted, accepted=accepted)
+        for k, token in enumerate(emitted):
+            at = start + k
+            is_draft = k < accepted
+            logprob, best = self._logprobs(sequence, token, at, got)
+            outcome.records.append(
+                TokenRecord(
+                    token,
+                    path.num_layers if is_draft else num_layers,
+                    got["draft_confidences"][i][k] if is_draft else got["gap"][at],
+                    logprob,
+                    best,
+                )
+            )
+        if row.route.adaptive:
+            outcome.draft_stop = stop_rule(sequence, row.route).after(
+                drafted, accepted, sequence.max_drafts
+            )
+        return outcome
+
+    def _logprobs(
+        self, sequence: Sequence, token: int, at: int, got: dict[str, list[Any]]
+    ) -> tuple[float | None, dict[int, float] | None]:
+        """Of an emitted token, as far as the request asked."""
+        asked, logprob = sequence.sampling.logprobs, got["logprob"][at]
+        if asked is not None and token != got["token"][at]:  # a draft, or drawn once more
+            assert self._logits is not None
+            logprob = self._logits.of(at, token) - got["logsumexp"][at]
+        ids, values = (got[n][at] if n in got else [] for n in ("top_ids", "top_logprobs"))
+        return top_logprobs(asked, logprob, ids, values)
+
+
+def _threshold(row: DraftRow) -> float:
+    """The smallest float32 that is not below the row's: the same float32 numbers reach both."""
+    route = row.route
+    if route.draft_threshold is None:
+        return -1.0
+    threshold = (
+        stop_rule(row.sequence, route).threshold if route.adaptive else route.draft_threshold
+    )
+    rounded = np.float32(threshold)
+    if float(rounded) < threshold:
+        rounded = np.nextafter(rounded, np.float32(np.inf))
+    return float(rounded)

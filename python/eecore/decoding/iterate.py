@@ -1,0 +1,185 @@
+"""An iteration: the prompts' pass, then a program for each family of decoding rows.
+
+Rows of one family, whatever their policies, share a program: an exit step, or a round for each way
+to draft. Nobody's program depends on who else is there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from eecore.decoding.capture import Capture, RunProgram
+from eecore.decoding.draft_step import DraftKind, DraftRow, DraftStep, draft_kind
+from eecore.decoding.exit_step import ExitKind, ExitRow, ExitStep, exit_kind
+from eecore.decoding.memory import HostSide
+from eecore.decoding.outcome import Outcome
+from eecore.decoding.prefill import Prefill, encode
+from eecore.decoding.route import DraftPath, route_of
+from eecore.decoding.sampling import needs_logits
+from eecore.models import KVCache, Network
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Sequence, SequenceStatus
+
+__all__ = ["Flight", "Iterations"]
+
+Made = TypeVar("Made", ExitStep, DraftStep)
+
+# Programs that are kept; the one that has not run for longest goes first.
+MAX_PROGRAMS = 64
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A program's run that was launched; the device may still be at it."""
+
+    program: ExitStep | DraftStep
+    rows: Ordered[ExitRow | DraftRow]
+    arrived: HostSide
+
+    @property
+    def works(self) -> list[Work]:
+        return [row.work for row in self.rows]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of its sequences needs it any more."""
+        return not any(row.sequence.status is SequenceStatus.RUNNING for row in self.rows)
+
+    @cached_property
+    def places(self) -> dict[Sequence, int]:
+        """The program's row for each sequence on board."""
+        return {row.sequence: i for i, row in enumerate(self.rows)}
+
+    def land(self) -> list[Outcome]:
+        """What it did for its sequences; those that have ended meanwhile are left out."""
+        running = [
+            (i, row)
+            for i, row in enumerate(self.rows)
+            if row.sequence.status is SequenceStatus.RUNNING
+        ]
+        return self.program.outcomes(running, self.arrived, len(self.rows))  # type: ignore[arg-type]
+
+
+class Iterations:
+    """The iterations of one model over one cache.
+
+    Args:
+        model: the model.
+        kv: its cache.
+        run: how programs run.
+        ahead: launch a program's next run before the outcome of this one is known; where the run
+            returns early when None.
+    """
+
+    def __init__(
+        self, model: Network, kv: KVCache, run: RunProgram, *, ahead: bool | None = None
+    ) -> None:
+        self.model, self.kv = model, kv
+        self.ahead = run.returns_early if ahead is None else ahead
+        self.run = run
+        self._programs: OrderedDict[ExitKind | DraftKind, Any] = OrderedDict()
+
+    @property
+    def captures(self) -> list[Capture]:
+        """Of the programs that are kept: the time and memory that each capture took."""
+        return self.run.captures
+
+    @torch.inference_mode()
+    def iterate(self, works: list[Work]) -> list[Outcome]:
+        """Run all works; one outcome for each, in order. No sequence has changed yet."""
+        unread = [work.sequence for work in works if work.sequence.tokens_to_encode]
+        if unread:
+            encode(self.model, self.kv, unread)
+        outcomes: dict[Sequence, Outcome] = {}
+        prompts = [work for work in works if work.is_prefill]
+        if prompts:
+            for outcome in Prefill(self.model, self.kv, prompts).run():
+                outcomes[outcome.sequence] = outcome
+        for family in self._families([work for work in works if not work.is_prefill]).values():
+            flight = self._launch(family, None)
+            assert flight is not None
+            for outcome in flight.land():
+                outcomes[outcome.sequence] = outcome
+        return [outcomes[work.sequence] for work in works]
+
+    @torch.inference_mode()
+    def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
+        """Start an iteration that is a single run, and return before its outcome is known.
+
+        None where it is none, or where a row's next run depends on the outcome of this one in more
+        than its tokens: nothing has happened then.
+
+        Args:
+            works: sequences, each with pages for whatever the iteration computes.
+            after: the flight that is still out, if any. Its sequences go on where it leaves them;
+                that takes the same program.
+        """
+        families = {} if any(map(_must_land, works)) else self._families(works)
+        if not self.ahead or len(families) != 1:
+            return None
+        (family,) = families.values()
+        return self._launch(family, after, only=None if after is None else after.program)
+
+    def _families(self, works: list[Work]) -> dict[DraftPath | None, list[Work]]:
+        """Works that share a program, by how they draft."""
+        families: dict[DraftPath | None, list[Work]] = {}
+        for work in works:
+            path = route_of(work.sequence, self.model.config.num_layers).path
+            families.setdefault(path, []).append(work)
+        return families
+
+    def _launch(
+        self, works: list[Work], after: Flight | None, only: ExitStep | DraftStep | None = None
+    ) -> Flight | None:
+        """One run of a family's program; None where it would not be ``only``."""
+        page_size, num_layers = self.kv.page_size, self.model.config.num_layers
+        routes = [route_of(work.sequence, num_layers) for work in works]
+        places = [_place(after, work.sequence) for work in works]
+        if routes[0].path is None:
+            rows = [ExitRow(w, r, *at) for w, r, at in zip(works, routes, places, strict=True)]
+            kind = exit_kind(rows, page_size=page_size, ahead=self.ahead)
+            if only is not None and only.kind != kind:
+                return None
+            step = self._program(kind, ExitStep)
+            step.load(rows)
+            self.run(step)
+            return Flight(step, rows, step.fetch())
+        drafting = [DraftRow(w, r, *at) for w, r, at in zip(works, routes, places, strict=True)]
+        draft = draft_kind(drafting, page_size=page_size, ahead=self.ahead)
+        if only is not None and only.kind != draft:
+            return None
+        round_ = self._program(draft, DraftStep)
+        round_.load(drafting)
+        self.run(round_)
+        return Flight(round_, drafting, round_.fetch())
+
+    def _program(self, kind: Any, make: Callable[[Network, KVCache, Any], Made]) -> Made:
+        """The program of a kind, made when it is first needed."""
+        program = self._programs.get(kind)
+        if program is None:
+            program = self._programs[kind] = make(self.model, self.kv, kind)
+            if len(self._programs) > MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(kind)
+        return program
+
+
+def _place(flight: Flight | None, sequence: Sequence) -> tuple[int | None, int]:
+    """A sequence's row in a flight, and the tokens that it gets from it at most."""
+    if flight is None or sequence not in flight.places:
+        return None, 0
+    row = flight.places[sequence]
+    return row, flight.works[row].most_tokens
+
+
+def _must_land(work: Work) -> bool:
+    """Whether what a row does next depends on more than where the device knows it to be."""
+    sequence = work.sequence
+    return work.is_prefill or needs_logits(sequence.sampling) or sequence.draft_stop is not None

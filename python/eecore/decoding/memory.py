@@ -1,0 +1,183 @@
+"""Fixed memory of programs: tensors that host and device exchange, page tables, slots, sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Ordered
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eecore.models import CrossBatch
+from eecore.scheduling.sequence import Sequence
+
+__all__ = [
+    "Array",
+    "Field",
+    "HostSide",
+    "TwinMemory",
+    "cross_batch",
+    "cross_fields",
+    "fill_page_table",
+    "input_pages",
+    "power_of_two",
+    "slots_of",
+]
+
+ALIGNMENT = 16
+
+Array = npt.NDArray[Any]
+Field = tuple[torch.dtype, tuple[int, ...]]
+Pages = Ordered[int]
+
+
+class HostSide:
+    """The host's copy of a twin memory, pinned where there is a GPU.
+
+    Attributes:
+        arrays: by name, for the host to read and write.
+    """
+
+    def __init__(self, memory: Tensor, tensors: dict[str, Tensor]) -> None:
+        self.memory = memory
+        self.arrays: dict[str, Array] = {name: t.numpy() for name, t in tensors.items()}
+        self._moved: torch.cuda.Event | None = None
+        self._tables: dict[str, tuple[Array, list[Pages]]] = {}
+
+    def moves(self) -> None:
+        """A copy from or to here has just been queued on the current stream."""
+        if self.memory.is_pinned():
+            self._moved = self._moved or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._moved.record()
+
+    def wait(self) -> HostSide:
+        """Until the copy that was queued last is done."""
+        if self._moved is not None:
+            self._moved.synchronize()
+        return self
+
+    def write(self, **columns: Ordered[Any]) -> None:
+        """Write the first rows of some arrays; what is behind them stays."""
+        for name, values in columns.items():
+            self.arrays[name][: len(values)] = values
+
+    def write_pages(self, name: str, pages: list[Pages]) -> None:
+        """Write each row's pages into the table ``name``, of which a run may change this side."""
+        table = self.arrays[name]
+        if name not in self._tables:
+            self._tables[name] = np.zeros_like(table), [[] for _ in table]
+        clean, written = self._tables[name]
+        for i, own in enumerate(pages):
+            if own != written[i]:
+                clean[i, : len(own)] = own
+                written[i] = list(own)
+        table[:] = clean
+
+    def numbers(self, count: int) -> dict[str, list[Any]]:
+        """The first ``count`` rows of every array, as Python's numbers."""
+        return {name: array[:count].tolist() for name, array in self.arrays.items()}
+
+
+class TwinMemory:
+    """Named tensors on a device, and twice on the host: one side moves, the other is at hand.
+
+    On the CPU what the host writes is the device's memory itself.
+
+    Attributes:
+        device: the device's tensors by name, zeros at first.
+    """
+
+    def __init__(self, device: torch.device, fields: dict[str, Field]) -> None:
+        num_bytes = 0
+        places = {}
+        for name, (dtype, shape) in fields.items():
+            size = math.prod(shape) * dtype.itemsize
+            places[name] = slice(num_bytes, num_bytes + size), dtype, shape
+            num_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+
+        def views(memory: Tensor) -> dict[str, Tensor]:
+            return {
+                name: memory[at].view(dtype).view(shape)
+                for name, (at, dtype, shape) in places.items()
+            }
+
+        def host_side() -> HostSide:
+            pinned = device.type == "cuda"
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            return HostSide(memory, views(memory))
+
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.device = views(self._memory)
+        self._is_shared = device.type == "cpu"
+        self._own = HostSide(self._memory, self.device) if self._is_shared else None
+        self._sides = host_side(), host_side()
+        self._uses = 0
+
+    def host(self) -> HostSide:
+        """A side to write, from which nothing moves any more."""
+        return self._own or self._next_side()
+
+    def _next_side(self) -> HostSide:
+        """The side that was not at hand the last time."""
+        self._uses += 1
+        return self._sides[self._uses % 2].wait()
+
+    def send(self, side: HostSide) -> None:
+        """To the device, behind the work that is queued there; waits for nothing."""
+        if side is not self._own:
+            self._memory.copy_(side.memory, non_blocking=True)
+            side.moves()
+
+    def fetch(self) -> HostSide:
+        """From the device, behind the work that is queued there: ``wait`` for it before reading."""
+        side = self._next_side()
+        side.memory.copy_(self._memory, non_blocking=True)
+        side.moves()
+        return side
+
+
+def slots_of(pages: Pages, first: int, stop: int, page_size: int) -> list[int]:
+    """Cache slots of a sequence's positions ``first..stop-1``."""
+    return [pages[p // page_size] * page_size + p % page_size for p in range(first, stop)]
+
+
+def fill_page_table(table: Array, pages: list[Pages]) -> Array:
+    """Write each sequence's pages into ``table`` [num_rows, max_pages], then zeros; returns it."""
+    table[:] = 0
+    for i, own in enumerate(pages):
+        table[i, : len(own)] = own
+    return table
+
+
+def power_of_two(count: int) -> int:
+    """The smallest one that is not below ``count``: sizes of programs are rounded up to these."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+# An encoder's keys and values lie in pages of the decoder's cache.
+
+
+def cross_fields(num_rows: int, max_input_pages: int, prefix: str = "") -> dict[str, Field]:
+    """Where each row's encoded input lies; no fields without an encoder."""
+    if not max_input_pages:
+        return {}
+    return {
+        f"{prefix}input_page_table": (torch.int32, (num_rows, max_input_pages)),
+        f"{prefix}input_lens": (torch.int32, (num_rows,)),
+    }
+
+
+def cross_batch(tensors: dict[str, Tensor], prefix: str = "") -> CrossBatch | None:
+    """Of the fields on the device, where there are any."""
+    if f"{prefix}input_lens" not in tensors:
+        return None
+    return CrossBatch(tensors[f"{prefix}input_page_table"], tensors[f"{prefix}input_lens"])
+
+
+def input_pages(sequences: list[Sequence]) -> int:
+    """Pages of the longest encoded input, rounded up; 0 without an encoder."""
+    most = max(len(sequence.input_pages) for sequence in sequences)
+    return power_of_two(most) if most else 0

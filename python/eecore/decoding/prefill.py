@@ -1,0 +1,254 @@
+"""The pass of prompts: chunks of them, and what a preempted request computes once more.
+
+It runs before the programs of an iteration and shares no call with them, so that a prompt that
+arrives changes nothing for those who decode.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eecore.decoding.control import OnHost
+from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, head_fields
+from eecore.decoding.memory import (
+    Array,
+    HostSide,
+    TwinMemory,
+    fill_page_table,
+    slots_of,
+)
+from eecore.decoding.outcome import Outcome
+from eecore.decoding.route import route_of
+from eecore.decoding.sampling import (
+    DRAWS_TOKEN,
+    NO_TOKEN,
+    head_sizes,
+    needs_logits,
+    sampling_fields,
+    sampling_rows,
+    top_logprobs,
+    write_sampling,
+)
+from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
+
+__all__ = ["Prefill", "encode"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def encode(model: Network, kv: KVCache, sequences: list[Sequence]) -> None:
+    """Run the encoder on the inputs of sequences; what the decoder needs goes to their pages.
+
+    Args:
+        model: with an encoder.
+        kv: the cache.
+        sequences: one or more, each with an input and pages for it.
+    """
+    assert isinstance(model, T5Model)
+    lengths = [len(sequence.given_ids) for sequence in sequences]
+    tokens = [token for sequence in sequences for token in sequence.given_ids]
+    slots = [
+        slot
+        for sequence, length in zip(sequences, lengths, strict=True)
+        for slot in slots_of(sequence.input_pages, 0, length, kv.page_size)
+    ]
+    model.encode(
+        torch.tensor(tokens, device=model.device),
+        lengths,
+        kv,
+        torch.tensor(slots, device=model.device),
+    )
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One sequence's part of the pass: positions ``first..stop-1``."""
+
+    work: Work
+    first: int
+    stop: int
+    leave: list[int]
+    """After how many layers each position leaves: those of a replay where they left at first."""
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.work.sequence
+
+    @property
+    def emits(self) -> bool:
+        """Whether the last row gives a token: not of a replay or an unfinished prompt."""
+        sequence = self.sequence
+        return not sequence.output_ids and self.stop == sequence.num_prompt_tokens
+
+
+class Prefill:
+    """One pass over the chunks of some sequences, rows sorted by sequence, then by position."""
+
+    def __init__(self, model: Network, kv: KVCache, works: list[Work]) -> None:
+        self._model, self._kv = model, kv
+        self._num_layers = model.config.num_layers
+        self._chunks = [self._chunk(work) for work in works]
+        chunks = self._chunks
+        sequences = [chunk.sequence for chunk in chunks]
+        counts = [chunk.stop - chunk.first for chunk in chunks]
+
+        def whole(values: list[list[int]]) -> Int64Array:
+            return np.fromiter(itertools.chain.from_iterable(values), dtype=np.int64)
+
+        self._tokens = whole([c.sequence.tokens(c.first, c.stop) for c in chunks])
+        self._positions = whole([list(range(c.first, c.stop)) for c in chunks])
+        self._slots = whole(
+            [slots_of(c.sequence.pages, c.first, c.stop, kv.page_size) for c in chunks]
+        )
+        self._leave = whole([chunk.leave for chunk in chunks])
+        self._sequence = np.repeat(np.arange(len(chunks)), counts)
+        self._ends = np.cumsum(counts)
+        pages = [sequence.pages for sequence in sequences]
+        self._page_table = fill_page_table(
+            np.empty((len(chunks), max(map(len, pages))), dtype=np.int32), pages
+        )
+        self._cross: tuple[Array, Array] | None = None
+        if sequences[0].input_ids is not None:
+            pages = [sequence.input_pages for sequence in sequences]
+            self._cross = (
+                fill_page_table(
+                    np.empty((len(chunks), max(map(len, pages))), dtype=np.int32), pages
+                ),
+                np.array([len(s.input_ids or ()) for s in sequences], dtype=np.int32),
+            )
+
+    def _chunk(self, work: Work) -> _Chunk:
+        sequence = work.sequence
+        first, stop = sequence.num_computed, sequence.num_computed + work.num_tokens
+        route, prompt = route_of(sequence, self._num_layers), sequence.num_prompt_tokens
+        leave = [route.depth] * work.num_tokens
+        if route.fills:
+            for position in range(max(first, prompt), stop):
+                leave[position - first] = sequence.kv_exit_layers[position - prompt]
+        return _Chunk(work, first, stop, leave)
+
+    def run(self) -> list[Outcome]:
+        """Everything; one outcome per work, in order."""
+        hidden = self._layers()
+        emitting = [i for i, chunk in enumerate(self._chunks) if chunk.emits]
+        records = {}
+        if emitting:
+            last = self._tensor(self._ends[emitting] - 1)
+            records = dict(
+                zip(emitting, self._records(emitting, hidden.index_select(0, last)), strict=True)
+            )
+        outcomes = []
+        for i, chunk in enumerate(self._chunks):
+            counters = Counters(prompt_layers_run=sum(chunk.leave))
+            kept = [records[i]] if i in records else []
+            outcomes.append(Outcome(chunk.sequence, chunk.stop, kept, [], counters))
+        return outcomes
+
+    def _layers(self) -> Tensor:
+        """[num_rows, hidden_size]: each row's state when it leaves."""
+        model, kv = self._model, self._kv
+        hidden = model.embed(self._tensor(self._tokens))
+        stops = sorted(set(self._leave.tolist()))
+        active = np.arange(len(self._tokens))
+        final = hidden
+        for begin, end in itertools.pairwise([0, *stops]):
+            hidden = model.layers(begin, end, hidden, kv, self._batch(active))
+            leaves = self._leave[active] == end
+            if leaves.all():
+                if len(active) == len(self._tokens):
+                    return hidden
+            leaving = active[leaves]
+            final = final.clone() if final is hidden else final
+            final[self._tensor(leaving)] = hidden[self._tensor(np.flatnonzero(leaves))]
+            # Later positions of the sequence attend to what those that left early leave behind.
+            self._fill(leaving, final, end)
+            hidden = hidden[self._tensor(np.flatnonzero(~leaves))]
+            active = active[~leaves]
+        return final
+
+    def _fill(self, leaving: Int64Array, final: Tensor, end: int) -> None:
+        """The skipped layers' keys and values of rows that had them filled at first."""
+        fills = np.array(
+            [route_of(chunk.sequence, self._num_layers).fills for chunk in self._chunks]
+        )
+        index = leaving[fills[self._sequence[leaving]]]
+        if end == self._num_layers or not len(index):
+            return
+        self._model.fill_kv(
+            final[self._tensor(index)],
+            torch.full((len(index),), end, dtype=torch.int32, device=self._model.device),
+            self._kv,
+            self._tensor(self._positions[index]),
+            self._tensor(self._slots[index]),
+        )
+
+    def _batch(self, index: Int64Array) -> AttentionBatch:
+        """The rows ``index``, ascending: one ragged entry per run of consecutive positions."""
+        positions, sequence = self._positions[index], self._sequence[index]
+        breaks = (sequence[1:] != sequence[:-1]) | (positions[1:] != positions[:-1] + 1)
+        starts = np.concatenate(([0], np.flatnonzero(breaks) + 1, [len(index)]))
+        owners = sequence[starts[:-1]]
+        cross = None
+        if self._cross is not None:
+            cross = CrossBatch(*(self._tensor(array[owners]) for array in self._cross))
+        return AttentionBatch(
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(self._slots[index]),
+            page_table=self._tensor(self._page_table[owners]),
+            seq_lens=self._tensor((positions[starts[1:] - 1] + 1).astype(np.int32)),
+            query_start_loc=self._tensor(starts.astype(np.int32)),
+            cross=cross,
+        )
+
+    def _records(self, emitting: list[int], hidden: Tensor) -> list[TokenRecord]:
+        """First tokens, of the last rows of whole prompts: [num_emitting, hidden_size]."""
+        sequences = [self._chunks[i].sequence for i in emitting]
+        sizes, count = head_sizes(sequences), len(sequences)
+        device = self._model.device
+        kinds = [LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences]
+        results = TwinMemory(device, head_fields(count, sizes))
+        work = None
+        if sizes.logits:
+            given = TwinMemory(device, sampling_fields(count, sizes))
+            side = given.host()
+            write_sampling(side, sequences)
+            given.send(side)
+            positions = self._tensor(self._positions[self._ends[emitting] - 1])
+            work = HeadWork(sampling_rows(given.device), positions, DRAWS_TOKEN)
+        Heads(self._model, sizes).run(
+            hidden,
+            torch.tensor(kinds, dtype=torch.int32, device=device),
+            results.device,
+            OnHost(),
+            work,
+        )
+        return self._read(emitting, results.fetch())
+
+    def _read(self, emitting: list[int], side: HostSide) -> list[TokenRecord]:
+        got = side.wait().numbers(len(emitting))
+        records = []
+        for k, i in enumerate(emitting):
+            chunk = self._chunks[i]
+            if got["token"][k] < 0:
+                raise RuntimeError(NO_TOKEN)
+            logprob, best = top_logprobs(
+                chunk.sequence.sampling.logprobs,
+                got["logprob"][k],
+                *(got[name][k] if name in got else [] for name in ("top_ids", "top_logprobs")),
+            )
+            records.append(
+                TokenRecord(got["token"][k], chunk.leave[-1], got["gap"][k], logprob, best)
+            )
+        return records
+
+    def _tensor(self, array: Array) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.to(self._model.device)

@@ -1,0 +1,126 @@
+"""What a policy means to decoding, as data: the one place that asks which class a policy has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from eecore.exits import (
+    ConfidentExit,
+    DraftAndVerify,
+    Exit,
+    ExitClassifier,
+    FixedExit,
+    Measure,
+    SelfSpeculative,
+)
+from eecore.scheduling.sequence import Sequence
+
+__all__ = ["Check", "DraftPath", "Route", "route_of"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is measured of a state at an exit point."""
+
+    measure: Measure
+    classifier: ExitClassifier | None = None
+
+
+@dataclass(frozen=True)
+class DraftPath:
+    """Which part of the model drafts, and up to which layer it is the full model."""
+
+    num_layers: int
+    """Layers that the draft goes through."""
+    shared_layers: int
+    """Layers whose work verification reuses."""
+    skip_attention: frozenset[int] = frozenset()
+    skip_mlp: frozenset[int] = frozenset()
+    stops_on: Literal["gap", "probability"] = "gap"
+    """What of a drafted token is compared with the threshold below which a draft ends: the gap of
+    the two largest probabilities, or the token's own probability (Zhang et al. 2023)."""
+
+    @property
+    def layers_run(self) -> int:
+        """Layer executions of one drafted token."""
+        return self.num_layers - len(self.skip_attention & self.skip_mlp)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How a request decodes.
+
+    Attributes:
+        depth: layers of a row that does not leave early, prompts included.
+        points: exit points, ascending.
+        check: what is measured there; None where a row leaves without being measured.
+        together: rows leave when all rows with ``together`` are accepted, none before.
+        fills: skipped layers get their keys and values from the exit state.
+        path: how it drafts; None for a request that does not speculate.
+        draft_threshold: a draft ends with a token that is below it; None never ends one.
+        adaptive: the threshold follows the acceptance rate.
+    """
+
+    policy: Exit
+    depth: int
+    points: tuple[int, ...] = ()
+    check: Check | None = None
+    together: bool = False
+    fills: bool = False
+    path: DraftPath | None = None
+    draft_threshold: float | None = None
+    adaptive: bool = False
+
+    def thresholds(self, t: int, max_tokens: int) -> list[float]:
+        """Of each exit point, for token ``t`` of at most ``max_tokens``."""
+        assert isinstance(self.policy, ConfidentExit)
+        return [self.policy.threshold_at(point, t, max_tokens) for point in self.points]
+
+
+def route_of(sequence: Sequence, num_layers: int) -> Route:
+    """The route of a request, made once."""
+    if sequence.route is None:
+        sequence.route = make_route(sequence.exit, num_layers, sequence.sampling.temperature > 0.0)
+    route: Route = sequence.route
+    return route
+
+
+def make_route(policy: Exit, num_layers: int, sampled: bool) -> Route:
+    """The route of a policy on a model of ``num_layers`` layers."""
+    if isinstance(policy, FixedExit):
+        return Route(policy, policy.exit_layer)
+    if isinstance(policy, ConfidentExit):
+        return Route(
+            policy,
+            num_layers,
+            points=tuple(sorted(policy.points(num_layers))),
+            check=Check(policy.measure, policy.classifier),
+            together=policy.batch == "all",
+            fills=True,
+        )
+    if isinstance(policy, SelfSpeculative):
+        return Route(
+            policy,
+            num_layers,
+            path=DraftPath(policy.exit_layer, policy.exit_layer if policy.reuse else 0),
+            draft_threshold=policy.draft_threshold,
+        )
+    if isinstance(policy, DraftAndVerify):
+        first = policy.initial_threshold
+        if first is None:
+            first = 0.5 if sampled else 0.8
+        return Route(
+            policy,
+            num_layers,
+            path=DraftPath(
+                num_layers,
+                policy.first_skipped,
+                policy.skip_attention,
+                policy.skip_mlp,
+                stops_on="probability",
+            ),
+            draft_threshold=first if policy.adaptive else None,
+            adaptive=policy.adaptive,
+        )
+    return Route(policy, num_layers)

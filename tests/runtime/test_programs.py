@@ -1,0 +1,331 @@
+"""Decoding programs: whoever shares one, waits for one or is launched ahead gets the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_confident_exit import MEASURES, SETTINGS, policy_of
+
+import eecore
+from devices import engine_of
+from eecore import (
+    ConfidentExit,
+    DraftAndVerify,
+    Engine,
+    EngineConfig,
+    FixedExit,
+    Full,
+    Output,
+    SamplingParams,
+    SelfSpeculative,
+)
+from eecore.decoding import iterate
+from eecore.decoding.control import Program
+from eecore.exits import Exit
+from tiny_models import random_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = random_prompts(3, 11, 1, 20, 7)
+LENGTHS = (12, 3, 9, 1, 7)
+
+HOT = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 11}
+
+
+class Counting:
+    """Runs programs as an engine would, and counts the runs of each."""
+
+    returns_early = False
+
+    def __init__(self, engine: Engine) -> None:
+        self._run = engine.iterations.run
+        self.runs: list[Program] = []
+
+    @property
+    def captures(self) -> Any:
+        return self._run.captures
+
+    def __call__(self, program: Program) -> None:
+        self.runs.append(program)
+        self._run(program)
+
+
+def run(
+    model: eecore.Model,
+    policies: list[Exit],
+    stops: list[int] | None = None,
+    *,
+    ahead: bool = False,
+    **settings: int,
+) -> list[Output]:
+    settings.setdefault("kv_cache_tokens", 512)
+    engine = engine_of(model, EngineConfig(**settings), ahead=ahead)
+    for i, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(
+            max_tokens=LENGTHS[i],
+            logprobs=0 if i == 1 else None,
+            stop_token_ids=tuple(stops or ())[: i + 1],
+        )
+        policy = policies[i % len(policies)]
+        engine.add_request(prompt, exit=policy, sampling=sampling, request_id=str(i))
+    done = [step.output for step in engine.run() if step.output is not None]
+    assert engine.pages.num_free == engine.pages.num_pages
+    return sorted(done, key=lambda output: output.request_id)
+
+
+def check_same(got: list[Output], expected: list[Output]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.exit_layers == other.exit_layers
+        assert one.confidences == other.confidences
+        assert one.logprobs == other.logprobs
+        for name in ("layers_run", "layers_filled", "fill_calls", "drafted", "accepted"):
+            assert getattr(one.stats, name) == getattr(other.stats, name)
+
+
+def test_policies_mix_as_data_of_one_program(tiny: eecore.Model) -> None:
+    """Full, fixed and confident rows share a run; what each gets is what it gets alone."""
+    mixed: list[Exit] = [
+        Full(),
+        policy_of("softmax", "plain", "each"),
+        FixedExit(2),
+        policy_of("state", "plain", "each"),
+        policy_of("classifier", "plain", "each"),
+    ]
+    together = run(tiny, mixed)
+    for i, policy in enumerate(mixed):
+        check_same([together[i]], [run(tiny, [policy])[i]])
+
+    engine = engine_of(tiny, EngineConfig(kv_cache_tokens=512))
+    counting = engine.iterations.run = Counting(engine)
+    for prompt, policy in zip(PROMPTS, mixed, strict=True):
+        engine.add_request(prompt, exit=policy, sampling=SamplingParams(max_tokens=4))
+    list(engine.run())
+    assert len(counting.runs) == 3  # the first token is the prompt's
+
+
+def test_drafts_of_any_length_share_a_program(agreeing: eecore.Model) -> None:
+    policies: list[Exit] = [SelfSpeculative(2, n) for n in (1, 2, 3, 5, 8)]
+    together = run(agreeing, policies)
+    for i, policy in enumerate(policies):
+        check_same([together[i]], [run(agreeing, [policy])[i]])
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_who_else_is_there_changes_nothing(agreeing: eecore.Model, sampled: bool) -> None:
+    """Every family, sampled requests beside greedy ones, prompts that arrive meanwhile."""
+    policies: list[Exit] = [
+        Full(),
+        SelfSpeculative(2, 3),
+        ConfidentExit(0.3, min_exit_layer=2),
+        DraftAndVerify({3}, {2}, num_drafts=4),
+        SelfSpeculative(3, 4, reuse=False),
+    ]
+    kinds = [SamplingParams(max_tokens=10), SamplingParams(max_tokens=10, **HOT)]
+    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=1024, max_prefill_chunk=5))
+    waiting = [
+        (prompt, policy, kinds[(i + sampled) % 2])
+        for i, (prompt, policy) in enumerate(zip(PROMPTS, policies, strict=True))
+    ]
+    names = {}
+    done: dict[str, Output] = {}
+    while waiting or engine.has_unfinished:
+        if waiting:
+            request = waiting.pop()
+            name = engine.add_request(request[0], exit=request[1], sampling=request[2])
+            names[name] = request
+        done |= {s.request_id: s.output for s in engine.step() if s.output is not None}
+    for name, (prompt, policy, sampling) in names.items():
+        (alone,) = eecore.generate(agreeing, prompt, exit=policy, sampling=sampling)
+        assert done[name].token_ids == alone.token_ids
+        assert done[name].exit_layers == alone.exit_layers
+
+
+@pytest.mark.parametrize("batch", ["each", "all"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("measure", MEASURES)
+def test_confident_exits_ahead(tiny: eecore.Model, measure: str, setting: str, batch: str) -> None:
+    policies: list[Exit] = [policy_of(measure, setting, batch)]
+    check_same(run(tiny, policies, ahead=True), run(tiny, policies))
+
+
+@pytest.mark.parametrize("policy", [Full(), FixedExit(2)], ids=["full", "fixed"])
+def test_fixed_depths_ahead(tiny: eecore.Model, policy: Exit) -> None:
+    check_same(run(tiny, [policy], ahead=True), run(tiny, [policy]))
+
+
+@pytest.mark.parametrize("threshold", [None, 0.2, 1.0])
+@pytest.mark.parametrize(("exit_layer", "num_drafts"), [(2, 3), (1, 6), (3, 1)])
+def test_self_speculation_ahead(
+    agreeing: eecore.Model, exit_layer: int, num_drafts: int, threshold: float | None
+) -> None:
+    policies: list[Exit] = [SelfSpeculative(exit_layer, num_drafts, threshold)]
+    check_same(run(agreeing, policies, ahead=True), run(agreeing, policies))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
+@pytest.mark.parametrize(
+    "policy", [SelfSpeculative(2, 4), Full(), ConfidentExit(0.05, min_exit_layer=2)]
+)
+def test_the_end_of_the_text_ends_it(agreeing: eecore.Model, policy: Exit, ahead: bool) -> None:
+    free = run(agreeing, [policy])
+    stops = [output.token_ids[len(output.token_ids) // 2] for output in free]
+    ended = run(agreeing, [policy], stops, ahead=ahead)
+    for i, (output, whole) in enumerate(zip(ended, free, strict=True)):
+        ids = whole.token_ids
+        end = min((ids.index(stop) + 1 for stop in stops[: i + 1] if stop in ids), default=None)
+        assert output.token_ids == ids[:end]
+    assert any(output.finish_reason == "stop" for output in ended)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])
+@pytest.mark.parametrize(
+    "policy", [policy_of("softmax", "plain", "each"), SelfSpeculative(2, 3)], ids=["each", "spec"]
+)
+def test_preempted_requests_come_back(agreeing: eecore.Model, policy: Exit, ahead: bool) -> None:
+    settings = {"max_num_seqs": 5, "page_size": 4, "kv_cache_tokens": 24}
+    preempted = run(agreeing, [policy], ahead=ahead, **settings)
+    assert sum(output.stats.preemptions for output in preempted) > 0
+    for output, expected in zip(preempted, run(agreeing, [policy]), strict=True):
+        assert output.token_ids == expected.token_ids
+        assert output.exit_layers == expected.exit_layers
+
+
+@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+def test_the_next_run_is_launched_before_the_last_is_known(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, policy: Exit
+) -> None:
+    launched = behind = 0
+    launch = iterate.Iterations.launch
+
+    def counted(self: Any, works: Any, after: Any = None) -> Any:
+        nonlocal launched, behind
+        flight = launch(self, works, after)
+        launched += flight is not None
+        behind += flight is not None and after is not None
+        return flight
+
+    monkeypatch.setattr(iterate.Iterations, "launch", counted)
+    engine = engine_of(agreeing, ahead=True)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, exit=policy, sampling=sampling)
+    steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        steps += 1
+    assert behind > 0.8 * launched
+    assert launched <= steps + 1  # a run of which nothing is left, at most
+
+
+@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy: Exit) -> None:
+    """One is cancelled, one comes, with runs launched that know of neither."""
+    outputs = eecore.generate(agreeing, PROMPTS, exit=policy, max_tokens=16)
+    alone = {tuple(output.prompt_token_ids): output.token_ids for output in outputs}
+    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=512), ahead=True)
+    sampling = SamplingParams(max_tokens=16)
+    names = [engine.add_request(p, exit=policy, sampling=sampling) for p in PROMPTS[:4]]
+    for _ in range(3):
+        engine.step()
+    cancelled = engine.cancel(names[1])
+    assert cancelled is not None
+    assert cancelled.token_ids == alone[tuple(PROMPTS[1])][: len(cancelled.token_ids)]
+    engine.step()
+    engine.add_request(PROMPTS[4], exit=policy, sampling=sampling)
+    done = [step.output for step in engine.run() if step.output is not None]
+    assert len(done) == 4
+    for output in done:
+        assert output.token_ids == alone[tuple(output.prompt_token_ids)]
+    assert engine.pages.num_free == engine.pages.num_pages
+    # What is still out by now is of nobody; the engine serves on.
+    engine.add_request(PROMPTS[0], exit=policy, sampling=sampling)
+    (again,) = (step.output for step in engine.run() if step.output is not None)
+    assert again.token_ids == alone[tuple(PROMPTS[0])]
+
+
+@pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
+@pytest.mark.parametrize("where", ["launch", "land"])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_failure_with_a_run_out_changes_no_request(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, policy: Exit, where: str, calls: int
+) -> None:
+    engine = engine_of(agreeing, ahead=True)
+    owner: Any = iterate.Iterations if where == "launch" else iterate.Flight
+    whole, left = getattr(owner, where), [calls]
+
+    def broken(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise RuntimeError("the device is out of memory")
+        return whole(*args)
+
+    monkeypatch.setattr(owner, where, broken)
+    for i in range(2):
+        sampling = SamplingParams(max_tokens=9 + i)
+        engine.add_request(PROMPTS[i], exit=policy, sampling=sampling, request_id=str(i))
+    given: dict[str, list[int]] = {"0": [], "1": []}
+    failures = 0
+    while engine.has_unfinished:
+        try:
+            for step in engine.step():
+                given[step.request_id] += step.token_ids
+        except RuntimeError:
+            failures += 1
+    assert failures == 1
+    monkeypatch.undo()
+    for i in range(2):
+        (expected,) = eecore.generate(agreeing, PROMPTS[i], max_tokens=9 + i)
+        assert given[str(i)] == expected.token_ids
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_programs_are_captured_once_and_not_kept_for_ever(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iterate, "MAX_PROGRAMS", 3)
+    engine = engine_of(agreeing)
+    expected = eecore.generate(agreeing, PROMPTS[0], max_tokens=6)[0].token_ids
+    for round_ in range(2):
+        for policy in (Full(), FixedExit(2), SelfSpeculative(2, 3), SelfSpeculative(1, 3)):
+            engine.add_request(PROMPTS[0], exit=policy, sampling=SamplingParams(max_tokens=6))
+            (output,) = (s.output for s in engine.run() if s.output is not None)
+            if policy != FixedExit(2):
+                assert output.token_ids == expected, round_
+    assert len(engine.captures) <= 3
+    assert all(capture.seconds > 0.0 for capture in engine.captures)
+
+
+def test_a_long_draft_takes_no_more_than_is_left(agreeing: eecore.Model) -> None:
+    (output,) = eecore.generate(
+        agreeing, PROMPTS[0], exit=SelfSpeculative(2, 100_000), max_tokens=6
+    )
+    assert output.token_ids == eecore.generate(agreeing, PROMPTS[0], max_tokens=6)[0].token_ids
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(
+    "policy", [ConfidentExit(0.3), SelfSpeculative(2, 3)], ids=["each", "spec"]
+)
+def test_on_cuda_a_captured_run_waits_for_nothing_and_allocates_nothing(
+    agreeing_directory: Path, policy: Exit
+) -> None:
+    model = eecore.load(agreeing_directory, device="cuda", kv_cache_tokens=512)
+    engine = model.engine()
+    for i in range(2):
+        sampling = SamplingParams(max_tokens=64, ignore_eos=True)
+        engine.add_request(PROMPTS[i], exit=policy, sampling=sampling)
+    for _ in range(4):
+        engine.step()
+    assert engine.captures[0].seconds > 0.0
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
