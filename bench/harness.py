@@ -68,6 +68,21 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def has_amx() -> bool:
+    """Whether the processor has tiles to multiply."""
+    with contextlib.suppress(OSError):
+        return " amx_tile " in Path("/proc/cpuinfo").read_text()
+    return False
+
+
+def last_level_cache() -> int | None:
+    """Bytes of the L3 cache where the system tells it."""
+    with contextlib.suppress(OSError):
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(size.removesuffix("K")) * 1024
+    return None
+
+
 def report(
     benchmark: Any,
     *,

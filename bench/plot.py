@@ -13,6 +13,7 @@ from decode_tables import BITS, find, unique
 
 FOLDER = Path(__file__).parent / "results"
 COLOURS = {"f32": "#9db4c0", "bf16": "#5c7c8a", "int8": "#253b45"}
+BITS_OF = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}
 OURS = {"f32": "#f4b183", "bf16": "#e07b39", "int8": "#a84510"}
 
 
@@ -41,24 +42,25 @@ def draw_speeds(axes: Any, rows: list[dict[str, Any]], model: str) -> None:
 
 
 def draw_exits(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Time of forced exits against the share of the bytes that they read."""
+    """Time of exits and drafts against what is predicted, one sequence, one thread."""
     axes.plot([0, 1], [0, 1], color="#888888", linewidth=0.8)
     for model, marker in zip(unique(rows, "model"), "os^v", strict=False):
-        for bits in unique(rows, "bits"):
-            chosen = [
-                row
-                for row in rows
-                if (row["model"], row["bits"]) == (model, bits) and row["exit"] != "one check"
-            ]
+        for weights, bits in BITS_OF.items():
+            where = {"model": model, "weights": weights, "threads": 1, "batch": 1}
+            chosen = [row for row in rows if all(row[k] == value for k, value in where.items())]
+            full = find(chosen, mode="Full()")
+            shown = [row for row in chosen if row["cut_ms"] is not None]
+            if full is None:
+                continue
             axes.plot(
-                [row["ideal_share"] for row in chosen],
-                [row["share_of_full"] for row in chosen],
+                [row["cut_ms"] / full["token_ms"] for row in shown],
+                [row["token_ms"] / full["token_ms"] for row in shown],
                 marker, color=OURS[bits], markersize=4, label=f"{model} {bits}",
             )  # fmt: skip
-    axes.set_xlabel("bytes read, of full depth", fontsize=8)
-    axes.set_ylabel("time, of full depth", fontsize=8)
-    axes.set_title("forced exits: time against bytes", fontsize=9)
-    axes.legend(fontsize=6)
+    axes.set_xlabel("predicted, of full depth", fontsize=8)
+    axes.set_ylabel("time of a token, of full depth", fontsize=8)
+    axes.set_title("exits and drafts: time against prediction", fontsize=9)
+    axes.legend(fontsize=5)
 
 
 def main() -> None:
@@ -69,7 +71,7 @@ def main() -> None:
     from matplotlib import pyplot
 
     decode = json.loads((FOLDER / "decode.json").read_text())["rows"]
-    exits = json.loads((FOLDER / "exits.json").read_text())["exits"]
+    exits = json.loads((FOLDER / "depth.json").read_text())["modes"]
     models = unique(decode, "model")
     figure, axes = pyplot.subplots(1, len(models) + 1, figsize=(4.5 * (len(models) + 1), 3.4))
     for place, model in zip(axes, models, strict=False):

@@ -1,0 +1,183 @@
+"""What the ops of a decoding step take without an engine: layers, head, checks, filling.
+
+Each with weights of the model's sizes and of its own, so that nothing but the ops is called; all in
+turns, so that one finds in the caches what it would find there in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import eecore
+from eecore import ops
+
+PAGE_SIZE = 16
+KEYS_PER_SPLIT = 512
+MAX_SKINNY_ROWS = 32  # the layers of more rows are other products
+PASSES = 3  # a round
+
+
+class Kernels:
+    """The ops of one model's step, for any number of rows.
+
+    Args:
+        config: the model's.
+        weights: "float32", "bfloat16" or "int8", whose states are float32.
+        most_rows: that are asked for.
+    """
+
+    def __init__(self, config: Any, weights: str, most_rows: int) -> None:
+        self._config = config
+        self._is_int8 = weights == "int8"
+        self._dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
+        layers, hidden, q_size = config.num_layers, config.hidden_size, config.q_size
+        is_gated = getattr(config, "is_gated", True)
+        qkv, qkv_scale = self._linear(layers, q_size + 2 * config.kv_size, hidden)
+        o, o_scale = self._linear(layers, hidden, q_size)
+        up, up_scale = self._linear(layers, config.intermediate_size * (1 + is_gated), hidden)
+        down, down_scale = self._linear(layers, hidden, config.intermediate_size)
+        norm = torch.ones(layers, hidden, dtype=self._dtype)
+        self._weights = ops.DecoderWeights(
+            attention_norm=norm,
+            qkv_weight=qkv,
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            o_weight=o,
+            o_bias=None,
+            mlp_norm=norm,
+            gate_up_weight=up,
+            gate_up_bias=None,
+            down_weight=down,
+            down_bias=None,
+            qkv_scale=qkv_scale,
+            o_scale=o_scale,
+            gate_up_scale=up_scale,
+            down_scale=down_scale,
+        )
+        self._head, self._head_scale = self._linear(config.vocab_size, hidden)
+        self._classifier = torch.randn(2, hidden)
+        self._states = torch.randn(most_rows, hidden).to(self._dtype)
+        self._is_t5 = isinstance(config, eecore.T5Config)
+        self._cross = [self._linear(layers, *shape) for shape in ((q_size, hidden), o.shape[1:])]
+        cache = (layers, 2 * most_rows, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self._k, self._v = (torch.zeros(cache, dtype=self._dtype) for _ in range(2))
+        self.milliseconds: dict[str, dict[int, float]] = {}
+        """The least time of each op, by rows; that of filling is a layer's."""
+
+    def _linear(self, *shape: int) -> tuple[Tensor, Tensor | None]:
+        scale = shape[-1] ** -0.5
+        if not self._is_int8:
+            return torch.randn(shape).mul_(scale).to(self._dtype), None
+        weight = torch.randint(-127, 128, shape, dtype=torch.int8)
+        return weight, torch.full(shape[:-1], scale / 64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights that a step at full depth reads."""
+        read = [*self._weights, self._head, *(self._cross[0] + self._cross[1]) * self._is_t5]
+        return sum(tensor.nbytes for tensor in read if tensor is not None)
+
+    @torch.inference_mode()
+    def round(self, rows: list[int]) -> None:
+        """All ops a few times in turns, for each number of rows."""
+        for count in rows:
+            calls = self._calls(count)
+            for _ in range(PASSES):
+                for name, call in calls.items():
+                    began = time.perf_counter()
+                    call()
+                    self._note(name, count, time.perf_counter() - began)
+
+    def _note(self, name: str, rows: int, seconds: float) -> None:
+        known = self.milliseconds.setdefault(name, {})
+        milliseconds = seconds * 1e3 / (self._config.num_layers if name == "fill" else 1)
+        known[rows] = min(known.get(rows, milliseconds), milliseconds)
+
+    def _calls(self, rows: int) -> dict[str, Callable[[], Any]]:
+        """In the order of a step."""
+        config, states = self._config, self._states[:rows]
+        calls: dict[str, Callable[[], Any]] = {}
+        if rows <= MAX_SKINNY_ROWS:
+            calls["layers"] = self._layers(rows)
+        norm = self._weights.attention_norm[0]
+        calls["head"] = lambda: ops.exit_confidence_softmax(
+            states, norm, self._head, config.rms_norm_eps, lm_head_scale=self._head_scale
+        )
+        calls["state"] = lambda: ops.exit_confidence_cosine(states, states)
+        calls["classifier"] = lambda: ops.exit_confidence_mlp(states, self._classifier)
+        if rows <= MAX_SKINNY_ROWS:
+            calls["fill"] = self._fill(rows)
+        return calls
+
+    def _positions(self, rows: int) -> dict[str, Any]:
+        """Of the rotary embedding, which a T5 does not have."""
+        if self._is_t5:
+            return {"positions": None, "cos_sin": None}
+        rotary_dim = self._config.rope.rotary_dim
+        return {
+            "positions": torch.full((rows,), PAGE_SIZE - 1),
+            "cos_sin": torch.ones(PAGE_SIZE, rotary_dim),
+        }
+
+    def _slots(self, rows: int) -> Tensor:
+        return torch.arange(rows) * PAGE_SIZE + PAGE_SIZE - 1
+
+    def _layers(self, rows: int) -> Callable[[], Any]:
+        config = self._config
+        pages = torch.arange(2 * rows, dtype=torch.int32)[:, None]
+        lengths = torch.full((rows,), PAGE_SIZE, dtype=torch.int32)
+        arguments: dict[str, Any] = {"scale": config.head_dim**-0.5}
+        if self._is_t5:
+            (q, q_scale), (o, o_scale) = self._cross
+            norm = self._weights.attention_norm
+            weights = (norm, q, o, q_scale, o_scale)
+            arguments = {
+                "scale": 1.0,
+                "cross": ops.CrossAttention(*weights, pages[rows:], lengths),
+                "position_bias": torch.randn(config.num_buckets, config.num_heads),
+                "max_distance": config.max_distance,
+                "activation": config.activation,
+            }
+        where = self._positions(rows)
+        batch = (pages[:rows], lengths, torch.arange(rows + 1, dtype=torch.int32))
+        return lambda: ops.decoder_layers(
+            self._states[:rows],
+            self._weights,
+            self._k,
+            self._v,
+            self._slots(rows),
+            where["positions"],
+            where["cos_sin"],
+            *batch,
+            begin_layer=0,
+            end_layer=config.num_layers,
+            eps=config.rms_norm_eps,
+            fixed_split_size=KEYS_PER_SPLIT,
+            **arguments,
+        )
+
+    def _fill(self, rows: int) -> Callable[[], Any]:
+        """All layers of every row."""
+        config, weights = self._config, self._weights
+        of_kv = slice(config.q_size, None)
+        scale = weights.qkv_scale
+        arguments = self._positions(rows)
+        first, slots = torch.zeros(rows, dtype=torch.int32), self._slots(rows)
+        return lambda: ops.kv_fill(
+            self._states[:rows],
+            first,
+            weights.attention_norm,
+            weights.qkv_weight[:, of_kv],
+            self._k,
+            self._v,
+            slots,
+            kv_scale=None if scale is None else scale[:, of_kv],
+            eps=config.rms_norm_eps,
+            **arguments,
+        )
