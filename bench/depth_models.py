@@ -28,6 +28,7 @@ MODELS = ROOT / ".models"
 T5 = ROOT / "bench" / "models" / "calm-intents"
 MEASURES = ("softmax", "state", "classifier")
 NEVER = math.nextafter(1.0, 0.0)  # a threshold of 1 would not be measured
+UNSURE = 1e-5  # of a classifier: surer, a large state would be worth a confidence of 1
 DAMPING = 0.02
 """So that about four of five drafts are accepted, in rounds of seven."""
 
@@ -113,7 +114,7 @@ def calibrated_exits(directory: Path) -> list[Mode]:
 def forced_exits(num_layers: int, hidden_size: int) -> list[Mode]:
     """Everybody leaves at one exit point, and nobody at the one before it."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(2, hidden_size, generator=generator) * hidden_size**-0.5
+    weight = torch.randn(2, hidden_size, generator=generator) * UNSURE
     random = eecore.ExitClassifier(weight)
     modes = []
     for name, layer in depths(num_layers).items():

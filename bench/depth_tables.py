@@ -61,8 +61,8 @@ SPEEDS_ABOUT = (
     "their layers behind L/4 add is damped so that drafts are accepted."
 )
 HOST_ABOUT = (
-    "A step of `Full()` and the same kernels back to back (`decoder_layers` over all layers, "
-    "`exit_confidence_softmax`); host: the difference, and its share of the step."
+    "The fastest step of `Full()`, and of the same kernels back to back (`decoder_layers` over all "
+    "layers, `exit_confidence_softmax`); host: the difference, and its share of the step."
 )
 MIX_ABOUT = (
     "A step of requests that decode at full depth, in milliseconds, and the times of that: with a "
