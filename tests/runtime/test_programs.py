@@ -1,4 +1,4 @@
-"""Decoding programs: whoever shares one, waits for one or is launched ahead gets the same tokens."""
+"""Decoding programs: who shares one, or is launched ahead of what is known, gets its own tokens."""
 
 from __future__ import annotations
 

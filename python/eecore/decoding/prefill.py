@@ -162,9 +162,8 @@ class Prefill:
         for begin, end in itertools.pairwise([0, *stops]):
             hidden = model.layers(begin, end, hidden, kv, self._batch(active))
             leaves = self._leave[active] == end
-            if leaves.all():
-                if len(active) == len(self._tokens):
-                    return hidden
+            if leaves.all() and len(active) == len(self._tokens):
+                return hidden
             leaving = active[leaves]
             final = final.clone() if final is hidden else final
             final[self._tensor(leaving)] = hidden[self._tensor(np.flatnonzero(leaves))]
