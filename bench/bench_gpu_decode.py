@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import eecore
+from eecore import ops
 from eecore.config import ModelConfig, RopeConfig
 from eecore.models import LlamaModel
 from eecore.models.llama import LlamaWeights
@@ -59,20 +60,19 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     weights = LlamaWeights.empty(config, device, dtype)
     generator = torch.Generator(device).manual_seed(0)
     for field in dataclasses.fields(weights):
-        tensor = getattr(weights, field.name)
-        if tensor is None:
-            continue
-        if tensor.dim() == 1 or field.name.endswith("norm"):
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+        values = getattr(weights, field.name)
+        if isinstance(values, ops.Matrix):
+            weight = values.weight
+            weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+        elif values is not None:
+            values.fill_(1.0)
     return LlamaModel(config, weights)
 
 
 def scale_deep_layers(model: LlamaModel, first: int, factor: float, whole: LlamaWeights) -> None:
     """What the layers from ``first`` on add to the residual stream, times ``factor``."""
-    for name in ("o_weight", "down_weight"):
-        own, original = getattr(model.weights, name), getattr(whole, name)
+    for name in ("o", "down"):
+        own, original = getattr(model.weights, name).weight, getattr(whole, name).weight
         torch.mul(original[first:], factor, out=own[first:])
 
 
@@ -208,10 +208,8 @@ def speculative_rows(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
     model = bench.model
     exit_layer = model.config.num_layers // 4
     policy = eecore.SelfSpeculative(exit_layer, NUM_DRAFTS)
-    names = ("o_weight", "down_weight")
-    whole = dataclasses.replace(
-        model.weights, **{name: getattr(model.weights, name).clone() for name in names}
-    )
+    o, down = (ops.Matrix(m.weight.clone()) for m in (model.weights.o, model.weights.down))
+    whole = dataclasses.replace(model.weights, o=o, down=down)
     low, high = 0.0, 1.0
     for _ in range(7):
         factor = (low + high) / 2

@@ -333,7 +333,7 @@ def kv_fill_work(
             hidden,
             exit_layer,
             norm,
-            weight,
+            ops.Matrix(weight),
             k_cache,
             v_cache,
             slots,

@@ -268,13 +268,11 @@ def kv_fill(
     hidden: Tensor,
     exit_layer: Tensor,
     norm_weight: Tensor,
-    kv_weight: Tensor,
+    kv: ops.Matrix,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
-    kv_scale: Tensor | None = None,
-    kv_bias: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
@@ -285,9 +283,9 @@ def kv_fill(
     for layer in range(num_layers):
         rows = ((exit_layer <= layer) & (slot_mapping >= 0)).nonzero().flatten()
         x = rms_norm(hidden[rows], norm_weight[layer], eps)
-        projected = linear(x, kv_weight[layer], None if kv_scale is None else kv_scale[layer])
-        if kv_bias is not None:
-            projected = projected + kv_bias[layer].double()
+        projected = linear(x, kv.weight[layer], None if kv.scale is None else kv.scale[layer])
+        if kv.bias is not None:
+            projected = projected + kv.bias[layer].double()
         projected = projected.to(hidden.dtype).view(len(rows), 2, num_kv_heads, head_dim)
         k, v = projected[:, 0].double(), projected[:, 1]
         if k_norm_weight is not None:
@@ -473,13 +471,12 @@ def decoder_layers(
     """The residual stream after the layers; keys and values are written in place."""
     dtype = hidden.dtype
     num_kv_heads, head_dim = k_cache.shape[-2:]
+    layers = weights.unbind()
     for layer in range(begin_layer, end_layer):
-        w = ops.DecoderWeights(
-            *(stacked if stacked is None else stacked[layer] for stacked in weights)
-        )
+        w = layers[layer]
         if skip_attention is None or not skip_attention[layer]:
             qkv = skinny_linear(
-                hidden, w.qkv_weight, norm_weight=w.attention_norm, eps=eps, bias=w.qkv_bias
+                hidden, w.qkv.weight, norm_weight=w.attention_norm, eps=eps, bias=w.qkv.bias
             ).unflatten(1, (-1, head_dim))
             num_q_heads = qkv.shape[1] - 2 * num_kv_heads
             q, k, v = qkv.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -511,10 +508,16 @@ def decoder_layers(
                 max_distance=max_distance,
             )
             attended = attended.to(dtype).flatten(1)
-            hidden = skinny_linear(attended, w.o_weight, bias=w.o_bias, residual=hidden)
+            hidden = skinny_linear(attended, w.o.weight, bias=w.o.bias, residual=hidden)
             if cross is not None:
-                norm_weight, q_weight = cross.norm[layer], cross.q_weight[layer]
-                q = skinny_linear(hidden, q_weight, norm_weight=norm_weight, eps=eps)
+                cross_q, cross_o = cross.q.unbind()[layer], cross.o.unbind()[layer]
+                q = skinny_linear(
+                    hidden,
+                    cross_q.weight,
+                    norm_weight=cross.norm[layer],
+                    eps=eps,
+                    bias=cross_q.bias,
+                )
                 attended = paged_attention(
                     q.unflatten(1, (-1, head_dim)),
                     k_cache[layer],
@@ -526,16 +529,16 @@ def decoder_layers(
                     causal=False,
                 )
                 attended = attended.to(dtype).flatten(1)
-                hidden = skinny_linear(attended, cross.o_weight[layer], residual=hidden)
+                hidden = skinny_linear(attended, cross_o.weight, bias=cross_o.bias, residual=hidden)
         if skip_mlp is None or not skip_mlp[layer]:
             into_inner = skinny_linear if activation == "relu" else skinny_gated_linear
             inner = into_inner(
                 hidden,
-                w.gate_up_weight,
+                w.gate_up.weight,
                 norm_weight=w.mlp_norm,
                 eps=eps,
-                bias=w.gate_up_bias,
+                bias=w.gate_up.bias,
                 activation=activation,
             )
-            hidden = skinny_linear(inner, w.down_weight, bias=w.down_bias, residual=hidden)
+            hidden = skinny_linear(inner, w.down.weight, bias=w.down.bias, residual=hidden)
     return hidden

@@ -197,7 +197,7 @@ def test_cuda_fills_from_no_int8_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     emulated.route(monkeypatch)
     call = with_int8(test_kv_fill.random_call(KvFillCase(2)), "kv_weight", "kv_scale")
     with pytest.raises(RuntimeError, match="kv_fill: kv_scale: expected none on CUDA"):
-        ops.kv_fill(**call)
+        ops.kv_fill(**test_kv_fill.packed(call))
 
 
 def test_opcheck(device: torch.device) -> None:

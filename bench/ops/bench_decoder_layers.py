@@ -32,22 +32,18 @@ def random_weights(model: Model, dtype: torch.dtype) -> ops.DecoderWeights:
     q_size = model.num_q_heads * model.head_dim
     qkv_size = q_size + 2 * model.num_kv_heads * model.head_dim
 
-    def linear(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(layers, rows, columns).mul_(columns**-0.5).to(dtype)
+    def linear(rows: int, columns: int) -> ops.Matrix:
+        return ops.Matrix(torch.randn(layers, rows, columns).mul_(columns**-0.5).to(dtype))
 
     return ops.DecoderWeights(
         attention_norm=torch.ones(layers, hidden, dtype=dtype),
-        qkv_weight=linear(qkv_size, hidden),
-        qkv_bias=None,
+        qkv=linear(qkv_size, hidden),
         q_norm=None,
         k_norm=None,
-        o_weight=linear(hidden, q_size),
-        o_bias=None,
+        o=linear(hidden, q_size),
         mlp_norm=torch.ones(layers, hidden, dtype=dtype),
-        gate_up_weight=linear(2 * inner, hidden),
-        gate_up_bias=None,
-        down_weight=linear(hidden, inner),
-        down_bias=None,
+        gate_up=linear(2 * inner, hidden),
+        down=linear(hidden, inner),
     )
 
 
@@ -55,10 +51,8 @@ def random_cross(model: Model, page_table: torch.Tensor, dtype: torch.dtype) -> 
     layers, hidden, q_size = model.num_layers, model.hidden_size, model.num_q_heads * model.head_dim
     return ops.CrossAttention(
         norm=torch.ones(layers, hidden, dtype=dtype),
-        q_weight=torch.randn(layers, q_size, hidden).mul_(hidden**-0.5).to(dtype),
-        o_weight=torch.randn(layers, hidden, q_size).mul_(q_size**-0.5).to(dtype),
-        q_scale=None,
-        o_scale=None,
+        q=ops.Matrix(torch.randn(layers, q_size, hidden).mul_(hidden**-0.5).to(dtype)),
+        o=ops.Matrix(torch.randn(layers, hidden, q_size).mul_(q_size**-0.5).to(dtype)),
         page_table=page_table,
         seq_lens=torch.full((page_table.shape[0],), model.cross_keys, dtype=torch.int32),
     )
@@ -99,11 +93,7 @@ def decoding_call(model: Model, num_seqs: int, dtype: torch.dtype) -> dict[str, 
 
 def single_ops(model: Model, call: dict[str, Any]) -> Any:
     """A function of no arguments that runs the same layers op by op, their views made before."""
-    unbound = [
-        [None] * model.num_layers if stacked is None else stacked.unbind(0)
-        for stacked in call["weights"]
-    ]
-    layers = [ops.DecoderWeights(*views) for views in zip(*unbound, strict=True)]
+    layers = call["weights"].unbind()
     caches = list(zip(call["k_cache"].unbind(0), call["v_cache"].unbind(0), strict=True))
     heads = (model.num_q_heads, model.num_kv_heads, model.num_kv_heads)
     num_seqs = call["hidden"].shape[0]
@@ -111,37 +101,37 @@ def single_ops(model: Model, call: dict[str, Any]) -> Any:
     attention = {"scale": call["scale"], "fixed_split_size": KEYS_PER_SPLIT}
     crosses: Any = [None] * model.num_layers
     if call["cross"] is not None:
-        *stacked, _, _, cross_page_table, cross_seq_lens = call["cross"]
-        crosses = list(zip(*(weight.unbind(0) for weight in stacked), strict=True))
+        *stacked, cross_page_table, cross_seq_lens = call["cross"]
+        crosses = list(zip(*(weights.unbind() for weights in stacked), strict=True))
         cross_batch = (cross_page_table, cross_seq_lens, call["query_start_loc"])
 
     def run() -> None:
         hidden = call["hidden"]
         for w, cross, (k_cache, v_cache) in zip(layers, crosses, caches, strict=True):
-            qkv = ops.skinny_linear(hidden, w.qkv_weight, norm_weight=w.attention_norm, eps=EPS)
+            qkv = ops.skinny_linear(hidden, w.qkv.weight, norm_weight=w.attention_norm, eps=EPS)
             q, k, v = qkv.view(num_seqs, sum(heads), 64).split_with_sizes(heads, 1)
             rotary = {"positions": call["positions"], "cos_sin": call["cos_sin"]}
             ops.append_kv(q, k, v, k_cache, v_cache, call["slot_mapping"], **rotary)
             attended = ops.paged_attention(
                 q, k_cache, v_cache, *batch, **attention, position_bias=call["position_bias"]
             )
-            hidden = ops.skinny_linear(attended.flatten(1), w.o_weight, residual=hidden)
+            hidden = ops.skinny_linear(attended.flatten(1), w.o.weight, residual=hidden)
             if cross is not None:
-                norm, q_weight, o_weight = cross
-                q = ops.skinny_linear(hidden, q_weight, norm_weight=norm, eps=EPS)
+                norm, into, out_of = cross
+                q = ops.skinny_linear(hidden, into.weight, norm_weight=norm, eps=EPS)
                 q = q.view(num_seqs, model.num_q_heads, 64)
                 attended = ops.paged_attention(
                     q, k_cache, v_cache, *cross_batch, **attention, causal=False
                 )
-                hidden = ops.skinny_linear(attended.flatten(1), o_weight, residual=hidden)
+                hidden = ops.skinny_linear(attended.flatten(1), out_of.weight, residual=hidden)
             gated = ops.skinny_gated_linear(
                 hidden,
-                w.gate_up_weight,
+                w.gate_up.weight,
                 norm_weight=w.mlp_norm,
                 eps=EPS,
                 activation=model.activation,
             )
-            hidden = ops.skinny_linear(gated, w.down_weight, residual=hidden)
+            hidden = ops.skinny_linear(gated, w.down.weight, residual=hidden)
 
     return run
 
@@ -164,6 +154,7 @@ def bench_decoder_layers(
     call = decoding_call(model, num_seqs, dtype)
     with torch.inference_mode():
         benchmark(single_ops(model, call) if peer else lambda: ops.decoder_layers(**call))
-    weights = (*call["weights"], *(call["cross"] or ()))
+    fields = (*call["weights"], *(call["cross"] or ()))
+    weights = (f.weight if isinstance(f, ops.Matrix) else f for f in fields)
     moved = sum(weight.nbytes for weight in weights if weight is not None)
     harness.report(benchmark, moved_bytes=moved)

@@ -44,7 +44,7 @@ def bench_kv_fill(
             hidden,
             exit_layer,
             norm_weight,
-            kv_weight,
+            ops.Matrix(kv_weight),
             k_cache,
             v_cache,
             slots,

@@ -12,31 +12,35 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
 
-// A linear layer of every layer, for messages too.
-struct LinearTensors {
-  const char *weight_name, *scale_name, *bias_name;
+// A matrix of every layer: the arguments <name>_weight, <name>_bias and <name>_scale.
+struct MatrixTensors {
+  const char *weight_name, *bias_name, *scale_name;
   const Tensor& weight;
-  const std::optional<Tensor>&scale, &bias;
+  const std::optional<Tensor>&bias, &scale;
 };
+#define EECORE_MATRIX(name) \
+  MatrixTensors { \
+    #name "_weight", #name "_bias", #name "_scale", name##_weight, name##_bias, name##_scale \
+  }
 
 // Sizes are bound by name, or are numbers.
-StackedLinear check_linear(Checker& check, const LinearTensors& linear, Dim out_features,
+StackedLinear check_matrix(Checker& check, const MatrixTensors& matrix, Dim out_features,
                            Dim in_features) {
-  const Tensor& weight = linear.weight;
+  const Tensor& weight = matrix.weight;
   StackedLinear stacked{};
   stacked.scale =
-      check.weight(weight, linear.weight_name, {"num_layers", out_features, in_features},
-                   linear.scale, linear.scale_name, {"num_layers", out_features});
-  check(linear.bias, linear.bias_name, Accept::kModel, {"num_layers", out_features});
+      check.weight(weight, matrix.weight_name, {"num_layers", out_features, in_features},
+                   matrix.scale, matrix.scale_name, {"num_layers", out_features});
+  check(matrix.bias, matrix.bias_name, Accept::kModel, {"num_layers", out_features});
   stacked.weight = data<const void>(weight);
-  stacked.bias = data_or_null<const void>(linear.bias);
+  stacked.bias = data_or_null<const void>(matrix.bias);
   stacked.in_features = weight.size(2);
   stacked.out_features = weight.size(1);
   stacked.layer_stride = weight.stride(0);
   stacked.row_stride = weight.stride(1);
   if (stacked.scale != nullptr) {
-    check.require(linear.scale->is_contiguous(), linear.scale_name,
-                  ": expected a contiguous tensor, got layer stride ", linear.scale->stride(0));
+    check.require(matrix.scale->is_contiguous(), matrix.scale_name,
+                  ": expected a contiguous tensor, got layer stride ", matrix.scale->stride(0));
   }
   return stacked;
 }
@@ -68,10 +72,10 @@ int64_t weight_bytes(const DecoderLayersParams& params) {
   return (params.end_layer - params.begin_layer) * bytes;
 }
 
-// The attention over an encoder's keys and values, for messages too. All are there or none is, but
-// for the scales.
+// The attention over an encoder's keys and values. All are there or none is, but for biases and
+// scales.
 struct CrossTensors {
-  const std::optional<Tensor>&norm, &q_weight, &o_weight, &q_scale, &o_scale;
+  const std::optional<Tensor>&norm, &q_weight, &q_bias, &q_scale, &o_weight, &o_bias, &o_scale;
   const std::optional<Tensor>&page_table, &seq_lens;
 };
 
@@ -84,23 +88,24 @@ void set_cross_attention(Checker& check, const CrossTensors& cross, DecoderLayer
                   ": expected a tensor with cross_norm, got None");
   };
   belongs(cross.q_weight, "cross_q_weight", true);
-  belongs(cross.o_weight, "cross_o_weight", true);
+  belongs(cross.q_bias, "cross_q_bias", false);
   belongs(cross.q_scale, "cross_q_scale", false);
+  belongs(cross.o_weight, "cross_o_weight", true);
+  belongs(cross.o_bias, "cross_o_bias", false);
   belongs(cross.o_scale, "cross_o_scale", false);
   belongs(cross.page_table, "cross_page_table", true);
   belongs(cross.seq_lens, "cross_seq_lens", true);
   if (!cross.norm) return;
 
   check(cross.norm, "cross_norm", Accept::kModel, {"num_layers", "hidden_size"});
-  const std::optional<Tensor> no_bias;
-  params.cross_q = check_linear(
-      check,
-      {"cross_q_weight", "cross_q_scale", "cross_q_bias", *cross.q_weight, cross.q_scale, no_bias},
-      "q_size", "hidden_size");
-  params.cross_o = check_linear(
-      check,
-      {"cross_o_weight", "cross_o_scale", "cross_o_bias", *cross.o_weight, cross.o_scale, no_bias},
-      "hidden_size", "q_size");
+  params.cross_q = check_matrix(check,
+                                {"cross_q_weight", "cross_q_bias", "cross_q_scale", *cross.q_weight,
+                                 cross.q_bias, cross.q_scale},
+                                "q_size", "hidden_size");
+  params.cross_o = check_matrix(check,
+                                {"cross_o_weight", "cross_o_bias", "cross_o_scale", *cross.o_weight,
+                                 cross.o_bias, cross.o_scale},
+                                "hidden_size", "q_size");
   check(cross.page_table, "cross_page_table", Accept::kInt32, {"num_seqs", "max_cross_pages"}, 1);
   check(cross.seq_lens, "cross_seq_lens", Accept::kInt32, {"num_seqs"});
   params.cross_norm = data<const void>(*cross.norm);
@@ -114,12 +119,12 @@ void set_cross_attention(Checker& check, const CrossTensors& cross, DecoderLayer
 
 void decoder_layers(
     const Tensor& hidden, const Tensor& attention_norm, const Tensor& qkv_weight,
-    const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& q_norm,
-    const std::optional<Tensor>& k_norm, const Tensor& o_weight,
-    const std::optional<Tensor>& o_bias, const Tensor& mlp_norm, const Tensor& gate_up_weight,
-    const std::optional<Tensor>& gate_up_bias, const Tensor& down_weight,
-    const std::optional<Tensor>& down_bias, const std::optional<Tensor>& qkv_scale,
-    const std::optional<Tensor>& o_scale, const std::optional<Tensor>& gate_up_scale,
+    const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& qkv_scale,
+    const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
+    const Tensor& o_weight, const std::optional<Tensor>& o_bias,
+    const std::optional<Tensor>& o_scale, const Tensor& mlp_norm, const Tensor& gate_up_weight,
+    const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& gate_up_scale,
+    const Tensor& down_weight, const std::optional<Tensor>& down_bias,
     const std::optional<Tensor>& down_scale, Tensor k_cache, Tensor v_cache,
     const Tensor& slot_mapping, const std::optional<Tensor>& positions,
     const std::optional<Tensor>& cos_sin, const Tensor& page_table, const Tensor& seq_lens,
@@ -127,7 +132,8 @@ void decoder_layers(
     const std::optional<Tensor>& skip_attention, const std::optional<Tensor>& skip_mlp, Tensor out,
     int64_t begin_layer, int64_t end_layer, double scale, double eps, int64_t fixed_split_size,
     const std::optional<Tensor>& cross_norm, const std::optional<Tensor>& cross_q_weight,
-    const std::optional<Tensor>& cross_o_weight, const std::optional<Tensor>& cross_q_scale,
+    const std::optional<Tensor>& cross_q_bias, const std::optional<Tensor>& cross_q_scale,
+    const std::optional<Tensor>& cross_o_weight, const std::optional<Tensor>& cross_o_bias,
     const std::optional<Tensor>& cross_o_scale, const std::optional<Tensor>& cross_page_table,
     const std::optional<Tensor>& cross_seq_lens, const std::optional<Tensor>& position_bias,
     int64_t max_distance, const std::string& activation) {
@@ -143,24 +149,17 @@ void decoder_layers(
   check(q_norm, "q_norm", Accept::kModel, {"num_layers", "head_dim"});
   check(k_norm, "k_norm", Accept::kModel, {"num_layers", "head_dim"});
   DecoderLayersParams params{};
-  params.o = check_linear(check, {"o_weight", "o_scale", "o_bias", o_weight, o_scale, o_bias},
-                          "hidden_size", "q_size");
+  params.o = check_matrix(check, EECORE_MATRIX(o), "hidden_size", "q_size");
   const int64_t q_size = check["q_size"], qkv_size = q_size + 2 * num_kv_heads * head_dim;
-  params.qkv =
-      check_linear(check, {"qkv_weight", "qkv_scale", "qkv_bias", qkv_weight, qkv_scale, qkv_bias},
-                   qkv_size, "hidden_size");
-  params.down = check_linear(
-      check, {"down_weight", "down_scale", "down_bias", down_weight, down_scale, down_bias},
-      "hidden_size", "inner_size");
+  params.qkv = check_matrix(check, EECORE_MATRIX(qkv), qkv_size, "hidden_size");
+  params.down = check_matrix(check, EECORE_MATRIX(down), "hidden_size", "inner_size");
   params.activation = activation_of(check, activation,
                                     {{"silu", Activation::kSilu},
                                      {"gelu_tanh", Activation::kGeluTanh},
                                      {"relu", Activation::kRelu}});
   const int64_t halves = params.activation == Activation::kRelu ? 1 : 2;
-  params.gate_up = check_linear(check,
-                                {"gate_up_weight", "gate_up_scale", "gate_up_bias", gate_up_weight,
-                                 gate_up_scale, gate_up_bias},
-                                halves * check["inner_size"], "hidden_size");
+  params.gate_up =
+      check_matrix(check, EECORE_MATRIX(gate_up), halves * check["inner_size"], "hidden_size");
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   const bool has_positions = check(positions, "positions", Accept::kInt64, {"num_tokens"});
   const bool has_cos_sin =
@@ -257,8 +256,8 @@ void decoder_layers(
   attend.causal = true;
   attend.dtype = params.dtype;
   set_cross_attention(check,
-                      {cross_norm, cross_q_weight, cross_o_weight, cross_q_scale, cross_o_scale,
-                       cross_page_table, cross_seq_lens},
+                      {cross_norm, cross_q_weight, cross_q_bias, cross_q_scale, cross_o_weight,
+                       cross_o_bias, cross_o_scale, cross_page_table, cross_seq_lens},
                       params);
   set_position_bias(check, position_bias, max_distance, false, attend);
 #ifndef EECORE_BACKEND_CUDA

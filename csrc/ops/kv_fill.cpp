@@ -16,8 +16,8 @@ int64_t slot_stride(const Checker& check, const Tensor& cache, const char* name)
 }
 
 void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_weight,
-             const Tensor& kv_weight, const std::optional<Tensor>& kv_scale,
-             const std::optional<Tensor>& kv_bias, const std::optional<Tensor>& k_norm_weight,
+             const Tensor& kv_weight, const std::optional<Tensor>& kv_bias,
+             const std::optional<Tensor>& kv_scale, const std::optional<Tensor>& k_norm_weight,
              const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
              Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping, double eps) {
   Checker check("kv_fill");

@@ -13,7 +13,7 @@ The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
@@ -37,6 +37,7 @@ __all__ = [
     "DraftRound",
     "ExitingRows",
     "HeadRows",
+    "Matrix",
     "SelectedRows",
     "SoftmaxConfidence",
     "SpeculativeAccept",
@@ -962,17 +963,49 @@ def paged_attention(
     return out
 
 
+class Matrix(NamedTuple):
+    """A linear layer of every layer at once, or of one."""
+
+    weight: Tensor
+    """[num_layers, out_features, in_features], any layer and row stride; int8 with a scale. Of one
+    layer [out_features, in_features]."""
+    bias: Tensor | None = None
+    """[num_layers, out_features]"""
+    scale: Tensor | None = None
+    """float32 [num_layers, out_features], see :func:`skinny_linear`."""
+
+    def rows(self, rows: slice) -> Matrix:
+        """Those of each layer's outputs: a view."""
+        bias = None if self.bias is None else self.bias[..., rows]
+        scale = None if self.scale is None else self.scale[..., rows]
+        return Matrix(self.weight[..., rows, :], bias, scale)
+
+    def unbind(self) -> list[Matrix]:
+        """Layer by layer: views."""
+        layers = self.weight.unbind(0)
+        biases = [None] * len(layers) if self.bias is None else self.bias.unbind(0)
+        scales = [None] * len(layers) if self.scale is None else self.scale.unbind(0)
+        return [Matrix(*parts) for parts in zip(layers, biases, scales, strict=True)]
+
+
+def _arguments(fields: Iterable[Tensor | Matrix | None]) -> Iterator[Tensor | None]:
+    """As a schema has them: a matrix is its tensors."""
+    for field in fields:
+        if isinstance(field, Matrix):
+            yield from field
+        else:
+            yield field
+
+
 def kv_fill(
     hidden: Tensor,
     exit_layer: Tensor,
     norm_weight: Tensor,
-    kv_weight: Tensor,
+    kv: Matrix,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
     *,
-    kv_scale: Tensor | None = None,
-    kv_bias: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
@@ -988,13 +1021,11 @@ def kv_fill(
         hidden: [num_tokens, hidden_size], each row's exit state before any norm.
         exit_layer: int32 [num_tokens], 0..num_layers; num_layers fills nothing.
         norm_weight: [num_layers, hidden_size], the norms before attention.
-        kv_weight: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any
-            layer and row stride, so a view of a stacked QKV weight does; int8 with ``kv_scale``.
+        kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
+            and row stride, so a view of a stacked QKV matrix does.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
         slot_mapping: int64 [num_tokens]; -1 writes nothing.
-        kv_scale: float32 [num_layers, 2 * num_kv_heads * head_dim], see :func:`skinny_linear`.
-        kv_bias: [num_layers, 2 * num_kv_heads * head_dim].
         k_norm_weight: [num_layers, head_dim].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
@@ -1004,9 +1035,7 @@ def kv_fill(
         hidden,
         exit_layer,
         norm_weight,
-        kv_weight,
-        kv_scale,
-        kv_bias,
+        *kv,
         k_norm_weight,
         positions,
         cos_sin,
@@ -1102,39 +1131,28 @@ class DecoderWeights(NamedTuple):
 
     attention_norm: Tensor
     """[num_layers, hidden_size]"""
-    qkv_weight: Tensor
-    """[num_layers, q_size + 2 * num_kv_heads * head_dim, hidden_size], any layer and row stride;
-    rows of the heads of q, then of k, then of v."""
-    qkv_bias: Tensor | None
-    """[num_layers, q_size + 2 * num_kv_heads * head_dim]"""
+    qkv: Matrix
+    """[num_layers, q_size + 2 * num_kv_heads * head_dim, hidden_size]; rows of the heads of q, then
+    of k, then of v."""
     q_norm: Tensor | None
     """[num_layers, head_dim], RMS norm of each query head."""
     k_norm: Tensor | None
     """[num_layers, head_dim], RMS norm of each key head."""
-    o_weight: Tensor
-    """[num_layers, hidden_size, q_size], any layer and row stride."""
-    o_bias: Tensor | None
-    """[num_layers, hidden_size]"""
+    o: Matrix
+    """[num_layers, hidden_size, q_size]"""
     mlp_norm: Tensor
     """[num_layers, hidden_size]"""
-    gate_up_weight: Tensor
-    """[num_layers, 2 * inner_size, hidden_size], any layer and row stride; gate, then up rows. Of
-    an MLP that is not gated [num_layers, inner_size, hidden_size], as its bias and scale."""
-    gate_up_bias: Tensor | None
-    """[num_layers, 2 * inner_size]"""
-    down_weight: Tensor
-    """[num_layers, hidden_size, inner_size], any layer and row stride."""
-    down_bias: Tensor | None
-    """[num_layers, hidden_size]"""
-    qkv_scale: Tensor | None = None
-    """float32 [num_layers, q_size + 2 * num_kv_heads * head_dim]: qkv_weight is int8, see
-    :func:`skinny_linear`."""
-    o_scale: Tensor | None = None
-    """float32 [num_layers, hidden_size]: o_weight is int8."""
-    gate_up_scale: Tensor | None = None
-    """float32 [num_layers, 2 * inner_size]: gate_up_weight is int8."""
-    down_scale: Tensor | None = None
-    """float32 [num_layers, hidden_size]: down_weight is int8."""
+    gate_up: Matrix
+    """[num_layers, 2 * inner_size, hidden_size]; gate, then up rows. Of an MLP that is not gated
+    [num_layers, inner_size, hidden_size]."""
+    down: Matrix
+    """[num_layers, hidden_size, inner_size]"""
+
+    def unbind(self) -> list[DecoderWeights]:
+        """Layer by layer: views."""
+        num_layers = len(self.attention_norm)
+        each = ([None] * num_layers if f is None else f.unbind() for f in self)
+        return [DecoderWeights(*fields) for fields in zip(*each, strict=True)]
 
 
 class CrossAttention(NamedTuple):
@@ -1145,18 +1163,17 @@ class CrossAttention(NamedTuple):
 
     norm: Tensor
     """[num_layers, hidden_size]"""
-    q_weight: Tensor
-    """[num_layers, q_size, hidden_size], any layer and row stride."""
-    o_weight: Tensor
-    """[num_layers, hidden_size, q_size], any layer and row stride."""
-    q_scale: Tensor | None
-    """float32 [num_layers, q_size]: q_weight is int8, see :func:`skinny_linear`."""
-    o_scale: Tensor | None
-    """float32 [num_layers, hidden_size]: o_weight is int8."""
+    q: Matrix
+    """[num_layers, q_size, hidden_size]"""
+    o: Matrix
+    """[num_layers, hidden_size, q_size]"""
     page_table: Tensor
     """int32 [num_seqs, max_cross_pages]"""
     seq_lens: Tensor
     """int32 [num_seqs], keys of the encoder; with 0 the attention adds nothing."""
+
+
+_NO_CROSS_ATTENTION = (None,) * (3 + 2 * len(Matrix._fields))
 
 
 def decoder_layers(
@@ -1232,7 +1249,7 @@ def decoder_layers(
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     _decoder_layers(
         hidden,
-        *weights,
+        *_arguments(weights),
         k_cache,
         v_cache,
         slot_mapping,
@@ -1250,7 +1267,7 @@ def decoder_layers(
         scale,
         eps,
         fixed_split_size,
-        *(cross or (None,) * len(CrossAttention._fields)),
+        *(_NO_CROSS_ATTENTION if cross is None else _arguments(cross)),
         position_bias,
         max_distance,
         activation,

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -38,26 +38,20 @@ def random_weights(case: DecoderLayersCase, dtype: torch.dtype) -> ops.DecoderWe
             (1 + torch.randn(layers, size, generator=generator) / 8).to(dtype) if wanted else None
         )
 
-    def linear(rows: int, columns: int) -> torch.Tensor:
+    def linear(rows: int, columns: int) -> ops.Matrix:
         weight = torch.randn(layers, rows, columns, generator=generator) / math.sqrt(columns)
-        return weight.to(dtype)
-
-    def bias(size: int) -> Any:
-        return torch.randn(layers, size, generator=generator).to(dtype) if case.bias else None
+        bias = torch.randn(layers, rows, generator=generator).to(dtype) if case.bias else None
+        return ops.Matrix(weight.to(dtype), bias)
 
     return ops.DecoderWeights(
         attention_norm=norm(True, hidden),
-        qkv_weight=linear(qkv_size, hidden),
-        qkv_bias=bias(qkv_size),
+        qkv=linear(qkv_size, hidden),
         q_norm=norm(case.qk_norm, case.head_dim),
         k_norm=norm(case.qk_norm, case.head_dim),
-        o_weight=linear(hidden, q_size),
-        o_bias=bias(hidden),
+        o=linear(hidden, q_size),
         mlp_norm=norm(True, hidden),
-        gate_up_weight=linear(halves * inner, hidden),
-        gate_up_bias=bias(halves * inner),
-        down_weight=linear(hidden, inner),
-        down_bias=bias(hidden),
+        gate_up=linear(halves * inner, hidden),
+        down=linear(hidden, inner),
     )
 
 
@@ -85,10 +79,8 @@ def random_cross(
         row[-(-length // case.page_size) :] = 2**31 - 1  # entries that no key uses
     return ops.CrossAttention(
         norm=1 + normal(layers, hidden, deviation=1 / 8),
-        q_weight=normal(layers, q_size, hidden, deviation=hidden**-0.5),
-        o_weight=normal(layers, hidden, q_size, deviation=q_size**-0.5),
-        q_scale=None,
-        o_scale=None,
+        q=ops.Matrix(normal(layers, q_size, hidden, deviation=hidden**-0.5)),
+        o=ops.Matrix(normal(layers, hidden, q_size, deviation=q_size**-0.5)),
         page_table=page_table,
         seq_lens=torch.tensor(case.cross_lens, dtype=torch.int32),
     )
@@ -167,19 +159,17 @@ def with_own_caches(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "k_cache": call["k_cache"].clone(), "v_cache": call["v_cache"].clone()}
 
 
+def linear_of(matrix: ops.Matrix, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """By the single op."""
+    weight, bias, scale = matrix
+    return ops.skinny_linear(x, weight, bias=bias, weight_scale=scale, **options)
+
+
 def compose_cross(call: dict[str, Any], hidden: torch.Tensor, layer: int) -> torch.Tensor:
     """The attention of a layer to the encoder's keys, one op after the other."""
-    stacked: ops.CrossAttention = call["cross"]
-    cross = ops.CrossAttention(
-        *(None if t is None else t[layer] for t in stacked[:5]), *stacked[5:]
-    )
-    q = ops.skinny_linear(
-        hidden,
-        cross.q_weight,
-        weight_scale=cross.q_scale,
-        norm_weight=cross.norm,
-        eps=call["eps"],
-    )
+    cross: ops.CrossAttention = call["cross"]
+    into, out_of = cross.q.unbind()[layer], cross.o.unbind()[layer]
+    q = linear_of(into, hidden, norm_weight=cross.norm[layer], eps=call["eps"])
     attended = ops.paged_attention(
         q.unflatten(1, (-1, call["k_cache"].shape[4])),
         call["k_cache"][layer],
@@ -191,9 +181,7 @@ def compose_cross(call: dict[str, Any], hidden: torch.Tensor, layer: int) -> tor
         causal=False,
         fixed_split_size=call["fixed_split_size"],
     )
-    return ops.skinny_linear(
-        attended.view(q.shape), cross.o_weight, weight_scale=cross.o_scale, residual=hidden
-    )
+    return linear_of(out_of, attended.view(q.shape), residual=hidden)
 
 
 def compose(call: dict[str, Any]) -> torch.Tensor:
@@ -202,18 +190,12 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
     num_tokens, num_kv_heads = hidden.shape[0], call["k_cache"].shape[3]
     head_dim = call["k_cache"].shape[4]
     for layer in range(call["begin_layer"], call["end_layer"]):
-        w = ops.DecoderWeights(*(None if t is None else t[layer] for t in weights))
+        w = weights.unbind()[layer]
         k_cache, v_cache = call["k_cache"][layer], call["v_cache"][layer]
         window = call["sliding_window"]
         if call["skip_attention"] is None or not call["skip_attention"][layer]:
-            qkv = ops.skinny_linear(
-                hidden,
-                w.qkv_weight,
-                weight_scale=w.qkv_scale,
-                norm_weight=w.attention_norm,
-                eps=eps,
-                bias=w.qkv_bias,
-            ).view(num_tokens, w.qkv_weight.shape[0] // head_dim, head_dim)
+            qkv = linear_of(w.qkv, hidden, norm_weight=w.attention_norm, eps=eps)
+            qkv = qkv.view(num_tokens, qkv.shape[1] // head_dim, head_dim)
             sizes = (qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
             q, k, v = qkv.split(sizes, dim=1)
             ops.append_kv(
@@ -241,10 +223,8 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 fixed_split_size=call["fixed_split_size"],
                 position_bias=call["position_bias"],
                 max_distance=call["max_distance"],
-            ).view(num_tokens, w.o_weight.shape[1])
-            hidden = ops.skinny_linear(
-                attended, w.o_weight, weight_scale=w.o_scale, bias=w.o_bias, residual=hidden
-            )
+            ).view(num_tokens, w.o.weight.shape[1])
+            hidden = linear_of(w.o, attended, residual=hidden)
             if call["cross"] is not None:
                 hidden = compose_cross(call, hidden, layer)
         if call["skip_mlp"] is None or not call["skip_mlp"][layer]:
@@ -252,16 +232,14 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
             into_inner = ops.skinny_gated_linear if is_gated else ops.skinny_linear
             inner = into_inner(
                 hidden,
-                w.gate_up_weight,
-                weight_scale=w.gate_up_scale,
+                w.gate_up.weight,
+                weight_scale=w.gate_up.scale,
                 norm_weight=w.mlp_norm,
                 eps=eps,
-                bias=w.gate_up_bias,
+                bias=w.gate_up.bias,
                 activation=call["activation"],
             )
-            hidden = ops.skinny_linear(
-                inner, w.down_weight, weight_scale=w.down_scale, bias=w.down_bias, residual=hidden
-            )
+            hidden = linear_of(w.down, inner, residual=hidden)
     return hidden
 
 
@@ -293,16 +271,20 @@ def test_gives_the_bits_of_the_single_ops(
     assert torch.equal(at_once["hidden"], before)
 
 
+def quantised(matrix: ops.Matrix) -> ops.Matrix:
+    weight, scale = quantise_rows(matrix.weight)
+    return matrix._replace(weight=weight, scale=scale)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("which", [("qkv", "o", "gate_up", "down"), ("qkv", "down"), ("o",)])
 def test_weights_may_be_int8(
     which: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     one_by_one = random_call(SMALL, dtype, device)
-    for name in which:
-        whole, scale = quantise_rows(getattr(one_by_one["weights"], f"{name}_weight"))
-        int8 = {f"{name}_weight": whole, f"{name}_scale": scale}
-        one_by_one["weights"] = one_by_one["weights"]._replace(**int8)
+    weights = one_by_one["weights"]
+    int8 = {name: quantised(getattr(weights, name)) for name in which}
+    one_by_one["weights"] = weights._replace(**int8)
     at_once = with_own_caches(one_by_one)
     assert torch.equal(ops.decoder_layers(**at_once), compose(one_by_one))
     assert_same(at_once, one_by_one)
@@ -314,18 +296,25 @@ def test_weights_of_cross_attention_and_of_a_plain_mlp_may_be_int8(
 ) -> None:
     case = DecoderLayersCase((2, 1), (9, 20), cross_lens=(20, 3), activation="relu", bias=True)
     one_by_one = random_call(case, dtype, device)
-    whole, scale = quantise_rows(one_by_one["weights"].gate_up_weight)
-    int8 = {"gate_up_weight": whole, "gate_up_scale": scale}
-    one_by_one["weights"] = one_by_one["weights"]._replace(**int8)
-    (q_weight, q_scale), (o_weight, o_scale) = (
-        quantise_rows(weight)
-        for weight in (one_by_one["cross"].q_weight, one_by_one["cross"].o_weight)
-    )
-    int8 = {"q_weight": q_weight, "q_scale": q_scale, "o_weight": o_weight, "o_scale": o_scale}
-    one_by_one["cross"] = one_by_one["cross"]._replace(**int8)
+    weights, cross = one_by_one["weights"], one_by_one["cross"]
+    one_by_one["weights"] = weights._replace(gate_up=quantised(weights.gate_up))
+    one_by_one["cross"] = cross._replace(q=quantised(cross.q), o=quantised(cross.o))
     at_once = with_own_caches(one_by_one)
     assert torch.equal(ops.decoder_layers(**at_once), compose(one_by_one))
     assert_same(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cross_attention_may_have_biases(dtype: torch.dtype, device: torch.device) -> None:
+    one_by_one = random_call(ENCODED, dtype, device)
+    cross = one_by_one["cross"]
+    q, o = (m._replace(bias=torch.randn(m.weight.shape[:2]).to(dtype)) for m in cross[1:3])
+    without = ops.decoder_layers(**with_own_caches(one_by_one))
+    one_by_one["cross"] = cross._replace(q=q, o=o)
+    at_once = with_own_caches(one_by_one)
+    got = ops.decoder_layers(**at_once)
+    assert torch.equal(got, compose(one_by_one))
+    assert not torch.equal(got, without)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -379,7 +368,8 @@ def test_strides(device: torch.device) -> None:
 
     names = ("qkv_weight", "o_weight", "gate_up_weight", "down_weight")
     weights = call["weights"]
-    call["weights"] = weights._replace(**{name: padded(getattr(weights, name)) for name in names})
+    wide = {name: padded(arguments(weights)[name]) for name in names}
+    call["weights"] = with_arguments(weights, wide)
     call["hidden"] = padded(call["hidden"])
     both = torch.full((3, 2 * SMALL.hidden_size), torch.nan)
     out = both[:, 5 : 5 + SMALL.hidden_size]
@@ -471,6 +461,52 @@ def test_slot_minus_one_writes_nothing(device: torch.device) -> None:
     assert was_free.nonzero()[:, 1:3].unique(dim=0).tolist() == [[page, offset]]
 
 
+def arguments(fields: Any) -> dict[str, Any]:
+    """The tensors of DecoderWeights or of CrossAttention under the names of the schema."""
+    found = {}
+    for name, field in fields._asdict().items():
+        if isinstance(field, ops.Matrix):
+            found |= {f"{name}_{part}": tensor for part, tensor in field._asdict().items()}
+        else:
+            found[name] = field
+    return found
+
+
+def with_arguments(fields: Any, changed: dict[str, Any]) -> Any:
+    """The same with some tensors exchanged, by those names."""
+    for argument, tensor in changed.items():
+        name, _, part = argument.rpartition("_")
+        matrix = getattr(fields, name, None)
+        if isinstance(matrix, ops.Matrix):
+            fields = fields._replace(**{name: matrix._replace(**{part: tensor})})
+        else:
+            fields = fields._replace(**{argument: tensor})
+    return fields
+
+
+def test_the_schema_lists_what_the_wrapper_is_given() -> None:
+    """The stable ABI has no structs: a matrix is three arguments, its field's name before each."""
+
+    def names(fields: type, prefix: str = "") -> list[str]:
+        listed = []
+        for name, hint in get_type_hints(fields).items():
+            is_matrix = hint is ops.Matrix
+            listed += names(ops.Matrix, f"{prefix}{name}_") if is_matrix else [prefix + name]
+        return listed
+
+    schema = torch.ops.eecore.decoder_layers.default._schema
+    given = [argument.name for argument in schema.arguments]
+    weights, cross = names(ops.DecoderWeights), names(ops.CrossAttention, "cross_")
+    assert given[1 : 1 + len(weights)] == weights
+    begin = given.index("cross_norm")
+    assert given[begin : begin + len(cross)] == cross
+
+
+def test_the_schema_of_kv_fill_lists_a_matrix_too() -> None:
+    given = [argument.name for argument in torch.ops.eecore.kv_fill.default._schema.arguments]
+    assert given[3:6] == [f"kv_{part}" for part in ops.Matrix._fields]
+
+
 def replaced(**weights: Any) -> dict[str, Any]:
     return {"weights": weights}
 
@@ -535,7 +571,7 @@ def replaced(**weights: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
     call = {**random_call(SMALL), "out": torch.zeros(3, 64)}
-    weights = call["weights"]._replace(**change.get("weights", {}))
+    weights = with_arguments(call["weights"], change.get("weights", {}))
     call = {**call, **change, "weights": weights}
     untouched = with_own_caches(call)
     with pytest.raises(RuntimeError, match=f"decoder_layers: {message}"):
@@ -552,6 +588,8 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
         ({"q_weight": None}, r"cross_q_weight: expected a tensor with cross_norm, got None"),
         ({"q_weight": torch.zeros(3, 192, 64)}, r"cross_q_weight: expected float32 .* q_size=256,"),
         ({"q_weight": torch.zeros(3, 64, 256).mT}, r"cross_q_weight: .* last 1 .* contiguous"),
+        ({"q_bias": torch.zeros(3, 255)}, r"cross_q_bias: expected float32 .* q_size=256\], got"),
+        ({"o_bias": torch.zeros(3, 63)}, r"cross_o_bias: expected float32 \[num_layers=3, hidden_"),
         ({"q_scale": torch.ones(3, 256)}, r"cross_q_weight: expected int8 .* got float32 \[3, 256"),
         ({"o_weight": None}, r"cross_o_weight: expected a tensor with cross_norm, got None"),
         ({"o_weight": torch.zeros(3, 64, 255)}, r"cross_o_weight: expected .* q_size=256\], got"),
@@ -571,7 +609,7 @@ def test_bad_input_of_cross_attention_is_named_and_changes_nothing(
     change: dict[str, Any], message: str
 ) -> None:
     call = {**random_call(ENCODED), "out": torch.zeros(3, 64)}
-    call["cross"] = call["cross"]._replace(**change)
+    call["cross"] = with_arguments(call["cross"], change)
     untouched = with_own_caches(call)
     with pytest.raises(RuntimeError, match=f"decoder_layers: {message}"):
         ops.decoder_layers(**call)
@@ -608,9 +646,9 @@ def test_hidden_that_overlaps_out_is_refused() -> None:
 @pytest.mark.parametrize("case", [SMALL, ENCODED], ids=str)
 def test_opcheck(case: DecoderLayersCase, device: torch.device) -> None:
     call = {**random_call(case, device=device), "out": torch.zeros(3, 64)}
-    call = {**call.pop("weights")._asdict(), **call}
+    call = {**arguments(call.pop("weights")), **call}
     cross = call.pop("cross")
-    call |= {} if cross is None else {f"cross_{key}": t for key, t in cross._asdict().items()}
+    call |= {} if cross is None else {f"cross_{key}": t for key, t in arguments(cross).items()}
     torch.library.opcheck(torch.ops.eecore.decoder_layers.default, (), call)
 
 

@@ -64,9 +64,16 @@ def random_call(
     return call
 
 
+def packed(call: dict[str, Any]) -> dict[str, Any]:
+    """The call as the wrapper takes it, of one as the schema does."""
+    rest = dict(call)
+    parts = [rest.pop(f"kv_{part}", None) for part in ops.Matrix._fields]
+    return {**rest, "kv": ops.Matrix(*parts)}
+
+
 def filled(fill: Any, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     k_cache, v_cache = call["k_cache"].clone(), call["v_cache"].clone()
-    fill(**{**call, "k_cache": k_cache, "v_cache": v_cache})
+    fill(**packed({**call, "k_cache": k_cache, "v_cache": v_cache}))
     return k_cache, v_cache
 
 
@@ -165,7 +172,7 @@ def test_inputs_and_caches_with_strides(device: torch.device) -> None:
     # K and V of a layer side by side in one allocation.
     both = torch.full((*call["k_cache"].shape[:3], 4, 80), NAN, device=device)
     call["k_cache"], call["v_cache"] = both[..., :2, :], both[..., 2:, :]
-    ops.kv_fill(**call)
+    ops.kv_fill(**packed(call))
     torch.testing.assert_close(
         both, torch.cat(expected, dim=-2), rtol=2e-5, atol=2e-5, equal_nan=True
     )
@@ -198,7 +205,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.d
             name: call[name][row : row + 1]
             for name in ("hidden", "exit_layer", "slot_mapping", "positions")
         }
-        ops.kv_fill(**{**call, **one, "k_cache": alone[0], "v_cache": alone[1]})
+        ops.kv_fill(**packed({**call, **one, "k_cache": alone[0], "v_cache": alone[1]}))
     for got, wanted in zip(alone, together, strict=True):
         assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
 
@@ -263,7 +270,7 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
     )
     call.update(change)
     with pytest.raises(RuntimeError, match=f"kv_fill: {message}"):
-        ops.kv_fill(**call)
+        ops.kv_fill(**packed(call))
     assert not call["k_cache"].any()
     assert not call["v_cache"].any()
 

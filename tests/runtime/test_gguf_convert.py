@@ -137,8 +137,8 @@ def test_large_models_are_sharded_and_bfloat16_is_written_on_demand(
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
     config, model, _ = load_model(out, "cpu", "float32")
     assert config.dtype == "bfloat16"
-    expected = load_model(original, "cpu")[1].weights.qkv_weight
-    assert torch.equal(model.weights.qkv_weight, expected.bfloat16().float())
+    expected = load_model(original, "cpu")[1].weights.qkv.weight
+    assert torch.equal(model.weights.qkv.weight, expected.bfloat16().float())
 
 
 def test_llama3_rope_is_recognised_by_its_table(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def round_weights(directory: Path) -> None:
 def test_logits_are_those_of_the_rounded_weights(family: str, tmp_path: Path) -> None:
     directory = write_model(tmp_path, family)
     _, quantised, _ = load_model(directory, "cpu", weights="int8")
-    assert quantised.weights.down_weight.dtype == torch.int8
+    assert quantised.weights.down.weight.dtype == torch.int8
     assert quantised.dtype == torch.float32
     round_weights(directory)
     _, rounded, _ = load_model(directory, "cpu")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from eecore import ops
 from eecore.models import AttentionBatch, KVCache, LlamaModel, load_model
@@ -207,14 +208,14 @@ def test_confidence_is_that_of_the_logits(tmp_path: Path) -> None:
 def test_filling_reads_the_weights_of_the_layers_themselves(tmp_path: Path) -> None:
     _, model, _ = load_model(write_model(tmp_path, "qwen2", tie_word_embeddings=True), "cpu")
     weights, config = model.weights, model.config
-    row_bytes = config.hidden_size * weights.qkv_weight.element_size()
-    assert model._kv_weight.data_ptr() == weights.qkv_weight.data_ptr() + config.q_size * row_bytes
+    qkv = weights.qkv.weight
+    row_bytes = config.hidden_size * qkv.element_size()
+    assert model._kv.weight.data_ptr() == qkv.data_ptr() + config.q_size * row_bytes
     for index, layer in enumerate(model._layers):
-        assert layer.qkv_weight.data_ptr() == weights.qkv_weight[index].data_ptr()
-    assert weights.lm_head.data_ptr() == weights.embed_tokens.data_ptr()
-    stored = {
-        tensor.data_ptr(): tensor.numel() for tensor in vars(weights).values() if tensor is not None
-    }
+        assert layer.qkv.weight.data_ptr() == qkv[index].data_ptr()
+    assert weights.lm_head.weight.data_ptr() == weights.embed_tokens.weight.data_ptr()
+    tensors = (tensor for tensor in tree_leaves(vars(weights)) if tensor is not None)
+    stored = {tensor.data_ptr(): tensor.numel() for tensor in tensors}
     assert sum(stored.values()) == config.num_parameters
 
 

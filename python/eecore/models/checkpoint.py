@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.models.config_json import read_json
-from eecore.models.int8 import WeightView
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
+from eecore.models.weights import WeightView
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

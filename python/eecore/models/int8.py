@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -29,22 +27,3 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., num_rows, n] in ``dtype``, of int8 rows [..., num_rows, n] times ``scale``."""
     return (weight * scale[..., None]).to(dtype)  # the product is in float32
-
-
-@dataclass(frozen=True)
-class WeightView:
-    """Where one tensor of a checkpoint goes."""
-
-    weight: Tensor
-    """Of the tensor's shape; int8 where there is a scale."""
-    scale: Tensor | None = None
-    """float32, of that shape without its last axis."""
-
-    def fill(self, stored: Tensor) -> None:
-        """Copy a stored tensor, converted to the weight's dtype and device, or quantised."""
-        if self.scale is None:
-            self.weight.copy_(stored)
-            return
-        whole, scale = quantise_rows(stored)
-        self.weight.copy_(whole)
-        self.scale.copy_(scale)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eecore import ops
+from eecore.ops import Matrix
 
 # Up to so many rows a product is bound by reading its weight, and the skinny ops read it best.
 MAX_SKINNY_ROWS = 32
@@ -40,18 +41,18 @@ class Linear:
     def __call__(
         self,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
+        matrix: Matrix,
         *,
-        scale: Tensor | None = None,
         norm: Tensor | None = None,
         residual: Tensor | None = None,
+        few: bool = False,
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-        Of many rows in float32 where the CPU is slow at bfloat16. Weights with a scale are int8.
+        Of many rows in float32 where the CPU is slow at bfloat16; ``few``: as of few rows.
         """
-        if self.is_skinny(x):
+        weight, bias, scale = matrix
+        if few or self.is_skinny(x):
             return ops.skinny_linear(
                 x,
                 weight,

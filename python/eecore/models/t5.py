@@ -15,12 +15,12 @@ from torch.nn import functional
 from eecore import ops
 from eecore.config import T5Config
 from eecore.models.attention import AttentionBatch, CrossBatch, keys_per_split
-from eecore.models.int8 import dequantise_rows
 from eecore.models.kv_cache import KVCache
 from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
-from eecore.models.t5_weights import Matrix, T5StackWeights, T5Weights
+from eecore.models.t5_weights import T5Weights
+from eecore.ops import Matrix
 
 __all__ = ["T5Model"]
 
@@ -45,44 +45,30 @@ class T5Model:
         eps = config.rms_norm_eps
         self._linear = Linear(self.device, self.dtype, eps, is_int8=is_int8)
         self._keys_per_split = keys_per_split(self.device)
-        self._encoder = _Layers(weights.encoder)
-        self._decoder = _Layers(weights.decoder)
+        self._encoder = weights.encoder.stacked().unbind()
+        self._stacked = weights.decoder.stacked()
+        self._decoder = self._stacked.unbind()
         self._cross = weights.cross
         self._cross_q, self._cross_o = weights.cross.q.unbind(), weights.cross.o.unbind()
         decoder = weights.decoder
         # The encoder's last norm is the one before every layer's keys and values.
         self._encoder_norms = weights.encoder.final_norm.repeat(config.num_layers, 1)
         self._head_norm = (decoder.final_norm.float() * config.output_scale).to(self.dtype)
-        self._kv_weight = decoder.qkv.weight[:, config.q_size :]
-        scale = decoder.qkv.scale
-        self._kv_scale = None if scale is None else scale[:, config.q_size :]
-        self._stacked = ops.DecoderWeights(
-            attention_norm=decoder.attention_norm,
-            qkv_weight=decoder.qkv.weight,
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
-            o_weight=decoder.o.weight,
-            o_bias=None,
-            mlp_norm=decoder.mlp_norm,
-            gate_up_weight=decoder.gate_up.weight,
-            gate_up_bias=None,
-            down_weight=decoder.down.weight,
-            down_bias=None,
-            qkv_scale=decoder.qkv.scale,
-            o_scale=decoder.o.scale,
-            gate_up_scale=decoder.gate_up.scale,
-            down_scale=decoder.down.scale,
-        )
+        self._kv = decoder.qkv.rows(slice(config.q_size, None))
         self._flags = LayerFlags(config.num_layers)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] of int64 ids [num_tokens]."""
-        weight, scale = self.weights.embed_tokens
-        rows = weight.index_select(0, token_ids)
-        if scale is None:
-            return rows
-        return dequantise_rows(rows, scale.index_select(0, token_ids), self.dtype)
+    def embed(
+        self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
+    ) -> Tensor:
+        """[num_tokens, hidden_size] of int64 ids [num_tokens].
+
+        Token i is ``previous[sources[i]]`` instead where there are sources, int32 [num_tokens], and
+        it is not -1.
+        """
+        weight, _, scale = self.weights.embed_tokens
+        return ops.embed_tokens(
+            token_ids, weight, scale=scale, previous=previous, sources=sources, dtype=self.dtype
+        )
 
     def encode(self, token_ids: Tensor, lengths: list[int], kv: KVCache, slots: Tensor) -> None:
         """Run the encoder, and write every decoder layer's keys and values of its states.
@@ -97,7 +83,7 @@ class T5Model:
         batch = _input_batch(lengths, self.device)
         for index in range(self.config.num_encoder_layers):
             hidden = self._encoder_attention(index, hidden, batch)
-            hidden = self._mlp(self._encoder, index, hidden)
+            hidden = self._mlp(self._encoder[index], hidden)
         self._write_cross_kv(hidden, kv, slots)
 
     def layers(
@@ -110,14 +96,17 @@ class T5Model:
         *,
         skip_attention: frozenset[int] = frozenset(),
         skip_mlp: frozenset[int] = frozenset(),
+        few: bool = False,
     ) -> Tensor:
         """The residual stream after layers ``begin..end-1``; a skipped sublayer adds nothing to it.
 
         Skipped attention, to itself and to the encoder, writes no keys or values either. ``hidden``
         [num_tokens, hidden_size] is not changed (and may be what comes back when all is skipped).
+        ``few`` is what a program says that calls eecore's ops alone: on the CPU its rows count as
+        few, however many there are.
         """
         assert batch.cross is not None
-        if self._on_cpu and self._linear.is_skinny(hidden):
+        if self._on_cpu and (few or self._linear.is_skinny(hidden)):
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -139,27 +128,35 @@ class T5Model:
                 position_bias=self.weights.decoder.position_bias,
                 max_distance=self.config.max_distance,
                 activation=self.config.activation,
-                cross=self._cross_attention_of(batch.cross),
+                cross=ops.CrossAttention(
+                    self._cross.norm,
+                    self._cross.q,
+                    self._cross.o,
+                    batch.cross.page_table,
+                    batch.cross.seq_lens,
+                ),
             )
         for index in range(begin, end):
             if index not in skip_attention:
                 hidden = self._self_attention(index, hidden, kv, batch)
                 hidden = self._cross_attention(index, hidden, kv, batch, batch.cross)
             if index not in skip_mlp:
-                hidden = self._mlp(self._decoder, index, hidden)
+                hidden = self._mlp(self._decoder[index], hidden)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 [num_rows, vocab_size]: final norm and LM head."""
-        weight, scale = self.weights.lm_head
-        return self._linear(hidden, weight, scale=scale, norm=self._head_norm).float()
+    def logits(self, hidden: Tensor, *, few: bool = False) -> Tensor:
+        """Float32 [num_rows, vocab_size]: final norm and LM head.
+
+        With ``few`` in the model's dtype, by one of eecore's ops, however many rows there are.
+        """
+        logits = self._linear(hidden, self.weights.lm_head, norm=self._head_norm, few=few)
+        return logits if few else logits.float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
-        weight, scale = self.weights.lm_head
-        eps = self.config.rms_norm_eps
+        lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
         return ops.exit_confidence_softmax(
-            hidden, self._head_norm, weight, eps, lm_head_scale=scale
+            hidden, self._head_norm, lm_head.weight, eps, lm_head_scale=lm_head.scale
         )
 
     def fill_kv(
@@ -180,19 +177,18 @@ class T5Model:
             hidden,
             exit_layer,
             self.weights.decoder.attention_norm,
-            self._kv_weight,
+            self._kv,
             kv.k,
             kv.v,
             slot_mapping,
-            kv_scale=self._kv_scale,
             eps=self.config.rms_norm_eps,
         )
 
     # The encoder
 
     def _encoder_attention(self, index: int, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        layer = self._encoder
-        q, k, v = self._heads(hidden, layer.qkv[index], layer.attention_norm[index])
+        layer = self._encoder[index]
+        q, k, v = self._heads(hidden, layer)
         attended = ops.paged_attention(
             q,
             k[:, None],  # each token a page of its own, where it lies
@@ -206,29 +202,28 @@ class T5Model:
             max_distance=self.config.max_distance,
             bidirectional=True,
         )
-        return self._projected(attended, layer.o[index], hidden)
+        return self._projected(attended, layer.o, hidden)
 
     def _write_cross_kv(self, hidden: Tensor, kv: KVCache, slots: Tensor) -> None:
         """Keys and values of all decoder layers from the encoder's last states."""
-        config, (weight, scale) = self.config, self._cross.kv
+        config, both = self.config, self._cross.kv
         if self._linear.is_skinny(hidden):
             first = torch.zeros(hidden.shape[0], dtype=torch.int32, device=self.device)
             ops.kv_fill(
                 hidden,
                 first,
                 self._encoder_norms,
-                weight,
+                both,
                 kv.k,
                 kv.v,
                 slots,
-                kv_scale=scale,
                 eps=config.rms_norm_eps,
             )
             return
         states = self._linear.normed(hidden, self.weights.encoder.final_norm)
-        for index, (k_cache, v_cache) in enumerate(kv.layers):
-            both = self._linear(states, weight[index])
-            k, v = both.view(-1, 2, config.num_heads, config.head_dim).unbind(1)
+        for (k_cache, v_cache), matrix in zip(kv.layers, both.unbind(), strict=True):
+            projected = self._linear(states, matrix)
+            k, v = projected.view(-1, 2, config.num_heads, config.head_dim).unbind(1)
             ops.append_kv(None, k, v, k_cache, v_cache, slots)
 
     # The decoder, layer by layer
@@ -236,9 +231,9 @@ class T5Model:
     def _self_attention(
         self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch
     ) -> Tensor:
-        layer = self._decoder
+        layer = self._decoder[index]
         k_cache, v_cache = kv.layers[index]
-        q, k, v = self._heads(hidden, layer.qkv[index], layer.attention_norm[index])
+        q, k, v = self._heads(hidden, layer)
         ops.append_kv(None, k, v, k_cache, v_cache, batch.slot_mapping)
         attended = ops.paged_attention(
             q,
@@ -252,14 +247,13 @@ class T5Model:
             position_bias=self.weights.decoder.position_bias,
             max_distance=self.config.max_distance,
         )
-        return self._projected(attended, layer.o[index], hidden)
+        return self._projected(attended, layer.o, hidden)
 
     def _cross_attention(
         self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch, cross: CrossBatch
     ) -> Tensor:
         k_cache, v_cache = kv.layers[index]
-        weight, scale = self._cross_q[index]
-        q = self._linear(hidden, weight, scale=scale, norm=self._cross.norm[index])
+        q = self._linear(hidden, self._cross_q[index], norm=self._cross.norm[index])
         attended = ops.paged_attention(
             q.view(-1, self.config.num_heads, self.config.head_dim),
             k_cache,
@@ -273,50 +267,28 @@ class T5Model:
         )
         return self._projected(attended, self._cross_o[index], hidden)
 
-    def _cross_attention_of(self, cross: CrossBatch) -> ops.CrossAttention:
-        """What the op over all layers wants of the encoder."""
-        weights = self._cross
-        return ops.CrossAttention(
-            norm=weights.norm,
-            q_weight=weights.q.weight,
-            o_weight=weights.o.weight,
-            q_scale=weights.q.scale,
-            o_scale=weights.o.scale,
-            page_table=cross.page_table,
-            seq_lens=cross.seq_lens,
-        )
-
     # Both
 
-    def _heads(self, hidden: Tensor, qkv: Matrix, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, hidden: Tensor, layer: ops.DecoderWeights) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V, each [num_tokens, num_heads, head_dim]."""
-        weight, scale = qkv
-        projected = self._linear(hidden, weight, scale=scale, norm=norm)
+        projected = self._linear(hidden, layer.qkv, norm=layer.attention_norm)
         q, k, v = projected.view(-1, 3, self.config.num_heads, self.config.head_dim).unbind(1)
         return q, k, v
 
     def _projected(self, attended: Tensor, o: Matrix, hidden: Tensor) -> Tensor:
         """Attention's output, added to the residual stream."""
         attended = attended.view(-1, self.config.q_size)
-        return self._linear(attended, o.weight, scale=o.scale, residual=hidden)
+        return self._linear(attended, o, residual=hidden)
 
-    def _mlp(self, layers: _Layers, index: int, hidden: Tensor) -> Tensor:
-        (weight, scale), norm = layers.gate_up[index], layers.mlp_norm[index]
-        activation = self.config.activation
+    def _mlp(self, layer: ops.DecoderWeights, hidden: Tensor) -> Tensor:
+        activation, norm = self.config.activation, layer.mlp_norm
+        weight, _, scale = layer.gate_up
         if not self._linear.is_skinny(hidden):
-            inner = self._linear(hidden, weight, norm=norm)
+            inner = self._linear(hidden, layer.gate_up, norm=norm)
             inner = _activated(inner, activation)
-        elif activation == "relu":
-            inner = ops.skinny_linear(
-                hidden,
-                weight,
-                weight_scale=scale,
-                norm_weight=norm,
-                eps=self.config.rms_norm_eps,
-                activation="relu",
-            )
         else:
-            inner = ops.skinny_gated_linear(
+            into_inner = ops.skinny_linear if activation == "relu" else ops.skinny_gated_linear
+            inner = into_inner(
                 hidden,
                 weight,
                 weight_scale=scale,
@@ -324,18 +296,7 @@ class T5Model:
                 eps=self.config.rms_norm_eps,
                 activation=activation,
             )
-        down = layers.down[index]
-        return self._linear(inner, down.weight, scale=down.scale, residual=hidden)
-
-
-class _Layers:
-    """A stack's weights layer by layer."""
-
-    def __init__(self, stack: T5StackWeights) -> None:
-        self.attention_norm = stack.attention_norm.unbind(0)
-        self.mlp_norm = stack.mlp_norm.unbind(0)
-        self.qkv, self.o = stack.qkv.unbind(), stack.o.unbind()
-        self.gate_up, self.down = stack.gate_up.unbind(), stack.down.unbind()
+        return self._linear(inner, layer.down, residual=hidden)
 
 
 def _activated(inner: Tensor, activation: str) -> Tensor:

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from eecore import ops
 from eecore.config import T5Config
-from eecore.models.int8 import WeightView
+from eecore.models.weights import NewWeights, WeightView
+from eecore.ops import Matrix
 
-__all__ = ["Matrix", "T5CrossWeights", "T5StackWeights", "T5Weights"]
-
-
-class Matrix(NamedTuple):
-    """A linear layer's weight, of one layer or of all; int8 where it has a scale per row."""
-
-    weight: Tensor
-    """[num_layers, out_features, in_features], or of one layer."""
-    scale: Tensor | None
-    """float32, of that shape without its last axis."""
-
-    def unbind(self) -> list[Matrix]:
-        """Layer by layer."""
-        scales = [None] * len(self.weight) if self.scale is None else self.scale.unbind(0)
-        return [Matrix(*pair) for pair in zip(self.weight.unbind(0), scales, strict=True)]
-
-    def view(self, layer: int, rows: slice) -> WeightView:
-        """Rows of one layer."""
-        scale = None if self.scale is None else self.scale[layer, rows]
-        return WeightView(self.weight[layer, rows], scale)
-
-
-MakeTensor = Callable[..., Tensor]
-MakeMatrix = Callable[..., Matrix]
+__all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
 
 
 @dataclass(frozen=True)
@@ -61,50 +38,62 @@ class T5StackWeights:
     """[num_layers, hidden_size, intermediate_size]"""
 
     @classmethod
-    def empty(
-        cls, config: T5Config, num_layers: int, tensor: MakeTensor, matrix: MakeMatrix
-    ) -> T5StackWeights:
+    def empty(cls, config: T5Config, num_layers: int, new: NewWeights) -> T5StackWeights:
         """Uninitialised."""
         hidden, inner = config.hidden_size, config.intermediate_size
         return cls(
-            attention_norm=tensor(num_layers, hidden),
-            mlp_norm=tensor(num_layers, hidden),
-            final_norm=tensor(hidden),
-            position_bias=tensor(config.num_buckets, config.num_heads, dtype=torch.float32),
-            qkv=matrix(num_layers, 3 * config.q_size, hidden),
-            o=matrix(num_layers, hidden, config.q_size),
-            gate_up=matrix(num_layers, inner * (2 if config.is_gated else 1), hidden),
-            down=matrix(num_layers, hidden, inner),
+            attention_norm=new.tensor(num_layers, hidden),
+            mlp_norm=new.tensor(num_layers, hidden),
+            final_norm=new.tensor(hidden),
+            position_bias=new.tensor(config.num_buckets, config.num_heads, dtype=torch.float32),
+            qkv=new.matrix(num_layers, 3 * config.q_size, hidden),
+            o=new.matrix(num_layers, hidden, config.q_size),
+            gate_up=new.matrix(num_layers, inner * (2 if config.is_gated else 1), hidden),
+            down=new.matrix(num_layers, hidden, inner),
+        )
+
+    def stacked(self) -> ops.DecoderWeights:
+        """Those of the layers."""
+        return ops.DecoderWeights(
+            attention_norm=self.attention_norm,
+            qkv=self.qkv,
+            q_norm=None,
+            k_norm=None,
+            o=self.o,
+            mlp_norm=self.mlp_norm,
+            gate_up=self.gate_up,
+            down=self.down,
         )
 
     def by_checkpoint_name(self, config: T5Config, stack: str, mlp: int) -> dict[str, WeightView]:
         """Under ``stack`` ("encoder", "decoder"); the MLP is sublayer ``mlp`` of a block."""
-        size, inner, whole = config.q_size, config.intermediate_size, slice(None)
+        size, inner = config.q_size, config.intermediate_size
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         views = {
             bias: WeightView(self.position_bias),
             f"{stack}.final_layer_norm.weight": WeightView(self.final_norm),
         }
-        dense: dict[str, tuple[Matrix, slice]] = {"wo": (self.down, whole)}
+        dense = {"wo": self.down}
         if config.is_gated:
             dense |= {
-                "wi_0": (self.gate_up, slice(inner)),
-                "wi_1": (self.gate_up, slice(inner, None)),
+                "wi_0": self.gate_up.rows(slice(inner)),
+                "wi_1": self.gate_up.rows(slice(inner, None)),
             }
         else:
-            dense["wi"] = self.gate_up, whole
+            dense["wi"] = self.gate_up
         attention = {
-            "q": (self.qkv, slice(size)),
-            "k": (self.qkv, slice(size, 2 * size)),
-            "v": (self.qkv, slice(2 * size, None)),
-            "o": (self.o, whole),
+            "q": self.qkv.rows(slice(size)),
+            "k": self.qkv.rows(slice(size, 2 * size)),
+            "v": self.qkv.rows(slice(2 * size, None)),
+            "o": self.o,
         }
+        matrices = {f"0.SelfAttention.{name}": matrix for name, matrix in attention.items()}
+        matrices |= {f"{mlp}.DenseReluDense.{name}": matrix for name, matrix in dense.items()}
+        by_layer = {name: matrix.unbind() for name, matrix in matrices.items()}
         for layer in range(len(self.attention_norm)):
             block = f"{stack}.block.{layer}.layer"
-            for name, (matrix, rows) in attention.items():
-                views[f"{block}.0.SelfAttention.{name}.weight"] = matrix.view(layer, rows)
-            for name, (matrix, rows) in dense.items():
-                views[f"{block}.{mlp}.DenseReluDense.{name}.weight"] = matrix.view(layer, rows)
+            for name, parts in by_layer.items():
+                views[f"{block}.{name}.weight"] = WeightView.of(parts[layer])
             views[f"{block}.0.layer_norm.weight"] = WeightView(self.attention_norm[layer])
             views[f"{block}.{mlp}.layer_norm.weight"] = WeightView(self.mlp_norm[layer])
         return views
@@ -124,30 +113,31 @@ class T5CrossWeights:
     """[num_layers, hidden_size, q_size]"""
 
     @classmethod
-    def empty(cls, config: T5Config, tensor: MakeTensor, matrix: MakeMatrix) -> T5CrossWeights:
+    def empty(cls, config: T5Config, new: NewWeights) -> T5CrossWeights:
         """Uninitialised."""
         layers, hidden, size = config.num_layers, config.hidden_size, config.q_size
         return cls(
-            norm=tensor(layers, hidden),
-            q=matrix(layers, size, hidden),
-            kv=matrix(layers, 2 * size, hidden),
-            o=matrix(layers, hidden, size),
+            norm=new.tensor(layers, hidden),
+            q=new.matrix(layers, size, hidden),
+            kv=new.matrix(layers, 2 * size, hidden),
+            o=new.matrix(layers, hidden, size),
         )
 
     def by_checkpoint_name(self, config: T5Config) -> dict[str, WeightView]:
         """What each tensor of a checkpoint fills."""
-        size, whole = config.q_size, slice(None)
+        matrices = {
+            "q": self.q,
+            "k": self.kv.rows(slice(config.q_size)),
+            "v": self.kv.rows(slice(config.q_size, None)),
+            "o": self.o,
+        }
+        by_layer = {name: matrix.unbind() for name, matrix in matrices.items()}
         views = {}
-        for layer in range(config.num_layers):
+        for layer, norm in enumerate(self.norm):
             block = f"decoder.block.{layer}.layer.1"
-            views[f"{block}.layer_norm.weight"] = WeightView(self.norm[layer])
-            for name, matrix, rows in (
-                ("q", self.q, whole),
-                ("k", self.kv, slice(size)),
-                ("v", self.kv, slice(size, None)),
-                ("o", self.o, whole),
-            ):
-                views[f"{block}.EncDecAttention.{name}.weight"] = matrix.view(layer, rows)
+            views[f"{block}.layer_norm.weight"] = WeightView(norm)
+            for name, parts in by_layer.items():
+                views[f"{block}.EncDecAttention.{name}.weight"] = WeightView.of(parts[layer])
         return views
 
 
@@ -174,24 +164,15 @@ class T5Weights:
     ) -> T5Weights:
         """Uninitialised weights of the config's sizes; on device "meta" they take no memory."""
 
-        def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, device=device, dtype=dtype)
-
-        def matrix(*shape: int) -> Matrix:
-            if not int8:
-                return Matrix(tensor(*shape), None)
-            return Matrix(
-                tensor(*shape, dtype=torch.int8), tensor(*shape[:-1], dtype=torch.float32)
-            )
-
-        lm_head = matrix(config.vocab_size, config.hidden_size)
-        untied = Matrix(tensor(config.vocab_size, config.hidden_size), None)
+        new = NewWeights(device, dtype, int8=int8)
+        lm_head = new.matrix(config.vocab_size, config.hidden_size)
+        untied = Matrix(new.tensor(config.vocab_size, config.hidden_size))
         return cls(
             embed_tokens=lm_head if config.tie_word_embeddings else untied,
             lm_head=lm_head,
-            encoder=T5StackWeights.empty(config, config.num_encoder_layers, tensor, matrix),
-            decoder=T5StackWeights.empty(config, config.num_layers, tensor, matrix),
-            cross=T5CrossWeights.empty(config, tensor, matrix),
+            encoder=T5StackWeights.empty(config, config.num_encoder_layers, new),
+            decoder=T5StackWeights.empty(config, config.num_layers, new),
+            cross=T5CrossWeights.empty(config, new),
         )
 
     def by_checkpoint_name(self, config: T5Config, embeddings: str) -> dict[str, WeightView]:
@@ -202,11 +183,11 @@ class T5Weights:
             embeddings: what the checkpoint calls them.
         """
         views = {
-            embeddings: WeightView(*self.embed_tokens),
+            embeddings: WeightView.of(self.embed_tokens),
             **self.encoder.by_checkpoint_name(config, "encoder", mlp=1),
             **self.decoder.by_checkpoint_name(config, "decoder", mlp=2),
             **self.cross.by_checkpoint_name(config),
         }
         if not config.tie_word_embeddings:
-            views["lm_head.weight"] = WeightView(*self.lm_head)
+            views["lm_head.weight"] = WeightView.of(self.lm_head)
         return views
