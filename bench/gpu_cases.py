@@ -562,38 +562,114 @@ def place_work(num_seqs: int, device: torch.device) -> Work:
     return Work(lambda: ops.place_head(head, out, index=index, as_probability=True))
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """A round in which every row goes on, up to eight drafts, and what verifies all of them."""
+
+    draft_round: ops.DraftRound
+    active: ops.ActiveRows
+    verification: ops.Verification
+    ended: ops.EndedRound
+    hidden: Tensor
+    token: Tensor
+    confidence: Tensor
+    num_accepted: Tensor
+    target: Tensor
+
+
 def drafting_rows(
-    num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ops.SoftmaxConfidence, ops.DraftRound]:
-    """States, the tokens drafted from them, and a round in which every row goes on."""
-    steps = 8
-    hidden = torch.randn(num_seqs, hidden_size, device=device).to(dtype)
-    confidence = torch.ones(num_seqs, device=device)
-    token = torch.ones(num_seqs, dtype=torch.int64, device=device)
-    head = ops.SoftmaxConfidence(confidence, token, confidence, confidence)
-    per_token = torch.zeros(num_seqs, steps + 1, dtype=torch.int64, device=device)
+    num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> Drafting:
+    """The memory of a round, begun and drafted; its tokens are all the same."""
+    steps, width, max_tokens = 8, 9, 9 * num_rows
+
+    def whole(*shape: int, value: int = 0) -> Tensor:
+        return torch.full(shape, value, device=device)
+
+    def half(*shape: int, value: int = 0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=device)
+
     draft_round = ops.DraftRound(
-        thresholds=torch.zeros(num_seqs, device=device),
-        stop_tokens=torch.full((num_seqs, 2), -1, device=device),
-        max_drafts=torch.full((num_seqs,), steps, device=device),
-        round_slots=per_token,
-        states=torch.empty(num_seqs, steps + 1, hidden_size, dtype=dtype, device=device),
-        tokens=per_token.clone(),
-        confidences=torch.zeros(num_seqs, steps, device=device),
-        num_drafted=torch.zeros_like(token),
-        drafting=torch.ones(num_seqs, dtype=torch.bool, device=device),
-        last_token=token.clone(),
-        positions=torch.zeros_like(token),
-        slot_mapping=torch.zeros_like(token),
-        seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
+        token_ids=whole(num_rows, value=1),
+        start=whole(num_rows),
+        tokens_left=whole(num_rows, value=100),
+        max_drafts=whole(num_rows, value=steps),
+        page_table=half(num_rows, 4),
+        thresholds=torch.zeros(num_rows, device=device),
+        stop_tokens=whole(num_rows, 2, value=-1),
+        first_position=whole(num_rows),
+        left=whole(num_rows),
+        round_slots=whole(num_rows, width),
+        tokens=whole(num_rows, width, value=1),
+        confidences=torch.zeros(num_rows, steps, device=device),
+        num_drafted=whole(num_rows),
+        most=whole(num_rows),
+        done=torch.zeros(num_rows, dtype=torch.bool, device=device),
         all_done=torch.zeros(1, dtype=torch.bool, device=device),
+        states=torch.zeros(num_rows, width, hidden_size, dtype=dtype, device=device),
     )
-    return hidden, head, draft_round
+    active = ops.ActiveRows(
+        row=half(num_rows),
+        positions=whole(num_rows),
+        slot_mapping=whole(num_rows),
+        seq_lens=half(num_rows, value=1),
+        page_table=half(num_rows, 4),
+        num_active=half(1, value=num_rows),
+        token_ids=whole(num_rows),
+    )
+    ops.begin_round(draft_round, active, PAGE_SIZE)
+    draft_round.num_drafted.fill_(steps)
+    verification = ops.Verification(
+        *(whole(num_rows) for _ in range(3)),
+        half(num_rows),
+        *(whole(max_tokens) for _ in range(3)),
+        half(max_tokens),
+        half(num_rows),
+        half(num_rows + 1),
+        half(1),
+    )
+    ops.begin_verification(draft_round, verification)
+    return Drafting(
+        draft_round,
+        active,
+        verification,
+        ops.EndedRound(*(whole(num_rows) for _ in range(3))),
+        torch.randn(num_rows, hidden_size, device=device).to(dtype),
+        whole(num_rows, value=1),
+        torch.ones(num_rows, device=device),
+        whole(num_rows),
+        whole(max_tokens, value=1),
+    )
 
 
-def draft_work(num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
-    hidden, head, draft_round = drafting_rows(num_seqs, hidden_size, dtype, device)
-    return Work(lambda: ops.append_drafts(hidden, head, 0, draft_round))
+def draft_work(num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+    made = drafting_rows(num_rows, hidden_size, dtype, device)
+    given = (made.hidden, made.token, made.confidence)
+    return Work(lambda: ops.append_drafts(*given, 0, made.draft_round, made.active))
+
+
+def gather_work(num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Work:
+    made = drafting_rows(num_rows, hidden_size, dtype, device)
+    states = made.draft_round.states
+    assert states is not None
+    out = states.new_empty(9 * num_rows, hidden_size)
+    return Work(lambda: ops.gather_states(states, made.hidden, made.verification, out))
+
+
+def begin_round_work(num_rows: int, device: torch.device) -> Work:
+    made = drafting_rows(num_rows, 8, torch.float32, device)
+    return Work(lambda: ops.begin_round(made.draft_round, made.active, PAGE_SIZE))
+
+
+def begin_verification_work(num_rows: int, device: torch.device) -> Work:
+    made = drafting_rows(num_rows, 8, torch.float32, device)
+    return Work(lambda: ops.begin_verification(made.draft_round, made.verification))
+
+
+def accept_round_work(num_rows: int, device: torch.device) -> Work:
+    made = drafting_rows(num_rows, 8, torch.float32, device)
+    given = (made.draft_round, made.verification, made.target, made.ended, made.num_accepted)
+    return Work(lambda: ops.accept_round(*given))
 
 
 def append_work(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Work:
@@ -664,6 +740,25 @@ def small_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterato
             lambda b=b: draft_work(b, hidden_size, dtype, device),
             microseconds=5,
         )
+        yield Case(
+            "gather_states",
+            f"hidden {hidden_size}, 8 drafts, B={b}",
+            2 * 9 * b * row,
+            lambda b=b: gather_work(b, hidden_size, dtype, device),
+            microseconds=5,
+        )
+        for op, moved, work in (
+            ("begin_round", 9 * 12, begin_round_work),
+            ("begin_verification", 9 * 44, begin_verification_work),
+            ("accept_round", 9 * 16, accept_round_work),
+        ):
+            yield Case(
+                op,
+                f"8 drafts, B={b}",
+                b * moved,
+                lambda b=b, work=work: work(b, device),
+                microseconds=5,
+            )
         yield Case(
             "append_kv",
             f"32/8 heads of 128, B={b}",

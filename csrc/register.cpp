@@ -12,11 +12,32 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor(b!) exit_layer, Tensor(c!) survivors, Tensor(d!) num_survivors, "
       "Tensor(e!) all_accepted) -> ()");
   m.def(
-      "append_drafts(Tensor hidden, Tensor token, Tensor confidence, int step, Tensor thresholds, "
-      "Tensor stop_tokens, Tensor max_drafts, Tensor round_slots, Tensor(a!) states, "
-      "Tensor(b!) tokens, Tensor(c!) confidences, Tensor(d!) num_drafted, Tensor(e!) drafting, "
-      "Tensor(f!) last_token, Tensor(g!) positions, Tensor(h!) slot_mapping, "
-      "Tensor(i!) seq_lens, Tensor(j!) all_done) -> ()");
+      "begin_round(Tensor token_ids, Tensor start, Tensor tokens_left, Tensor max_drafts, "
+      "Tensor page_table, int page_size, Tensor? sources, Tensor? next_token, "
+      "Tensor? next_position, Tensor? next_left, Tensor(a!) first_position, Tensor(b!) left, "
+      "Tensor(c!) round_slots, Tensor(d!) tokens, Tensor(e!) num_drafted, Tensor(f!) most, "
+      "Tensor(g!) done, Tensor(h!) all_done, Tensor(i!) row, Tensor(j!) active_token_ids, "
+      "Tensor(k!) positions, Tensor(l!) slot_mapping, Tensor(m!) seq_lens) -> ()");
+  m.def(
+      "append_drafts(Tensor? hidden, Tensor token, Tensor confidence, int step, "
+      "Tensor thresholds, Tensor stop_tokens, Tensor most, Tensor round_slots, Tensor row, "
+      "Tensor(a!)? states, Tensor(b!) tokens, Tensor(c!) confidences, Tensor(d!) num_drafted, "
+      "Tensor(e!) done, Tensor(f!) all_done, Tensor(g!) active_token_ids, Tensor(h!) positions, "
+      "Tensor(i!) slot_mapping, Tensor(j!) seq_lens) -> ()");
+  m.def(
+      "begin_verification(Tensor first_position, Tensor round_slots, Tensor tokens, "
+      "Tensor num_drafted, Tensor most, Tensor(a!) last_tokens, Tensor(b!) last_positions, "
+      "Tensor(c!) last_slots, Tensor(d!) last_seq_lens, Tensor(e!) token_ids, "
+      "Tensor(f!) positions, Tensor(g!) slot_mapping, Tensor(h!) sequence, Tensor(i!) seq_lens, "
+      "Tensor(j!) query_start_loc, Tensor(k!) num_tokens) -> ()");
+  m.def(
+      "gather_states(Tensor states, Tensor last, Tensor sequence, Tensor query_start_loc, "
+      "Tensor num_tokens, Tensor(a!) out) -> ()");
+  m.def(
+      "accept_round(Tensor tokens, Tensor num_drafted, Tensor most, Tensor first_position, "
+      "Tensor left, Tensor query_start_loc, Tensor target, Tensor(a!) next_token, "
+      "Tensor(b!) next_position, Tensor(c!) next_left, Tensor(d!) num_accepted, "
+      "Tensor? sampled, Tensor? draft_probs, Tensor? target_probs, Tensor? uniform) -> ()");
   m.def(
       "compact_rows(Tensor leaving, Tensor(a!) row, Tensor(b!) positions, "
       "Tensor(c!) slot_mapping, Tensor(d!) seq_lens, Tensor(e!) page_table, "

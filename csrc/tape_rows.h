@@ -20,8 +20,11 @@ template <typename Params>
 RowCounts row_counts(Params& params) = delete;
 
 inline RowCounts row_counts(AcceptMaskParams& p) { return {{&p.num_seqs}, {}}; }
-inline RowCounts row_counts(AppendDraftsParams& p) { return {{&p.num_seqs}, {}}; }
+inline RowCounts row_counts(AcceptRoundParams& p) { return {{&p.num_rows}, {}}; }
+inline RowCounts row_counts(AppendDraftsParams& p) { return {{&p.num_active}, {}, true}; }
 inline RowCounts row_counts(AppendKvParams& p) { return {{&p.num_tokens}, {}}; }
+inline RowCounts row_counts(BeginRoundParams& p) { return {{&p.num_rows}, {}, true}; }
+inline RowCounts row_counts(BeginVerificationParams& p) { return {{&p.num_rows}, {}, true}; }
 inline RowCounts row_counts(CompactRowsParams& p) { return {{&p.num_active}, {}}; }
 inline RowCounts row_counts(DecoderLayersParams& p) {
   return {{&p.num_tokens, &p.append.num_tokens, &p.attend.num_tokens, &p.cross.num_tokens},
@@ -32,6 +35,7 @@ inline RowCounts row_counts(ExitConfidenceCosineParams& p) { return {{&p.num_seq
 inline RowCounts row_counts(ExitConfidenceMlpParams& p) { return {{&p.num_seqs}, {}}; }
 inline RowCounts row_counts(ExitConfidenceSoftmaxParams& p) { return {{&p.num_seqs}, {}}; }
 inline RowCounts row_counts(ExitRowsParams& p) { return {{&p.num_active}, {&p.num_asked}, true}; }
+inline RowCounts row_counts(GatherStatesParams& p) { return {{&p.max_tokens}, {&p.num_seqs}}; }
 inline RowCounts row_counts(KvFillParams& p) { return {{&p.num_tokens}, {}}; }
 inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
 inline RowCounts row_counts(PlaceHeadParams& p) { return {{&p.num_selected}, {}}; }

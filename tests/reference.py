@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from eecore import ops
+
+Rows = TypeVar("Rows", ops.ActiveRows, ops.DraftRound)
 
 
 def accept_mask(
@@ -131,28 +134,159 @@ def place_head(
     return out
 
 
-def append_drafts(
-    hidden: Tensor, head: ops.SoftmaxConfidence, step: int, given: ops.DraftRound
-) -> ops.DraftRound:
-    """A round after one more step, row by row; see eecore.ops.append_drafts."""
-    made = ops.DraftRound(*(tensor.clone() for tensor in given))
-    for row in given.drafting.nonzero().flatten().tolist():
-        token, confidence = int(head.token[row]), float(head.confidence[row])
-        made.states[row, step] = hidden[row]
-        made.tokens[row, step + 1] = made.last_token[row] = token
-        made.confidences[row, step] = confidence
-        made.num_drafted[row] += 1
-        made.positions[row] += 1
-        goes_on = (
-            confidence >= float(given.thresholds[row])
-            and token not in given.stop_tokens[row].tolist()
-            and int(made.num_drafted[row]) < int(given.max_drafts[row])
+def begin_round(
+    given: ops.DraftRound,
+    active: ops.ActiveRows,
+    page_size: int,
+    ended: ops.EndedRound | None = None,
+    sources: Tensor | None = None,
+) -> tuple[ops.DraftRound, ops.ActiveRows]:
+    """A round and its active rows at its start, row by row; see eecore.ops.begin_round."""
+    made, rows = _copied(given), _copied(active)
+    num_steps = given.tokens.shape[1] - 1
+    for row in range(len(given.start)):
+        token, position, left = (
+            int(tensor[row]) for tensor in (given.token_ids, given.start, given.tokens_left)
         )
-        made.drafting[row] = goes_on
-        made.slot_mapping[row] = given.round_slots[row, step + 1] if goes_on else -1
-        made.seq_lens[row] = int(made.positions[row]) + 1 if goes_on else 1
-    made.all_done.fill_(not made.drafting.any())
-    return made
+        if ended is not None and sources is not None and sources[row] >= 0:
+            token, position, left = (int(tensor[int(sources[row])]) for tensor in ended)
+        most = max(min(int(given.max_drafts[row]), left - 1, num_steps), -1)
+        made.first_position[row], made.left[row], made.most[row] = position, left, most
+        made.tokens[row, 0], made.num_drafted[row], made.done[row] = token, 0, most <= 0
+        made.round_slots[row] = -1
+        for k in range(most + 1):
+            page, offset = divmod(position + k, page_size)
+            made.round_slots[row, k] = int(given.page_table[row, page]) * page_size + offset
+        assert rows.token_ids is not None
+        rows.row[row], rows.token_ids[row], rows.positions[row] = row, max(token, 0), position
+        rows.slot_mapping[row] = made.round_slots[row, 0] if most > 0 else -1
+        rows.seq_lens[row] = position + 1 if most > 0 else 1
+    made.all_done.fill_(bool(made.done.all()))
+    return made, rows
+
+
+def append_drafts(
+    hidden: Tensor | None,
+    token: Tensor,
+    confidence: Tensor,
+    step: int,
+    given: ops.DraftRound,
+    active: ops.ActiveRows,
+) -> tuple[ops.DraftRound, ops.ActiveRows]:
+    """A round and its active rows after one more step; see eecore.ops.append_drafts."""
+    made, rows = _copied(given), _copied(active)
+    assert rows.token_ids is not None
+    for i, row in enumerate(active.row.tolist()):
+        if given.done[row]:
+            continue
+        if made.states is not None and hidden is not None:
+            made.states[row, step] = hidden[i]
+        made.tokens[row, step + 1], made.confidences[row, step] = token[i], confidence[i]
+        made.num_drafted[row] = step + 1
+        goes_on = (
+            float(confidence[i]) >= float(given.thresholds[row])
+            and int(token[i]) not in given.stop_tokens[row].tolist()
+            and step + 1 < int(given.most[row])
+        )
+        made.done[row] = not goes_on
+        rows.token_ids[i] = max(int(token[i]), 0)
+        rows.positions[i] += 1
+        rows.slot_mapping[i] = given.round_slots[row, step + 1] if goes_on else -1
+        rows.seq_lens[i] = int(rows.positions[i]) + 1 if goes_on else 1
+    made.all_done.fill_(bool(made.done[active.row.long()].all()))
+    return made, rows
+
+
+def begin_verification(given: ops.DraftRound, max_tokens: int) -> ops.Verification:
+    """What verifies a round, row by row; see eecore.ops.begin_verification."""
+    last, ragged = [], []
+    lengths, starts = [], [0]
+    for row, most in enumerate(given.most.tolist()):
+        drafted, position = int(given.num_drafted[row]), int(given.first_position[row])
+        if most < 0:
+            last.append((0, 0, -1, 1))
+            lengths.append(0)
+        else:
+            tokens = given.tokens[row].clamp(min=0).tolist()
+            slots = given.round_slots[row].tolist()
+            ragged += [(tokens[k], position + k, slots[k], row) for k in range(drafted + 1)]
+            last.append((*ragged[-1][:3], position + drafted + 1))
+            lengths.append(position + drafted + 1)
+        starts.append(len(ragged))
+    padding = [(0, 0, -1, 0)] * (max_tokens - len(ragged))
+    whole, half, device = torch.int64, torch.int32, given.most.device
+    dtypes = (whole, whole, whole, half)
+    columns = [
+        torch.tensor([row[column] for row in rows], dtype=dtype, device=device)
+        for rows in (last, ragged + padding)
+        for column, dtype in enumerate(dtypes)
+    ]
+    counts = (
+        torch.tensor(values, dtype=half, device=device)
+        for values in (lengths, starts, [len(ragged)])
+    )
+    return ops.Verification(*columns, *counts)
+
+
+def gather_states(states: Tensor, last: Tensor, verification: ops.Verification) -> Tensor:
+    """States of the ragged rows, zeros behind them; see eecore.ops.gather_states."""
+    out = states.new_zeros(len(verification.token_ids), states.shape[2])
+    bounds = verification.query_start_loc.tolist()
+    for row, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        if begin < end:
+            out[begin : end - 1] = states[row, : end - 1 - begin]
+            out[end - 1] = last[row]
+    return out
+
+
+def accept_round(
+    given: ops.DraftRound,
+    verification: ops.Verification,
+    target: Tensor,
+    *,
+    sampled: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    uniform: Tensor | None = None,
+) -> tuple[ops.EndedRound, Tensor]:
+    """Where each row goes on, and num_accepted; see eecore.ops.accept_round."""
+    ended = ops.EndedRound(
+        given.tokens[:, 0].clone(), given.first_position.clone(), given.left.clone()
+    )
+    num_accepted = torch.zeros_like(given.most)
+    num_steps = given.tokens.shape[1] - 1
+    starts = verification.query_start_loc.tolist()
+    for row in (given.most >= 0).nonzero().flatten().tolist():
+        drafted, begin = int(given.num_drafted[row]), starts[row]
+        drafts, rows = given.tokens[row, 1 : drafted + 1], slice(begin, begin + drafted + 1)
+        start_loc = torch.tensor([0, drafted])
+        if sampled is not None and bool(sampled[row]):
+            assert draft_probs is not None
+            assert target_probs is not None
+            assert uniform is not None
+            (accepted,), (token,) = speculative_accept(
+                drafts,
+                start_loc,
+                draft_probs=draft_probs[row * num_steps :][:drafted],
+                target_probs=target_probs[rows],
+                uniform=uniform[rows],
+            )
+            if accepted == drafted:
+                token = int(target[begin + drafted])
+        else:
+            (accepted,), (token,) = speculative_accept(
+                drafts, start_loc, target_tokens=target[rows]
+            )
+        num_accepted[row] = accepted
+        ended.next_token[row] = token
+        ended.next_position[row] += accepted + 1
+        ended.next_left[row] -= accepted + 1
+    return ended, num_accepted
+
+
+def _copied(rows: Rows) -> Rows:
+    """The same named tuple of copies."""
+    return type(rows)(*(None if tensor is None else tensor.clone() for tensor in rows))
 
 
 def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from eecore import ops
 from gpu_cases import drafting_rows
 
 
-@pytest.mark.parametrize("num_seqs", [1, 8, 64])
-def bench_append_drafts(benchmark, num_seqs: int) -> None:
-    rows = drafting_rows(num_seqs, 2048, torch.float32, torch.device("cpu"))
-    benchmark(lambda: ops.append_drafts(*rows[:2], 0, rows[2]))
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+def bench_append_drafts(benchmark, num_rows: int) -> None:
+    made = drafting_rows(num_rows, 2048, torch.float32, torch.device("cpu"))
+    given = (made.hidden, made.token, made.confidence)
+    benchmark(ops.append_drafts, *given, 0, made.draft_round, made.active)

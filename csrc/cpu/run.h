@@ -9,8 +9,11 @@
 // Every op, once: declarations, the run-time choice and the kernels' definitions follow this list.
 #define EECORE_FOR_EACH_OP(X) \
   X(accept_mask, AcceptMaskParams) \
+  X(accept_round, AcceptRoundParams) \
   X(append_drafts, AppendDraftsParams) \
   X(append_kv, AppendKvParams) \
+  X(begin_round, BeginRoundParams) \
+  X(begin_verification, BeginVerificationParams) \
   X(compact_rows, CompactRowsParams) \
   X(decoder_layers, DecoderLayersParams) \
   X(embed_tokens, EmbedTokensParams) \
@@ -18,6 +21,7 @@
   X(exit_confidence_mlp, ExitConfidenceMlpParams) \
   X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
   X(exit_rows, ExitRowsParams) \
+  X(gather_states, GatherStatesParams) \
   X(kv_fill, KvFillParams) \
   X(paged_attention, PagedAttentionParams) \
   X(place_head, PlaceHeadParams) \

@@ -5,8 +5,9 @@
 namespace eecore::cuda {
 
 void run_append_drafts(const AppendDraftsParams& params, Stream stream) {
+  const int64_t num_states = params.hidden == nullptr ? 0 : params.num_active;
   launch("append_drafts", append_drafts_kernel,
-         {dim3(static_cast<unsigned>(params.num_seqs + 1)), dim3(kAppendDraftsThreads), 0,
+         {dim3(static_cast<unsigned>(1 + num_states)), dim3(kAppendDraftsThreads), 0,
           Launch::kAfterPrevious},
          stream, params);
 }

@@ -24,13 +24,17 @@ struct DeviceProperties {
 const DeviceProperties& device_properties(int device);
 
 void run_accept_mask(const AcceptMaskParams& params, Stream stream);
+void run_accept_round(const AcceptRoundParams& params, Stream stream);
 void run_append_drafts(const AppendDraftsParams& params, Stream stream);
 void run_append_kv(const AppendKvParams& params, Stream stream);
+void run_begin_round(const BeginRoundParams& params, Stream stream);
+void run_begin_verification(const BeginVerificationParams& params, Stream stream);
 void run_embed_tokens(const EmbedTokensParams& params, Stream stream);
 void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream);
 void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream);
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stream stream);
 void run_exit_rows(const ExitRowsParams& params, Stream stream);
+void run_gather_states(const GatherStatesParams& params, Stream stream);
 void run_kv_fill(const KvFillParams& params, Stream stream);
 void run_paged_attention(const PagedAttentionParams& params, Stream stream);
 void run_place_head(const PlaceHeadParams& params, Stream stream);

@@ -1,66 +1,77 @@
-// append_drafts: a drafted token of each row that drafts, and what its next one starts from.
+// append_drafts: a drafted token of each active row that drafts, and what its next one starts from.
 #include "backend.h"
+#include "index_checks.h"
 
 namespace eecore {
 namespace {
 
-void append_drafts(const Tensor& hidden, const Tensor& token, const Tensor& confidence,
-                   int64_t step, const Tensor& thresholds, const Tensor& stop_tokens,
-                   const Tensor& max_drafts, const Tensor& round_slots, Tensor states,
-                   Tensor tokens, Tensor confidences, Tensor num_drafted, Tensor drafting,
-                   Tensor last_token, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
-                   Tensor all_done) {
+void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
+                   const Tensor& confidence, int64_t step, const Tensor& thresholds,
+                   const Tensor& stop_tokens, const Tensor& most, const Tensor& round_slots,
+                   const Tensor& row, std::optional<Tensor> states, Tensor tokens,
+                   Tensor confidences, Tensor num_drafted, Tensor done, Tensor all_done,
+                   Tensor active_token_ids, Tensor positions, Tensor slot_mapping,
+                   Tensor seq_lens) {
   Checker check("append_drafts");
-  check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
-  check(confidences, "confidences", Accept::kFloat32, {"num_seqs", "num_steps"});
+  check(token, "token", Accept::kInt64, {"num_active"});
+  check(confidence, "confidence", Accept::kFloat32, {"num_active"});
+  check(confidences, "confidences", Accept::kFloat32, {"num_rows", "num_steps"});
   const int64_t num_steps = check["num_steps"];
   check.bind("num_steps + 1", num_steps + 1);
-  check(token, "token", Accept::kInt64, {"num_seqs"});
-  check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
-  check(thresholds, "thresholds", Accept::kFloat32, {"num_seqs"});
-  check(stop_tokens, "stop_tokens", Accept::kInt64, {"num_seqs", "num_stop_tokens"});
-  check(max_drafts, "max_drafts", Accept::kInt64, {"num_seqs"});
-  check(round_slots, "round_slots", Accept::kInt64, {"num_seqs", "num_steps + 1"});
-  check(states, "states", Accept::kModel, {"num_seqs", "num_steps + 1", "hidden_size"}, 1);
-  check(tokens, "tokens", Accept::kInt64, {"num_seqs", "num_steps + 1"});
-  check(num_drafted, "num_drafted", Accept::kInt64, {"num_seqs"});
-  check(drafting, "drafting", Accept::kBool, {"num_seqs"});
-  check(last_token, "last_token", Accept::kInt64, {"num_seqs"});
-  check(positions, "positions", Accept::kInt64, {"num_seqs"});
-  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_seqs"});
-  check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
+  const bool keeps = check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
+  check.require(keeps == states.has_value(), "states: expected with hidden alone, got ",
+                keeps ? "none with it" : "some without it");
+  check(states, "states", Accept::kModel, {"num_rows", "num_steps + 1", "hidden_size"}, 1);
+  check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
+  check(stop_tokens, "stop_tokens", Accept::kInt64, {"num_rows", "num_stop_tokens"});
+  check(most, "most", Accept::kInt64, {"num_rows"});
+  check(round_slots, "round_slots", Accept::kInt64, {"num_rows", "num_steps + 1"});
+  check(row, "row", Accept::kInt32, {"num_active"});
+  check(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
+  check(num_drafted, "num_drafted", Accept::kInt64, {"num_rows"});
+  check(done, "done", Accept::kBool, {"num_rows"});
   check(all_done, "all_done", Accept::kBool, {1});
+  check(active_token_ids, "active_token_ids", Accept::kInt64, {"num_active"});
+  check(positions, "positions", Accept::kInt64, {"num_active"});
+  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
+  check(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
   check.require(step >= 0 && step < num_steps, "step: expected 0..num_steps-1=", num_steps - 1,
                 ", got ", step);
 
-  const int64_t element = size_of(check.dtype());
   AppendDraftsParams params{};
-  params.hidden = data<const void>(hidden);
+  if (keeps) {
+    const int64_t element = size_of(check.dtype());
+    params.hidden = data<const void>(*hidden);
+    params.states = data<void>(*states);
+    params.row_bytes = check["hidden_size"] * element;
+    params.hidden_stride = hidden->stride(0) * element;
+    params.states_row_stride = states->stride(0) * element;
+    params.states_step_stride = states->stride(1) * element;
+  }
   params.token = data<const int64_t>(token);
   params.confidence = data<const float>(confidence);
   params.thresholds = data<const float>(thresholds);
   params.stop_tokens = data<const int64_t>(stop_tokens);
-  params.max_drafts = data<const int64_t>(max_drafts);
+  params.most = data<const int64_t>(most);
   params.round_slots = data<const int64_t>(round_slots);
-  params.states = data<void>(states);
+  params.row = data<const int32_t>(row);
   params.tokens = data<int64_t>(tokens);
   params.confidences = data<float>(confidences);
   params.num_drafted = data<int64_t>(num_drafted);
-  params.drafting = data<uint8_t>(drafting);
-  params.last_token = data<int64_t>(last_token);
+  params.done = data<uint8_t>(done);
+  params.all_done = data<uint8_t>(all_done);
+  params.active_token_ids = data<int64_t>(active_token_ids);
   params.positions = data<int64_t>(positions);
   params.slot_mapping = data<int64_t>(slot_mapping);
   params.seq_lens = data<int32_t>(seq_lens);
-  params.all_done = data<uint8_t>(all_done);
-  params.num_seqs = check["num_seqs"];
-  params.row_bytes = check["hidden_size"] * element;
+  params.num_active = check["num_active"];
   params.num_steps = num_steps;
   params.num_stop_tokens = check["num_stop_tokens"];
-  params.hidden_stride = hidden.stride(0) * element;
-  params.states_seq_stride = states.stride(0) * element;
-  params.states_step_stride = states.stride(1) * element;
   params.step = step;
-  EECORE_RUN(append_drafts, params, hidden);
+#ifndef EECORE_BACKEND_CUDA
+  check_range(check, "row", params.row, params.num_active, 0, check["num_rows"]);
+#endif
+  EECORE_RUN(append_drafts, params, token);
 }
 
 EECORE_IMPL(append_drafts, append_drafts)

@@ -24,4 +24,11 @@ __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t byt
   for (int64_t i = whole + thread; i < count; i += threads) target[i] = source[i];
 }
 
+// The same of zeros.
+__device__ __forceinline__ void zero_row(void* to, int64_t bytes, int thread, int threads) {
+  uint16_t* target = static_cast<uint16_t*>(to);
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(uint16_t));
+  for (int64_t i = thread; i < count; i += threads) target[i] = 0;
+}
+
 }  // namespace eecore::cuda

@@ -179,28 +179,112 @@ struct PlaceHeadParams {
   bool as_probability;  // the confidence is the token's probability
 };
 
-// One drafted token of each row that drafts, and what its next one starts from.
+// Where each row of a round of self-speculation starts, and how far it may draft. Rows without a
+// round, padding among them, may draft -1 tokens.
+struct BeginRoundParams {
+  const int64_t* token_ids;      // [num_rows], the last token of each row's text
+  const int64_t* start;          // [num_rows], its position
+  const int64_t* tokens_left;    // [num_rows]
+  const int64_t* max_drafts;     // [num_rows]; -1: padding
+  const int32_t* page_table;     // [num_rows, max_pages], row stride page_table_stride
+  const int32_t* sources;        // [num_rows], into next_*, -1: as given; may be null: all are
+  const int64_t* next_token;     // [num_ended]; null when sources is
+  const int64_t* next_position;  // [num_ended]; null when sources is
+  const int64_t* next_left;      // [num_ended]; null when sources is
+  int64_t* first_position;       // [num_rows]
+  int64_t* left;                 // [num_rows]
+  int64_t* round_slots;          // [num_rows, num_steps + 1]; -1 behind the most drafts
+  int64_t* tokens;               // [num_rows, num_steps + 1], of which the first is written
+  int64_t* num_drafted;          // [num_rows]
+  int64_t* most;                 // [num_rows], -1..num_steps
+  uint8_t* done;                 // [num_rows], 0 or 1
+  uint8_t* all_done;             // [1]
+  int32_t* row;                  // [num_rows]; the active rows are all of them
+  int64_t* active_token_ids;     // [num_rows]
+  int64_t* positions;            // [num_rows]
+  int64_t* slot_mapping;         // [num_rows]; -1 where a row drafts nothing
+  int32_t* seq_lens;             // [num_rows]; 1 where a row drafts nothing
+  int64_t num_rows, num_steps, max_pages, page_table_stride, page_size;
+};
+
+// One drafted token of each active row that drafts, and what its next one starts from.
 struct AppendDraftsParams {
-  const void* hidden;          // [num_seqs, hidden_size], row stride hidden_stride
-  const int64_t* token;        // [num_seqs]
-  const float* confidence;     // [num_seqs]
-  const float* thresholds;     // [num_seqs]
-  const int64_t* stop_tokens;  // [num_seqs, num_stop_tokens], filled up with -1
-  const int64_t* max_drafts;   // [num_seqs]
-  const int64_t* round_slots;  // [num_seqs, num_steps + 1]
-  void* states;                // [num_seqs, num_steps + 1, hidden_size]
-  int64_t* tokens;             // [num_seqs, num_steps + 1]: the round's first token, then drafts
-  float* confidences;          // [num_seqs, num_steps]
-  int64_t* num_drafted;        // [num_seqs]
-  uint8_t* drafting;           // [num_seqs], 0 or 1
-  int64_t* last_token;         // [num_seqs]
-  int64_t* positions;          // [num_seqs], of last_token
-  int64_t* slot_mapping;       // [num_seqs], of last_token; -1 where a row drafts no more
-  int32_t* seq_lens;           // [num_seqs], up to last_token; 1 where a row drafts no more
-  uint8_t* all_done;           // [1]: nobody drafts any more
-  int64_t num_seqs, row_bytes, num_steps, num_stop_tokens;  // row_bytes: of hidden_size elements
-  int64_t hidden_stride, states_seq_stride, states_step_stride;  // in bytes
+  const void* hidden;          // [num_active, hidden_size], row stride hidden_stride; may be null
+  const int64_t* token;        // [num_active]
+  const float* confidence;     // [num_active]
+  const float* thresholds;     // [num_rows]
+  const int64_t* stop_tokens;  // [num_rows, num_stop_tokens], filled up with -1
+  const int64_t* most;         // [num_rows], drafts at most
+  const int64_t* round_slots;  // [num_rows, num_steps + 1]
+  const int32_t* row;          // [num_active], whose token it is
+  void* states;                // [num_rows, num_steps + 1, hidden_size]; null when hidden is
+  int64_t* tokens;             // [num_rows, num_steps + 1]: the round's first token, then drafts
+  float* confidences;          // [num_rows, num_steps]
+  int64_t* num_drafted;        // [num_rows]
+  uint8_t* done;               // [num_rows], 0 or 1: drafts no more
+  uint8_t* all_done;           // [1]: no active row drafts any more
+  int64_t* active_token_ids;   // [num_active], the last token so far
+  int64_t* positions;          // [num_active], its position
+  int64_t* slot_mapping;       // [num_active], its slot; -1 where a row drafts no more
+  int32_t* seq_lens;           // [num_active], up to it; 1 where a row drafts no more
+  int64_t num_active, row_bytes, num_steps, num_stop_tokens;  // row_bytes: of hidden_size elements
+  int64_t hidden_stride, states_row_stride, states_step_stride;  // in bytes
   int64_t step;                                                  // drafts before this one
+};
+
+// The rows of a verification: each row's last token alone, and, ragged, all tokens of its round.
+struct BeginVerificationParams {
+  const int64_t* first_position;  // [num_rows]
+  const int64_t* round_slots;     // [num_rows, num_steps + 1]
+  const int64_t* tokens;          // [num_rows, num_steps + 1]
+  const int64_t* num_drafted;     // [num_rows], 0..num_steps
+  const int64_t* most;            // [num_rows]; -1: the row has no round, and nothing to verify
+  int64_t* last_tokens;           // [num_rows]
+  int64_t* last_positions;        // [num_rows]
+  int64_t* last_slots;            // [num_rows]; -1 without a round
+  int32_t* last_seq_lens;         // [num_rows]; 1 without a round
+  int64_t* token_ids;             // [max_tokens]
+  int64_t* positions;             // [max_tokens]
+  int64_t* slot_mapping;          // [max_tokens]; -1 behind num_tokens
+  int32_t* sequence;              // [max_tokens], whose token it is
+  int32_t* seq_lens;              // [num_rows]; 0 without a round
+  int32_t* query_start_loc;       // [num_rows + 1]
+  int32_t* num_tokens;            // [1]
+  int64_t num_rows, num_steps, max_tokens;
+};
+
+// States of the drafted tokens, and of each row's last one, as the ragged rows of a verification.
+struct GatherStatesParams {
+  const void* states;              // [num_seqs, width, hidden_size]
+  const void* last;                // [num_seqs, hidden_size], row stride last_stride
+  const int32_t* sequence;         // [max_tokens], of each ragged row
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int32_t* num_tokens;       // [1]
+  void* out;  // [max_tokens, hidden_size], row stride out_stride; on CUDA zeros behind
+              // num_tokens
+  int64_t num_seqs, max_tokens, row_bytes;        // of hidden_size elements
+  int64_t states_row_stride, states_step_stride;  // in bytes
+  int64_t last_stride, out_stride;                // in bytes
+};
+
+// The accepted prefix of each row's drafts, and where its text goes on.
+struct AcceptRoundParams {
+  const int64_t* tokens;           // [num_rows, num_steps + 1]
+  const int64_t* num_drafted;      // [num_rows], 0..num_steps
+  const int64_t* most;             // [num_rows]; -1: the row has no round
+  const int64_t* first_position;   // [num_rows]
+  const int64_t* left;             // [num_rows]
+  const int32_t* query_start_loc;  // [num_rows + 1], of the ragged rows
+  const int64_t* target;           // [max_tokens], the full model's token at each ragged row
+  const uint8_t* sampled;          // [num_rows]; may be null: all rows are greedy
+  const float* draft_probs;        // [num_rows * num_steps, vocab_size]; null when sampled is
+  const float* target_probs;       // [max_tokens, vocab_size]; null when sampled is
+  const float* uniform;            // [max_tokens] in [0, 1); null when sampled is
+  int64_t* next_token;             // [num_rows]; -1 when no token has a positive probability
+  int64_t* next_position;          // [num_rows]
+  int64_t* next_left;              // [num_rows]
+  int64_t* num_accepted;           // [num_rows]
+  int64_t num_rows, num_steps, vocab_size;
 };
 
 // Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.

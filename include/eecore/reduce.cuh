@@ -47,4 +47,20 @@ __device__ __forceinline__ float reduce_block(float x, Op op = {}) {
   }
 }
 
+// Whether `x` holds in any of a block's kThreads threads, a multiple of 32; every thread gets the
+// answer. All threads of the block call it, once a kernel.
+template <int kThreads>
+__device__ __forceinline__ bool any_in_block(bool x) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kThreads % 32 == 0 && kWarps <= 32);
+  EECORE_SHARED(int, any_in_warp, kWarps);
+  x = __any_sync(kWholeWarp, x) != 0;
+  if (threadIdx.x % 32 == 0) any_in_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+  int any = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) any |= any_in_warp[warp];
+  return any != 0;
+}
+
 }  // namespace eecore::cuda

@@ -35,6 +35,7 @@ __all__ = [
     "CrossAttention",
     "DecoderWeights",
     "DraftRound",
+    "EndedRound",
     "ExitingRows",
     "HeadRows",
     "Matrix",
@@ -42,9 +43,13 @@ __all__ = [
     "SoftmaxConfidence",
     "SpeculativeAccept",
     "Tape",
+    "Verification",
     "accept_mask",
+    "accept_round",
     "append_drafts",
     "append_kv",
+    "begin_round",
+    "begin_verification",
     "build_info",
     "captured_body",
     "compact_rows",
@@ -54,6 +59,7 @@ __all__ = [
     "exit_confidence_mlp",
     "exit_confidence_softmax",
     "exit_rows",
+    "gather_states",
     "kv_fill",
     "missing_cuda_ops",
     "paged_attention",
@@ -67,8 +73,11 @@ __all__ = [
 
 OP_NAMES = (
     "accept_mask",
+    "accept_round",
     "append_drafts",
     "append_kv",
+    "begin_round",
+    "begin_verification",
     "compact_rows",
     "decoder_layers",
     "embed_tokens",
@@ -76,6 +85,7 @@ OP_NAMES = (
     "exit_confidence_mlp",
     "exit_confidence_softmax",
     "exit_rows",
+    "gather_states",
     "kv_fill",
     "paged_attention",
     "place_head",
@@ -320,8 +330,11 @@ for _name in OP_NAMES:
     torch.library.register_fake(f"eecore::{_name}", _no_output)
 
 _accept_mask = torch.ops.eecore.accept_mask.default
+_accept_round = torch.ops.eecore.accept_round.default
 _append_drafts = torch.ops.eecore.append_drafts.default
 _append_kv = torch.ops.eecore.append_kv.default
+_begin_round = torch.ops.eecore.begin_round.default
+_begin_verification = torch.ops.eecore.begin_verification.default
 _compact_rows = torch.ops.eecore.compact_rows.default
 _decoder_layers = torch.ops.eecore.decoder_layers.default
 _embed_tokens = torch.ops.eecore.embed_tokens.default
@@ -329,6 +342,7 @@ _exit_confidence_cosine = torch.ops.eecore.exit_confidence_cosine.default
 _exit_confidence_mlp = torch.ops.eecore.exit_confidence_mlp.default
 _exit_confidence_softmax = torch.ops.eecore.exit_confidence_softmax.default
 _exit_rows = torch.ops.eecore.exit_rows.default
+_gather_states = torch.ops.eecore.gather_states.default
 _kv_fill = torch.ops.eecore.kv_fill.default
 _paged_attention = torch.ops.eecore.paged_attention.default
 _place_head = torch.ops.eecore.place_head.default
@@ -701,56 +715,276 @@ def place_head(
 
 
 class DraftRound(NamedTuple):
-    """A round of self-speculation while it drafts.
+    """A round of self-speculation: up to num_steps drafts of each of a program's rows.
 
-    The tensors below ``round_slots`` are updated in place.
+    The tensors below ``stop_tokens`` are what the ops of a round write, and read again.
     """
 
-    thresholds: Tensor
-    """float32 [num_seqs]: a draft ends with a token whose confidence is below it."""
-    stop_tokens: Tensor
-    """int64 [num_seqs, num_stop_tokens], filled up with -1: a draft ends with one of them."""
+    token_ids: Tensor
+    """int64 [num_rows]: the last token of each row's text."""
+    start: Tensor
+    """int64 [num_rows], its position."""
+    tokens_left: Tensor
+    """int64 [num_rows]: how many tokens the text may still have; a round gives one or more."""
     max_drafts: Tensor
-    """int64 [num_seqs], at most num_steps."""
+    """int64 [num_rows]: drafts that the row has pages for; -1 for padding."""
+    page_table: Tensor
+    """int32 [num_rows, max_pages], any row stride."""
+    thresholds: Tensor
+    """float32 [num_rows]: a draft ends with a token whose confidence is below it."""
+    stop_tokens: Tensor
+    """int64 [num_rows, num_stop_tokens], filled up with -1: a draft ends with one of them."""
+    first_position: Tensor
+    """int64 [num_rows], of the round's first token, the last of the text."""
+    left: Tensor
+    """int64 [num_rows], tokens left at the start of the round."""
     round_slots: Tensor
-    """int64 [num_seqs, num_steps + 1]: cache slots of the round's tokens."""
-    states: Tensor
-    """[num_seqs, num_steps + 1, hidden_size], contiguous rows: after the drafting layers, for the
-    verification. What it has of rows and steps that were not drafted means nothing."""
+    """int64 [num_rows, num_steps + 1]: cache slots of the round's tokens, -1 for those that a row
+    cannot have."""
     tokens: Tensor
-    """int64 [num_seqs, num_steps + 1]: the round's first token, then the drafts."""
+    """int64 [num_rows, num_steps + 1]: the round's first token, then the drafts."""
     confidences: Tensor
-    """float32 [num_seqs, num_steps], of the drafts."""
+    """float32 [num_rows, num_steps], of the drafts."""
     num_drafted: Tensor
-    """int64 [num_seqs]"""
-    drafting: Tensor
-    """bool [num_seqs]: who drafts another token."""
-    last_token: Tensor
-    """int64 [num_seqs]: the last token of the round so far."""
-    positions: Tensor
-    """int64 [num_seqs], of ``last_token``."""
-    slot_mapping: Tensor
-    """int64 [num_seqs], of ``last_token``; -1 for rows that draft no more."""
-    seq_lens: Tensor
-    """int32 [num_seqs], up to ``last_token``; 1 for rows that draft no more."""
+    """int64 [num_rows]"""
+    most: Tensor
+    """int64 [num_rows]: how many it may draft; -1 for rows without a round, which are padding and
+    those whose text has no tokens left."""
+    done: Tensor
+    """bool [num_rows]: who drafts no more."""
     all_done: Tensor
-    """bool [1]: nobody drafts another token."""
+    """bool [1]"""
+    states: Tensor | None
+    """[num_rows, num_steps + 1, hidden_size], contiguous rows: after the drafting layers, for the
+    verification. What it has of rows and steps that were not drafted means nothing. None: the
+    verification runs all layers."""
+
+
+class EndedRound(NamedTuple):
+    """Where each row's text goes on behind a round."""
+
+    next_token: Tensor
+    """int64 [num_rows]: the token after the accepted ones; -1 where no token has a positive
+    probability."""
+    next_position: Tensor
+    """int64 [num_rows], its position."""
+    next_left: Tensor
+    """int64 [num_rows]: how many tokens the text may still have."""
+
+
+class Verification(NamedTuple):
+    """What the layers read that verify a round: each row's last token alone, then all, ragged."""
+
+    last_tokens: Tensor
+    """int64 [num_rows]: the last token of each round, which the drafting layers have not seen."""
+    last_positions: Tensor
+    """int64 [num_rows]; 0 without a round."""
+    last_slots: Tensor
+    """int64 [num_rows]; -1 without a round."""
+    last_seq_lens: Tensor
+    """int32 [num_rows]; 1 without a round."""
+    token_ids: Tensor
+    """int64 [max_tokens], max_tokens >= num_rows * (num_steps + 1): the tokens of all rounds, one
+    after the other; 0 behind num_tokens."""
+    positions: Tensor
+    """int64 [max_tokens]; 0 behind num_tokens."""
+    slot_mapping: Tensor
+    """int64 [max_tokens]; -1 behind num_tokens."""
+    sequence: Tensor
+    """int32 [max_tokens]: whose token each is; 0 behind num_tokens."""
+    seq_lens: Tensor
+    """int32 [num_rows]; 0 without a round."""
+    query_start_loc: Tensor
+    """int32 [num_rows + 1]: row r has the tokens from its entry up to the next."""
+    num_tokens: Tensor
+    """int32 [1]"""
+
+
+def begin_round(
+    draft_round: DraftRound,
+    active: ActiveRows,
+    page_size: int,
+    *,
+    ended: EndedRound | None = None,
+    sources: Tensor | None = None,
+) -> None:
+    """Begin a round: where each row starts, how far it may draft, and where its tokens go.
+
+    A row drafts at most ``max_drafts`` tokens, and one fewer than it has left. (LayerSkip §4.3.)
+
+    Args:
+        draft_round: what is given of it is read, all but the confidences and states written.
+        active: all rows of the round, those that draft nothing masked; ``token_ids`` is there. Its
+            page tables and ``num_active`` are left alone.
+        page_size: slots of a page.
+        ended: where the rows of an earlier round go on; with ``sources``.
+        sources: int32 [num_rows]: whose place in ``ended`` a row takes up, -1: what is given.
+    """
+    _begin_round(
+        draft_round.token_ids,
+        draft_round.start,
+        draft_round.tokens_left,
+        draft_round.max_drafts,
+        draft_round.page_table,
+        page_size,
+        sources,
+        *(ended or (None, None, None)),
+        draft_round.first_position,
+        draft_round.left,
+        draft_round.round_slots,
+        draft_round.tokens,
+        draft_round.num_drafted,
+        draft_round.most,
+        draft_round.done,
+        draft_round.all_done,
+        active.row,
+        active.token_ids,
+        active.positions,
+        active.slot_mapping,
+        active.seq_lens,
+    )
 
 
 def append_drafts(
-    hidden: Tensor, head: SoftmaxConfidence, step: int, draft_round: DraftRound
+    hidden: Tensor | None,
+    token: Tensor,
+    confidence: Tensor,
+    step: int,
+    draft_round: DraftRound,
+    active: ActiveRows,
 ) -> None:
     """Take over a drafted token of every row that drafts; see who drafts another, and from where.
+
+    Rows that are not active have to be done: ``all_done`` looks at the active ones. A token of -1,
+    of a row without probabilities, is kept as it is and embedded as 0. (LayerSkip §4.3.)
+
+    Args:
+        hidden: [num_active, hidden_size], after the drafting layers, at the last token so far; None
+            where the round keeps no states.
+        token: int64 [num_active], the drafts.
+        confidence: float32 [num_active], of them; NaN ends a draft.
+        step: drafts of the round before this one, 0..num_steps-1.
+        draft_round: updated in place.
+        active: updated in place; ``token_ids`` is there.
+    """
+    _append_drafts(
+        hidden,
+        token,
+        confidence,
+        step,
+        draft_round.thresholds,
+        draft_round.stop_tokens,
+        draft_round.most,
+        draft_round.round_slots,
+        active.row,
+        draft_round.states,
+        draft_round.tokens,
+        draft_round.confidences,
+        draft_round.num_drafted,
+        draft_round.done,
+        draft_round.all_done,
+        active.token_ids,
+        active.positions,
+        active.slot_mapping,
+        active.seq_lens,
+    )
+
+
+def begin_verification(draft_round: DraftRound, verification: Verification) -> None:
+    """Lay out what verifies a round's drafts: the tokens of every row, its first one included.
 
     (LayerSkip §4.3.)
 
     Args:
-        hidden: [num_seqs, hidden_size], after the drafting layers, at the last token so far.
-        head: the drafted tokens and their confidences.
-        step: drafts of the round before this one, 0..num_steps-1.
-        draft_round: updated in place.
+        draft_round: drafted.
+        verification: written.
     """
-    _append_drafts(hidden, head.token, head.confidence, step, *draft_round)
+    _begin_verification(
+        draft_round.first_position,
+        draft_round.round_slots,
+        draft_round.tokens,
+        draft_round.num_drafted,
+        draft_round.most,
+        *verification,
+    )
+
+
+def gather_states(
+    states: Tensor, last: Tensor, verification: Verification, out: Tensor | None = None
+) -> Tensor:
+    """States after the drafting layers for a verification: those kept, and the last tokens'.
+
+    Args:
+        states: [num_rows, num_steps + 1, hidden_size], contiguous rows, of a draft round.
+        last: [num_rows, hidden_size], any row stride, of the last tokens.
+        verification: which rows there are.
+        out: [max_tokens, hidden_size], any row stride that keeps rows apart. Rows behind num_tokens
+            are zeros on CUDA, where layers compute with them, and left alone on the CPU.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = states.new_empty(verification.token_ids.shape[0], states.shape[2])
+    _gather_states(
+        states,
+        last,
+        verification.sequence,
+        verification.query_start_loc,
+        verification.num_tokens,
+        out,
+    )
+    return out
+
+
+def accept_round(
+    draft_round: DraftRound,
+    verification: Verification,
+    target: Tensor,
+    ended: EndedRound,
+    num_accepted: Tensor,
+    *,
+    sampled: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    uniform: Tensor | None = None,
+) -> None:
+    """Accept the longest valid prefix of each row's drafts, and say where its text goes on.
+
+    Greedy rows accept drafts while they are the target's tokens. Rows that sample accept and draw
+    as :func:`speculative_accept` does, but that with all drafts accepted the next token is the
+    target's, which is a sample of its distribution already. A row without a round stays where it
+    was. (LayerSkip §4.3.2; Leviathan et al. 2023.)
+
+    Args:
+        draft_round: drafted.
+        verification: of these drafts.
+        target: int64 [max_tokens], the full model's token after each ragged row's: the most
+            probable one, or for rows that sample one that was drawn.
+        ended: written.
+        num_accepted: int64 [num_rows], written.
+        sampled: bool [num_rows]; None: all rows are greedy. The following come with it.
+        draft_probs: float32 [num_rows * num_steps, vocab_size], what each draft was drawn from; of
+            greedy rows, and of drafts that there are not, it may be anything.
+        target_probs: float32 [max_tokens, vocab_size], the full model's at each ragged row.
+        uniform: float32 [max_tokens] in [0, 1): of each ragged row for the draft behind it, of a
+            row's last one for its next token.
+    """
+    _accept_round(
+        draft_round.tokens,
+        draft_round.num_drafted,
+        draft_round.most,
+        draft_round.first_position,
+        draft_round.left,
+        verification.query_start_loc,
+        target,
+        *ended,
+        num_accepted,
+        sampled,
+        draft_probs,
+        target_probs,
+        uniform,
+    )
 
 
 @overload

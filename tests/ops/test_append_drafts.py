@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import emulated
 import reference
 from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
+from draft_rounds import PAGE_SIZE, VOCAB_SIZE, Rounds, assert_same, copies, unchanged
 from eecore import ops
-
-VOCAB_SIZE = 5
 
 
 class Drafting:
@@ -20,60 +20,47 @@ class Drafting:
 
     def __init__(
         self,
-        num_seqs: int,
+        num_rows: int,
         num_steps: int = 4,
-        hidden_size: int = 33,
+        hidden_size: int | None = 33,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        self.generator = torch.Generator().manual_seed(100 * num_steps + num_seqs)
-        self.num_seqs, self.hidden_size, self.dtype = num_seqs, hidden_size, dtype
-        self.device = device
-        width = num_steps + 1
-        max_drafts = self.whole(width, num_seqs)
-        positions = self.whole(50, num_seqs)
-        slots = self.whole(99, num_seqs, width)
-        drafting = max_drafts > 0
-        self.round = ops.DraftRound(
-            thresholds=self.uniform(num_seqs) * 0.3,
-            stop_tokens=torch.where(self.uniform(num_seqs, 2) < 0.5, -1, 2),
-            max_drafts=max_drafts,
-            round_slots=slots,
-            # A state for others between two of a row.
-            states=self.uniform(num_seqs, 2 * width, hidden_size).to(dtype)[:, ::2],
-            tokens=self.whole(VOCAB_SIZE, num_seqs, width),
-            confidences=self.uniform(num_seqs, num_steps),
-            num_drafted=torch.zeros(num_seqs, dtype=torch.int64, device=device),
-            drafting=drafting,
-            last_token=self.whole(VOCAB_SIZE, num_seqs),
-            positions=positions,
-            slot_mapping=torch.where(drafting, slots[:, 0], -1),
-            seq_lens=torch.where(drafting, positions + 1, 1).to(torch.int32),
-            all_done=torch.zeros(1, dtype=torch.bool, device=device),
+        self.rounds = Rounds(num_rows, num_steps, device)
+        self.hidden_size, self.dtype = hidden_size, dtype
+        states = None
+        if hidden_size is not None:  # a state for others between two of a row
+            states = self.rounds.uniform(num_rows, 2 * num_steps + 2, hidden_size).to(dtype)[:, ::2]
+        self.round, self.active = reference.begin_round(
+            self.rounds.given(states), self.rounds.active(), PAGE_SIZE
         )
 
-    def uniform(self, *shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=self.generator).to(self.device)
+    def draft(self) -> tuple[Tensor | None, Tensor, Tensor]:
+        """A state, a token and a confidence for every active row."""
+        rows, hidden = len(self.active.row), None
+        if self.hidden_size is not None:
+            hidden = self.rounds.uniform(rows, self.hidden_size + 1).to(self.dtype)[:, 1:]
+        return hidden, self.rounds.whole(VOCAB_SIZE, rows), self.rounds.uniform(rows)
 
-    def whole(self, below: int, *shape: int) -> torch.Tensor:
-        return (self.uniform(*shape) * below).to(torch.int64)
-
-    def draft(self) -> tuple[torch.Tensor, ops.SoftmaxConfidence]:
-        """A state, a token and a confidence for every row."""
-        rows = self.uniform(self.num_seqs, self.hidden_size + 1).to(self.dtype)[:, 1:]
-        confidence, token = self.uniform(self.num_seqs), self.whole(VOCAB_SIZE, self.num_seqs)
-        return rows, ops.SoftmaxConfidence(confidence, token, confidence, confidence)
+    def drop_done(self) -> None:
+        """Let the active rows that are done make room for the others."""
+        goes_on = ~self.round.done[self.active.row.long()]
+        names = ("row", "positions", "slot_mapping", "seq_lens", "page_table", "token_ids")
+        self.active = self.active._replace(
+            **{name: getattr(self.active, name)[goes_on] for name in names}
+        )
 
     def check(self, step: int) -> None:
         """That the op does what the reference says."""
-        hidden, head = self.draft()
-        expected = reference.append_drafts(hidden, head, step, self.round)
-        drafted = self.round.drafting.clone()
-        ops.append_drafts(hidden, head, step, self.round)
-        for name, want, got in zip(self.round._fields, expected, self.round, strict=True):
-            if name == "states":  # of those that did not draft it may be anything
-                want, got = want[drafted], got[drafted]
-            assert torch.equal(got, want), name
+        drafts = self.draft()
+        expected = reference.append_drafts(*drafts, step, self.round, self.active)
+        drafted = ~self.round.done
+        ops.append_drafts(*drafts, step, self.round, self.active)
+        assert_same(self.round, expected[0], but="states")
+        assert_same(self.active, expected[1])
+        if self.round.states is not None:  # of those that did not draft it may be anything
+            assert expected[0].states is not None
+            assert torch.equal(self.round.states[drafted], expected[0].states[drafted])
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 6])
@@ -83,7 +70,23 @@ def test_a_round_matches_the_reference(num_seqs: int, num_steps: int, device: to
     for step in range(num_steps):
         drafting.check(step)
     assert bool(drafting.round.all_done)
-    assert torch.equal(drafting.round.num_drafted > 0, drafting.round.max_drafts > 0)
+    assert torch.equal(drafting.round.num_drafted > 0, drafting.round.most > 0)
+
+
+def test_rows_that_are_done_may_make_room(device: torch.device) -> None:
+    drafting = Drafting(7, 5, device=device)
+    for step in range(5):
+        drafting.drop_done()
+        drafting.check(step)
+    drafting.drop_done()
+    assert len(drafting.active.row) == 0
+    assert bool(drafting.round.all_done)
+
+
+def test_a_round_without_states(device: torch.device) -> None:
+    drafting = Drafting(7, 2, None, device=device)
+    drafting.check(0)
+    drafting.check(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,8 +95,8 @@ def test_states(hidden_size: int, dtype: torch.dtype, device: torch.device) -> N
     if not emulated.supports(device, dtype):
         pytest.skip("float16 is for CUDA")
     drafting = Drafting(3, 2, hidden_size, dtype, device)
-    drafting.round.max_drafts.fill_(2)
-    drafting.round.drafting.fill_(True)
+    drafting.round.most.fill_(2)
+    drafting.round.done.fill_(False)
     drafting.check(0)
     drafting.check(1)
 
@@ -104,23 +107,36 @@ def test_states(hidden_size: int, dtype: torch.dtype, device: torch.device) -> N
 )
 def test_what_ends_a_draft(what: str, goes_on: bool, device: torch.device) -> None:
     drafting = Drafting(1, 3, device=device)
-    given = drafting.round
-    given.drafting.fill_(True)
-    given.max_drafts.fill_(1 if what == "most" else 3)
+    given, active = drafting.round, drafting.active
+    given.done.fill_(False)
+    given.most.fill_(1 if what == "most" else 3)
     given.thresholds.fill_(0.5)
+    given.round_slots.copy_(torch.tensor([[20, 21, 22, 23]]))
     given.stop_tokens.copy_(torch.tensor([[3, 4 if what == "stop" else -1]]))
-    hidden, head = drafting.draft()
-    head.token.fill_(4)
-    head.confidence.fill_({"confidence": 0.4, "nan": float("nan")}.get(what, 0.5))
-    at = int(given.positions)
-    ops.append_drafts(hidden, head, 0, given)
-    assert given.drafting.tolist() == [goes_on]
-    assert given.all_done.tolist() == [not goes_on]
-    assert given.slot_mapping.tolist() == [int(given.round_slots[0, 1]) if goes_on else -1]
-    assert given.seq_lens.tolist() == [at + 2 if goes_on else 1]
-    assert given.positions.tolist() == [at + 1]  # of the draft, which is the last token either way
-    assert given.last_token.tolist() == [4]
+    hidden, token, confidence = drafting.draft()
+    token.fill_(4)
+    confidence.fill_({"confidence": 0.4, "nan": float("nan")}.get(what, 0.5))
+    at = int(active.positions)
+    ops.append_drafts(hidden, token, confidence, 0, given, active)
+    assert given.done.tolist() == given.all_done.tolist() == [not goes_on]
+    assert active.slot_mapping.tolist() == [21 if goes_on else -1]
+    assert active.seq_lens.tolist() == [at + 2 if goes_on else 1]
+    assert active.positions.tolist() == [at + 1]  # of the draft, the last token either way
+    assert active.token_ids is not None
+    assert active.token_ids.tolist() == [4]
     assert given.num_drafted.tolist() == [1]
+
+
+def test_no_token_is_kept_and_not_embedded(device: torch.device) -> None:
+    drafting = Drafting(1, 3, device=device)
+    drafting.round.done.fill_(False)
+    hidden, token, confidence = drafting.draft()
+    token.fill_(-1)
+    confidence.fill_(float("nan"))
+    ops.append_drafts(hidden, token, confidence, 0, drafting.round, drafting.active)
+    assert drafting.round.tokens[0, 1] == -1
+    assert drafting.active.token_ids is not None
+    assert drafting.active.token_ids.tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -130,30 +146,42 @@ def test_what_ends_a_draft(what: str, goes_on: bool, device: torch.device) -> No
         ({"step": -1}, "step: expected 0..num_steps-1=3, got -1"),
         (
             {"tokens": torch.zeros(5, 4, dtype=torch.int64)},
-            r"tokens: expected int64 \[num_seqs=5, num_steps \+ 1=5\], got int64 \[5, 4\]",
+            r"tokens: expected int64 \[num_rows=5, num_steps \+ 1=5\], got int64 \[5, 4\]",
         ),
         ({"thresholds": torch.zeros(5).double()}, "thresholds: expected float32 .* got float64"),
         (
             {"states": torch.zeros(5, 5, 33, dtype=torch.bfloat16)},
             "states: expected float32 .* got bfloat16",
         ),
+        ({"states": None}, "states: expected with hidden alone, got none with it"),
         ({"all_done": torch.zeros(5, dtype=torch.bool)}, r"all_done: expected bool \[1\], got"),
+        ({"row": torch.arange(5)}, r"row: expected int32 \[num_active=5\], got int64"),
+        (
+            {"row": torch.tensor([0, 1, 2, 3, 5], dtype=torch.int32)},
+            r"row: expected values in \[0, 5\), got 5 at row 4",
+        ),
     ],
 )
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
     drafting = Drafting(5)
-    step = change.get("step", 0)
-    given = drafting.round._replace(**{k: v for k, v in change.items() if k != "step"})
-    before = [tensor.clone() for tensor in given]
+    given, active = drafting.round, drafting.active
+    given = given._replace(**{k: v for k, v in change.items() if k in given._fields})
+    active = active._replace(**{k: v for k, v in change.items() if k in active._fields})
+    before = copies(given, active)
     with pytest.raises(RuntimeError, match=f"append_drafts: {message}"):
-        ops.append_drafts(*drafting.draft(), step, given)
-    assert all(torch.equal(old, new) for old, new in zip(before, given, strict=True))
+        ops.append_drafts(*drafting.draft(), change.get("step", 0), given, active)
+    assert unchanged(before, given, active)
 
 
 def test_opcheck(device: torch.device) -> None:
     drafting = Drafting(6, device=device)
-    hidden, head = drafting.draft()
+    given, active = drafting.round, drafting.active
     torch.library.opcheck(
         torch.ops.eecore.append_drafts.default,
-        (hidden, head.token, head.confidence, 0, *drafting.round),
+        (
+            *(*drafting.draft(), 0, given.thresholds, given.stop_tokens, given.most),
+            *(given.round_slots, active.row, given.states, given.tokens, given.confidences),
+            *(given.num_drafted, given.done, given.all_done, active.token_ids),
+            *(active.positions, active.slot_mapping, active.seq_lens),
+        ),
     )

@@ -1,0 +1,88 @@
+// begin_round: where each row of a round of self-speculation starts, and how far it may draft.
+#include "backend.h"
+#include "index_checks.h"
+
+namespace eecore {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tokens_left,
+                 const Tensor& max_drafts, const Tensor& page_table, int64_t page_size,
+                 const OptionalTensor& sources, const OptionalTensor& next_token,
+                 const OptionalTensor& next_position, const OptionalTensor& next_left,
+                 Tensor first_position, Tensor left, Tensor round_slots, Tensor tokens,
+                 Tensor num_drafted, Tensor most, Tensor done, Tensor all_done, Tensor row,
+                 Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens) {
+  Checker check("begin_round");
+  check(token_ids, "token_ids", Accept::kInt64, {"num_rows"});
+  check(start, "start", Accept::kInt64, {"num_rows"});
+  check(tokens_left, "tokens_left", Accept::kInt64, {"num_rows"});
+  check(max_drafts, "max_drafts", Accept::kInt64, {"num_rows"});
+  check(page_table, "page_table", Accept::kInt32, {"num_rows", "max_pages"}, 1);
+  const int given = check(sources, "sources", Accept::kInt32, {"num_rows"}) +
+                    check(next_token, "next_token", Accept::kInt64, {"num_ended"}) +
+                    check(next_position, "next_position", Accept::kInt64, {"num_ended"}) +
+                    check(next_left, "next_left", Accept::kInt64, {"num_ended"});
+  check.require(given == 0 || given == 4,
+                "sources: expected all of sources, next_token, next_position and next_left, or "
+                "none, got ",
+                given, " of them");
+  check(first_position, "first_position", Accept::kInt64, {"num_rows"});
+  check(left, "left", Accept::kInt64, {"num_rows"});
+  check(round_slots, "round_slots", Accept::kInt64, {"num_rows", "num_steps + 1"});
+  check(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
+  check(num_drafted, "num_drafted", Accept::kInt64, {"num_rows"});
+  check(most, "most", Accept::kInt64, {"num_rows"});
+  check(done, "done", Accept::kBool, {"num_rows"});
+  check(all_done, "all_done", Accept::kBool, {1});
+  check(row, "row", Accept::kInt32, {"num_rows"});
+  check(active_token_ids, "active_token_ids", Accept::kInt64, {"num_rows"});
+  check(positions, "positions", Accept::kInt64, {"num_rows"});
+  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_rows"});
+  check(seq_lens, "seq_lens", Accept::kInt32, {"num_rows"});
+  check.require(check["num_steps + 1"] >= 1, "round_slots: expected num_steps + 1 >= 1, got 0");
+  check.require(check["num_rows"] == 0 || check["max_pages"] >= 1,
+                "page_table: expected max_pages >= 1, got 0");
+  check.require(page_size >= 1, "page_size: expected a positive number, got ", page_size);
+
+  BeginRoundParams params{};
+  params.token_ids = data<const int64_t>(token_ids);
+  params.start = data<const int64_t>(start);
+  params.tokens_left = data<const int64_t>(tokens_left);
+  params.max_drafts = data<const int64_t>(max_drafts);
+  params.page_table = data<const int32_t>(page_table);
+  params.sources = data_or_null<const int32_t>(sources);
+  params.next_token = data_or_null<const int64_t>(next_token);
+  params.next_position = data_or_null<const int64_t>(next_position);
+  params.next_left = data_or_null<const int64_t>(next_left);
+  params.first_position = data<int64_t>(first_position);
+  params.left = data<int64_t>(left);
+  params.round_slots = data<int64_t>(round_slots);
+  params.tokens = data<int64_t>(tokens);
+  params.num_drafted = data<int64_t>(num_drafted);
+  params.most = data<int64_t>(most);
+  params.done = data<uint8_t>(done);
+  params.all_done = data<uint8_t>(all_done);
+  params.row = data<int32_t>(row);
+  params.active_token_ids = data<int64_t>(active_token_ids);
+  params.positions = data<int64_t>(positions);
+  params.slot_mapping = data<int64_t>(slot_mapping);
+  params.seq_lens = data<int32_t>(seq_lens);
+  params.num_rows = check["num_rows"];
+  params.num_steps = check["num_steps + 1"] - 1;
+  params.max_pages = check["max_pages"];
+  params.page_table_stride = page_table.stride(0);
+  params.page_size = page_size;
+#ifndef EECORE_BACKEND_CUDA
+  if (given != 0) {
+    check_range(check, "sources", params.sources, params.num_rows, -1, check["num_ended"]);
+  }
+#endif
+  EECORE_RUN(begin_round, params, token_ids);
+}
+
+EECORE_IMPL(begin_round, begin_round)
+
+}  // namespace
+}  // namespace eecore

@@ -1,0 +1,62 @@
+// begin_round: one block, as somebody has to know whether any row drafts; a thread for each row.
+#pragma once
+
+#include "eecore/params.h"
+#include "eecore/ptx.cuh"
+#include "eecore/reduce.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kBeginRoundThreads = 128;
+
+// Where a row starts; returns whether it drafts.
+__device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_t row) {
+  const int64_t width = params.num_steps + 1;
+  const int64_t source = params.sources == nullptr ? -1 : params.sources[row];
+  const bool follows = source >= 0;
+  const int64_t token = follows ? params.next_token[source] : params.token_ids[row];
+  const int64_t position = follows ? params.next_position[source] : params.start[row];
+  const int64_t left = follows ? params.next_left[source] : params.tokens_left[row];
+  const int64_t most =
+      max(min(min(params.max_drafts[row], left - 1), params.num_steps), int64_t{-1});
+  const bool drafts = most > 0;
+  params.first_position[row] = position;
+  params.left[row] = left;
+  params.most[row] = most;
+  params.tokens[row * width] = token;
+  params.num_drafted[row] = 0;
+  params.done[row] = !drafts;
+
+  // The slots of the tokens that it may have.
+  const int32_t* pages = params.page_table + row * params.page_table_stride;
+  int64_t first_slot = -1;
+#pragma unroll 1
+  for (int64_t k = 0; k < width; ++k) {
+    const int64_t at = position + k;
+    const int64_t page = max(min(at / params.page_size, params.max_pages - 1), int64_t{0});
+    const int64_t slot = k <= most ? pages[page] * params.page_size + at % params.page_size : -1;
+    params.round_slots[row * width + k] = slot;
+    if (k == 0) first_slot = slot;
+  }
+
+  params.row[row] = static_cast<int32_t>(row);
+  params.active_token_ids[row] = max(token, int64_t{0});  // -1, no token, is not embedded
+  params.positions[row] = position;
+  params.slot_mapping[row] = drafts ? first_slot : -1;
+  params.seq_lens[row] = drafts ? static_cast<int32_t>(position + 1) : 1;
+  return drafts;
+}
+
+// Grid: one block.
+__global__ void __launch_bounds__(kBeginRoundThreads) begin_round_kernel(BeginRoundParams params) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  bool drafts = false;
+  for (int64_t row = threadIdx.x; row < params.num_rows; row += kBeginRoundThreads) {
+    drafts = begin_row(params, row) || drafts;
+  }
+  drafts = any_in_block<kBeginRoundThreads>(drafts);
+  if (threadIdx.x == 0) *params.all_done = !drafts;
+}
+
+}  // namespace eecore::cuda

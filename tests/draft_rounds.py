@@ -1,0 +1,115 @@
+"""Rounds of self-speculation with random contents, for the tests of the ops of a round."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+
+PAGE_SIZE, MAX_PAGES = 8, 4
+VOCAB_SIZE = 5
+
+
+class Rounds:
+    """Makes rounds of ``num_rows`` rows, the same ones for the same sizes."""
+
+    def __init__(self, num_rows: int, num_steps: int = 4, device: torch.device | None = None):
+        self.num_rows, self.num_steps = num_rows, num_steps
+        self.device = device
+        self._generator = torch.Generator().manual_seed(100 * num_steps + num_rows)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self._generator).to(self.device)
+
+    def whole(self, below: int, *shape: int) -> Tensor:
+        return (self.uniform(*shape) * below).to(torch.int64)
+
+    def active(self) -> ops.ActiveRows:
+        """Rows of which all is to be written, but for the page table and the count."""
+        rows = self.num_rows
+        return ops.ActiveRows(
+            row=self.whole(99, rows).to(torch.int32),
+            positions=self.whole(99, rows),
+            slot_mapping=self.whole(99, rows),
+            seq_lens=self.whole(99, rows).to(torch.int32),
+            page_table=self.whole(99, rows, MAX_PAGES).to(torch.int32),
+            num_active=torch.full((1,), rows, dtype=torch.int32, device=self.device),
+            token_ids=self.whole(99, rows),
+        )
+
+    def given(self, states: Tensor | None = None) -> ops.DraftRound:
+        """A round before its start: what is written holds anything."""
+        rows, width = self.num_rows, self.num_steps + 1
+        start = self.whole(MAX_PAGES * PAGE_SIZE, rows)
+        room = MAX_PAGES * PAGE_SIZE - 1 - start
+        return ops.DraftRound(
+            token_ids=self.whole(VOCAB_SIZE, rows),
+            start=start,
+            tokens_left=self.whole(2 * width, rows),
+            max_drafts=torch.minimum(self.whole(width + 3, rows) - 1, room),
+            # Other numbers between two rows.
+            page_table=self.whole(50, rows, 2 * MAX_PAGES).to(torch.int32)[:, :MAX_PAGES],
+            thresholds=self.uniform(rows) * 0.3,
+            stop_tokens=torch.where(self.uniform(rows, 2) < 0.5, -1, 2),
+            first_position=self.whole(99, rows),
+            left=self.whole(99, rows),
+            round_slots=self.whole(99, rows, width),
+            tokens=self.whole(VOCAB_SIZE, rows, width),
+            confidences=self.uniform(rows, self.num_steps),
+            num_drafted=self.whole(99, rows),
+            most=self.whole(99, rows),
+            done=self.uniform(rows) < 0.5,
+            all_done=torch.zeros(1, dtype=torch.bool, device=self.device),
+            states=states,
+        )
+
+    def drafted(self, states: Tensor | None = None) -> ops.DraftRound:
+        """A round that has ended: some rows have drafts, some none, some no round at all."""
+        rows, width = self.num_rows, self.num_steps + 1
+        most = self.whole(width + 1, rows) - 1
+        return self.given(states)._replace(
+            most=most,
+            num_drafted=torch.minimum(self.whole(width, rows), most.clamp(min=0)),
+        )
+
+    def verification(self, max_tokens: int | None = None) -> ops.Verification:
+        """Memory for one, of which all is to be written."""
+        rows, total = self.num_rows, max_tokens or self.num_rows * (self.num_steps + 1)
+        return ops.Verification(
+            *(self.whole(99, rows) for _ in range(3)),
+            self.whole(99, rows).to(torch.int32),
+            *(self.whole(99, total) for _ in range(3)),
+            self.whole(99, total).to(torch.int32),
+            self.whole(99, rows).to(torch.int32),
+            self.whole(99, rows + 1).to(torch.int32),
+            self.whole(99, 1).to(torch.int32),
+        )
+
+    def ended(self) -> ops.EndedRound:
+        rows, width = self.num_rows, self.num_steps + 1
+        room = MAX_PAGES * PAGE_SIZE - width
+        return ops.EndedRound(
+            self.whole(VOCAB_SIZE + 1, rows) - 1, self.whole(room, rows), self.whole(width, rows)
+        )
+
+
+Rows = ops.ActiveRows | ops.DraftRound | ops.EndedRound | ops.Verification
+
+
+def assert_same(got: Rows, expected: Rows, *, but: str = "") -> None:
+    """That all tensors of two tuples are equal, one of them aside."""
+    for name, have, want in zip(got._fields, got, expected, strict=True):
+        if want is not None and name != but:
+            assert torch.equal(have, want), name
+
+
+def copies(*tuples: Rows) -> list[Tensor]:
+    """Copies of all tensors of some tuples."""
+    return [tensor.clone() for rows in tuples for tensor in rows if tensor is not None]
+
+
+def unchanged(before: list[Tensor], *tuples: Rows) -> bool:
+    """Whether they are still what was copied."""
+    now = [tensor for rows in tuples for tensor in rows if tensor is not None]
+    return all(torch.equal(old, new) for old, new in zip(before, now, strict=True))

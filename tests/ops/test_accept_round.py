@@ -1,0 +1,269 @@
+"""accept_round: accepted prefixes, greedy and sampled, and where each row goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+import reference
+from cases import BATCH_SIZES
+from draft_rounds import VOCAB_SIZE, Rounds, assert_same, copies, unchanged
+from eecore import ops
+
+
+class Verified:
+    """A round's drafts and what the full model says of them."""
+
+    def __init__(
+        self, num_rows: int, num_steps: int = 4, vocab_size: int = VOCAB_SIZE, device: Any = None
+    ) -> None:
+        self.rounds = rounds = Rounds(num_rows, num_steps, device)
+        self.round = rounds.drafted()
+        self.round.tokens.copy_(rounds.whole(vocab_size, num_rows, num_steps + 1))
+        max_tokens = num_rows * (num_steps + 1) + 2
+        self.verification = reference.begin_verification(self.round, max_tokens)
+        # Three in four are the drafts that they are held against.
+        self.target = rounds.whole(vocab_size, max_tokens)
+        right = rounds.uniform(max_tokens - 1) < 0.75
+        self.target[:-1][right] = self.verification.token_ids[1:][right]
+        self.ended = rounds.ended()
+        self.num_accepted = rounds.whole(99, num_rows)
+        self.sampling: dict[str, Tensor] = {}
+
+    def sample(self, vocab_size: int) -> None:
+        """Let some rows sample: drafts come from q, and p is not far from it."""
+        rounds, given = self.rounds, self.round
+        rows, steps, max_tokens = rounds.num_rows, rounds.num_steps, len(self.target)
+        p = (rounds.uniform(max_tokens, vocab_size) * 4).softmax(-1)
+        q = torch.full((rows * steps, vocab_size), float("nan"), device=rounds.device)
+        starts = self.verification.query_start_loc.tolist()
+        for row, drafted in enumerate(given.num_drafted.tolist()):
+            if int(given.most[row]) >= 0 and drafted > 0:
+                noise = rounds.uniform(drafted, vocab_size)
+                near = (p[starts[row] :][:drafted].log() + noise).softmax(-1)
+                q[row * steps :][:drafted] = near
+                given.tokens[row, 1 : drafted + 1] = torch.multinomial(near.cpu(), 1).flatten()
+        p[int(self.verification.num_tokens) :] = float("nan")
+        self.sampling = {
+            "sampled": rounds.uniform(rows) < 0.7,
+            "draft_probs": q,
+            "target_probs": p,
+            "uniform": rounds.uniform(max_tokens),
+        }
+
+    def accept(self) -> None:
+        ops.accept_round(
+            self.round,
+            self.verification,
+            self.target,
+            self.ended,
+            self.num_accepted,
+            **self.sampling,
+        )
+
+    def check(self) -> None:
+        """That the op does what the reference says."""
+        ended, num_accepted = reference.accept_round(
+            self.round, self.verification, self.target, **self.sampling
+        )
+        self.accept()
+        assert torch.equal(self.num_accepted, num_accepted)
+        assert_same(self.ended, ended)
+
+
+@pytest.mark.parametrize("num_steps", [1, 6, 40])
+@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
+def test_greedy_matches_the_reference(num_seqs: int, num_steps: int, device: torch.device) -> None:
+    Verified(num_seqs, num_steps, device=device).check()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 600, 49153])
+@pytest.mark.parametrize("num_seqs", [0, 1, 7])
+def test_sampling_matches_the_reference(
+    num_seqs: int, vocab_size: int, device: torch.device
+) -> None:
+    torch.manual_seed(num_seqs)
+    verified = Verified(num_seqs, 3, vocab_size, device)
+    verified.sample(vocab_size)
+    verified.check()
+
+
+def two_drafts(device: torch.device, num_rows: int = 1) -> Verified:
+    """Rows with the drafts 2 and 3 behind token 4, at position 10, with 8 tokens left."""
+    verified = Verified(num_rows, 2, device=device)
+    given = verified.round
+    for tensor, value in (
+        (given.most, 2),
+        (given.num_drafted, 2),
+        (given.first_position, 10),
+        (given.left, 8),
+    ):
+        tensor.fill_(value)
+    given.tokens.copy_(torch.tensor([4, 2, 3]))
+    verified.verification = reference.begin_verification(given, 3 * num_rows)
+    return verified
+
+
+@pytest.mark.parametrize(
+    ("target", "accepted", "token"),
+    [([2, 3, 1], 2, 1), ([2, 0, 1], 1, 0), ([0, 3, 1], 0, 0), ([2, 3, -1], 2, -1)],
+)
+def test_a_greedy_row(target: list[int], accepted: int, token: int, device: torch.device) -> None:
+    verified = two_drafts(device)
+    verified.target = torch.tensor(target, device=device)
+    verified.accept()
+    assert verified.num_accepted.tolist() == [accepted]
+    assert [int(tensor) for tensor in verified.ended] == [token, 11 + accepted, 7 - accepted]
+
+
+def test_a_row_without_a_round_stays_where_it_was(device: torch.device) -> None:
+    verified = two_drafts(device, 2)
+    verified.round.most[0] = -1
+    verified.round.left[0] = 0
+    verified.verification = reference.begin_verification(verified.round, 6)
+    verified.target = torch.tensor([2, 3, 1, 0, 0, 0], device=device)
+    verified.accept()
+    assert verified.num_accepted.tolist() == [0, 2]
+    assert [tensor.tolist() for tensor in verified.ended] == [[4, 1], [10, 13], [0, 5]]
+
+
+def sampled(p: list[float], q: list[float], num_rows: int, device: torch.device) -> Verified:
+    """Rows whose drafts come from q, to be accepted for p."""
+    verified = two_drafts(device, num_rows)
+    drafts = torch.multinomial(torch.tensor(q), 2 * num_rows, replacement=True)
+    last = torch.multinomial(torch.tensor(p), 3 * num_rows, replacement=True)
+    verified.round.tokens[:, 1:] = drafts.view(num_rows, 2)
+    verified.target = last.to(device)
+    verified.sampling = {
+        "sampled": torch.ones(num_rows, dtype=torch.bool, device=device),
+        "draft_probs": torch.tensor(q, device=device).repeat(2 * num_rows, 1),
+        "target_probs": torch.tensor(p, device=device).repeat(3 * num_rows, 1),
+        "uniform": torch.rand(3 * num_rows).to(device),
+    }
+    return verified
+
+
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        ([0.1, 0.2, 0.3, 0.25, 0.15], [0.15, 0.25, 0.2, 0.2, 0.2]),
+        ([0.7, 0.1, 0.1, 0.05, 0.05], [0.02, 0.08, 0.1, 0.3, 0.5]),
+        ([0.5, 0.3, 0.2, 0.0, 0.0], [0.0, 0.0, 0.0, 0.4, 0.6]),
+    ],
+    ids=["close", "far", "disjoint"],
+)
+def test_each_emitted_token_has_the_distribution_of_the_target(
+    p: list[float], q: list[float], device: torch.device
+) -> None:
+    torch.manual_seed(5)
+    verified = sampled(p, q, 4000, device)
+    verified.accept()
+    accepted, following = verified.num_accepted.cpu(), verified.ended.next_token.cpu()
+    for place in range(3):
+        drafts = verified.round.tokens[:, min(place + 1, 2)].cpu()
+        there = accepted >= place
+        tokens = torch.where(accepted > place, drafts, following)[there]
+        counts = torch.bincount(tokens, minlength=5)
+        assert counts[torch.tensor(p) == 0].sum() == 0
+        seen = torch.tensor(p) > 0
+        expected = torch.tensor(p, dtype=torch.float64)[seen] * int(there.sum())
+        if len(tokens) > 50:
+            assert chisquare(counts[seen], expected / expected.sum() * counts.sum()).pvalue > 1e-4
+
+
+def test_no_probability_gives_minus_one(device: torch.device) -> None:
+    verified = sampled([0.5, 0.5, 0, 0, 0], [0.5, 0.5, 0, 0, 0], 1, device)
+    verified.sampling["target_probs"].fill_(float("nan"))
+    verified.accept()
+    assert verified.num_accepted.tolist() == [0]
+    assert verified.ended.next_token.tolist() == [-1]
+
+
+def test_a_draft_that_is_no_token_is_refused(device: torch.device) -> None:
+    verified = sampled([0, 0, 0, 1.0, 0], [0, 0, 0, 1.0, 0], 2, device)
+    verified.round.tokens[:, 2] = torch.tensor([-1, 5])
+    verified.accept()
+    assert verified.num_accepted.tolist() == [1, 1]
+    assert verified.ended.next_token.tolist() == [3, 3]
+
+
+def test_threads_do_not_change_a_result(device: torch.device) -> None:
+    verified = Verified(7, 3, 49153, device)
+    verified.sample(49153)
+    threads, outcomes = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            verified.accept()
+            outcomes.append(copies(verified.ended))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*outcomes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"target": torch.zeros(9).int()},
+            r"target: expected int64 \[max_tokens\], got int32 \[9\]",
+        ),
+        (
+            {"target": torch.zeros(2).long()},
+            r"target_probs: expected float32 \[max_tokens=2, vocab_size=5\], got",
+        ),
+        ({"uniform": None}, "sampled: expected all of .* got 3 of them"),
+        (
+            {"uniform": torch.ones(6)},
+            r"uniform: expected numbers in \[0, 1\), got 1.0.* at token 0",
+        ),
+        ({"uniform": torch.full((6,), float("nan"))}, r"uniform: .* got -?nan"),
+        (
+            {"draft_probs": torch.ones(3, 5)},
+            r"draft_probs: expected float32 \[num_rows \* num_steps=4, vocab_size\], got",
+        ),
+        (
+            {"num_drafted": torch.tensor([0, 3])},
+            r"num_drafted: expected values in \[0, 3\), got 3 at row 1",
+        ),
+        (
+            {"query_start_loc": torch.tensor([0, 4, 6], dtype=torch.int32)},
+            r"query_start_loc: .* below max_tokens=6, got 4 to 6 at row 1",
+        ),
+        ({"num_accepted": torch.zeros(2).int()}, "num_accepted: expected int64 .* got int32"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    verified = sampled([0.2] * 5, [0.2] * 5, 2, torch.device("cpu"))
+    for name, value in change.items():
+        if name in verified.sampling:
+            verified.sampling[name] = value
+        elif name in verified.round._fields:
+            verified.round = verified.round._replace(**{name: value})
+        elif name in verified.verification._fields:
+            verified.verification = verified.verification._replace(**{name: value})
+        else:
+            setattr(verified, name, value)
+    before = copies(verified.ended)
+    with pytest.raises(RuntimeError, match=f"accept_round: {message}"):
+        verified.accept()
+    assert unchanged(before, verified.ended)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_opcheck(greedy: bool, device: torch.device) -> None:
+    verified = sampled([0.2] * 5, [0.2] * 5, 3, device)
+    given = verified.round
+    torch.library.opcheck(
+        torch.ops.eecore.accept_round.default,
+        (
+            *(given.tokens, given.num_drafted, given.most, given.first_position, given.left),
+            *(verified.verification.query_start_loc, verified.target, *verified.ended),
+            verified.num_accepted,
+            *((None,) * 4 if greedy else verified.sampling.values()),
+        ),
+    )

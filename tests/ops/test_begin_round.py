@@ -1,0 +1,122 @@
+"""begin_round: where rows start, how far they may draft, and the slots of what they draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from cases import BATCH_SIZES
+from draft_rounds import PAGE_SIZE, Rounds, assert_same, copies, unchanged
+from eecore import ops
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 6])
+@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
+def test_a_round_matches_the_reference(
+    num_seqs: int, num_steps: int, follows: bool, device: torch.device
+) -> None:
+    rounds = Rounds(num_seqs, num_steps, device)
+    given, active = rounds.given(), rounds.active()
+    ended = rounds.ended() if follows else None
+    sources = (rounds.whole(num_seqs + 1, num_seqs) - 1).to(torch.int32) if follows else None
+    expected = reference.begin_round(given, active, PAGE_SIZE, ended, sources)
+    ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources)
+    assert_same(given, expected[0])
+    assert_same(active, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("max_drafts", "tokens_left", "most"),
+    [(-1, 9, -1), (0, 9, 0), (9, 9, 4), (3, 9, 3), (9, 3, 2), (9, 1, 0), (9, 0, -1), (-1, -5, -1)],
+)
+def test_how_far_a_row_drafts(
+    max_drafts: int, tokens_left: int, most: int, device: torch.device
+) -> None:
+    rounds = Rounds(1, 4, device)
+    given, active = rounds.given(), rounds.active()
+    for tensor, value in ((given.max_drafts, max_drafts), (given.tokens_left, tokens_left)):
+        tensor.fill_(value)
+    given.start.fill_(PAGE_SIZE - 2)
+    given.page_table[:, :2] = torch.tensor([7, 3])
+    ops.begin_round(given, active, PAGE_SIZE)
+    slots = [7 * PAGE_SIZE + PAGE_SIZE - 2, 7 * PAGE_SIZE + PAGE_SIZE - 1]
+    slots += [3 * PAGE_SIZE + k for k in range(3)]
+    assert given.most.tolist() == [most]
+    assert given.round_slots.tolist() == [[s if k <= most else -1 for k, s in enumerate(slots)]]
+    assert given.done.tolist() == given.all_done.tolist() == [most <= 0]
+    assert active.slot_mapping.tolist() == [slots[0] if most > 0 else -1]
+    assert active.seq_lens.tolist() == [PAGE_SIZE - 1 if most > 0 else 1]
+
+
+def test_rows_go_on_where_another_round_ended(device: torch.device) -> None:
+    """Of more rows than this one has."""
+    rounds = Rounds(3, device=device)
+    given, active = rounds.given(), rounds.active()
+    ended = ops.EndedRound(
+        torch.tensor([-1, 11, 12, 13], device=device),
+        torch.tensor([5, 6, 7, 8], device=device),
+        torch.tensor([9, 9, 0, 2], device=device),
+    )
+    sources = torch.tensor([3, -1, 0], dtype=torch.int32, device=device)
+    own = [tensor[1].item() for tensor in (given.token_ids, given.start, given.tokens_left)]
+    ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources)
+    assert given.tokens[:, 0].tolist() == [13, own[0], -1]
+    assert active.token_ids is not None
+    assert active.token_ids.tolist() == [13, own[0], 0]  # no token is not embedded
+    assert given.first_position.tolist() == active.positions.tolist() == [8, own[1], 5]
+    assert given.left.tolist() == [2, own[2], 9]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 0}, "page_size: expected a positive number, got 0"),
+        (
+            {"sources": torch.tensor([0, -1, 3], dtype=torch.int32)},
+            r"sources: expected values in \[-1, 3\), got 3 at row 2",
+        ),
+        ({"sources": None}, r"sources: expected all of .* got 3 of them"),
+        ({"start": torch.zeros(3).int()}, r"start: expected int64 \[num_rows=3\], got int32 \[3\]"),
+        (
+            {"page_table": torch.zeros(3, 0, dtype=torch.int32)},
+            "page_table: expected max_pages >= 1, got 0",
+        ),
+        (
+            {"tokens": torch.zeros(3, 4, dtype=torch.int64)},
+            r"tokens: expected int64 \[num_rows=3, num_steps \+ 1=5\], got int64 \[3, 4\]",
+        ),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens: expected int32 .* got int64"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    rounds = Rounds(3)
+    given, active, ended = rounds.given(), rounds.active(), rounds.ended()
+    given = given._replace(**{k: v for k, v in change.items() if k in given._fields})
+    active = active._replace(**{k: v for k, v in change.items() if k in active._fields})
+    sources = change.get("sources", torch.zeros(3, dtype=torch.int32))
+    before = copies(given, active)
+    with pytest.raises(RuntimeError, match=f"begin_round: {message}"):
+        ops.begin_round(
+            given, active, change.get("page_size", PAGE_SIZE), ended=ended, sources=sources
+        )
+    assert unchanged(before, given, active)
+
+
+def test_opcheck(device: torch.device) -> None:
+    rounds = Rounds(6, device=device)
+    given, active, ended = rounds.given(), rounds.active(), rounds.ended()
+    sources = torch.full((6,), -1, dtype=torch.int32, device=device)
+    torch.library.opcheck(
+        torch.ops.eecore.begin_round.default,
+        (
+            *(*given[:5], PAGE_SIZE, sources, *ended),
+            *(given.first_position, given.left, given.round_slots, given.tokens),
+            *(given.num_drafted, given.most, given.done, given.all_done),
+            *(active.row, active.token_ids, active.positions, active.slot_mapping),
+            active.seq_lens,
+        ),
+    )

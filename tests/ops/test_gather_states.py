@@ -1,0 +1,100 @@
+"""gather_states: kept states and last ones, as the ragged rows of a verification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulated
+import reference
+from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
+from draft_rounds import Rounds
+from eecore import ops
+
+
+def drafted_states(
+    rounds: Rounds, hidden_size: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, ops.Verification]:
+    """States with others between, last states, and what is verified."""
+    rows, width = rounds.num_rows, rounds.num_steps + 1
+    states = rounds.uniform(rows, 2 * width, hidden_size).to(dtype)[:, ::2]
+    last = rounds.uniform(rows, hidden_size + 1).to(dtype)[:, 1:]
+    verification = reference.begin_verification(rounds.drafted(), rows * width + 2)
+    return states, last, verification
+
+
+def assert_gathered(
+    states: Tensor, last: Tensor, verification: ops.Verification, device: torch.device
+) -> None:
+    expected = reference.gather_states(states, last, verification)
+    out = expected.new_full((len(expected), expected.shape[1] + 3), 7.0)[:, 3:]
+    assert ops.gather_states(states, last, verification, out) is out
+    if not emulated.is_cuda_kernel(device):  # the CPU does not look at the rows behind
+        expected[int(verification.num_tokens) :] = 7.0
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("num_steps", [1, 6])
+@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
+def test_it_matches_the_reference(num_seqs: int, num_steps: int, device: torch.device) -> None:
+    assert_gathered(*drafted_states(Rounds(num_seqs, num_steps, device), 33), device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+def test_states(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    assert_gathered(*drafted_states(Rounds(5, 3, device), hidden_size, dtype), device)
+
+
+def test_the_output_is_allocated(device: torch.device) -> None:
+    states, last, verification = drafted_states(Rounds(5, 3, device), 16)
+    got, count = ops.gather_states(states, last, verification), int(verification.num_tokens)
+    expected = reference.gather_states(states, last, verification)
+    assert got.shape == expected.shape
+    assert torch.equal(got[:count], expected[:count])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"last": torch.zeros(3, 7)}, r"last: expected float32 \[num_seqs=3, hidden_size=8\], got"),
+        ({"out": torch.zeros(17, 8).bfloat16()}, "out: expected float32 .* got bfloat16"),
+        (
+            {"out": torch.zeros(16, 8)},
+            r"out: expected float32 \[max_tokens=17, hidden_size=8\], got float32 \[16, 8\]",
+        ),
+        (
+            {"query_start_loc": torch.tensor([0, 6, 6, 7], dtype=torch.int32)},
+            r"query_start_loc: expected 0..num_steps\+1=5 rows of a sequence, got 6 of sequence 0",
+        ),
+        (
+            {"query_start_loc": torch.tensor([0, 5, 4, 7], dtype=torch.int32)},
+            r"query_start_loc: .* got -1 of sequence 1",
+        ),
+        (
+            {"query_start_loc": torch.tensor([15, 18, 18, 18], dtype=torch.int32)},
+            r"query_start_loc: expected values in \[0, 18\), got 18 at row 1",
+        ),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Tensor], message: str) -> None:
+    states, last, verification = drafted_states(Rounds(3), 8)
+    last, out = change.get("last", last), change.get("out", torch.zeros(17, 8))
+    starts = change.get("query_start_loc", verification.query_start_loc)
+    with pytest.raises(RuntimeError, match=f"gather_states: {message}"):
+        ops.gather_states(states, last, verification._replace(query_start_loc=starts), out)
+    assert not out.any()
+
+
+def test_opcheck(device: torch.device) -> None:
+    states, last, verification = drafted_states(Rounds(3, device=device), 8)
+    torch.library.opcheck(
+        torch.ops.eecore.gather_states.default,
+        (
+            *(states, last, verification.sequence, verification.query_start_loc),
+            *(verification.num_tokens, torch.zeros(17, 8, device=device)),
+        ),
+    )
