@@ -19,7 +19,7 @@ from eecore import ops
 PAGE_SIZE = 16
 KEYS_PER_SPLIT = 512
 MAX_SKINNY_ROWS = 32  # the layers of more rows are other products
-PASSES = 3  # a round
+PASSES = 6  # a round
 
 
 class Kernels:
