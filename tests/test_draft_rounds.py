@@ -67,6 +67,7 @@ def test_a_tape_replays_the_rows_that_there_are() -> None:
         ended, num_accepted = reference.accept_round(made, verification, expected.target)
 
         tape.replay()
+        assert bool(memory.given.all_done)
         outcomes = (*memory.ended, memory.num_accepted)
         for got, want, old in zip(outcomes, (*ended, num_accepted), before, strict=True):
             assert torch.equal(got[:num_rows], want)
