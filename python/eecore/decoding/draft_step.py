@@ -352,10 +352,10 @@ class DraftStep:
                 )
                 last = model.embed(checked.last_tokens)
                 last = model.layers(0, shared, last, self._kv, batch, few=True)
-                assert made.states is not None
-                hidden = ops.gather_states(made.states, last, checked)
         with control.rows(checked.num_tokens, given["num_rows"]):
-            if not shared:
+            if made.states is not None:
+                hidden = ops.gather_states(made.states, last, checked)
+            else:
                 hidden = model.embed(checked.token_ids)
             batch = AttentionBatch(
                 checked.positions,

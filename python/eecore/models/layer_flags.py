@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,5 +19,6 @@ class LayerFlags:
         if not layers:
             return None
         if layers not in self._made:
-            self._made[layers] = torch.tensor([i in layers for i in range(self._num_layers)])
+            flags = np.array([i in layers for i in range(self._num_layers)])
+            self._made[layers] = torch.from_numpy(flags)  # may be while a tape is recorded
         return self._made[layers]
