@@ -695,8 +695,43 @@ def speculative_work(num_seqs: int, num_drafts: int, device: torch.device) -> Wo
     return Work(lambda: ops.speculative_accept(drafts, starts, target_tokens=targets))
 
 
+def sampling_rows(
+    num_rows: int, vocab_size: int, device: torch.device, **given: float
+) -> tuple[ops.SamplingRows, ops.SampledRows]:
+    """Requests that sample, 100 tokens into their text, and what is written of them."""
+
+    def each(name: str, otherwise: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((num_rows,), given.get(name, otherwise), dtype=dtype, device=device)
+
+    rows = ops.SamplingRows(
+        temperature=each("temperature", 1.0),
+        top_k=each("top_k", 0, torch.int32),
+        top_p=each("top_p", 1.0),
+        min_p=each("min_p", 0.0),
+        repetition_penalty=each("repetition_penalty", 1.0),
+        seed=torch.arange(num_rows, device=device),
+        seen=torch.randint(0, vocab_size, (num_rows, 100), device=device),
+    )
+    numbers = (torch.empty(num_rows, device=device) for _ in range(3))
+    return rows, ops.SampledRows(torch.empty_like(rows.seed), *numbers)
+
+
+def sample_work(
+    num_rows: int,
+    vocab_size: int,
+    given: dict[str, float],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Work:
+    logits = (3 * torch.randn(num_rows, vocab_size, device=device)).to(dtype)
+    rows, out = sampling_rows(num_rows, vocab_size, device, **given)
+    positions = torch.arange(num_rows, device=device)
+    return Work(lambda: ops.sample_tokens(logits, rows, out, purpose=0, positions=positions))
+
+
 def small_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
     hidden_size = 64 if tiny else 4096
+    vocab_size = 1000 if tiny else 128256
     for b in (1, 8, 32):
         row = hidden_size * dtype.itemsize
         yield Case(
@@ -771,6 +806,16 @@ def small_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterato
             b * 17 * 8,
             lambda b=b: speculative_work(b, 8, device),
         )
+        for way, given in {
+            "plain": {},
+            "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+        }.items():
+            yield Case(
+                "sample_tokens",
+                f"vocabulary {vocab_size}, {way}, B={b}",
+                b * vocab_size * dtype.itemsize,
+                lambda b=b, given=given: sample_work(b, vocab_size, given, dtype, device),
+            )
 
 
 def cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:

@@ -87,6 +87,13 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "int sliding_window, int fixed_split_size, Tensor? position_bias=None, "
       "int max_distance=128, bool bidirectional=False) -> ()");
   m.def(
+      "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+      "Tensor repetition_penalty, Tensor seed, Tensor seen, int purpose, Tensor positions, "
+      "Tensor? index, Tensor? row, Tensor? kind, int wanted, Tensor? round_tokens, "
+      "Tensor? first_position, bool as_probability, int probs_by_step, Tensor(a!) token, "
+      "Tensor(b!) confidence, Tensor(c!) logprob, Tensor(d!) logsumexp, Tensor(e!)? probs, "
+      "Tensor(f!)? uniform, Tensor(g!)? top_ids, Tensor(h!)? top_logprobs) -> ()");
+  m.def(
       "kv_fill(Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
       "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
       "Tensor? cos_sin, "

@@ -64,6 +64,10 @@ DRAFT_LENGTHS: tuple[tuple[int, ...], ...] = (
 # of its search.
 ACCEPT_VOCAB_SIZES = (1, 17, 257, 49153, 140000)
 
+# Vocabularies to sample from: one token, odd, around a block of logits, past what small blocks of
+# threads take.
+SAMPLE_VOCAB_SIZES = (1, 7, 64, 320, 1001, 5000)
+
 # Batch sizes around the register blocks of the skinny matrix products.
 SKINNY_BATCH_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9)
 

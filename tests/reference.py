@@ -289,6 +289,112 @@ def _copied(rows: Rows) -> Rows:
     return type(rows)(*(None if tensor is None else tensor.clone() for tensor in rows))
 
 
+def philox(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 of a key of 64 bits (Salmon et al. 2011)."""
+    mask = 2**32 - 1
+    k0, k1 = key & mask, key >> 32
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & mask, (a >> 32) ^ c3 ^ k1, a & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def random_words(seed: int, position: int, purpose: int) -> tuple[int, int, int, int]:
+    """What a request draws with at a position."""
+    low, high = position % 2**64 % 2**32, position % 2**64 >> 32
+    return philox(seed % 2**64, (low, high, purpose, 0))
+
+
+def filtered_weights(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    """What tokens [vocab_size] are drawn with, float64, not normalised; see eecore.ops."""
+    scaled = (logits - logits.max()) / max(temperature, 1e-30)
+    if 0 < top_k < logits.numel():
+        scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -math.inf)
+    weights = scaled.double().exp()
+    if top_p < 1:
+        order = scaled.sort(descending=True, stable=True).indices
+        before = weights[order].cumsum(0) - weights[order]
+        dropped = before >= top_p * (1 - 1e-6) * weights.sum()
+        dropped[0] = False
+        weights[order[dropped]] = 0.0
+    weights[weights < min(min_p, 1.0)] = 0.0
+    return weights
+
+
+def sample_tokens(
+    logits: Tensor,
+    rows: ops.SamplingRows,
+    given: ops.SampledRows,
+    *,
+    purpose: int,
+    positions: Tensor,
+    index: Tensor | None = None,
+    row: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    round_tokens: Tensor | None = None,
+    first_position: Tensor | None = None,
+    as_probability: bool = False,
+    probs_by_step: int = 0,
+) -> ops.SampledRows:
+    """New outputs, row by row; see eecore.ops.sample_tokens."""
+    out = ops.SampledRows(*(None if t is None else t.clone() for t in given))
+    vocab_size = logits.shape[1]
+    for j in range(logits.shape[0]):
+        w = j if index is None else int(index[j])
+        r = w if row is None else int(row[w])
+        if kind is not None and int(kind[r]) != wanted:
+            continue
+        position, seed = int(positions[w]) + 1, int(rows.seed[r])
+        raw = logits[j].float()
+        logprobs = raw.double().log_softmax(0)
+        known = math.isfinite(float(raw.max()))  # NaN is the largest of all
+        penalised = raw.clone()
+        seen = {int(token) for token in rows.seen[r] if 0 <= int(token) < vocab_size}
+        step = 0 if first_position is None else position - 1 - int(first_position[r])
+        if round_tokens is not None:
+            seen |= {int(token) for token in round_tokens[r, 1 : step + 1]}
+        penalty = rows.repetition_penalty[r]
+        for token in seen:
+            x = raw[token]
+            penalised[token] = x / penalty if x > 0 else x * penalty
+
+        token, weights = -1, torch.zeros(vocab_size, dtype=torch.float64)
+        if known and float(rows.temperature[r]) == 0:
+            token = int(penalised.argmax())
+            weights[token] = 1.0
+        elif known:
+            filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+            weights = filtered_weights(penalised, *(of[r].item() for of in filters))
+            first, second, *_ = random_words(seed, position, purpose)
+            u = ((first << 32 | second) >> 11) * 2.0**-53
+            cumulative = weights.cumsum(0)
+            token = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
+        probs = weights / weights.sum() if token >= 0 else weights
+        out.token[w] = token
+        out.logprob[w] = logprobs[token] if token >= 0 else math.nan
+        out.logsumexp[w] = raw.double().logsumexp(0) if known else math.nan
+        largest = [*logprobs.exp().topk(min(2, vocab_size)).values.tolist(), 0.0]
+        out.confidence[w] = largest[0] - largest[1] if known else math.nan
+        if as_probability and token >= 0:
+            sampled = float(rows.temperature[r]) > 0
+            out.confidence[w] = probs[token] if sampled else logprobs[token].exp()
+        if out.probs is not None:
+            out.probs[r * probs_by_step + step if probs_by_step else w] = probs
+        if out.uniform is not None:
+            out.uniform[w] = (random_words(seed, position, 2)[0] >> 8) * 2.0**-24
+        if out.top_ids is not None and out.top_logprobs is not None:
+            out.top_ids[w], out.top_logprobs[w] = -1, -math.inf
+            count = min(out.top_ids.shape[1], vocab_size) if known else 0
+            order = raw.sort(descending=True, stable=True).indices[:count]
+            out.top_ids[w, :count], out.top_logprobs[w, :count] = order, logprobs[order].float()
+    return out
+
+
 def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
     """Cosine per row in float64, 0 for a zero vector; see eecore.ops.exit_confidence_cosine."""
     previous, hidden = previous.double(), hidden.double()

@@ -25,6 +25,7 @@
   X(kv_fill, KvFillParams) \
   X(paged_attention, PagedAttentionParams) \
   X(place_head, PlaceHeadParams) \
+  X(sample_tokens, SampleTokensParams) \
   X(select_rows, SelectRowsParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \
   X(skinny_linear, SkinnyLinearParams) \

@@ -38,6 +38,7 @@ void run_gather_states(const GatherStatesParams& params, Stream stream);
 void run_kv_fill(const KvFillParams& params, Stream stream);
 void run_paged_attention(const PagedAttentionParams& params, Stream stream);
 void run_place_head(const PlaceHeadParams& params, Stream stream);
+void run_sample_tokens(const SampleTokensParams& params, Stream stream);
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream);
 void run_skinny_linear(const SkinnyLinearParams& params, Stream stream);
 void run_speculative_accept(const SpeculativeAcceptParams& params, Stream stream);
@@ -46,6 +47,7 @@ void run_speculative_accept(const SpeculativeAcceptParams& params, Stream stream
 int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int device);
 int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& params, int device);
 int64_t kv_fill_workspace(const KvFillParams& params, int device);
+int64_t sample_tokens_workspace(const SampleTokensParams& params, int device);
 int64_t skinny_gated_linear_workspace(const SkinnyGatedLinearParams& params, int device);
 int64_t skinny_linear_workspace(const SkinnyLinearParams& params, int device);
 int64_t paged_attention_workspace(const PagedAttentionParams& params, int device);

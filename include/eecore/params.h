@@ -448,6 +448,50 @@ struct DecoderLayersParams {
   DType dtype;
 };
 
+// A token for each row of logits: drawn from the distribution that its request asks for, or the
+// most probable one. A row of logits j writes row w = index[j] of the outputs, for request r =
+// row[w].
+struct SampleTokensParams {
+  const void* logits;               // [num_rows, vocab_size], row stride logits_stride
+  const float* temperature;         // [num_requests]; 0: the most probable token
+  const int32_t* top_k;             // [num_requests]; 0: off
+  const float* top_p;               // [num_requests]; 1: off
+  const float* min_p;               // [num_requests]; 0: off
+  const float* repetition_penalty;  // [num_requests]; 1: off
+  const int64_t* seed;              // [num_requests]
+  const int64_t* seen;              // [num_requests, num_seen]; ids outside the vocabulary: nothing
+  const int64_t* positions;         // [num_outputs], of the token before the drawn one
+  const int32_t* index;             // [num_rows]; may be null: j
+  const int32_t* row;               // [num_outputs]; may be null: w
+  const int32_t* kind;              // [num_requests]; may be null, else others than `wanted` are
+                                    // passed over
+  const int64_t* round_tokens;      // [num_requests, round_width]; may be null, else 1 and on up to
+                                    // the position count as seen
+  const int64_t* first_position;    // [num_requests], of round_tokens; may be null without them
+  int64_t* token;                   // [num_outputs]; -1 where no token has a positive probability
+  float* confidence;                // [num_outputs]
+  float* logprob;                   // [num_outputs]
+  float* logsumexp;                 // [num_outputs]
+  float* probs;         // [num_probs, vocab_size], row w, or r * probs_by_step + position -
+                        // first_position where probs_by_step > 0; may be null
+  float* uniform;       // [num_outputs], in [0, 1); may be null
+  int64_t* top_ids;     // [num_outputs, num_top], -1 behind the vocabulary; may be null
+  float* top_logprobs;  // [num_outputs, num_top], -infinity there; null when top_ids is
+  int64_t num_rows, vocab_size, num_seen, round_width, num_top, probs_by_step;
+  int64_t logits_stride;
+  int32_t wanted;
+  uint32_t purpose;     // of the random number that draws the token
+  bool as_probability;  // confidence: of the chosen token; else the gap of the two largest
+  DType dtype;
+  void* workspace;  // CUDA only, [sample_tokens_workspace bytes]; may be null on the CPU
+};
+
+// Tokens fall to top-p once those before them have this share of it: sums of float32 probabilities
+// that should be equal to top_p may miss it by less than what is left.
+constexpr double kTopPShare = 1.0 - 1e-6;
+// The purpose of the random numbers in `uniform`.
+constexpr uint32_t kAcceptancePurpose = 2;
+
 // Longest accepted prefix of each sequence's drafts, and the token after it.
 // Sequence s holds drafts draft_start_loc[s]..draft_start_loc[s+1]-1 and, with its extra position,
 // target rows draft_start_loc[s]+s..draft_start_loc[s+1]+s.

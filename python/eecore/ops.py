@@ -39,6 +39,8 @@ __all__ = [
     "ExitingRows",
     "HeadRows",
     "Matrix",
+    "SampledRows",
+    "SamplingRows",
     "SelectedRows",
     "SoftmaxConfidence",
     "SpeculativeAccept",
@@ -64,6 +66,7 @@ __all__ = [
     "missing_cuda_ops",
     "paged_attention",
     "place_head",
+    "sample_tokens",
     "select_rows",
     "skinny_gated_linear",
     "skinny_linear",
@@ -89,6 +92,7 @@ OP_NAMES = (
     "kv_fill",
     "paged_attention",
     "place_head",
+    "sample_tokens",
     "select_rows",
     "skinny_gated_linear",
     "skinny_linear",
@@ -346,6 +350,7 @@ _gather_states = torch.ops.eecore.gather_states.default
 _kv_fill = torch.ops.eecore.kv_fill.default
 _paged_attention = torch.ops.eecore.paged_attention.default
 _place_head = torch.ops.eecore.place_head.default
+_sample_tokens = torch.ops.eecore.sample_tokens.default
 _select_rows = torch.ops.eecore.select_rows.default
 _skinny_gated_linear = torch.ops.eecore.skinny_gated_linear.default
 _skinny_linear = torch.ops.eecore.skinny_linear.default
@@ -1507,6 +1512,122 @@ def decoder_layers(
         activation,
     )
     return out
+
+
+class SamplingRows(NamedTuple):
+    """How the requests of a batch choose their tokens.
+
+    The filters and their order are transformers': repetition penalty, temperature, top-k, top-p,
+    min-p.
+    """
+
+    temperature: Tensor
+    """float32 [num_requests]; 0: the most probable token, the lowest id among equals."""
+    top_k: Tensor
+    """int32 [num_requests]: only the k most probable tokens, and what equals the last; 0: off."""
+    top_p: Tensor
+    """float32 [num_requests]: only the most probable tokens, lower ids first among equals, while
+    those before a token have less than this mass (but for a millionth of it, which float32
+    probabilities may be off by); the first always stays; 1: off."""
+    min_p: Tensor
+    """float32 [num_requests]: only tokens of this share of the largest probability; 0: off."""
+    repetition_penalty: Tensor
+    """float32 [num_requests]: positive logits of seen tokens are divided by it, negative ones
+    multiplied, once however often a token was seen (CTRL, Keskar et al. 2019); 1: off."""
+    seed: Tensor
+    """int64 [num_requests], of the random numbers."""
+    seen: Tensor
+    """int64 [num_requests, num_seen]: the ids that have been seen, filled up with -1."""
+
+
+class SampledRows(NamedTuple):
+    """What :func:`sample_tokens` writes of each output row.
+
+    Where the logits hold NaN, or the largest is not finite, there is no token (-1): its numbers are
+    NaN, its distribution zeros.
+    """
+
+    token: Tensor
+    """int64 [num_outputs]; -1 where no token has a positive probability."""
+    confidence: Tensor
+    """float32 [num_outputs]: the gap of the two largest probabilities of the softmax of the logits
+    as they came, or the chosen token's probability."""
+    logprob: Tensor
+    """float32 [num_outputs]: of the token, in the log-softmax of the logits as they came."""
+    logsumexp: Tensor
+    """float32 [num_outputs], of the logits as they came."""
+    probs: Tensor | None = None
+    """float32 [num_probs, vocab_size]: the distributions that tokens are drawn from, whole rows;
+    all on the chosen token at temperature 0."""
+    uniform: Tensor | None = None
+    """float32 [num_outputs] in [0, 1): a random number for :func:`speculative_accept`."""
+    top_ids: Tensor | None = None
+    """int64 [num_outputs, num_top]: the most probable tokens of the logits as they came, lower ids
+    first among equals; -1 behind the vocabulary."""
+    top_logprobs: Tensor | None = None
+    """float32 [num_outputs, num_top], theirs; -infinity there. With ``top_ids``."""
+
+
+def sample_tokens(
+    logits: Tensor,
+    rows: SamplingRows,
+    out: SampledRows,
+    *,
+    purpose: int,
+    positions: Tensor,
+    index: Tensor | None = None,
+    row: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    round_tokens: Tensor | None = None,
+    first_position: Tensor | None = None,
+    as_probability: bool = False,
+    probs_by_step: int = 0,
+) -> None:
+    """Choose a token for each row of logits, as its request asks for.
+
+    Row j of the logits writes row ``w = index[j]`` of the outputs for request ``r = row[w]``.
+    Tokens are drawn by inversion, in id order and float64. The random numbers are Philox4x32-10's
+    (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the seed as key and
+    (position of the drawn token, purpose) as counter: a request draws the same numbers alone and in
+    any batch, after a preemption, and on every device. A token takes 53 bits of the first two
+    words, ``uniform`` 24 bits of the first at purpose 2.
+
+    Args:
+        logits: [num_rows, vocab_size], any row stride.
+        rows: of the requests.
+        out: written in place, but for rows that are passed over.
+        purpose: what the token is for, 0..2**32-1 and not 2: tokens drawn at one position for
+            different purposes are independent.
+        positions: int64 [num_outputs], of the token before the drawn one.
+        index: int32 [num_rows], each at most once. None: j.
+        row: int32 [num_outputs]. None: w.
+        kind: int32 [num_requests]; requests of a kind other than ``wanted`` are passed over.
+        wanted: see ``kind``.
+        round_tokens: int64 [num_requests, round_width]; of ``round_tokens[r]`` the ids at 1 up to
+            ``positions[w] - first_position[r]`` count as seen too.
+        first_position: int64 [num_requests], of ``round_tokens[:, 0]``; with it or
+            ``probs_by_step``.
+        as_probability: ``out.confidence`` is the token's probability in the distribution that it
+            is drawn from (at temperature 0 in the softmax of the logits as they came).
+        probs_by_step: where it is above 0, ``out.probs`` has this many rows for each request, and
+            a distribution is row ``positions[w] - first_position[r]`` of them; else row w.
+    """
+    _sample_tokens(
+        logits,
+        *rows,
+        purpose,
+        positions,
+        index,
+        row,
+        kind,
+        wanted,
+        round_tokens,
+        first_position,
+        as_probability,
+        probs_by_step,
+        *out,
+    )
 
 
 class SpeculativeAccept(NamedTuple):

@@ -1,0 +1,531 @@
+"""sample_tokens: which token, with what numbers, from which distribution, for whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulated
+import reference
+from cases import DTYPES, SAMPLE_VOCAB_SIZES
+from eecore import ops
+
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+# What a request may ask for.
+WAYS: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.5, "repetition_penalty": 1.3},
+    {"top_k": 1},
+    {"top_k": 5, "temperature": 1.5},
+    {"top_k": 600},
+    {"top_p": 0.05},
+    {"top_p": 0.5},
+    {"top_p": 0.99, "temperature": 2.0},
+    {"min_p": 0.01},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.8, "temperature": 0.7},
+    {"top_k": 100, "top_p": 0.9, "min_p": 0.05, "temperature": 1.7, "repetition_penalty": 0.8},
+)
+
+
+def sampling_rows(
+    ways: list[dict[str, float]], seen: Tensor | None = None, seed: int = 0
+) -> ops.SamplingRows:
+    def each(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor([{**OFF, **way}[name] for way in ways], dtype=dtype)
+
+    return ops.SamplingRows(
+        temperature=each("temperature"),
+        top_k=each("top_k", torch.int32),
+        top_p=each("top_p"),
+        min_p=each("min_p"),
+        repetition_penalty=each("repetition_penalty"),
+        seed=torch.arange(len(ways)) * 77 + seed,
+        seen=torch.zeros(len(ways), 0, dtype=torch.int64) if seen is None else seen,
+    )
+
+
+def sampled_rows(
+    num_outputs: int,
+    vocab_size: int = 0,
+    num_top: int | None = None,
+    *,
+    uniform: bool = False,
+    num_probs: int = 0,
+) -> ops.SampledRows:
+    """Outputs that say where nothing was written."""
+    return ops.SampledRows(
+        *(torch.full((num_outputs,), -7, dtype=torch.int64),),
+        *(torch.full((num_outputs,), -7.0) for _ in range(3)),
+        torch.full((num_probs, vocab_size), -7.0) if num_probs else None,
+        torch.full((num_outputs,), -7.0) if uniform else None,
+        None if num_top is None else torch.full((num_outputs, num_top), -7),
+        None if num_top is None else torch.full((num_outputs, num_top), -7.0),
+    )
+
+
+def on(device: torch.device, given: Any) -> Any:
+    """A NamedTuple, or the tensors among keyword arguments, on a device."""
+    if isinstance(given, dict):
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
+    return type(given)(*(None if t is None else t.to(device) for t in given))
+
+
+def run(
+    logits: Tensor,
+    rows: ops.SamplingRows,
+    out: ops.SampledRows,
+    device: torch.device,
+    **arguments: Any,
+) -> ops.SampledRows:
+    """What the op writes over a copy of ``out``."""
+    written = on(device, ops.SampledRows(*(None if t is None else t.clone() for t in out)))
+    ops.sample_tokens(logits.to(device), on(device, rows), written, **on(device, arguments))
+    return ops.SampledRows(*(None if t is None else t.cpu() for t in written))
+
+
+def check(
+    logits: Tensor,
+    rows: ops.SamplingRows,
+    out: ops.SampledRows,
+    device: torch.device,
+    **arguments: Any,
+) -> ops.SampledRows:
+    """That the op does what the reference says; returns what it wrote."""
+    expected = reference.sample_tokens(logits, rows, out, **arguments)
+    got = run(logits, rows, out, device, **arguments)
+    for name in ("token", "uniform", "top_ids"):
+        want, given = getattr(expected, name), getattr(got, name)
+        assert (want is given is None) or torch.equal(given, want), name
+    for name in ("confidence", "logprob", "logsumexp", "probs", "top_logprobs"):
+        want, given = getattr(expected, name), getattr(got, name)
+        if want is not None:
+            torch.testing.assert_close(
+                given, want, rtol=2e-5, atol=2e-5, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    if expected.probs is not None and got.probs is not None:
+        assert torch.equal(got.probs > 1e-30, expected.probs > 1e-30)
+    return got
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + vocab_size)
+    return 3 * torch.randn(num_rows, vocab_size, generator=generator)
+
+
+def random_ids(num_rows: int, count: int, vocab_size: int) -> Tensor:
+    """Distinct ids, filled up with -1."""
+    ids = torch.full((num_rows, count), -1)
+    for row in range(num_rows):
+        found = torch.randperm(vocab_size)[: row % (count + 1)]
+        ids[row, : found.numel()] = found
+    return ids
+
+
+@pytest.mark.parametrize("vocab_size", SAMPLE_VOCAB_SIZES)
+def test_matches_the_reference(vocab_size: int, device: torch.device) -> None:
+    ways = list(WAYS)
+    seen = random_ids(len(ways), 6, vocab_size)
+    out = sampled_rows(len(ways), vocab_size, 3, uniform=True, num_probs=len(ways))
+    arguments = {"purpose": 1, "positions": torch.arange(len(ways)) * 1000, "as_probability": True}
+    check(random_logits(len(ways), vocab_size), sampling_rows(ways, seen), out, device, **arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_dtype_and_row_stride(dtype: torch.dtype, device: torch.device) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    logits = random_logits(len(WAYS), 330).to(dtype)[:, 3:324]  # ties, and no wide accesses
+    rows = sampling_rows(list(WAYS), random_ids(len(WAYS), 9, 321))
+    out = sampled_rows(len(WAYS), 321, 5, num_probs=len(WAYS))
+    check(logits, rows, out, device, purpose=0, positions=torch.zeros(len(WAYS), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 33])
+def test_any_batch(num_rows: int, device: torch.device) -> None:
+    """A row gives the same alone and beside others, bit for bit."""
+    ways = [WAYS[i % len(WAYS)] for i in range(num_rows)]
+    logits, rows = random_logits(num_rows, 97), sampling_rows(ways)
+    positions = torch.arange(num_rows)
+    out = sampled_rows(num_rows, 97, 2, uniform=True, num_probs=num_rows)
+    together = check(logits, rows, out, device, purpose=0, positions=positions)
+    for w in range(0, num_rows, 5):
+        one = slice(w, w + 1)
+        alone = run(
+            logits[one],
+            ops.SamplingRows(*(t[one] for t in rows)),
+            sampled_rows(1, 97, 2, uniform=True, num_probs=1),
+            device,
+            purpose=0,
+            positions=positions[one],
+        )
+        for a, b in zip(alone, together, strict=True):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b[one])
+
+
+def one_way(
+    logits: list[float], device: torch.device, position: int = 0, **way: float
+) -> ops.SampledRows:
+    """What one request gives."""
+    out = sampled_rows(1, len(logits), num_probs=1)
+    arguments = {"purpose": 0, "positions": torch.tensor([position])}
+    return check(torch.tensor([logits]), sampling_rows([way]), out, device, **arguments)
+
+
+def kept(got: ops.SampledRows) -> list[int]:
+    assert got.probs is not None
+    return got.probs[0].nonzero().flatten().tolist()
+
+
+def test_top_p_drops_what_starts_at_its_mass(device: torch.device) -> None:
+    """The case of transformers' own test of top-p."""
+    probs = torch.tensor([[0.3, 0.1, 0.1, 0.5], [0.15, 0.3, 0.3, 0.25]])
+    for row, expected in zip(probs.log().tolist(), ([0, 3], [1, 2, 3]), strict=True):
+        assert kept(one_way(row, device, top_p=0.8)) == expected
+
+
+def test_top_k_keeps_ties_and_top_p_the_lower_ids_of_them(device: torch.device) -> None:
+    logits = [1.0, 2.0, 1.0, 0.0, 1.0, 2.0] + [1.0] * 100
+    assert kept(one_way(logits, device, top_k=3)) == [0, 1, 2, 4, *range(5, 106)]
+    assert kept(one_way(logits, device, top_k=2)) == [1, 5]
+    e = torch.tensor(1.0).exp().item()  # of each of the two largest, for 1 of their 103 equals
+    share = (2 * e + 3.5) / (2 * e + 103 + 1 / e)
+    assert kept(one_way(logits, device, top_p=share)) == [0, 1, 2, 4, 5, 6]
+    assert kept(one_way([3.0] * 200, device, top_p=0.5)) == list(range(100))
+
+
+def test_top_p_of_next_to_nothing_keeps_the_first(device: torch.device) -> None:
+    for top_p in (0.0, 1e-30):
+        assert kept(one_way([0.0, 4.0, 4.0, 1.0], device, top_p=top_p)) == [1]
+
+
+def test_temperature_zero_is_the_first_largest_logit(device: torch.device) -> None:
+    got = one_way([1.0, 4.0, 4.0, -2.0], device, temperature=0.0)
+    assert (got.token.item(), kept(got)) == (1, [1])
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e30])
+def test_extreme_temperatures(temperature: float, device: torch.device) -> None:
+    logits = random_logits(1, 50)[0].tolist()
+    got = one_way(logits, device, temperature=temperature)
+    assert got.probs is not None
+    if temperature < 1:
+        assert got.token.item() == torch.tensor(logits).argmax()
+        assert got.probs.max() == 1
+    else:
+        torch.testing.assert_close(got.probs, torch.full((1, 50), 0.02))
+
+
+def test_logits_of_minus_infinity_are_never_drawn(device: torch.device) -> None:
+    logits = torch.full((40, 90), -torch.inf)
+    logits[:, 7], logits[:, 71] = 0.0, 0.5
+    rows = sampling_rows([WAYS[i % len(WAYS)] for i in range(40)], seed=5)
+    out = sampled_rows(40, 90, 3, num_probs=40)
+    got = check(logits, rows, out, device, purpose=0, positions=torch.arange(40))
+    assert set(got.token.tolist()) == {7, 71}
+    assert got.top_ids is not None
+    assert got.top_ids[0].tolist() == [71, 7, 0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [0, 66, 99])
+def test_nothing_is_drawn_where_the_softmax_is_not_defined(
+    at: int, value: float, device: torch.device
+) -> None:
+    ways = [way for way in WAYS for _ in range(2)]
+    logits = random_logits(len(ways), 100)
+    logits[::2, at] = value
+    out = sampled_rows(len(ways), 100, 2, uniform=True, num_probs=len(ways))
+    arguments = {"purpose": 0, "positions": torch.zeros(len(ways), dtype=torch.int64)}
+    for as_probability in (True, False):
+        got = check(
+            logits, sampling_rows(ways), out, device, as_probability=as_probability, **arguments
+        )
+        assert (got.token[::2] == -1).all()
+        assert (got.token[1::2] >= 0).all()
+    nothing = check(logits * -torch.inf, sampling_rows(ways), out, device, **arguments)
+    assert (nothing.token == -1).all()
+
+
+def test_tokens_count_as_seen_once(device: torch.device) -> None:
+    """In the text, among the drafts up to the position, or in both; ids that are none are not."""
+    num_rows, vocab_size = 6, 40
+    rows = sampling_rows(
+        [{"repetition_penalty": 1.5, "temperature": i % 2} for i in range(num_rows)],
+        torch.tensor([[3, 5, 5, -1, vocab_size, 2**40]]).repeat(num_rows, 1),
+    )
+    got = check(
+        random_logits(num_rows, vocab_size),
+        rows,
+        sampled_rows(num_rows, vocab_size, num_probs=4 * num_rows),
+        device,
+        purpose=1,
+        positions=torch.arange(num_rows) % 4 + 9,
+        round_tokens=torch.tensor([[1, 5, 7, 7]]).repeat(num_rows, 1),
+        first_position=torch.full((num_rows,), 9),
+        probs_by_step=4,
+    )
+    assert got.probs is not None
+    written = (got.probs >= 0).all(dim=1).view(num_rows, 4)
+    assert torch.equal(written, torch.eye(4).bool()[torch.arange(num_rows) % 4])
+    assert (got.probs[~written.flatten()] == -7).all()
+
+
+def test_rows_of_logits_outputs_and_requests(device: torch.device) -> None:
+    index = torch.tensor([6, 0, 3, 4, 1], dtype=torch.int32)
+    row = torch.tensor([2, 1, 1, 0, 3, 0, 2, 2], dtype=torch.int32)
+    kind = torch.tensor([1, 2, 1, 1], dtype=torch.int32)
+    rows = sampling_rows([{}, {"top_k": 3}, {"temperature": 0.0}, {"top_p": 0.7}])
+    got = check(
+        random_logits(5, 60),
+        rows,
+        sampled_rows(8, 60, 2, uniform=True, num_probs=8),
+        device,
+        purpose=0,
+        positions=torch.arange(8),
+        index=index,
+        row=row,
+        kind=kind,
+        wanted=1,
+    )
+    assert (got.token >= 0).nonzero().flatten().tolist() == [0, 3, 4, 6]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 30, 70])
+def test_the_most_probable_tokens_of_the_logits_as_they_came(
+    num_top: int, device: torch.device
+) -> None:
+    logits = random_logits(3, 65).round()  # with ties
+    rows = sampling_rows([{"temperature": 0.0}, {"top_k": 1}, {"repetition_penalty": 9.0}])
+    positions = torch.zeros(3, dtype=torch.int64)
+    check(logits, rows, sampled_rows(3, 65, num_top), device, purpose=0, positions=positions)
+
+
+def test_positions_seeds_and_purposes_give_other_numbers(device: torch.device) -> None:
+    """And large ones are not cut off."""
+    numbers = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, -1]
+    logits = torch.zeros(len(numbers), 1000)
+    rows = sampling_rows([{}] * len(numbers))
+    out = sampled_rows(len(numbers), uniform=True)
+    zeros = torch.zeros(len(numbers), dtype=torch.int64)
+    tokens, uniforms = [], []
+    for positions, seed in ((torch.tensor(numbers), zeros), (zeros, torch.tensor(numbers) + 7)):
+        for purpose in (0, 1, 2**32 - 1):
+            got = check(
+                logits,
+                rows._replace(seed=seed),
+                out,
+                device,
+                purpose=purpose,
+                positions=positions,
+            )
+            tokens += got.token.tolist()
+            assert got.uniform is not None
+            uniforms += got.uniform.tolist()
+    assert len(set(tokens)) > 0.9 * len(tokens)
+    assert len(set(uniforms)) == len(uniforms) // 3  # of whatever purpose the token is
+
+
+def test_philox_gives_the_numbers_of_its_authors() -> None:
+    ones = 2**32 - 1
+    for key, counter, expected in (
+        (0, (0,) * 4, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (2**64 - 1, (ones,) * 4, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ):
+        words = reference.philox(key, counter)  # type: ignore[arg-type]
+        assert " ".join(f"{word:08x}" for word in words) == expected
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.get("temperature", 1.0)], ids=str)
+@pytest.mark.parametrize("vocab_size", [2, 320, 1001])
+def test_filters_agree_with_transformers(way: dict[str, float], vocab_size: int) -> None:
+    import transformers
+
+    params = {**OFF, **way}
+    seen = torch.tensor([[0, 1, vocab_size - 1, 1, 0]])
+    warpers = transformers.LogitsProcessorList(
+        [
+            transformers.RepetitionPenaltyLogitsProcessor(params["repetition_penalty"]),
+            transformers.TemperatureLogitsWarper(params["temperature"]),
+        ]
+    )
+    if params["top_k"]:
+        warpers.append(transformers.TopKLogitsWarper(int(params["top_k"])))
+    if params["top_p"] < 1.0:
+        warpers.append(transformers.TopPLogitsWarper(params["top_p"]))
+    if params["min_p"] > 0.0:
+        warpers.append(transformers.MinPLogitsWarper(params["min_p"]))
+    for seed in range(5):
+        logits = random_logits(1, vocab_size, seed)
+        expected = warpers(seen, logits.clone()).softmax(-1)
+        out = sampled_rows(1, vocab_size, num_probs=1)
+        zero = torch.zeros(1, dtype=torch.int64)
+        ops.sample_tokens(logits, sampling_rows([way], seen), out, purpose=0, positions=zero)
+        assert out.probs is not None
+        assert torch.equal(out.probs > 0, expected > 0)
+        torch.testing.assert_close(out.probs, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("along", ["positions", "seeds"])
+@pytest.mark.parametrize("way", [{"temperature": 1.5}, {"top_k": 12, "top_p": 0.9}], ids=str)
+def test_tokens_have_the_frequencies_of_the_distribution(way: dict[str, float], along: str) -> None:
+    from scipy.stats import chisquare
+
+    count = 6000
+    logits = random_logits(1, 30)
+    rows = sampling_rows([way])
+    out = sampled_rows(1, 30, num_probs=1)
+    zero = torch.zeros(1, dtype=torch.int64)
+    ops.sample_tokens(logits, rows, out, purpose=0, positions=zero)
+    assert out.probs is not None
+    drawn = sampled_rows(count)
+    many = ops.SamplingRows(*(t.expand(count, *t.shape[1:]).contiguous() for t in rows))
+    numbers = torch.arange(count)
+    if along == "seeds":
+        many = many._replace(seed=numbers)
+    ops.sample_tokens(
+        logits.expand(count, -1),
+        many,
+        drawn,
+        purpose=0,
+        positions=numbers if along == "positions" else torch.full((count,), 17),
+    )
+    counts, probs = torch.bincount(drawn.token, minlength=30).double(), out.probs[0].double()
+    likely = probs * count > 5
+    assert counts[probs == 0].sum() == 0
+    expected = probs[likely] / probs[likely].sum() * counts[likely].sum()
+    assert chisquare(counts[likely], expected).pvalue > 1e-3
+
+
+def test_confidence_is_the_gap_unless_asked(device: torch.device) -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    rows = sampling_rows([{"temperature": 1e-9}])
+    arguments = {"purpose": 0, "positions": torch.zeros(1, dtype=torch.int64)}
+    for as_probability, expected in ((False, 0.2), (True, 1.0)):
+        got = check(
+            logits, rows, sampled_rows(1), device, as_probability=as_probability, **arguments
+        )
+        assert got.confidence.item() == pytest.approx(expected, abs=1e-6)
+
+
+def given() -> dict[str, Any]:
+    """A call in which nothing is wrong."""
+    return {
+        "logits": torch.zeros(2, 5),
+        **sampling_rows([{}] * 3)._asdict(),
+        **sampled_rows(3, 5, 2, uniform=True, num_probs=12)._asdict(),
+        "purpose": 0,
+        "positions": torch.zeros(3, dtype=torch.int64),
+        "index": torch.tensor([0, 2], dtype=torch.int32),
+        "row": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "kind": torch.zeros(3, dtype=torch.int32),
+        "wanted": 0,
+        "round_tokens": torch.zeros(3, 4, dtype=torch.int64),
+        "first_position": torch.zeros(3, dtype=torch.int64),
+        "as_probability": False,
+        "probs_by_step": 4,
+    }
+
+
+def call(arguments: dict[str, Any]) -> None:
+    rows = ops.SamplingRows(*(arguments.pop(name) for name in ops.SamplingRows._fields))
+    out = ops.SampledRows(*(arguments.pop(name) for name in ops.SampledRows._fields))
+    ops.sample_tokens(arguments.pop("logits"), rows, out, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 5, dtype=torch.float16)}, "logits: .* on the CPU, got float16"),
+        ({"logits": torch.zeros(2, 0), "probs": None}, r"logits: expected vocab_size of 1 to .* 0"),
+        ({"logits": torch.zeros(5, 2).T}, r"logits: expected the last 1 dimension"),
+        ({"top_k": torch.zeros(3)}, r"top_k: expected int32 \[num_requests=3\], got float32"),
+        ({"seen": torch.zeros(2, 4, dtype=torch.int64)}, r"seen: .*num_requests=3.*\[2, 4\]"),
+        ({"positions": torch.zeros(3)}, r"positions: expected int64 \[num_outputs\], got float32"),
+        ({"purpose": -1}, r"purpose: expected a number in \[0, 4294967295\], got -1"),
+        ({"purpose": 2**32}, "purpose: .* got 4294967296"),
+        ({"index": torch.tensor([0, 3], dtype=torch.int32)}, r"index: .*\[0, 3\), got 3 at row 1"),
+        ({"row": torch.tensor([0, -1, 2], dtype=torch.int32)}, r"row: .*\[0, 3\), got -1 at row 1"),
+        (
+            {"index": None, "logits": torch.zeros(4, 5)},
+            "positions: expected num_outputs >= num_rows=4 without index, got 3",
+        ),
+        (
+            {"row": None, **sampling_rows([{}] * 2)._asdict(), "kind": None},
+            r"round_tokens: .*num_requests=2",
+        ),
+        (
+            {
+                **sampling_rows([{}] * 2)._asdict(),
+                **dict.fromkeys(("row", "kind", "round_tokens", "first_position")),
+                "probs_by_step": 0,
+            },
+            "temperature: expected num_requests >= num_outputs=3 without row, got 2",
+        ),
+        ({"kind": torch.zeros(3, dtype=torch.int64)}, "kind: expected int32 .* got int64"),
+        ({"first_position": None}, "first_position: expected it with round_tokens .* got none"),
+        ({"probs_by_step": -1}, "probs_by_step: expected a number >= 0, got -1"),
+        ({"probs_by_step": 5}, "probs: expected num_probs >= 15, got 12"),
+        ({"probs": torch.zeros(12, 4)}, r"probs: .*vocab_size=5\], got float32 \[12, 4\]"),
+        ({"top_ids": None}, "top_ids: expected both of top_ids and top_logprobs"),
+        ({"top_logprobs": torch.zeros(3, 1)}, r"top_logprobs: .*num_top=2\], got float32 \[3, 1\]"),
+        ({"uniform": torch.zeros(2)}, r"uniform: .*num_outputs=3\], got float32 \[2\]"),
+        ({"token": torch.zeros(3)}, r"token: expected int64 \[num_outputs=3\], got float32"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    arguments = {**given(), **change}
+    outputs = [t for name in ops.SampledRows._fields if (t := arguments[name]) is not None]
+    before = [t.clone() for t in outputs]
+    with pytest.raises(RuntimeError, match=f"sample_tokens: {message}"):
+        call(arguments)
+    for old, new in zip(before, outputs, strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_call_in_which_nothing_is_wrong() -> None:
+    arguments = given()
+    token = arguments["token"]
+    call(arguments)
+    assert (token >= 0).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_opcheck(everything: bool) -> None:
+    if everything:
+        arguments = tuple(given()[name] for name in SCHEMA_ORDER)
+    else:
+        rows, out = sampling_rows([{}, {"temperature": 0.0}]), sampled_rows(2)
+        positions = torch.zeros(2, dtype=torch.int64)
+        rest = (None, None, None, 0, None, None, False, 0)
+        arguments = (random_logits(2, 9), *rows, 0, positions, *rest, *out)
+    torch.library.opcheck(torch.ops.eecore.sample_tokens.default, arguments)
+
+
+SCHEMA_ORDER = [a.name for a in torch.ops.eecore.sample_tokens.default._schema.arguments]
+
+
+def test_a_tape_samples_the_rows_that_are_there_by_then() -> None:
+    logits, rows, out = random_logits(4, 50), sampling_rows([{}] * 4), sampled_rows(4)
+    positions, count = torch.arange(4), torch.zeros(1, dtype=torch.int32)
+    index = torch.full((4,), 99, dtype=torch.int32)  # nothing is read while a tape records
+    tape = ops.Tape()
+    with tape.record(), tape.rows(count):
+        ops.sample_tokens(logits, rows, out, purpose=0, positions=positions, index=index)
+    assert (out.token == -7).all()
+    expected = sampled_rows(4)
+    ops.sample_tokens(logits, rows, expected, purpose=0, positions=positions)
+    index.copy_(torch.arange(4))
+    count.fill_(3)
+    tape.replay()
+    assert out.token[:3].tolist() == expected.token[:3].tolist()
+    assert out.token[3] == -7
