@@ -37,51 +37,43 @@ class Kernels:
         self._dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
         layers, hidden, q_size = config.num_layers, config.hidden_size, config.q_size
         is_gated = getattr(config, "is_gated", True)
-        qkv, qkv_scale = self._linear(layers, q_size + 2 * config.kv_size, hidden)
-        o, o_scale = self._linear(layers, hidden, q_size)
-        up, up_scale = self._linear(layers, config.intermediate_size * (1 + is_gated), hidden)
-        down, down_scale = self._linear(layers, hidden, config.intermediate_size)
         norm = torch.ones(layers, hidden, dtype=self._dtype)
         self._weights = ops.DecoderWeights(
             attention_norm=norm,
-            qkv_weight=qkv,
-            qkv_bias=None,
+            qkv=self._linear(layers, q_size + 2 * config.kv_size, hidden),
             q_norm=None,
             k_norm=None,
-            o_weight=o,
-            o_bias=None,
+            o=self._linear(layers, hidden, q_size),
             mlp_norm=norm,
-            gate_up_weight=up,
-            gate_up_bias=None,
-            down_weight=down,
-            down_bias=None,
-            qkv_scale=qkv_scale,
-            o_scale=o_scale,
-            gate_up_scale=up_scale,
-            down_scale=down_scale,
+            gate_up=self._linear(layers, config.intermediate_size * (1 + is_gated), hidden),
+            down=self._linear(layers, hidden, config.intermediate_size),
         )
-        self._head, self._head_scale = self._linear(config.vocab_size, hidden)
+        self._head = self._linear(config.vocab_size, hidden)
         self._classifier = torch.randn(2, hidden)
         self._states = torch.randn(most_rows, hidden).to(self._dtype)
         self._is_t5 = isinstance(config, eecore.T5Config)
-        self._cross = [self._linear(layers, *shape) for shape in ((q_size, hidden), o.shape[1:])]
+        shapes = ((q_size, hidden), (hidden, q_size))
+        self._cross = [self._linear(layers, *shape) for shape in shapes if self._is_t5]
         cache = (layers, 2 * most_rows, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self._k, self._v = (torch.zeros(cache, dtype=self._dtype) for _ in range(2))
         self.milliseconds: dict[str, dict[int, float]] = {}
         """The least time of each op, by rows; that of filling is a layer's."""
 
-    def _linear(self, *shape: int) -> tuple[Tensor, Tensor | None]:
+    def _linear(self, *shape: int) -> ops.Matrix:
         scale = shape[-1] ** -0.5
         if not self._is_int8:
-            return torch.randn(shape).mul_(scale).to(self._dtype), None
+            return ops.Matrix(torch.randn(shape).mul_(scale).to(self._dtype))
         weight = torch.randint(-127, 128, shape, dtype=torch.int8)
-        return weight, torch.full(shape[:-1], scale / 64)
+        return ops.Matrix(weight, scale=torch.full(shape[:-1], scale / 64))
 
     @property
     def num_bytes(self) -> int:
         """Weights that a step at full depth reads."""
-        read = [*self._weights, self._head, *(self._cross[0] + self._cross[1]) * self._is_t5]
-        return sum(tensor.nbytes for tensor in read if tensor is not None)
+        weights = self._weights
+        matrices = (weights.qkv, weights.o, weights.gate_up, weights.down, *self._cross)
+        norms = weights.attention_norm.nbytes + weights.mlp_norm.nbytes
+        read = [tensor for matrix in matrices for tensor in matrix if tensor is not None]
+        return sum(tensor.nbytes for tensor in read) + norms + self._head.weight.nbytes
 
     @torch.inference_mode()
     def round(self, rows: list[int]) -> None:
@@ -107,7 +99,7 @@ class Kernels:
             calls["layers"] = self._layers(rows)
         norm = self._weights.attention_norm[0]
         calls["head"] = lambda: ops.exit_confidence_softmax(
-            states, norm, self._head, config.rms_norm_eps, lm_head_scale=self._head_scale
+            states, norm, self._head.weight, config.rms_norm_eps, lm_head_scale=self._head.scale
         )
         calls["state"] = lambda: ops.exit_confidence_cosine(states, states)
         calls["classifier"] = lambda: ops.exit_confidence_mlp(states, self._classifier)
@@ -134,12 +126,10 @@ class Kernels:
         lengths = torch.full((rows,), PAGE_SIZE, dtype=torch.int32)
         arguments: dict[str, Any] = {"scale": config.head_dim**-0.5}
         if self._is_t5:
-            (q, q_scale), (o, o_scale) = self._cross
             norm = self._weights.attention_norm
-            weights = (norm, q, o, q_scale, o_scale)
             arguments = {
                 "scale": 1.0,
-                "cross": ops.CrossAttention(*weights, pages[rows:], lengths),
+                "cross": ops.CrossAttention(norm, *self._cross, pages[rows:], lengths),
                 "position_bias": torch.randn(config.num_buckets, config.num_heads),
                 "max_distance": config.max_distance,
                 "activation": config.activation,
@@ -165,19 +155,17 @@ class Kernels:
     def _fill(self, rows: int) -> Callable[[], Any]:
         """All layers of every row."""
         config, weights = self._config, self._weights
-        of_kv = slice(config.q_size, None)
-        scale = weights.qkv_scale
+        kv = weights.qkv.rows(slice(config.q_size, None))
         arguments = self._positions(rows)
         first, slots = torch.zeros(rows, dtype=torch.int32), self._slots(rows)
         return lambda: ops.kv_fill(
             self._states[:rows],
             first,
             weights.attention_norm,
-            weights.qkv_weight[:, of_kv],
+            kv,
             self._k,
             self._v,
             slots,
-            kv_scale=None if scale is None else scale[:, of_kv],
             eps=config.rms_norm_eps,
             **arguments,
         )

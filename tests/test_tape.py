@@ -541,6 +541,19 @@ def test_allocations_and_views_are_let_through(inference: bool) -> None:
     assert len(tape) == 0
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_constants_hold_what_they_were_made_of(inference: bool) -> None:
+    out = torch.zeros(1, 2)
+    tape = ops.Tape()
+    with torch.inference_mode(inference), tape.record():
+        weight = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
+        ops.skinny_linear(torch.tensor([[2.0, 5.0]]), weight, out=out)
+    del weight
+    gc.collect()
+    tape.replay()
+    assert out.tolist() == [[2.0, 15.0]]
+
+
 def test_tensors_that_a_program_drops_live_as_long_as_the_tape() -> None:
     out = torch.zeros(2, 3)
 

@@ -272,7 +272,8 @@ void decoder_layers(
     check_sequences(check, params.cross, "cross_page_table", "cross_seq_lens");
   }
 
-  if (Tape* tape = Tape::recording()) return tape->add("decoder_layers", &cpu::run_decoder_layers, params);
+  if (Tape* tape = Tape::recording())
+    return tape->add("decoder_layers", &cpu::run_decoder_layers, params);
   // As many threads as have enough to read to be worth waking.
   cpu::Parallel pool = torch_parallel();
   const int64_t most = std::max<int64_t>(weight_bytes(params) / pool.bytes_per_range, 1);

@@ -196,7 +196,8 @@ class Tape:
 
     A program calls ops of this module on tensors of its own, which hold whatever they hold by the
     time of the replay: data, how many rows there are, and whether a stretch runs at all. Besides it
-    may allocate with ``torch.empty`` and the like, and take views. All threads are awake from the
+    may allocate with ``torch.empty`` and the like, make constants with ``torch.tensor``, and take
+    views. All threads are awake from the
     first kernel of a replay to its last. ``len(tape)`` is how many calls were recorded.
     """
 
@@ -286,6 +287,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     _ALLOCATIONS = frozenset(
         {
+            "aten::detach_",  # a part of torch.tensor
             "aten::empty",
             "aten::empty_like",
             "aten::empty_permuted",

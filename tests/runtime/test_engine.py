@@ -522,10 +522,10 @@ def test_sampling_from_a_broken_model_is_an_error(tmp_path: Path) -> None:
     for policy in (Full(), SelfSpeculative(2, 3)):
         stream = eecore.stream(model, [[1, 2]], exit=policy, sampling=SAMPLED)
         next(stream)
-        model.network.weights.lm_head.fill_(float("nan"))
+        model.network.weights.lm_head.weight.fill_(float("nan"))
         with pytest.raises(RuntimeError, match="got logits of NaN from the model"):
             list(stream)
-        model.network.weights.lm_head.fill_(1.0)
+        model.network.weights.lm_head.weight.fill_(1.0)
         assert model._engine is not None
         assert_idle(model._engine)
 

@@ -227,3 +227,29 @@ def test_logits_of_the_real_model_agree_with_transformers(smollm2: Path) -> None
     expected = logits_of_transformers(smollm2, token_ids)
     got = Session(model, len(token_ids)).logits(token_ids, [len(token_ids) - 5, 1, 4])
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_program_of_many_rows_calls_ops_of_eecore_alone(family: str, tmp_path: Path) -> None:
+    """And gives what few rows at a time give, to the bit."""
+    _, model, _ = load_model(write_model(tmp_path, family), "cpu")
+    count = MAX_SKINNY_ROWS + 8
+    tokens, session, beside = tokens_for(model, count), Session(model, count), Session(model, count)
+    batch, num_layers = session.batch(count), model.config.num_layers
+    tape = ops.Tape()
+    with tape.record():
+        hidden = model.layers(0, num_layers, model.embed(tokens), session.kv, batch, few=True)
+        logits = model.logits(hidden, few=True)
+        token = model.confidence(hidden).token
+    tape.replay()
+    assert logits.dtype == model.dtype
+    assert torch.equal(logits, beside.logits(tokens, [MAX_SKINNY_ROWS, 8]))
+    assert torch.equal(token, logits.argmax(-1))
+
+
+def test_tokens_may_come_from_a_step_before(tmp_path: Path) -> None:
+    _, model, _ = load_model(write_model(tmp_path), "cpu")
+    given, previous = tokens_for(model, 3), torch.tensor([7, 9])
+    sources = torch.tensor([1, -1, 0], dtype=torch.int32)
+    expected = model.embed(torch.tensor([9, int(given[1]), 7]))
+    assert torch.equal(model.embed(given, previous=previous, sources=sources), expected)

@@ -145,7 +145,8 @@ class LlamaModel:
         self.weights = weights
         self.device = weights.final_norm.device
         self.dtype = weights.final_norm.dtype
-        self._on_cpu = self.device.type == "cpu"
+        self.calls_single_ops = self.device.type != "cpu"
+        """Whether layers run op by op, however few rows there are."""
         self._linear = Linear(
             self.device,
             self.dtype,
@@ -194,7 +195,7 @@ class LlamaModel:
         not changed (and may be what comes back when all is skipped). ``few`` is what a program says
         that calls eecore's ops alone: on the CPU its rows count as few, however many there are.
         """
-        if self._on_cpu and (few or self._linear.is_skinny(hidden)):
+        if not self.calls_single_ops and (few or self._linear.is_skinny(hidden)):
             return ops.decoder_layers(
                 hidden,
                 self._stacked,

@@ -40,7 +40,8 @@ class T5Model:
         self.weights = weights
         self.device = weights.cross.norm.device
         self.dtype = weights.cross.norm.dtype
-        self._on_cpu = self.device.type == "cpu"
+        self.calls_single_ops = self.device.type != "cpu"
+        """Whether layers run op by op, however few rows there are."""
         is_int8 = weights.lm_head.scale is not None
         eps = config.rms_norm_eps
         self._linear = Linear(self.device, self.dtype, eps, is_int8=is_int8)
@@ -106,7 +107,7 @@ class T5Model:
         few, however many there are.
         """
         assert batch.cross is not None
-        if self._on_cpu and (few or self._linear.is_skinny(hidden)):
+        if not self.calls_single_ops and (few or self._linear.is_skinny(hidden)):
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
