@@ -28,7 +28,7 @@ void accept_sampled(const SpeculativeAcceptParams& params, int64_t seq) {
   params.next_token[seq] =
       accepted < num_drafts
           ? draw_instead(row, q + accepted * vocab_size, vocab_size, uniform[num_drafts])
-          : draw<false>(row, nullptr, vocab_size, uniform[num_drafts]);
+          : draw_from<false>(row, nullptr, vocab_size, uniform[num_drafts]);
 }
 
 }  // namespace
