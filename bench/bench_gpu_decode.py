@@ -3,8 +3,8 @@
 python bench/bench_gpu_decode.py [--model 1b|8b] [--batch 1 8 32] [--json FILE] [--markdown FILE]
 
 Random weights in the shape of Llama-3.2-1B and Llama-3-8B, bfloat16: depth and acceptance are
-forced, the work is real. ``decoding`` is eecore's setting of that name; a way that fails is named
-with the reason. bench/gpu.sh runs it.
+forced, the work is real. A program is ``captured`` as one graph, or runs call by call (``calls``),
+the host looking at its flags; a way that fails is named with the reason. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import eecore
 from eecore import ops
 from eecore.config import ModelConfig, RopeConfig
+from eecore.decoding.capture import CallByCall, run_program_on
 from eecore.models import LlamaModel
 from eecore.models.llama import LlamaWeights
 from gpu_timing import copy_rate
@@ -36,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 HEADS = {"1b": (8, 64, 128256), "8b": (8, 128, 128256), "tiny": (2, 16, 512)}
 PROMPT, ACCEPTANCE, NUM_DRAFTS = 128, 0.75, 8
-COLUMNS = ("model", "batch", "mode", "decoding", "tokens/s", "ms/iteration", "of ideal", "note")
+COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "of ideal", "note")
 
 
 def model_config(name: str) -> ModelConfig:
@@ -85,15 +86,15 @@ class Bench:
     tokens: int
     rounds: int
 
-    def engine(self, decoding: str) -> eecore.Engine:
+    def engine(self, way: str) -> eecore.Engine:
         per_request = PROMPT + self.tokens + NUM_DRAFTS + 32
         config = eecore.EngineConfig(
             kv_cache_tokens=self.batch * per_request,
             max_num_seqs=self.batch,
             max_batch_tokens=self.batch * PROMPT,
-            decoding=decoding,  # type: ignore[arg-type]
         )
-        return eecore.Engine(self.model, None, config)
+        run = CallByCall() if way == "calls" else run_program_on(self.model.device)
+        return eecore.Engine(self.model, None, config, run=run)
 
     def run(self, engine: eecore.Engine, policy: Any) -> tuple[float, list[eecore.Output]]:
         """Seconds from the first token of all to the last, and what came out."""
@@ -129,11 +130,11 @@ class Bench:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def measure(self, mode: str, decoding: str, policy: Any) -> dict[str, Any]:
+    def measure(self, mode: str, way: str, policy: Any) -> dict[str, Any]:
         """A row: the median over rounds, after one that captures."""
-        row: dict[str, Any] = {"batch": self.batch, "mode": mode, "decoding": decoding}
+        row: dict[str, Any] = {"batch": self.batch, "mode": mode, "way": way}
         try:
-            engine = self.engine(decoding)
+            engine = self.engine(way)
             self.run(engine, policy)
             runs = [self.run(engine, policy) for _ in range(self.rounds)]
         except Exception as error:  # a way that this GPU or torch cannot go
@@ -214,7 +215,7 @@ def speculative_rows(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
     for _ in range(7):
         factor = (low + high) / 2
         scale_deep_layers(model, exit_layer, factor, whole)
-        outputs = bench.run(bench.engine("plain"), policy)[1]
+        outputs = bench.run(bench.engine("captured"), policy)[1]
         drafted = sum(output.stats.drafted for output in outputs)
         accepted = sum(output.stats.accepted for output in outputs) / max(drafted, 1)
         low, high = (factor, high) if accepted > ACCEPTANCE else (low, factor)
@@ -271,7 +272,7 @@ def transformers_rows(bench: Bench) -> list[dict[str, Any]]:
             "assistant_early_exit": config.num_layers // 4
         }
     for mode, options in modes.items():
-        row: dict[str, Any] = {"batch": bench.batch, "mode": mode, "decoding": ""}
+        row: dict[str, Any] = {"batch": bench.batch, "mode": mode, "way": ""}
         try:
             seconds(8, **options)
             whole = statistics.median(seconds(bench.tokens, **options) for _ in range(bench.rounds))
@@ -315,7 +316,7 @@ def table(result: dict[str, Any]) -> str:
             row["model"],
             str(row["batch"]),
             row["mode"],
-            row["decoding"],
+            row["way"],
             f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else "",
             f"{row['seconds_per_iteration'] * 1e3:.3f}" if "seconds_per_iteration" in row else "",
             f"{row['of_ideal']:.2f}" if "of_ideal" in row else "",
@@ -347,7 +348,7 @@ def main() -> int:
         return 2
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
-    ways = ["captured", "polled", "plain"] if on_gpu else ["planned", "plain"]
+    ways = ["captured", "calls"] if on_gpu else ["captured"]
     dtype = torch.bfloat16 if on_gpu else torch.float32
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []

@@ -75,7 +75,7 @@ pytest_on_cuda() { # NAME SECONDS PREFIX...: the tests of the backend cuda
   local name=$1 limit=$2
   shift 2
   step "$name" "$limit" env PYTHONPATH=python "$@" "$python" -m pytest tests/ops \
-    tests/runtime/test_cuda_path.py tests/runtime/test_decode_plan.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
+    tests/runtime/test_cuda_path.py tests/runtime/test_programs.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
     --durations=5
 }
 

@@ -269,9 +269,18 @@ def accept_round(
                 start_loc,
                 draft_probs=draft_probs[row * num_steps :][:drafted],
                 target_probs=target_probs[rows],
-                uniform=uniform[rows],
+                uniform=torch.cat((uniform[rows, 0][:-1], uniform[rows, 1][-1:])),
             )
-            if accepted == drafted:
+            if accepted < drafted:  # what it is drawn with is its own position's
+                at = slice(accepted, accepted + 1)
+                _, (token,) = speculative_accept(
+                    drafts[at],
+                    torch.tensor([0, 1]),
+                    draft_probs=draft_probs[row * num_steps :][at],
+                    target_probs=target_probs[rows][accepted : accepted + 2],
+                    uniform=uniform[begin + accepted],
+                )
+            else:
                 token = int(target[begin + drafted])
         else:
             (accepted,), (token,) = speculative_accept(
@@ -386,7 +395,8 @@ def sample_tokens(
         if out.probs is not None:
             out.probs[r * probs_by_step + step if probs_by_step else w] = probs
         if out.uniform is not None:
-            out.uniform[w] = (random_words(seed, position, 2)[0] >> 8) * 2.0**-24
+            words = random_words(seed, position, 2)
+            out.uniform[w] = torch.tensor([(word >> 8) * 2.0**-24 for word in words[:2]])
         if out.top_ids is not None and out.top_logprobs is not None:
             out.top_ids[w], out.top_logprobs[w] = -1, -math.inf
             count = min(out.top_ids.shape[1], vocab_size) if known else 0

@@ -30,7 +30,7 @@ def bench_accept_round_sampling(benchmark, num_rows: int, vocab_size: int, accep
         sampled=torch.ones(num_rows, dtype=torch.bool),
         draft_probs=torch.randn(8 * num_rows, vocab_size).softmax(dim=-1),
         target_probs=target_probs,
-        uniform=torch.full((9 * num_rows,), 0.5),
+        uniform=torch.full((9 * num_rows, 2), 0.5),
     )
     # After a rejection, a row of each distribution is read.
     harness.report(benchmark, moved_bytes=num_rows * (9 * 16 if accept else vocab_size * 4 * 2))

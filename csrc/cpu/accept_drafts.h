@@ -18,12 +18,13 @@ inline int64_t greedy_prefix(const int64_t* drafts, const int64_t* targets, int6
 // were drawn from and p [num_drafts, vocab_size] of the target. An id outside the vocabulary does
 // not.
 inline int64_t sampled_prefix(const int64_t* drafts, const float* q, const float* p,
-                              const float* uniform, int64_t num_drafts, int64_t vocab_size) {
+                              const float* uniform, int64_t uniform_stride, int64_t num_drafts,
+                              int64_t vocab_size) {
   // u * q(x) < p(x) is u < p(x) / q(x) without the division; the products are exact in double.
   for (int64_t draft = 0; draft < num_drafts; ++draft) {
     const int64_t token = drafts[draft], at = draft * vocab_size + token;
     if (token < 0 || token >= vocab_size ||
-        !(static_cast<double>(uniform[draft]) * static_cast<double>(q[at]) <
+        !(static_cast<double>(uniform[draft * uniform_stride]) * static_cast<double>(q[at]) <
           static_cast<double>(p[at]))) {
       return draft;
     }

@@ -25,11 +25,12 @@ void accept(const AcceptRoundParams& params, int64_t row) {
     const int64_t vocab_size = params.vocab_size;
     const float* q = params.draft_probs + row * params.num_steps * vocab_size;
     const float* p = params.target_probs + first * vocab_size;
-    const float* uniform = params.uniform + first;
-    accepted = sampled_prefix(drafts, q, p, uniform, num_drafts, vocab_size);
+    const float* uniform = params.uniform + 2 * first;
+    accepted = sampled_prefix(drafts, q, p, uniform, 2, num_drafts, vocab_size);
     const int64_t at = accepted * vocab_size;
-    token = accepted < num_drafts ? draw_instead(p + at, q + at, vocab_size, uniform[num_drafts])
-                                  : targets[accepted];
+    token = accepted < num_drafts
+                ? draw_instead(p + at, q + at, vocab_size, uniform[2 * accepted + 1])
+                : targets[accepted];
   }
   params.num_accepted[row] = accepted;
   params.next_token[row] = token;

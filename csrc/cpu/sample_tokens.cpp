@@ -372,7 +372,8 @@ void sample_row(const SampleTokensParams& params, int64_t j, Row& row) {
   float* probs = probs_row(params, w, request);
   const int64_t seed = params.seed[request], position = params.positions[w] + 1;
   if (params.uniform != nullptr) {
-    params.uniform[w] = uniform_float(random_words(seed, position, kAcceptancePurpose));
+    const RandomWords random = random_words(seed, position, kAcceptancePurpose);
+    for (int i = 0; i < 2; ++i) params.uniform[2 * w + i] = uniform_float(random, i);
   }
   for (int64_t k = 0; k < params.num_top; ++k) {
     params.top_ids[w * params.num_top + k] = -1;

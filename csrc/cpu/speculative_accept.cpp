@@ -22,7 +22,7 @@ void accept_sampled(const SpeculativeAcceptParams& params, int64_t seq) {
   const float* p = params.target_probs + (first + seq) * vocab_size;
   const float* uniform = params.uniform + first + seq;
   const int64_t accepted =
-      sampled_prefix(params.draft_tokens + first, q, p, uniform, num_drafts, vocab_size);
+      sampled_prefix(params.draft_tokens + first, q, p, uniform, 1, num_drafts, vocab_size);
   const float* row = p + accepted * vocab_size;
   params.num_accepted[seq] = static_cast<int32_t>(accepted);
   params.next_token[seq] =

@@ -21,10 +21,10 @@ void check_values(const Checker& check, const AcceptRoundParams& params, int64_t
                   "query_start_loc: expected num_drafted + 1 rows below max_tokens=", max_tokens,
                   ", got ", first, " to ", last, " at row ", row);
     if (params.sampled == nullptr || params.sampled[row] == 0) continue;
-    for (int64_t i = first; i <= last; ++i) {
+    for (int64_t i = 2 * first; i < 2 * last; ++i) {
       const float u = params.uniform[i];
       check.require(u >= 0.0f && u < 1.0f, "uniform: expected numbers in [0, 1), got ", u,
-                    " at token ", i);  // NaN fails too
+                    " at token ", i / 2);  // NaN fails too
     }
   }
 }
@@ -56,7 +56,7 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
       check(sampled, "sampled", Accept::kBool, {"num_rows"}) +
       check(draft_probs, "draft_probs", Accept::kFloat32, {"num_rows * num_steps", "vocab_size"}) +
       check(target_probs, "target_probs", Accept::kFloat32, {"max_tokens", "vocab_size"}) +
-      check(uniform, "uniform", Accept::kFloat32, {"max_tokens"});
+      check(uniform, "uniform", Accept::kFloat32, {"max_tokens", 2});
   check.require(given == 0 || given == 4,
                 "sampled: expected all of sampled, draft_probs, target_probs and uniform, or none, "
                 "got ",

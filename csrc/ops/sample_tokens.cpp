@@ -39,7 +39,7 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   check(logprob, "logprob", Accept::kFloat32, {"num_outputs"});
   check(logsumexp, "logsumexp", Accept::kFloat32, {"num_outputs"});
   check(probs, "probs", Accept::kFloat32, {"num_probs", "vocab_size"});
-  check(uniform, "uniform", Accept::kFloat32, {"num_outputs"});
+  check(uniform, "uniform", Accept::kFloat32, {"num_outputs", 2});
   check(top_ids, "top_ids", Accept::kInt64, {"num_outputs", "num_top"});
   check(top_logprobs, "top_logprobs", Accept::kFloat32, {"num_outputs", "num_top"});
   const int64_t num_requests = check["num_requests"], num_outputs = check["num_outputs"];

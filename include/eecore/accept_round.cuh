@@ -29,14 +29,14 @@ __global__ void __launch_bounds__(kThreads) accept_round_kernel(AcceptRoundParam
       const int64_t vocab_size = params.vocab_size;
       const float* q = params.draft_probs + row * params.num_steps * vocab_size;
       const float* p = params.target_probs + first * vocab_size;
-      const float* uniform = params.uniform + first;
+      const float* uniform = params.uniform + 2 * first;
       accepted = accepted_prefix(num_drafts, lane, [&](int64_t draft) {
         const int64_t at = draft * vocab_size;
-        return stands(drafts[draft], q + at, p + at, vocab_size, uniform[draft]);
+        return stands(drafts[draft], q + at, p + at, vocab_size, uniform[2 * draft]);
       });
       const int64_t at = accepted * vocab_size;
       token = accepted < num_drafts
-                  ? draw_next<kThreads>(p + at, q + at, vocab_size, uniform[num_drafts])
+                  ? draw_next<kThreads>(p + at, q + at, vocab_size, uniform[2 * accepted + 1])
                   : targets[accepted];
     }
     emitted = accepted + 1;

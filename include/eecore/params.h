@@ -279,7 +279,8 @@ struct AcceptRoundParams {
   const uint8_t* sampled;          // [num_rows]; may be null: all rows are greedy
   const float* draft_probs;        // [num_rows * num_steps, vocab_size]; null when sampled is
   const float* target_probs;       // [max_tokens, vocab_size]; null when sampled is
-  const float* uniform;            // [max_tokens] in [0, 1); null when sampled is
+  const float* uniform;            // [max_tokens, 2] in [0, 1): to accept the draft, to draw
+                                   // another instead; null when sampled is
   int64_t* next_token;             // [num_rows]; -1 when no token has a positive probability
   int64_t* next_position;          // [num_rows]
   int64_t* next_left;              // [num_rows]
@@ -474,7 +475,7 @@ struct SampleTokensParams {
   float* logsumexp;                 // [num_outputs]
   float* probs;         // [num_probs, vocab_size], row w, or r * probs_by_step + position -
                         // first_position where probs_by_step > 0; may be null
-  float* uniform;       // [num_outputs], in [0, 1); may be null
+  float* uniform;       // [num_outputs, 2], in [0, 1); may be null
   int64_t* top_ids;     // [num_outputs, num_top], -1 behind the vocabulary; may be null
   float* top_logprobs;  // [num_outputs, num_top], -infinity there; null when top_ids is
   int64_t num_rows, vocab_size, num_seen, round_width, num_top, probs_by_step;

@@ -38,8 +38,8 @@ __device__ __forceinline__ double uniform_double(const RandomWords& random) {
   const uint64_t bits = uint64_t{random.words[0]} << 32 | random.words[1];
   return static_cast<double>(bits >> 11) * 0x1p-53;
 }
-__device__ __forceinline__ float uniform_float(const RandomWords& random) {
-  return static_cast<float>(random.words[0] >> 8) * 0x1p-24f;
+__device__ __forceinline__ float uniform_float(const RandomWords& random, int word) {
+  return static_cast<float>(random.words[word] >> 8) * 0x1p-24f;
 }
 
 }  // namespace eecore::cuda

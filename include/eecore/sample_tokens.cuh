@@ -362,8 +362,8 @@ __global__ void __launch_bounds__(kThreads)
   float* values = static_cast<float*>(params.workspace) + j * value_stride;
   const int64_t position = params.positions[w] + 1;
   if (params.uniform != nullptr && threadIdx.x == 0) {
-    params.uniform[w] =
-        uniform_float(random_words(params.seed[request], position, kAcceptancePurpose));
+    const RandomWords random = random_words(params.seed[request], position, kAcceptancePurpose);
+    for (int i = 0; i < 2; ++i) params.uniform[2 * w + i] = uniform_float(random, i);
   }
 
   TopTwo best = measure<kThreads>(params, logits, w);

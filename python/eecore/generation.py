@@ -14,9 +14,8 @@ import torch
 
 from eecore.builtin import model_directory
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
-from eecore.decoding.capture import RunProgram
 from eecore.engine.async_engine import AsyncEngine
-from eecore.engine.engine import Engine
+from eecore.engine.engine import Engine, RunProgram
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.models import KVCache, Network, Tokenizer, load_model

@@ -974,8 +974,9 @@ def accept_round(
         draft_probs: float32 [num_rows * num_steps, vocab_size], what each draft was drawn from; of
             greedy rows, and of drafts that there are not, it may be anything.
         target_probs: float32 [max_tokens, vocab_size], the full model's at each ragged row.
-        uniform: float32 [max_tokens] in [0, 1): of each ragged row for the draft behind it, of a
-            row's last one for its next token.
+        uniform: float32 [max_tokens, 2] in [0, 1): of each ragged row to accept the draft behind
+            it, and to draw another token instead. A number that has drawn a token must not come
+            back in a later round, so each position has numbers of its own.
     """
     _accept_round(
         draft_round.tokens,
@@ -1562,7 +1563,7 @@ class SampledRows(NamedTuple):
     """float32 [num_probs, vocab_size]: the distributions that tokens are drawn from, whole rows;
     all on the chosen token at temperature 0."""
     uniform: Tensor | None = None
-    """float32 [num_outputs] in [0, 1): a random number for :func:`speculative_accept`."""
+    """float32 [num_outputs, 2] in [0, 1): random numbers for :func:`accept_round`."""
     top_ids: Tensor | None = None
     """int64 [num_outputs, num_top]: the most probable tokens of the logits as they came, lower ids
     first among equals; -1 behind the vocabulary."""
@@ -1593,7 +1594,7 @@ def sample_tokens(
     (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the seed as key and
     (position of the drawn token, purpose) as counter: a request draws the same numbers alone and in
     any batch, after a preemption, and on every device. A token takes 53 bits of the first two
-    words, ``uniform`` 24 bits of the first at purpose 2.
+    words, ``uniform`` 24 bits of each of the first two at purpose 2.
 
     Args:
         logits: [num_rows, vocab_size], any row stride.

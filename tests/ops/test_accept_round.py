@@ -52,7 +52,7 @@ class Verified:
             "sampled": rounds.uniform(rows) < 0.7,
             "draft_probs": q,
             "target_probs": p,
-            "uniform": rounds.uniform(max_tokens),
+            "uniform": rounds.uniform(max_tokens, 2),
         }
 
     def accept(self) -> None:
@@ -142,7 +142,7 @@ def sampled(p: list[float], q: list[float], num_rows: int, device: torch.device)
         "sampled": torch.ones(num_rows, dtype=torch.bool, device=device),
         "draft_probs": torch.tensor(q, device=device).repeat(2 * num_rows, 1),
         "target_probs": torch.tensor(p, device=device).repeat(3 * num_rows, 1),
-        "uniform": torch.rand(3 * num_rows).to(device),
+        "uniform": torch.rand(3 * num_rows, 2).to(device),
     }
     return verified
 
@@ -218,10 +218,10 @@ def test_threads_do_not_change_a_result(device: torch.device) -> None:
         ),
         ({"uniform": None}, "sampled: expected all of .* got 3 of them"),
         (
-            {"uniform": torch.ones(6)},
+            {"uniform": torch.ones(6, 2)},
             r"uniform: expected numbers in \[0, 1\), got 1.0.* at token 0",
         ),
-        ({"uniform": torch.full((6,), float("nan"))}, r"uniform: .* got -?nan"),
+        ({"uniform": torch.full((6, 2), float("nan"))}, r"uniform: .* got -?nan"),
         (
             {"draft_probs": torch.ones(3, 5)},
             r"draft_probs: expected float32 \[num_rows \* num_steps=4, vocab_size\], got",

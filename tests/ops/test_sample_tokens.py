@@ -65,7 +65,7 @@ def sampled_rows(
         *(torch.full((num_outputs,), -7, dtype=torch.int64),),
         *(torch.full((num_outputs,), -7.0) for _ in range(3)),
         torch.full((num_probs, vocab_size), -7.0) if num_probs else None,
-        torch.full((num_outputs,), -7.0) if uniform else None,
+        torch.full((num_outputs, 2), -7.0) if uniform else None,
         None if num_top is None else torch.full((num_outputs, num_top), -7),
         None if num_top is None else torch.full((num_outputs, num_top), -7.0),
     )
@@ -330,7 +330,7 @@ def test_positions_seeds_and_purposes_give_other_numbers(device: torch.device) -
             )
             tokens += got.token.tolist()
             assert got.uniform is not None
-            uniforms += got.uniform.tolist()
+            uniforms += got.uniform.flatten().tolist()
     assert len(set(tokens)) > 0.9 * len(tokens)
     assert len(set(uniforms)) == len(uniforms) // 3  # of whatever purpose the token is
 
@@ -478,7 +478,7 @@ def call(arguments: dict[str, Any]) -> None:
         ({"probs": torch.zeros(12, 4)}, r"probs: .*vocab_size=5\], got float32 \[12, 4\]"),
         ({"top_ids": None}, "top_ids: expected both of top_ids and top_logprobs"),
         ({"top_logprobs": torch.zeros(3, 1)}, r"top_logprobs: .*num_top=2\], got float32 \[3, 1\]"),
-        ({"uniform": torch.zeros(2)}, r"uniform: .*num_outputs=3\], got float32 \[2\]"),
+        ({"uniform": torch.zeros(2)}, r"uniform: .*num_outputs=3, 2\], got float32 \[2\]"),
         ({"token": torch.zeros(3)}, r"token: expected int64 \[num_outputs=3\], got float32"),
     ],
 )

@@ -93,7 +93,7 @@ def test_policies_mix_as_data_of_one_program(tiny: eecore.Model) -> None:
         policy_of("softmax", "plain", "each"),
         FixedExit(2),
         policy_of("state", "plain", "each"),
-        policy_of("classifier", "plain", "each"),
+        policy_of("linear", "plain", "each"),
     ]
     together = run(tiny, mixed)
     for i, policy in enumerate(mixed):
@@ -191,7 +191,8 @@ def test_preempted_requests_come_back(agreeing: eecore.Model, policy: Exit, ahea
     assert sum(output.stats.preemptions for output in preempted) > 0
     for output, expected in zip(preempted, run(agreeing, [policy]), strict=True):
         assert output.token_ids == expected.token_ids
-        assert output.exit_layers == expected.exit_layers
+        if not isinstance(policy, SelfSpeculative):  # which drafts less where pages are few
+            assert output.exit_layers == expected.exit_layers
 
 
 @pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])

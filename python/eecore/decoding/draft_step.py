@@ -51,6 +51,10 @@ from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 __all__ = ["DraftKind", "DraftRow", "DraftStep", "draft_kind"]
 
 
+# Programs of fewer drafts are not made as the end of a text comes near.
+MIN_STEPS = 16
+
+
 @dataclass(frozen=True)
 class DraftRow:
     """One sequence of a round."""
@@ -91,9 +95,10 @@ def draft_kind(rows: list[DraftRow], *, page_size: int, ahead: bool) -> DraftKin
     sequences = [row.sequence for row in rows]
     path = rows[0].route.path
     assert path is not None
-    steps = power_of_two(max(1, *(row.work.max_drafts for row in rows)))
-    steps = max(1, min(steps, max(sequence.max_drafts for sequence in sequences)))
-    most = max(row.sequence.num_tokens + row.pending for row in rows) + steps
+    steps = power_of_two(max(MIN_STEPS, *(row.work.max_drafts for row in rows)))
+    steps = min(steps, max(sequence.max_drafts for sequence in sequences))
+    # The round behind this one fits as well.
+    most = max(sequence.num_tokens for sequence in sequences) + steps + ahead * (steps + 1)
     pages = max(max(len(s.pages) for s in sequences), -(-most // page_size))
     return DraftKind(
         path,
@@ -184,7 +189,7 @@ class DraftStep:
         vocab = model.config.vocab_size if kind.samples else 0
         self._draft_probs = zeros(rows * kind.num_steps, vocab, dtype=torch.float32)
         self._target_probs = zeros(rows * width, vocab, dtype=torch.float32)
-        self._uniform = zeros(rows * width, dtype=torch.float32)
+        self._uniform = zeros(rows * width, 2, dtype=torch.float32)
         self._logits: Logits | None = None
 
     def _given_fields(self) -> dict[str, Field]:

@@ -102,7 +102,8 @@ def exit_kind(rows: list[ExitRow], *, page_size: int, ahead: bool) -> ExitKind:
             if route.check.measure != "softmax":  # for the record; the head tells the softmax's
                 leaves_with = {route.check}
         checks[route.depth] |= leaves_with
-    most = max(row.position for row in rows) + (2 if ahead else 1)
+    # The run behind this one fits as well.
+    most = max(sequence.num_tokens for sequence in sequences) + ahead
     pages = max(max(len(s.pages) for s in sequences), -(-most // page_size))
     return ExitKind(
         tuple(
@@ -258,7 +259,7 @@ class ExitStep:
             self._write_thresholds(arrays["thresholds"], rows)
         self.send()
 
-    def _write_thresholds(self, thresholds: np.ndarray, rows: list[ExitRow]) -> None:  # type: ignore[type-arg]
+    def _write_thresholds(self, thresholds: np.ndarray, rows: list[ExitRow]) -> None:
         """Of every check; infinity where a row is not asked, 1 where it is for the record alone."""
         thresholds[:] = np.inf
         for i, row in enumerate(rows):

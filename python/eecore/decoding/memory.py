@@ -31,7 +31,7 @@ ALIGNMENT = 16
 
 Array = npt.NDArray[Any]
 Field = tuple[torch.dtype, tuple[int, ...]]
-Pages = Ordered[int]
+Pages = list[int]
 
 
 class HostSide:

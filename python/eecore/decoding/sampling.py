@@ -67,7 +67,7 @@ def head_sizes(sequences: list[Sequence]) -> HeadSizes:
     seen = max(
         (len(seen_tokens(s)) for s in sequences if s.sampling.repetition_penalty != 1.0), default=0
     )
-    top = max(sampling.logprobs or 0 for sampling in needing)
+    top = int(max(sampling.logprobs or 0 for sampling in needing))
     return HeadSizes(
         len(needing) < len(sequences),
         True,

@@ -26,7 +26,7 @@ from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence, TokenRecord
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "RunProgram"]
 
 
 class Engine:
