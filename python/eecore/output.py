@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 __all__ = ["Output", "RequestStats", "StepOutput"]
 
@@ -73,7 +75,7 @@ class Output:
     stats: RequestStats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepOutput:
     """What one engine step added to one request."""
 
@@ -81,10 +83,18 @@ class StepOutput:
     token_ids: list[int]
     exit_layers: list[int]
     confidences: list[float]
-    text: str
-    """New text; empty while a character or a possible stop string is incomplete."""
     output: Output | None
     """The whole result, with the request's last step."""
+    piece: Callable[[], str] | None = field(default=None, repr=False)
+    """Decodes :attr:`text`, which nobody may ever ask for."""
+
+    @cached_property
+    def text(self) -> str:
+        """New text; empty while a character or a possible stop string is incomplete.
+
+        It is decoded when it is first asked for, with that of earlier steps that were not.
+        """
+        return "" if self.piece is None else self.piece()
 
     @property
     def finished(self) -> bool:

@@ -272,7 +272,7 @@ class DraftStep:
 
     def fetch(self) -> HostSide:
         """Have what the last round gave sent to the host."""
-        return self._results.fetch()
+        return self._results.fetch(is_read_first=not self.kind.follows)
 
     # The program
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from eecore.decoding.heads import (
     measure_states,
 )
 from eecore.decoding.memory import (
+    Array,
     Field,
     HostSide,
     TwinMemory,
@@ -131,6 +133,11 @@ class ExitStep:
         self._given = TwinMemory(device, self._given_fields())
         self._results = TwinMemory(device, self._result_fields())
         self._host = self._given.host()
+        self.rows: list[ExitRow] = []
+        self._sequences: list[Sequence] = []
+        self._is_steady = False
+        self._thresholds_of: list[ExitRow] | None = None  # whose lie there, and stay the same
+        self._row_numbers = np.arange(kind.num_rows)
         given, results = self._given.device, self._results.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -218,49 +225,82 @@ class ExitStep:
 
     def load(self, rows: list[ExitRow]) -> None:
         """Say who decodes next: at most ``kind.num_rows`` rows."""
-        kind, size = self.kind, self._kv.page_size
+        kind = self.kind
         count, padding = len(rows), kind.num_rows - len(rows)
+        self.rows, self._sequences = rows, [row.sequence for row in rows]
+        self._is_steady = not kind.heads.logits
         host = self._host = self._given.host()
-        sequences = [row.sequence for row in rows]
+        sequences = self._sequences
         routes = [row.route for row in rows]
-        positions = [row.position for row in rows]
-        pages = [sequence.pages for sequence in sequences]
-        slots = [own[p // size] * size + p % size for own, p in zip(pages, positions, strict=True)]
         host.write(
-            token_ids=[sequence.output_ids[-1] for sequence in sequences],
-            positions=positions,
-            open_positions=positions,
-            slots=slots + [-1] * padding,
-            open_slots=slots + [-1] * padding,
-            open_lens=[p + 1 for p in positions] + [1] * padding,
             leave_after=[route.depth for route in routes],
             together=[route.together for route in routes],
             fills=[route.fills for route in routes],
             kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
             num_rows=[count],
-            num_active=[count],
+            slots=[-1] * kind.num_rows,
+            open_slots=[-1] * kind.num_rows,
+            open_lens=[1] * kind.num_rows,
             gone=[False] * count + [True] * padding,
         )
-        arrays = host.arrays
-        arrays["row"][:] = np.arange(kind.num_rows)
-        arrays["accepted"][:] = False
-        arrays["fill_from"][:] = self._model.config.num_layers
-        arrays["measured_at"][:] = 0
-        arrays["token_at"][:] = 0
+        host.arrays["fill_from"][:] = self._model.config.num_layers
         if kind.follows:
             host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
-        host.write_pages("open_page_table", pages)
-        if kind.num_input_pages:
-            host.write_pages("open_input_page_table", [s.input_pages for s in sequences])
-            host.write(open_input_lens=[len(s.input_ids or ()) for s in sequences])
         if kind.heads.logits:
             write_sampling(host, sequences)
+        self._write_state(sequences, [row.position for row in rows])
+
+    def goes_on(self, works: list[Work]) -> bool:
+        """Have the rows of the last run go on, each behind the token that it got there.
+
+        False, and nothing has happened, where these works are not they, or do not fit any more.
+        """
+        rows = self.rows
+        if self.kind.follows or not self._is_steady or len(works) != len(rows):
+            return False
+        sequences = [work.sequence for work in works]
+        if any(work.is_prefill for work in works) or sequences != self._sequences:
+            return False
+        if max(len(sequence.pages) for sequence in sequences) > self.kind.num_pages:
+            return False
+        self._write_state(sequences, [sequence.num_computed for sequence in sequences])
+        return True
+
+    def _write_state(self, sequences: list[Sequence], positions: list[int]) -> None:
+        """Where each row is, and that it has not left yet."""
+        count, host = len(sequences), self._host
+        arrays = host.arrays
+        arrays["token_ids"][:count] = [sequence.output_ids[-1] for sequence in sequences]
+        table = host.write_pages("open_page_table", [sequence.pages for sequence in sequences])
+        at = np.array(positions)
+        pages, offsets = np.divmod(at, self._kv.page_size)
+        slots = table[self._row_numbers[:count], pages] * self._kv.page_size + offsets
+        for prefix in ("", "open_"):
+            arrays[f"{prefix}positions"][:count] = at
+            arrays[f"{prefix}slots"][:count] = slots
+        arrays["open_lens"][:count] = at + 1
+        arrays["gone"][:count] = False
+        if self.kind.fills:
+            arrays["fill_from"][:count] = self._model.config.num_layers
+        if self._checks or len(self.kind.points) > 1:
+            for name in ("accepted", "measured_at", "token_at"):
+                arrays[name][:count] = 0
+        arrays["row"][:] = self._row_numbers
+        arrays["num_active"][0] = count
+        if self.kind.num_input_pages:
+            inputs = [sequence.input_pages for sequence in sequences]
+            host.write_pages("open_input_page_table", inputs)
+            lens = [len(sequence.input_ids or ()) for sequence in sequences]
+            arrays["open_input_lens"][:count] = lens
         if self._checks:
-            self._write_thresholds(arrays["thresholds"], rows)
+            self._write_thresholds(arrays["thresholds"], self.rows)
         self.send()
 
-    def _write_thresholds(self, thresholds: np.ndarray, rows: list[ExitRow]) -> None:
+    def _write_thresholds(self, thresholds: Array, rows: list[ExitRow]) -> None:
         """Of every check; infinity where a row is not asked, 1 where it is for the record alone."""
+        if self._thresholds_of is rows:
+            return
+        self._thresholds_of = None if any(row.route.decays for row in rows) else rows
         thresholds[:] = np.inf
         for i, row in enumerate(rows):
             route, sequence = row.route, row.sequence
@@ -282,7 +322,7 @@ class ExitStep:
 
     def fetch(self) -> HostSide:
         """Have what the last run gave sent to the host."""
-        return self._results.fetch()
+        return self._results.fetch(is_read_first=not self.kind.follows)
 
     # The program
 
@@ -379,37 +419,23 @@ class ExitStep:
     ) -> list[Outcome]:
         """Of some of the ``count`` rows of a run; waits for what was fetched to come."""
         got = arrived.wait().numbers(count)
+        if min(got["token"], default=0) < 0:
+            raise RuntimeError(NO_TOKEN)
         return [self._outcome(row, i, got) for i, row in rows]
 
-    def _outcome(self, row: ExitRow, i: int, got: dict[str, list]) -> Outcome:  # type: ignore[type-arg]
-        sequence, num_layers = row.sequence, self._model.config.num_layers
-        token, exit_layer = got["token"][i], got["exit_layer"][i]
-        if token < 0:
-            raise RuntimeError(NO_TOKEN)
-        measured = got["pending"][i] == KNOWN
-        if row.route.check is not None and row.route.check.measure != "softmax":
-            measured = exit_layer in row.route.points or exit_layer == row.route.depth
-        counters = Counters(layers_run=exit_layer)
-        if row.route.fills and exit_layer < num_layers:
+    def _outcome(self, row: ExitRow, i: int, got: dict[str, list[Any]]) -> Outcome:
+        sequence, route, num_layers = row.sequence, row.route, self._model.config.num_layers
+        exit_layer = got["exit_layer"][i]
+        is_measured = got["pending"][i] == KNOWN
+        if route.check is not None and route.check.measure != "softmax":
+            is_measured = exit_layer in route.points or exit_layer == route.depth
+        confidence = got["confidence" if is_measured else "gap"][i]
+        logprob = best = None
+        if sequence.sampling.logprobs is not None:
+            top = [got[name][i] if name in got else [] for name in ("top_ids", "top_logprobs")]
+            logprob, best = top_logprobs(sequence.sampling.logprobs, got["logprob"][i], *top)
+        counters = Counters(exit_layer)
+        if route.fills and exit_layer < num_layers:
             counters.layers_filled, counters.fill_calls = num_layers - exit_layer, 1
-        top = ("top_ids", "top_logprobs")
-        logprob, best = top_logprobs(
-            sequence.sampling.logprobs,
-            got["logprob"][i],
-            *(got[name][i] if name in got else [] for name in top),
-        )
-        return Outcome(
-            sequence,
-            sequence.num_computed + 1,
-            [
-                TokenRecord(
-                    token,
-                    exit_layer,
-                    got["confidence" if measured else "gap"][i],
-                    logprob,
-                    best,
-                )
-            ],
-            [exit_layer],
-            counters,
-        )
+        record = TokenRecord(got["token"][i], exit_layer, confidence, logprob, best)
+        return Outcome(sequence, sequence.num_computed + 1, [record], [exit_layer], counters)

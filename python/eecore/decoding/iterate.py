@@ -84,6 +84,7 @@ class Iterations:
         self.model, self.kv = model, kv
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
+        self._last: ExitStep | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, Any] = OrderedDict()
 
     @property
@@ -94,12 +95,16 @@ class Iterations:
     @torch.inference_mode()
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
-        unread = [work.sequence for work in works if work.sequence.tokens_to_encode]
-        if unread:
-            encode(self.model, self.kv, unread)
+        last = self._last
+        if last is not None and last.goes_on(works):
+            self.run(last)
+            return Flight(last, last.rows, last.fetch()).land()
         outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]
         if prompts:
+            unread = [work.sequence for work in prompts if work.sequence.tokens_to_encode]
+            if unread:
+                encode(self.model, self.kv, unread)
             for outcome in Prefill(self.model, self.kv, prompts).run():
                 outcomes[outcome.sequence] = outcome
         for family in self._families([work for work in works if not work.is_prefill]).values():
@@ -121,8 +126,10 @@ class Iterations:
             after: the flight that is still out, if any. Its sequences go on where it leaves them;
                 that takes the same program.
         """
-        families = {} if any(map(_must_land, works)) else self._families(works)
-        if not self.ahead or len(families) != 1:
+        if not self.ahead or any(map(_must_land, works)):
+            return None
+        families = self._families(works)
+        if len(families) != 1:
             return None
         (family,) = families.values()
         return self._launch(family, after, only=None if after is None else after.program)
@@ -150,6 +157,7 @@ class Iterations:
             step = self._program(kind, ExitStep)
             step.load(rows)
             self.run(step)
+            self._last = step
             return Flight(step, rows, step.fetch())
         drafting = [DraftRow(w, r, *at) for w, r, at in zip(works, routes, places, strict=True)]
         draft = draft_kind(drafting, page_size=page_size, ahead=self.ahead)

@@ -64,8 +64,10 @@ class HostSide:
         for name, values in columns.items():
             self.arrays[name][: len(values)] = values
 
-    def write_pages(self, name: str, pages: list[Pages]) -> None:
-        """Write each row's pages into the table ``name``, of which a run may change this side."""
+    def write_pages(self, name: str, pages: list[Pages]) -> Array:
+        """Write each row's pages into the table ``name``, which a run may change; returns what it
+        is before it does.
+        """
         table = self.arrays[name]
         if name not in self._tables:
             self._tables[name] = np.zeros_like(table), [[] for _ in table]
@@ -75,6 +77,7 @@ class HostSide:
                 clean[i, : len(own)] = own
                 written[i] = list(own)
         table[:] = clean
+        return clean
 
     def numbers(self, count: int) -> dict[str, list[Any]]:
         """The first ``count`` rows of every array, as Python's numbers."""
@@ -131,8 +134,13 @@ class TwinMemory:
             self._memory.copy_(side.memory, non_blocking=True)
             side.moves()
 
-    def fetch(self) -> HostSide:
-        """From the device, behind the work that is queued there: ``wait`` for it before reading."""
+    def fetch(self, *, is_read_first: bool = False) -> HostSide:
+        """From the device, behind the work that is queued there: ``wait`` for it before reading.
+
+        ``is_read_first``: before anything else is done, so that the CPU's own memory will do.
+        """
+        if is_read_first and self._own is not None:
+            return self._own
         side = self._next_side()
         side.memory.copy_(self._memory, non_blocking=True)
         side.moves()

@@ -10,7 +10,7 @@ from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 __all__ = ["Outcome"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """What an iteration did for one sequence; nothing of the sequence has changed yet."""
 

@@ -72,6 +72,11 @@ class Route:
     draft_threshold: float | None = None
     adaptive: bool = False
 
+    @property
+    def decays(self) -> bool:
+        """Whether the thresholds change from token to token."""
+        return isinstance(self.policy, ConfidentExit) and self.policy.decay_tau != 0.0
+
     def thresholds(self, t: int, max_tokens: int) -> list[float]:
         """Of each exit point, for token ``t`` of at most ``max_tokens``."""
         assert isinstance(self.policy, ConfidentExit)

@@ -9,7 +9,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import SupportsIndex
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
@@ -64,6 +64,7 @@ class Engine:
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead
         )
+        self._num_layers = network.config.num_layers
         self._flight: Flight | None = None
         self._scheduler = Scheduler(self.config, self.pages)
         self._sequences: dict[str, Sequence] = {}
@@ -239,7 +240,7 @@ class Engine:
 
     def _commit(self, outcome: Outcome, now: float) -> StepOutput | None:
         """Take over what an iteration did for a sequence; None when no token came out."""
-        sequence = outcome.sequence
+        sequence, records = outcome.sequence, outcome.records
         sequence.counters.add(outcome.counters)
         if outcome.draft_stop is not None:
             sequence.draft_stop = outcome.draft_stop
@@ -247,38 +248,38 @@ class Engine:
         sequence.num_computed = outcome.num_computed
         sequence.is_encoded = sequence.input_ids is not None
         sequence.kv_exit_layers += outcome.kv_exit_layers
-        self._mark_approximate(sequence, computed)
-        if not outcome.records:
+        if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:
+            self._mark_approximate(sequence, computed)
+        if not records:
             return None
         if sequence.times.first_token is None:
             sequence.times.first_token = now
 
         text = self._texts.get(sequence.request_id)
         reason = None
-        added: list[TokenRecord] = []
-        for record in outcome.records:
-            added.append(record)
+        for added, record in enumerate(records, 1):
             reason = self._append(sequence, record, text)
             if reason is not None:
+                records = records[:added]
                 break
         output = None
         if reason is not None:
             output = self._finish(sequence, reason)
-        elif self._flight is None or sequence not in self._flight.places:
+        elif sequence.max_drafts and (self._flight is None or sequence not in self._flight.places):
             self._scheduler.crop(sequence)
         return StepOutput(
             request_id=sequence.request_id,
-            token_ids=[record.token_id for record in added],
-            exit_layers=[record.exit_layer for record in added],
-            confidences=[record.confidence for record in added],
-            text="" if text is None else text.take(final=reason is not None),
+            token_ids=[record.token_id for record in records],
+            exit_layers=[record.exit_layer for record in records],
+            confidences=[record.confidence for record in records],
             output=output,
+            piece=None if text is None else text.piece(final=reason is not None),
         )
 
     def _mark_approximate(self, sequence: Sequence, computed: range) -> None:
         """Remember which pages of newly computed positions lack a layer's own work."""
         size, prompt = self.pages.page_size, sequence.num_prompt_tokens
-        num_layers = self.network.config.num_layers
+        num_layers = self._num_layers
         if route_of(sequence, num_layers).depth < num_layers:
             for position in computed:
                 self.pages.mark_approximate([sequence.pages[position // size]])
@@ -291,11 +292,10 @@ class Engine:
         self, sequence: Sequence, record: TokenRecord, text: TextStream | None
     ) -> str | None:
         """One more token; returns why the sequence ends, or None."""
+        token = record.token_id
         sequence.records.append(record)
-        sequence.output_ids.append(record.token_id)
-        if sequence.stops_at(record.token_id):
-            return "stop"
-        if text is not None and text.push(record.token_id):
+        sequence.output_ids.append(token)
+        if token in sequence.stop_ids or (text is not None and text.push(token)):
             return "stop"
         return "length" if sequence.tokens_left == 0 else None
 
@@ -334,5 +334,5 @@ class Engine:
             time_to_first_token_s=first - times.arrived,
             total_s=times.finished - times.arrived,
             mean_exit_layer=depth / count if count else 0.0,
-            **vars(sequence.counters),
+            **asdict(sequence.counters),
         )

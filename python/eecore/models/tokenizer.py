@@ -157,7 +157,11 @@ class IncrementalDecoder:
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is not whole."""
-        self._window.append(token_id)
+        return self.extend((token_id,))
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """The same of several tokens at once."""
+        self._window += token_ids
         return self._take(whole=False)
 
     def finish(self) -> str:

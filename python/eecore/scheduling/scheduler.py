@@ -9,8 +9,9 @@ read in one iteration, and counts; one that is larger than the budget has an ite
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from eecore.config import EngineConfig
 from eecore.scheduling.pages import PageAllocator
@@ -19,8 +20,7 @@ from eecore.scheduling.sequence import Sequence, SequenceStatus
 __all__ = ["Scheduler", "Work"]
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What one sequence does in an iteration: positions ``num_computed..`` of it."""
 
     sequence: Sequence
@@ -50,6 +50,7 @@ class Scheduler:
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        """By arrival."""
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -61,10 +62,18 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The next iteration's work, with pages allocated for all of it."""
         works: list[Work] = []
-        budget = self._config.max_batch_tokens
-        for sequence in sorted(self.running, key=lambda s: s.arrival):
+        budget, page_size = self._config.max_batch_tokens, self.pages.page_size
+        for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
+            if (
+                not sequence.max_drafts
+                and sequence.is_decoding
+                and sequence.num_computed < len(sequence.pages) * page_size
+            ):
+                works.append(Work(sequence, 1))  # most of them, most of the time
+                budget -= 1
+                continue
             if works and sequence.tokens_to_encode >= budget:
                 continue
             work = self._work_for(sequence, budget)
@@ -134,7 +143,7 @@ class Scheduler:
         """Pages for the work, preempting the youngest as needed; False if that was the sequence."""
         positions = sequence.num_computed + work.num_tokens + work.max_drafts
         while self.pages.pages_for(positions) - len(sequence.pages) > self.pages.num_free:
-            youngest = max(self.running, key=lambda s: s.arrival)
+            youngest = self.running[-1]
             self.preempt(youngest)
             if youngest is sequence:
                 return False
@@ -155,7 +164,7 @@ class Scheduler:
             self.waiting.popleft()
             sequence.input_pages += self.pages.allocate(inputs)
             sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
+            bisect.insort(self.running, sequence, key=lambda s: s.arrival)
             work = self._work_for(sequence, budget)
             self._grow(sequence, sequence.num_computed + work.num_tokens)
             works.append(work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eecore.config import SamplingParams
 
@@ -21,8 +21,7 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True)
-class TokenRecord:
+class TokenRecord(NamedTuple):
     """One generated token and where it came from."""
 
     token_id: int
@@ -32,7 +31,7 @@ class TokenRecord:
     top_logprobs: dict[int, float] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Counters:
     """Work of a request. A layer execution is one position through one layer."""
 
@@ -98,12 +97,15 @@ class Sequence:
     """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
     stop_ids: list[int] = field(init=False)
     """Tokens that end the request, ascending."""
+    max_drafts: int = field(init=False)
+    """Most tokens drafted a round; 0 for a request that does not speculate."""
 
     def __post_init__(self) -> None:
         stops = {int(token) for token in self.sampling.stop_token_ids}
         if not self.sampling.ignore_eos:
             stops |= self.eos_token_ids
         self.stop_ids = sorted(stops)
+        self.max_drafts = self.exit.max_drafts
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -132,11 +134,6 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return bool(self.output_ids) and self.num_computed == self.num_tokens - 1
-
-    @property
-    def max_drafts(self) -> int:
-        """Most tokens drafted a round; 0 for a request that does not speculate."""
-        return self.exit.max_drafts
 
     @property
     def tokens_left(self) -> int:
