@@ -33,7 +33,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def assert_idle(engine: AsyncEngine) -> None:
-    inner = engine._engine
+    inner = engine.engine
     assert not inner.has_unfinished
     assert not engine._queues
     assert inner.pages.num_free == inner.pages.num_pages
@@ -55,7 +55,7 @@ def test_concurrent_streams(agreeing: eecore.Model, expected: list[eecore.Output
             tokens += step.token_ids
             text += step.text
             output = step.output
-            largest_batch = max(largest_batch, engine._engine.num_running)
+            largest_batch = max(largest_batch, engine.engine.num_running)
         return tokens, text, output
 
     async def main() -> list[Any]:
@@ -88,7 +88,7 @@ def test_closing_a_stream_cancels_its_request_only(
         async for _ in stream:
             break
         await stream.aclose()
-        assert "leaves" not in engine._engine.requests
+        assert "leaves" not in engine.engine.requests
 
     async def main() -> eecore.Output:
         stays, _ = await asyncio.gather(
@@ -110,7 +110,7 @@ def test_a_cancelled_task_cancels_its_request(
         stays = asyncio.create_task(
             engine.generate(PROMPTS[2], exit=POLICIES[2], sampling=SAMPLING)
         )
-        while not engine._engine.num_running:
+        while not engine.engine.num_running:
             await asyncio.sleep(0.001)
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -196,7 +196,7 @@ def test_a_loop_that_shuts_down_in_the_middle_leaves_nothing(agreeing: eecore.Mo
     async def main() -> None:
         engine.stream(PROMPTS[1], sampling=SAMPLING)  # never started: no request
         task = asyncio.create_task(engine.generate(PROMPTS[0], sampling=SAMPLING))
-        while not engine._engine.num_running:
+        while not engine.engine.num_running:
             await asyncio.sleep(0)
         assert not task.done()
 

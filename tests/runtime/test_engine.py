@@ -152,7 +152,7 @@ def test_approximate_pages_are_known_also_after_a_replay(agreeing: eecore.Model)
     engine.step()
     assert exactness(confident) == [True, True, False]
     assert exactness(full) == [True, True, True]
-    engine._scheduler.preempt(confident)
+    engine.scheduler.preempt(confident)
     engine.step()
     assert confident.num_computed == 10
     assert exactness(confident) == [True, True, False]
@@ -200,7 +200,7 @@ def test_cancel_of_a_preempted_request(agreeing: eecore.Model) -> None:
     preempted = None
     while preempted is None:
         engine.step()
-        waiting = [s for s in engine._scheduler.waiting if s.output_ids]
+        waiting = [s for s in engine.scheduler.waiting if s.output_ids]
         preempted = waiting[0] if waiting else None
     output = engine.cancel(preempted.request_id)
     assert output is not None

@@ -23,7 +23,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._lock = asyncio.Lock()  # held while the engine steps or changes
         self._stepping = threading.Lock()  # a step outlives its task when the loop shuts down
         self._queues: dict[str, asyncio.Queue[StepOutput | BaseException]] = {}
@@ -41,7 +41,7 @@ class AsyncEngine:
         async with self._lock:
             if request_id in self._queues:
                 raise RequestError(f"request_id: {request_id!r} is in use")
-            name = self._engine.add_request(
+            name = self.engine.add_request(
                 prompt, exit=exit, sampling=sampling, request_id=request_id
             )
             queue = self._queues[name] = asyncio.Queue()
@@ -75,14 +75,14 @@ class AsyncEngine:
 
     def _step(self) -> list[StepOutput]:
         with self._stepping:
-            return self._engine.step()
+            return self.engine.step()
 
     def _cancel(self, name: str) -> None:
         with self._stepping:
-            self._engine.cancel(name)
+            self.engine.cancel(name)
 
     async def _step_until_idle(self) -> None:
-        while self._engine.has_unfinished:
+        while self.engine.has_unfinished:
             try:
                 async with self._lock:
                     steps = await asyncio.to_thread(self._step)

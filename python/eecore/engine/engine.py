@@ -66,7 +66,7 @@ class Engine:
         )
         self._num_layers = network.config.num_layers
         self._flight: Flight | None = None
-        self._scheduler = Scheduler(self.config, self.pages)
+        self.scheduler = Scheduler(self.config, self.pages)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
         self._arrivals = 0
@@ -74,15 +74,15 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished
+        return self.scheduler.has_unfinished
 
     @property
     def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
+        return len(self.scheduler.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._scheduler.running)
+        return len(self.scheduler.running)
 
     @property
     def kv(self) -> KVCache:
@@ -147,7 +147,7 @@ class Engine:
         if self.tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             self._texts[request_id] = TextStream(self.tokenizer, before, sampling.stop)
-        self._scheduler.add(sequence)
+        self.scheduler.add(sequence)
         return request_id
 
     def step(self) -> list[StepOutput]:
@@ -158,14 +158,14 @@ class Engine:
         """
         flight, self._flight = self._flight, None
         if flight is None or flight.is_over:
-            works = self._scheduler.schedule()
+            works = self.scheduler.schedule()
             if not works:
                 return []
             flight = self.iterations.launch(works)
             if flight is None:
                 return self._commit_all(self.iterations.iterate(works))
         try:
-            works = self._scheduler.schedule_ahead(flight.works)
+            works = self.scheduler.schedule_ahead(flight.works)
             self._flight = self.iterations.launch(works, flight) if works else None
             return self._commit_all(flight.land())
         except BaseException:
@@ -266,7 +266,7 @@ class Engine:
         if reason is not None:
             output = self._finish(sequence, reason)
         elif sequence.max_drafts and (self._flight is None or sequence not in self._flight.places):
-            self._scheduler.crop(sequence)
+            self.scheduler.crop(sequence)
         return StepOutput(
             request_id=sequence.request_id,
             token_ids=[record.token_id for record in records],
@@ -300,7 +300,7 @@ class Engine:
         return "length" if sequence.tokens_left == 0 else None
 
     def _finish(self, sequence: Sequence, reason: str) -> Output:
-        self._scheduler.finish(sequence)
+        self.scheduler.finish(sequence)
         del self._sequences[sequence.request_id]
         text = self._texts.pop(sequence.request_id, None)
         if text is not None:
