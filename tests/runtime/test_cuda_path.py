@@ -11,7 +11,14 @@ from test_confident_exit import linear_classifier
 import eecore
 import emulated
 from devices import as_on_cuda
-from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative
+from eecore import (
+    ConfidentExit,
+    DraftAndVerify,
+    FixedExit,
+    Full,
+    SamplingParams,
+    SelfSpeculative,
+)
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,6 +59,26 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
     expected = eecore.generate(tiny, PROMPTS, exit=policy, max_tokens=6)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
+
+
+@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative", "verify"])
+def test_a_seed_draws_the_tokens_of_the_cpu(
+    tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Beside a greedy request, with every filter and log-probabilities."""
+    policy = (POLICIES | {"verify": DraftAndVerify({1}, {2}, num_drafts=3)})[mode]
+    sampling = [
+        SamplingParams(max_tokens=5),
+        SamplingParams(max_tokens=5, temperature=0.9, seed=3, logprobs=2),
+        SamplingParams(
+            max_tokens=5, temperature=1.3, top_k=30, top_p=0.9, repetition_penalty=1.3, seed=4
+        ),
+    ]
+    got = eecore.generate(on_cuda, PROMPTS, exit=policy, sampling=sampling)
+    monkeypatch.undo()
+    expected = eecore.generate(tiny, PROMPTS, exit=policy, sampling=sampling)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert got[1].logprobs == pytest.approx(expected[1].logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])

@@ -10,7 +10,7 @@ import torch
 from test_confident_exit import MEASURES, SETTINGS, policy_of
 
 import eecore
-from devices import engine_of
+from devices import cpu_only, engine_of, load
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -193,6 +193,44 @@ def test_preempted_requests_come_back(agreeing: eecore.Model, policy: Exit, ahea
         assert output.token_ids == expected.token_ids
         if not isinstance(policy, SelfSpeculative):  # which drafts less where pages are few
             assert output.exit_layers == expected.exit_layers
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Full(), ConfidentExit(0.3), SelfSpeculative(2, 3), DraftAndVerify({3}, {2}, num_drafts=3)],
+    ids=["full", "each", "spec", "verify"],
+)
+def test_a_seed_draws_the_same_after_a_preemption(agreeing: eecore.Model, policy: Exit) -> None:
+    sampling = [SamplingParams(max_tokens=9, **(HOT | {"seed": i})) for i in range(len(PROMPTS))]
+    alone = [
+        eecore.generate(agreeing, prompt, exit=policy, sampling=params)[0]
+        for prompt, params in zip(PROMPTS, sampling, strict=True)
+    ]
+    config = EngineConfig(max_num_seqs=5, page_size=4, kv_cache_tokens=32)
+    engine = engine_of(agreeing, config)
+    for i, (prompt, params) in enumerate(zip(PROMPTS, sampling, strict=True)):
+        engine.add_request(prompt, exit=policy, sampling=params, request_id=str(i))
+    done = {step.request_id: step.output for step in engine.run() if step.output is not None}
+    assert sum(output.stats.preemptions for output in done.values()) > 0
+    for i, output in enumerate(alone):
+        assert done[str(i)].token_ids == output.token_ids
+
+
+@cpu_only
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [4, 8, 16, 32])
+def test_lossless_whatever_the_number_of_rows(
+    agreeing_directory: Path, dtype: str, batch: int
+) -> None:
+    """28 to 224 rows a verification: each rounds as it does where it decodes at full depth."""
+    model = load(agreeing_directory, dtype=dtype, kv_cache_tokens=4096)
+    prompts = random_prompts(*[3 + i % 5 for i in range(batch)], seed=batch)
+    settings: dict[str, Any] = {"max_tokens": 21, "ignore_eos": True, "logprobs": 0}
+    full = eecore.generate(model, prompts, **settings)
+    drafted = eecore.generate(model, prompts, exit=SelfSpeculative(2, 6), **settings)
+    for one, other in zip(drafted, full, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
 
 
 @pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])

