@@ -20,55 +20,32 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.draft_stop import stop_rule
-from eecore.decoding.heads import GREEDY, LOGITS, Heads, HeadWork, Logits, head_fields
+from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import (
     Field,
     HostSide,
-    TwinMemory,
     cross_batch,
     cross_fields,
-    input_pages,
     power_of_two,
 )
 from eecore.decoding.outcome import Outcome
-from eecore.decoding.route import DraftPath, Route
+from eecore.decoding.route import DraftPath
 from eecore.decoding.sampling import (
     DRAWS_DRAFT,
     DRAWS_TOKEN,
     NO_TOKEN,
-    HeadSizes,
-    head_sizes,
-    needs_logits,
-    sampling_fields,
     sampling_rows,
     top_logprobs,
-    write_sampling,
 )
+from eecore.decoding.step import Row, Sizes, Step, sizes_for
 from eecore.models import AttentionBatch, KVCache, Network
-from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["DraftKind", "DraftRow", "DraftStep", "draft_kind"]
+__all__ = ["DraftKind", "DraftStep", "Row", "draft_kind"]
 
 
 # Programs of fewer drafts are not made as the end of a text comes near.
 MIN_STEPS = 16
-
-
-@dataclass(frozen=True)
-class DraftRow:
-    """One sequence of a round."""
-
-    work: Work
-    route: Route
-    follows: int | None = None
-    """Its row in the program's last round, behind which it goes on; None: behind its last token."""
-    pending: int = 0
-    """Tokens that it gets from that round at most."""
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.work.sequence
 
 
 @dataclass(frozen=True)
@@ -78,57 +55,40 @@ class DraftKind:
     path: DraftPath
     num_steps: int
     """Most drafts of a row."""
-    heads: HeadSizes
     samples: bool
     """Some rows draw their tokens."""
-    follows: bool
-    """Rows may go on behind the round before."""
-    num_rows: int
-    num_pages: int
-    num_input_pages: int
     num_stops: int
     """Most tokens that end a row's text."""
+    sizes: Sizes
 
 
-def draft_kind(rows: list[DraftRow], *, page_size: int, ahead: bool) -> DraftKind:
+def draft_kind(rows: list[Row], *, page_size: int, ahead: bool) -> DraftKind:
     """The program that these rows need, sizes rounded up."""
     sequences = [row.sequence for row in rows]
     path = rows[0].route.path
     assert path is not None
     steps = power_of_two(max(MIN_STEPS, *(row.work.max_drafts for row in rows)))
     steps = min(steps, max(sequence.max_drafts for sequence in sequences))
-    # The round behind this one fits as well.
-    most = max(sequence.num_tokens for sequence in sequences) + steps + ahead * (steps + 1)
-    pages = max(max(len(s.pages) for s in sequences), -(-most // page_size))
     return DraftKind(
         path,
         steps,
-        head_sizes(sequences),
         any(sequence.sampling.temperature > 0.0 for sequence in sequences),
-        ahead,
-        power_of_two(len(rows)),
-        power_of_two(pages),
-        input_pages(sequences),
         power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
+        sizes_for(rows, steps + 1, page_size=page_size, ahead=ahead),
     )
 
 
-class DraftStep:
-    """Rounds of up to ``kind.num_rows`` sequences; those behind them take no part."""
+class DraftStep(Step):
+    """Rounds of up to ``sizes.num_rows`` sequences; those behind them take no part."""
 
     def __init__(self, model: Network, kv: KVCache, kind: DraftKind) -> None:
         self.kind = kind
-        self._model, self._kv = model, kv
-        self._heads = Heads(model, kind.heads)
-        device = model.device
-        self._given = TwinMemory(device, self._given_fields())
-        self._results = TwinMemory(device, self._result_fields())
-        self._host = self._given.host()
+        super().__init__(model, kv, kind.sizes, self._given_fields(), self._result_fields())
         given, results = self._given.device, self._results.device
-        rows, width = kind.num_rows, kind.num_steps + 1
+        rows, width = kind.sizes.num_rows, kind.num_steps + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return self.zeros(*shape, dtype=dtype)
 
         def states(*shape: int) -> Tensor:
             return zeros(*shape, model.config.hidden_size, dtype=model.dtype)
@@ -181,9 +141,9 @@ class DraftStep:
         # What the heads say of the drafts, of one step at a time.
         self._drafted = {
             name: zeros(*shape, dtype=dtype)
-            for name, (dtype, shape) in head_fields(rows, replace(kind.heads, top=0)).items()
+            for name, (dtype, shape) in head_fields(rows, replace(kind.sizes.heads, top=0)).items()
         }
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
         self._cross = cross_batch(given)
         self._open_cross = open_cross
         vocab = model.config.vocab_size if kind.samples else 0
@@ -193,31 +153,21 @@ class DraftStep:
         self._logits: Logits | None = None
 
     def _given_fields(self) -> dict[str, Field]:
-        kind = self.kind
-        row, table = (kind.num_rows,), (kind.num_rows, kind.num_pages)
+        sizes = self.kind.sizes
+        row = (sizes.num_rows,)
         return {
-            "token_ids": (torch.int64, row),
             "start": (torch.int64, row),
             "tokens_left": (torch.int64, row),
             "max_drafts": (torch.int64, row),
-            "sources": (torch.int32, row),
-            "page_table": (torch.int32, table),
+            "page_table": (torch.int32, (sizes.num_rows, sizes.num_pages)),
             "thresholds": (torch.float32, row),
-            "stop_tokens": (torch.int64, (kind.num_rows, kind.num_stops)),
-            "kind": (torch.int32, row),
+            "stop_tokens": (torch.int64, (sizes.num_rows, self.kind.num_stops)),
             "sampled": (torch.bool, row),
-            "num_rows": (torch.int32, (1,)),
-            # What the round changes as rows end their drafts.
-            "row": (torch.int32, row),
-            "num_active": (torch.int32, (1,)),
-            "open_page_table": (torch.int32, table),
-            **cross_fields(kind.num_rows, kind.num_input_pages),
-            **cross_fields(kind.num_rows, kind.num_input_pages, "open_"),
-            **sampling_fields(kind.num_rows, kind.heads),
+            **cross_fields(sizes.num_rows, sizes.num_input_pages),
         }
 
     def _result_fields(self) -> dict[str, Field]:
-        rows, steps = self.kind.num_rows, self.kind.num_steps
+        rows, steps = self.kind.sizes.num_rows, self.kind.num_steps
         return {
             "num_drafted": (torch.int64, (rows,)),
             "num_accepted": (torch.int64, (rows,)),
@@ -226,53 +176,33 @@ class DraftStep:
             "draft_confidences": (torch.float32, (rows, steps)),
             "query_start_loc": (torch.int32, (rows + 1,)),
             # Of the full model, at every verified position.
-            **head_fields(rows * (steps + 1), self.kind.heads),
+            **head_fields(rows * (steps + 1), self.kind.sizes.heads),
         }
 
     # Between rounds
 
-    def load(self, rows: list[DraftRow]) -> None:
-        """Say who speculates next: at most ``kind.num_rows`` sequences."""
-        kind = self.kind
-        count, padding = len(rows), kind.num_rows - len(rows)
-        host = self._host = self._given.host()
-        sequences = [row.sequence for row in rows]
+    def load(self, rows: list[Row]) -> None:
+        """Say who speculates next: at most ``sizes.num_rows`` sequences."""
+        self._write_rows(rows)
+        padding = self.sizes.num_rows - len(rows)
+        sequences, host = [row.sequence for row in rows], self._host
         host.write(
             token_ids=[sequence.output_ids[-1] for sequence in sequences],
             start=[sequence.num_tokens - 1 for sequence in sequences],
             tokens_left=[sequence.tokens_left for sequence in sequences],
             max_drafts=[row.work.max_drafts for row in rows] + [-1] * padding,
             thresholds=[_threshold(row) for row in rows],
-            kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
             sampled=[s.sampling.temperature > 0.0 for s in sequences] + [False] * padding,
-            num_rows=[count],
-            num_active=[count],
+            num_active=[len(rows)],
         )
-        host.arrays["row"][:] = np.arange(kind.num_rows)
         stops = host.arrays["stop_tokens"]
         stops[:] = -1
         for i, sequence in enumerate(sequences):
             stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
-        if kind.follows:
-            host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
-        pages = [sequence.pages for sequence in sequences]
-        host.write_pages("page_table", pages)
-        host.write_pages("open_page_table", pages)
-        if kind.num_input_pages:
-            for prefix in ("", "open_"):
-                host.write_pages(f"{prefix}input_page_table", [s.input_pages for s in sequences])
-                host.write(**{f"{prefix}input_lens": [len(s.input_ids or ()) for s in sequences]})
-        if kind.heads.logits:
-            write_sampling(host, sequences)
+        for prefix in ("", "open_"):
+            host.write_pages(f"{prefix}page_table", [sequence.pages for sequence in sequences])
+            self._write_inputs(sequences, prefix)
         self.send()
-
-    def send(self) -> None:
-        """Have what was loaded sent to the device, once more where a round has changed it."""
-        self._given.send(self._host)
-
-    def fetch(self) -> HostSide:
-        """Have what the last round gave sent to the host."""
-        return self._results.fetch(is_read_first=not self.kind.follows)
 
     # The program
 
@@ -280,7 +210,7 @@ class DraftStep:
         """Draft until no row goes on, then verify."""
         given, active, made = self._given.device, self._active, self._round
         with control.rows(given["num_rows"]):
-            if self.kind.follows:
+            if self.sizes.follows:
                 ops.begin_round(
                     made,
                     active,
@@ -395,7 +325,7 @@ class DraftStep:
 
     def _work(self, purpose: int, positions: Tensor) -> HeadWork | None:
         """Of rows that need logits, where there are any."""
-        if not self.kind.heads.logits:
+        if not self.sizes.heads.logits:
             return None
         work = HeadWork(
             sampling_rows(self._given.device),
@@ -412,19 +342,19 @@ class DraftStep:
 
     # What came of it
 
-    def outcomes(
-        self, rows: list[tuple[int, DraftRow]], arrived: HostSide, count: int
-    ) -> list[Outcome]:
+    def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide, count: int) -> list[Outcome]:
         """Of some of the ``count`` rows of a round; waits for what was fetched to come."""
         arrays = arrived.wait().arrays
         starts = arrays["query_start_loc"][: count + 1].tolist()
         got = {
-            name: array[: starts[-1] if name in head_fields(1, self.kind.heads) else count].tolist()
+            name: array[
+                : starts[-1] if name in head_fields(1, self.sizes.heads) else count
+            ].tolist()
             for name, array in arrays.items()
         }
         return [self._outcome(row, i, starts[i], got) for i, row in rows]
 
-    def _outcome(self, row: DraftRow, i: int, start: int, got: dict[str, list[Any]]) -> Outcome:
+    def _outcome(self, row: Row, i: int, start: int, got: dict[str, list[Any]]) -> Outcome:
         """As much of a round as stands; nothing is behind an accepted end of the text."""
         sequence, num_layers, path = row.sequence, self._model.config.num_layers, self.kind.path
         drafted, accepted = got["num_drafted"][i], got["num_accepted"][i]
@@ -471,7 +401,7 @@ class DraftStep:
         return top_logprobs(asked, logprob, ids, values)
 
 
-def _threshold(row: DraftRow) -> float:
+def _threshold(row: Row) -> float:
     """The smallest float32 that is not below the row's: the same float32 numbers reach both."""
     route = row.route
     if route.draft_threshold is None:

@@ -18,10 +18,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.heads import (
-    GREEDY,
     KNOWN,
-    LOGITS,
-    Heads,
     HeadWork,
     head_fields,
     measure_states,
@@ -30,51 +27,22 @@ from eecore.decoding.memory import (
     Array,
     Field,
     HostSide,
-    TwinMemory,
     cross_batch,
-    cross_fields,
-    input_pages,
-    power_of_two,
 )
 from eecore.decoding.outcome import Outcome
-from eecore.decoding.route import Check, Route
+from eecore.decoding.route import Check
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
     NO_TOKEN,
-    HeadSizes,
-    head_sizes,
-    needs_logits,
-    sampling_fields,
     sampling_rows,
     top_logprobs,
-    write_sampling,
 )
+from eecore.decoding.step import Row, Sizes, Step, sizes_for
 from eecore.models import AttentionBatch, KVCache, Network
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["ExitKind", "ExitRow", "ExitStep", "exit_kind"]
-
-
-@dataclass(frozen=True)
-class ExitRow:
-    """One sequence of a step."""
-
-    work: Work
-    route: Route
-    follows: int | None = None
-    """Its row in the program's last run, with whose token it goes on; None: with its last one."""
-    pending: int = 0
-    """Tokens that it gets from that run."""
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.work.sequence
-
-    @property
-    def position(self) -> int:
-        """Where its next key and value go."""
-        return self.sequence.num_tokens - 1 + self.pending
+__all__ = ["ExitKind", "ExitStep", "Row", "exit_kind"]
 
 
 @dataclass(frozen=True)
@@ -84,17 +52,11 @@ class ExitKind:
     points: tuple[tuple[int, tuple[Check, ...]], ...]
     """Exit points, ascending, with what is measured there; at the last one everybody leaves."""
     fills: bool
-    heads: HeadSizes
-    follows: bool
-    """Tokens may come from the run before."""
-    num_rows: int
-    num_pages: int
-    num_input_pages: int
+    sizes: Sizes
 
 
-def exit_kind(rows: list[ExitRow], *, page_size: int, ahead: bool) -> ExitKind:
+def exit_kind(rows: list[Row], *, page_size: int, ahead: bool) -> ExitKind:
     """The program that these rows need, sizes rounded up."""
-    sequences = [row.sequence for row in rows]
     checks: dict[int, set[Check]] = defaultdict(set)
     for route in dict.fromkeys(row.route for row in rows):
         leaves_with = set[Check]()
@@ -104,46 +66,29 @@ def exit_kind(rows: list[ExitRow], *, page_size: int, ahead: bool) -> ExitKind:
             if route.check.measure != "softmax":  # for the record; the head tells the softmax's
                 leaves_with = {route.check}
         checks[route.depth] |= leaves_with
-    # The run behind this one fits as well.
-    most = max(sequence.num_tokens for sequence in sequences) + ahead
-    pages = max(max(len(s.pages) for s in sequences), -(-most // page_size))
     return ExitKind(
         tuple(
             (point, tuple(sorted(checks[point], key=lambda c: (c.measure, id(c.classifier)))))
             for point in sorted(checks)
         ),
         any(row.route.fills and row.route.points for row in rows),
-        head_sizes(sequences),
-        ahead,
-        power_of_two(len(rows)),
-        power_of_two(pages),
-        input_pages(sequences),
+        sizes_for(rows, 1, page_size=page_size, ahead=ahead),
     )
 
 
-class ExitStep:
-    """The steps of up to ``kind.num_rows`` rows; those behind them have left from the start."""
+class ExitStep(Step):
+    """The steps of up to ``sizes.num_rows`` rows; those behind them have left from the start."""
 
     def __init__(self, model: Network, kv: KVCache, kind: ExitKind) -> None:
         self.kind = kind
-        self._model, self._kv = model, kv
         self._checks = [(point, check) for point, checks in kind.points for check in checks]
-        self._heads = Heads(model, kind.heads)
-        device = model.device
-        self._given = TwinMemory(device, self._given_fields())
-        self._results = TwinMemory(device, self._result_fields())
-        self._host = self._given.host()
-        self.rows: list[ExitRow] = []
+        num_rows = kind.sizes.num_rows
+        super().__init__(model, kv, kind.sizes, self._given_fields(), self._result_fields())
+        self.rows: list[Row] = []
         self._sequences: list[Sequence] = []
-        self._is_steady = False
-        self._thresholds_of: list[ExitRow] | None = None  # whose lie there, and stay the same
-        self._row_numbers = np.arange(kind.num_rows)
+        self._thresholds_of: list[Row] | None = None  # whose lie there, and stay the same
+        self._row_numbers = np.arange(num_rows)
         given, results = self._given.device, self._results.device
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        rows = kind.num_rows
         self._rows = ops.ExitingRows(
             leave_after=given["leave_after"],
             together=given["together"],
@@ -159,8 +104,8 @@ class ExitStep:
             logprob=results["logprob"],
             token_at=given["token_at"],
             pending=results["pending"],
-            hidden=zeros(rows, model.config.hidden_size, dtype=model.dtype),
-            all_gone=zeros(1, dtype=torch.bool),
+            hidden=self.zeros(num_rows, model.config.hidden_size, dtype=model.dtype),
+            all_gone=self.zeros(1, dtype=torch.bool),
         )
         cross = cross_batch(given, "open_")
         self._active = ops.ActiveRows(
@@ -178,77 +123,59 @@ class ExitStep:
             self._active.slot_mapping,
             self._active.page_table,
             self._active.seq_lens,
-            torch.arange(rows + 1, dtype=torch.int32, device=device),
+            torch.arange(num_rows + 1, dtype=torch.int32, device=model.device),
             cross,
         )
 
     def _given_fields(self) -> dict[str, Field]:
-        kind = self.kind
-        row = (kind.num_rows,)
+        num_rows = self.kind.sizes.num_rows
+        row = (num_rows,)
         return {
-            "token_ids": (torch.int64, row),
-            "sources": (torch.int32, row),
             "positions": (torch.int64, row),
             "slots": (torch.int64, row),
-            "thresholds": (torch.float32, (len(self._checks), kind.num_rows)),
+            "thresholds": (torch.float32, (len(self._checks), num_rows)),
             "leave_after": (torch.int32, row),
             "together": (torch.bool, row),
             "fills": (torch.bool, row),
-            "kind": (torch.int32, row),
-            "num_rows": (torch.int32, (1,)),
-            # What the step changes as rows are accepted and leave.
+            # What a run changes as rows are accepted and leave.
             "accepted": (torch.bool, row),
             "gone": (torch.bool, row),
             "fill_from": (torch.int32, row),
             "measured_at": (torch.int32, row),
             "token_at": (torch.int32, row),
-            "row": (torch.int32, row),
             "open_positions": (torch.int64, row),
             "open_slots": (torch.int64, row),
             "open_lens": (torch.int32, row),
-            "open_page_table": (torch.int32, (kind.num_rows, kind.num_pages)),
-            "num_active": (torch.int32, (1,)),
-            **cross_fields(kind.num_rows, kind.num_input_pages, "open_"),
-            **sampling_fields(kind.num_rows, kind.heads),
         }
 
     def _result_fields(self) -> dict[str, Field]:
-        row = (self.kind.num_rows,)
+        row = (self.kind.sizes.num_rows,)
         return {
             "exit_layer": (torch.int32, row),
             "pending": (torch.int32, row),
             "confidence": (torch.float32, row),
-            **head_fields(self.kind.num_rows, self.kind.heads),
+            **head_fields(self.kind.sizes.num_rows, self.kind.sizes.heads),
         }
 
     # Between runs
 
-    def load(self, rows: list[ExitRow]) -> None:
-        """Say who decodes next: at most ``kind.num_rows`` rows."""
-        kind = self.kind
-        count, padding = len(rows), kind.num_rows - len(rows)
+    def load(self, rows: list[Row]) -> None:
+        """Say who decodes next: at most ``sizes.num_rows`` rows."""
+        self._write_rows(rows)
         self.rows, self._sequences = rows, [row.sequence for row in rows]
-        self._is_steady = not kind.heads.logits
-        host = self._host = self._given.host()
-        sequences = self._sequences
+        num_rows, count = self.sizes.num_rows, len(rows)
         routes = [row.route for row in rows]
-        host.write(
+        self._host.write(
             leave_after=[route.depth for route in routes],
             together=[route.together for route in routes],
             fills=[route.fills for route in routes],
-            kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
-            num_rows=[count],
-            slots=[-1] * kind.num_rows,
-            open_slots=[-1] * kind.num_rows,
-            open_lens=[1] * kind.num_rows,
-            gone=[False] * count + [True] * padding,
+            slots=[-1] * num_rows,
+            open_slots=[-1] * num_rows,
+            open_lens=[1] * num_rows,
+            gone=[False] * count + [True] * (num_rows - count),
         )
-        host.arrays["fill_from"][:] = self._model.config.num_layers
-        if kind.follows:
-            host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
-        if kind.heads.logits:
-            write_sampling(host, sequences)
-        self._write_state(sequences, [row.position for row in rows])
+        self._host.arrays["fill_from"][:] = self._model.config.num_layers
+        self._write_state([row.position for row in rows])
 
     def goes_on(self, works: list[Work]) -> bool:
         """Have the rows of the last run go on, each behind the token that it got there.
@@ -256,19 +183,20 @@ class ExitStep:
         False, and nothing has happened, where these works are not they, or do not fit any more.
         """
         rows = self.rows
-        if self.kind.follows or not self._is_steady or len(works) != len(rows):
+        if self.sizes.follows or self.sizes.heads.logits or len(works) != len(rows):
             return False
         sequences = [work.sequence for work in works]
         if any(work.is_prefill for work in works) or sequences != self._sequences:
             return False
-        if max(len(sequence.pages) for sequence in sequences) > self.kind.num_pages:
+        if max(len(sequence.pages) for sequence in sequences) > self.sizes.num_pages:
             return False
-        self._write_state(sequences, [sequence.num_computed for sequence in sequences])
+        self._write_state([sequence.num_computed for sequence in sequences])
         return True
 
-    def _write_state(self, sequences: list[Sequence], positions: list[int]) -> None:
+    def _write_state(self, positions: list[int]) -> None:
         """Where each row is, and that it has not left yet."""
-        count, host = len(sequences), self._host
+        sequences, host = self._sequences, self._host
+        count = len(sequences)
         arrays = host.arrays
         arrays["token_ids"][:count] = [sequence.output_ids[-1] for sequence in sequences]
         table = host.write_pages("open_page_table", [sequence.pages for sequence in sequences])
@@ -287,16 +215,12 @@ class ExitStep:
                 arrays[name][:count] = 0
         arrays["row"][:] = self._row_numbers
         arrays["num_active"][0] = count
-        if self.kind.num_input_pages:
-            inputs = [sequence.input_pages for sequence in sequences]
-            host.write_pages("open_input_page_table", inputs)
-            lens = [len(sequence.input_ids or ()) for sequence in sequences]
-            arrays["open_input_lens"][:count] = lens
+        self._write_inputs(sequences, "open_")
         if self._checks:
             self._write_thresholds(arrays["thresholds"], self.rows)
         self.send()
 
-    def _write_thresholds(self, thresholds: Array, rows: list[ExitRow]) -> None:
+    def _write_thresholds(self, thresholds: Array, rows: list[Row]) -> None:
         """Of every check; infinity where a row is not asked, 1 where it is for the record alone."""
         if self._thresholds_of is rows:
             return
@@ -316,21 +240,13 @@ class ExitStep:
                 if check == route.check and point in at:
                     thresholds[k, i] = at[point]
 
-    def send(self) -> None:
-        """Have what was loaded sent to the device, once more where a run has changed it."""
-        self._given.send(self._host)
-
-    def fetch(self) -> HostSide:
-        """Have what the last run gave sent to the host."""
-        return self._results.fetch(is_read_first=not self.kind.follows)
-
     # The program
 
     def run(self, control: Control) -> None:
         """One step: everything from the embedding to tokens and filled keys and values."""
         given, results, rows = self._given.device, self._results.device, self._rows
         with control.rows(given["num_rows"]):
-            if self.kind.follows:
+            if self.sizes.follows:
                 last, sources = results["token"], given["sources"]
                 hidden = self._model.embed(given["token_ids"], previous=last, sources=sources)
             else:
@@ -338,7 +254,7 @@ class ExitStep:
         self._layers_to(0, 0, hidden, control)
         with control.rows(given["num_rows"]):
             work = None
-            if self.kind.heads.logits:
+            if self.sizes.heads.logits:
                 work = HeadWork(sampling_rows(given), given["positions"], DRAWS_TOKEN)
             self._heads.run(rows.hidden, rows.pending, results, control, work)
             if self.kind.fills:
@@ -414,16 +330,14 @@ class ExitStep:
 
     # What came of it
 
-    def outcomes(
-        self, rows: list[tuple[int, ExitRow]], arrived: HostSide, count: int
-    ) -> list[Outcome]:
+    def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide, count: int) -> list[Outcome]:
         """Of some of the ``count`` rows of a run; waits for what was fetched to come."""
         got = arrived.wait().numbers(count)
         if min(got["token"], default=0) < 0:
             raise RuntimeError(NO_TOKEN)
         return [self._outcome(row, i, got) for i, row in rows]
 
-    def _outcome(self, row: ExitRow, i: int, got: dict[str, list[Any]]) -> Outcome:
+    def _outcome(self, row: Row, i: int, got: dict[str, list[Any]]) -> Outcome:
         sequence, route, num_layers = row.sequence, row.route, self._model.config.num_layers
         exit_layer = got["exit_layer"][i]
         is_measured = got["pending"][i] == KNOWN

@@ -7,29 +7,26 @@ to draft. Nobody's program depends on who else is there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from eecore.decoding.capture import Capture, RunProgram
-from eecore.decoding.draft_step import DraftKind, DraftRow, DraftStep, draft_kind
-from eecore.decoding.exit_step import ExitKind, ExitRow, ExitStep, exit_kind
+from eecore.decoding.draft_step import DraftKind, DraftStep, draft_kind
+from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import HostSide
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.prefill import Prefill, encode
 from eecore.decoding.route import DraftPath, route_of
 from eecore.decoding.sampling import needs_logits
+from eecore.decoding.step import Row
 from eecore.models import KVCache, Network
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 
 __all__ = ["Flight", "Iterations"]
-
-Made = TypeVar("Made", ExitStep, DraftStep)
 
 # Programs that are kept; the one that has not run for longest goes first.
 MAX_PROGRAMS = 64
@@ -40,7 +37,7 @@ class Flight:
     """A program's run that was launched; the device may still be at it."""
 
     program: ExitStep | DraftStep
-    rows: Ordered[ExitRow | DraftRow]
+    rows: list[Row]
     arrived: HostSide
 
     @property
@@ -64,7 +61,7 @@ class Flight:
             for i, row in enumerate(self.rows)
             if row.sequence.status is SequenceStatus.RUNNING
         ]
-        return self.program.outcomes(running, self.arrived, len(self.rows))  # type: ignore[arg-type]
+        return self.program.outcomes(running, self.arrived, len(self.rows))
 
 
 class Iterations:
@@ -85,7 +82,7 @@ class Iterations:
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
         self._last: ExitStep | None = None
-        self._programs: OrderedDict[ExitKind | DraftKind, Any] = OrderedDict()
+        self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
 
     @property
     def captures(self) -> list[Capture]:
@@ -149,29 +146,24 @@ class Iterations:
         page_size, num_layers = self.kv.page_size, self.model.config.num_layers
         routes = [route_of(work.sequence, num_layers) for work in works]
         places = [_place(after, work.sequence) for work in works]
-        if routes[0].path is None:
-            rows = [ExitRow(w, r, *at) for w, r, at in zip(works, routes, places, strict=True)]
-            kind = exit_kind(rows, page_size=page_size, ahead=self.ahead)
-            if only is not None and only.kind != kind:
-                return None
-            step = self._program(kind, ExitStep)
-            step.load(rows)
-            self.run(step)
-            self._last = step
-            return Flight(step, rows, step.fetch())
-        drafting = [DraftRow(w, r, *at) for w, r, at in zip(works, routes, places, strict=True)]
-        draft = draft_kind(drafting, page_size=page_size, ahead=self.ahead)
-        if only is not None and only.kind != draft:
+        rows = [Row(*row) for row in zip(works, routes, *zip(*places, strict=True), strict=True)]
+        is_exit = routes[0].path is None
+        make_kind: Any = exit_kind if is_exit else draft_kind
+        kind = make_kind(rows, page_size=page_size, ahead=self.ahead)
+        if only is not None and only.kind != kind:
             return None
-        round_ = self._program(draft, DraftStep)
-        round_.load(drafting)
-        self.run(round_)
-        return Flight(round_, drafting, round_.fetch())
+        step = self._program(kind)
+        step.load(rows)
+        self.run(step)
+        if isinstance(step, ExitStep):
+            self._last = step
+        return Flight(step, rows, step.fetch())
 
-    def _program(self, kind: Any, make: Callable[[Network, KVCache, Any], Made]) -> Made:
+    def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
         """The program of a kind, made when it is first needed."""
         program = self._programs.get(kind)
         if program is None:
+            make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
             program = self._programs[kind] = make(self.model, self.kv, kind)
             if len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)

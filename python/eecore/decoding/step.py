@@ -1,0 +1,152 @@
+"""What the programs of an iteration have in common: rows, and memory that both sides see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eecore.decoding.heads import GREEDY, LOGITS, Heads
+from eecore.decoding.memory import (
+    Field,
+    HostSide,
+    TwinMemory,
+    cross_fields,
+    input_pages,
+    power_of_two,
+)
+from eecore.decoding.route import Route
+from eecore.decoding.sampling import (
+    HeadSizes,
+    head_sizes,
+    needs_logits,
+    sampling_fields,
+    write_sampling,
+)
+from eecore.models import KVCache, Network
+from eecore.scheduling.scheduler import Work
+from eecore.scheduling.sequence import Sequence
+
+__all__ = ["Row", "Sizes", "Step", "sizes_for"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a run."""
+
+    work: Work
+    route: Route
+    follows: int | None = None
+    """Its row in the program's last run, behind which it goes on; None: behind its last token."""
+    pending: int = 0
+    """Tokens that it gets from that run at most."""
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.work.sequence
+
+    @property
+    def position(self) -> int:
+        """Where its next key and value go."""
+        return self.sequence.num_tokens - 1 + self.pending
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """For how much a program has memory, and which heads it calls."""
+
+    num_rows: int
+    num_pages: int
+    num_input_pages: int
+    heads: HeadSizes
+    follows: bool
+    """Rows may go on behind the run before."""
+
+
+def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -> Sizes:
+    """Rounded up; ``positions``: most that a run computes of a row."""
+    sequences = [row.sequence for row in rows]
+    # The run behind this one fits as well.
+    most = max(sequence.num_tokens for sequence in sequences) - 1 + positions * (1 + ahead)
+    pages = max(max(len(sequence.pages) for sequence in sequences), -(-most // page_size))
+    return Sizes(
+        power_of_two(len(rows)),
+        power_of_two(pages),
+        input_pages(sequences),
+        head_sizes(sequences),
+        ahead,
+    )
+
+
+class Step:
+    """The runs of up to ``sizes.num_rows`` rows over memory that stays where it is.
+
+    Args:
+        model: the model.
+        kv: its cache.
+        sizes: of the memory.
+        given: what the host writes for a run, besides what every program is given.
+        results: what a run gives.
+    """
+
+    def __init__(
+        self,
+        model: Network,
+        kv: KVCache,
+        sizes: Sizes,
+        given: dict[str, Field],
+        results: dict[str, Field],
+    ) -> None:
+        self.sizes = sizes
+        self._model, self._kv = model, kv
+        self._heads = Heads(model, sizes.heads)
+        num_rows, row = sizes.num_rows, (sizes.num_rows,)
+        shared: dict[str, Field] = {
+            "token_ids": (torch.int64, row),
+            "sources": (torch.int32, row),
+            "kind": (torch.int32, row),
+            "num_rows": (torch.int32, (1,)),
+            # What a run changes as rows go out.
+            "row": (torch.int32, row),
+            "num_active": (torch.int32, (1,)),
+            "open_page_table": (torch.int32, (num_rows, sizes.num_pages)),
+            **cross_fields(num_rows, sizes.num_input_pages, "open_"),
+            **sampling_fields(num_rows, sizes.heads),
+        }
+        self._given = TwinMemory(model.device, shared | given)
+        self._results = TwinMemory(model.device, results)
+        self._host = self._given.host()
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the program's own."""
+        return torch.zeros(shape, dtype=dtype, device=self._model.device)
+
+    def _write_rows(self, rows: list[Row]) -> None:
+        """What does not change while these rows go on."""
+        self._host = self._given.host()
+        sequences = [row.sequence for row in rows]
+        self._host.write(
+            kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
+            num_rows=[len(rows)],
+        )
+        if self.sizes.follows:
+            self._host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
+        if self.sizes.heads.logits:
+            write_sampling(self._host, sequences)
+
+    def _write_inputs(self, sequences: list[Sequence], prefix: str) -> None:
+        """Where the encoded inputs lie, with an encoder."""
+        if self.sizes.num_input_pages:
+            pages = [sequence.input_pages for sequence in sequences]
+            self._host.write_pages(f"{prefix}input_page_table", pages)
+            lens = [len(sequence.input_ids or ()) for sequence in sequences]
+            self._host.write(**{f"{prefix}input_lens": lens})
+
+    def send(self) -> None:
+        """Have what was loaded sent to the device, once more where a run has changed it."""
+        self._given.send(self._host)
+
+    def fetch(self) -> HostSide:
+        """Have what the last run gave sent to the host."""
+        return self._results.fetch(is_read_first=not self.sizes.follows)
