@@ -301,6 +301,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's question; a yes would import all of its compiler, a second at the first tape."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
