@@ -334,7 +334,6 @@ def run(subjects: list[Subject], arguments: argparse.Namespace) -> dict[str, Any
         "cpu": harness.cpu_name(),
         "cpu_capability": eecore.build_info()["cpu_capability"],
         "has_amx": harness.has_amx(),
-        "last_level_cache": harness.last_level_cache(),
         "torch": torch.__version__,
         "steps": arguments.steps,
         "rounds": arguments.rounds,
@@ -356,7 +355,12 @@ def run(subjects: list[Subject], arguments: argparse.Namespace) -> dict[str, Any
                 seconds = time.perf_counter() - began
                 print(f"{' '.join(map(str, what.values()))}: {seconds:.0f} s", file=sys.stderr)
             result["weights"].append(
-                {"model": subject.name, "weights": weights, "bytes": measured.num_bytes}
+                {
+                    "model": subject.name,
+                    "weights": weights,
+                    "bytes": measured.num_bytes,
+                    "from_cache": harness.are_cached(measured.num_bytes),
+                }
             )
     return result
 

@@ -164,6 +164,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "left_out": left_out,
         "model_sha256": model_digest(directory),
         "num_layers": num_layers,
+        "weights": harness.weights_lie(model.config.num_parameters * model.network.dtype.itemsize),
         "dtype": str(model.network.dtype).removeprefix("torch."),
         "utterances": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from get_smollm2 import get_smollm2  # noqa: E402
-from harness import insert  # noqa: E402
+from harness import insert, weights_lie  # noqa: E402
 
 QUESTIONS = (
     "What is photosynthesis, in simple words?",
@@ -158,7 +158,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['num_prompts']} prompts one after the other, {result['max_tokens']} greedy "
         f"tokens each, {result['num_threads']} threads, {result['cpu_capability']} kernels, "
         f"transformers {result['transformers']}, torch {result['torch']}. tokens/s: best of "
-        f"{result['rounds']} rounds; ratios: median over rounds. `python bench/bench_modes.py`"
+        f"{result['rounds']} rounds; ratios: median over rounds. {result['weights']} "
+        "`python bench/bench_modes.py`"
     )
     return "\n".join([*lines, "", about])
 
@@ -195,6 +196,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "dtype": str(model.network.dtype).removeprefix("torch."),
         "num_layers": model.config.num_layers,
+        "weights": weights_lie(model.config.num_parameters * model.network.dtype.itemsize),
         "num_prompts": len(prompts),
         "max_tokens": arguments.max_tokens,
         "rounds": arguments.rounds,

@@ -152,20 +152,17 @@ def is_at(row: Row, where: Row) -> bool:
 
 
 def sources(result: Row) -> str:
-    """From where a step reads the weights."""
-    cache = result["last_level_cache"]
-    if cache is None:
-        return "How large the last-level cache is is not known."
+    """From where a step reads the weights: a cache where that is clearly faster than memory."""
     from_cache, from_memory = [], []
     for row in result["weights"]:
-        kind = from_cache if row["bytes"] < cache else from_memory
+        kind = from_cache if row["from_cache"] else from_memory
         kind.append(f"{row['model']} {row['weights']} ({row['bytes'] / 1e6:.0f} MB)")
     parts = [
         f"{what}: {', '.join(names)}"
-        for what, names in (("Weights from cache", from_cache), ("from memory", from_memory))
+        for what, names in (("weights from a cache", from_cache), ("from memory", from_memory))
         if names
     ]
-    return f"By an L3 of {cache / 2**20:.0f} MB. {'; '.join(parts)}."
+    return f"By how fast so many bytes are read: {'; '.join(parts)}."
 
 
 def about(result: Row) -> str:

@@ -33,6 +33,28 @@ def read_ceiling(working_set: int) -> float:
     return float(max(_C.read_rate(_buffer().data_ptr(), floats) for _ in range(runs)))
 
 
+def read_rate(num_bytes: int) -> float:
+    """Bytes per second of reading so many, at most 256 MB, again and again."""
+    floats = min(max(num_bytes // 4, 1024), DRAM_FLOATS)
+    runs = max(4, min(50, DRAM_FLOATS // floats))
+    return float(max(_C.read_rate(_buffer().data_ptr(), floats) for _ in range(runs)))
+
+
+def are_cached(num_bytes: int) -> bool:
+    """Whether so many bytes are read from a cache: clearly faster than memory is."""
+    return read_rate(num_bytes) > 1.25 * read_rate(4 * DRAM_FLOATS)
+
+
+def weights_lie(num_bytes: int) -> str:
+    """A sentence that says where weights of so many bytes are read from."""
+    rate, memory = read_rate(num_bytes), read_rate(4 * DRAM_FLOATS)
+    where = "a cache" if rate > 1.25 * memory else "memory"
+    return (
+        f"Its {num_bytes / 1e6:.0f} MB of weights come from {where}: so many bytes are read at "
+        f"{rate / 1e9:.0f} GB/s here, 256 MB at {memory / 1e9:.0f}."
+    )
+
+
 def multiply_ceiling(dtype: torch.dtype) -> float:
     """Operations per second of multiply-adds, of bfloat16 pairs where the CPU can."""
     is_bfloat16 = dtype == torch.bfloat16
@@ -73,14 +95,6 @@ def has_amx() -> bool:
     with contextlib.suppress(OSError):
         return " amx_tile " in Path("/proc/cpuinfo").read_text()
     return False
-
-
-def last_level_cache() -> int | None:
-    """Bytes of the L3 cache where the system tells it."""
-    with contextlib.suppress(OSError):
-        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
-        return int(size.removesuffix("K")) * 1024
-    return None
 
 
 def report(

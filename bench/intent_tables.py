@@ -257,8 +257,9 @@ def about(result: dict[str, Any]) -> str:
         f"the other, {result['modes'][0]['tokens'] / count / result['rounds']:.1f} greedy tokens "
         f"each, {result['threads']} thread(s). Speed-ups: medians of {result['rounds']} round(s) "
         f"of chunks of {result['chunk']}, in turns. Model {result['model_sha256'][:12]}, "
-        f"{result['num_layers']} layers. {result['cpu']}, {result['cpu_capability']} kernels, "
-        f"{named}. `python bench/bench_intents.py --count {count}`"
+        f"{result['num_layers']} layers. {result['weights']} {result['cpu']}, "
+        f"{result['cpu_capability']} kernels, {named}. "
+        f"`python bench/bench_intents.py --count {count}`"
     )
 
 

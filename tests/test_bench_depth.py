@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -162,10 +161,15 @@ def test_the_benchmark_runs_on_a_tiny_model_and_shows_what_it_measured(tmp_path:
 
 
 def test_a_caption_says_where_weights_come_from() -> None:
-    rows = [{"model": "a", "weights": "int8", "bytes": 9e6}]
-    rows.append({"model": "b", "weights": "float32", "bytes": 538e6})
-    result: dict[str, Any] = {"last_level_cache": 32 << 20, "weights": rows}
-    assert depth_tables.sources(result) == (
-        "By an L3 of 32 MB. Weights from cache: a int8 (9 MB); from memory: b float32 (538 MB)."
+    rows = [{"model": "a", "weights": "int8", "bytes": 9e6, "from_cache": True}]
+    rows.append({"model": "b", "weights": "float32", "bytes": 538e6, "from_cache": False})
+    assert depth_tables.sources({"weights": rows}) == (
+        "By how fast so many bytes are read: weights from a cache: a int8 (9 MB); "
+        "from memory: b float32 (538 MB)."
     )
-    assert "not known" in depth_tables.sources({**result, "last_level_cache": None})
+
+
+def test_the_committed_tables_are_those_of_the_committed_figures() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "depth.json").read_text())
+    assert depth_tables.full(result) in (ROOT / "bench" / "RESULTS.md").read_text()
+    assert depth_tables.short(result) in (ROOT / "README.md").read_text()

@@ -313,7 +313,7 @@ class SelfSpeculative(Exit):
 
     Args:
         exit_layer: layers of the draft, 1..num_layers-1.
-        num_drafts: most tokens drafted a round.
+        num_drafts: most tokens drafted a round; 64 are, however many more it says.
         draft_threshold: stop a round's draft after a token whose top-2 probability gap is below it.
         reuse: whether verification takes up keys, values and exit states of the draft. False runs
             drafted positions through every layer again: the same tokens, to measure what the reuse

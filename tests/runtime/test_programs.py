@@ -339,10 +339,12 @@ def test_programs_are_captured_once_and_not_kept_for_ever(
 
 
 def test_a_long_draft_takes_no_more_than_is_left(agreeing: eecore.Model) -> None:
-    (output,) = eecore.generate(
-        agreeing, PROMPTS[0], exit=SelfSpeculative(2, 100_000), max_tokens=6
-    )
-    assert output.token_ids == eecore.generate(agreeing, PROMPTS[0], max_tokens=6)[0].token_ids
+    for count in (6, 150):
+        settings: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
+        (full,) = eecore.generate(agreeing, PROMPTS[0], **settings)
+        policy = SelfSpeculative(2, 100_000)
+        (output,) = eecore.generate(agreeing, PROMPTS[0], exit=policy, **settings)
+        assert output.token_ids == full.token_ids
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

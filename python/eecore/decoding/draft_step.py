@@ -46,6 +46,8 @@ __all__ = ["DraftKind", "DraftStep", "Row", "draft_kind"]
 
 # Programs of fewer drafts are not made as the end of a text comes near.
 MIN_STEPS = 16
+# A round has no more drafts, whatever a policy says: by then one of them is wrong.
+MAX_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def draft_kind(rows: list[Row], *, page_size: int, ahead: bool) -> DraftKind:
     path = rows[0].route.path
     assert path is not None
     steps = power_of_two(max(MIN_STEPS, *(row.work.max_drafts for row in rows)))
-    steps = min(steps, max(sequence.max_drafts for sequence in sequences))
+    steps = min(steps, max(sequence.max_drafts for sequence in sequences), MAX_STEPS)
     return DraftKind(
         path,
         steps,

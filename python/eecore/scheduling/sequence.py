@@ -54,7 +54,7 @@ class Counters:
         self.preemptions += more.preemptions
 
 
-@dataclass
+@dataclass(slots=True)
 class Times:
     """When things happened to a request, in seconds of ``time.perf_counter``."""
 
@@ -63,7 +63,7 @@ class Times:
     finished: float | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A request inside the engine.
 
