@@ -346,6 +346,7 @@ def a_result() -> dict[str, Any]:
         "left_out": {"economize": "no network"},
         "model_sha256": "0" * 64,
         "num_layers": 4,
+        "weights": "Its weights come from memory.",
         "dtype": "float32",
         "utterances": 1,
         "prompt_tokens": 9,
