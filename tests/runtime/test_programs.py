@@ -10,7 +10,7 @@ import torch
 from test_confident_exit import MEASURES, SETTINGS, policy_of
 
 import eecore
-from devices import cpu_only, engine_of, load
+from devices import DEVICE, cpu_only, engine_of, load
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = random_prompts(3, 11, 1, 20, 7)
 LENGTHS = (12, 3, 9, 1, 7)
+# On the CPU a row rounds alike whatever runs beside it.
+ROUNDING = 0.0 if DEVICE == "cpu" else 1e-4
 
 HOT = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 11}
 
@@ -80,8 +82,9 @@ def check_same(got: list[Output], expected: list[Output]) -> None:
     for one, other in zip(got, expected, strict=True):
         assert one.token_ids == other.token_ids
         assert one.exit_layers == other.exit_layers
-        assert one.confidences == other.confidences
-        assert one.logprobs == other.logprobs
+        assert one.confidences == pytest.approx(other.confidences, abs=ROUNDING, rel=0)
+        if other.logprobs is not None:
+            assert one.logprobs == pytest.approx(other.logprobs, abs=ROUNDING, rel=0)
         for name in ("layers_run", "layers_filled", "fill_calls", "drafted", "accepted"):
             assert getattr(one.stats, name) == getattr(other.stats, name)
 
