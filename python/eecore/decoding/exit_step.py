@@ -42,7 +42,7 @@ from eecore.models import AttentionBatch, KVCache, Network
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
-__all__ = ["ExitKind", "ExitStep", "Row", "exit_kind"]
+__all__ = ["ExitKind", "ExitStep", "exit_kind"]
 
 
 @dataclass(frozen=True)

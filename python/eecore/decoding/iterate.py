@@ -123,13 +123,18 @@ class Iterations:
             after: the flight that is still out, if any. Its sequences go on where it leaves them;
                 that takes the same program.
         """
-        if not self.ahead or any(map(_must_land, works)):
+        if not self.ahead or any(map(self._must_land, works)):
             return None
         families = self._families(works)
         if len(families) != 1:
             return None
         (family,) = families.values()
         return self._launch(family, after, only=None if after is None else after.program)
+
+    def _must_land(self, work: Work) -> bool:
+        """Whether what a row does next depends on more than where the device knows it to be."""
+        route = route_of(work.sequence, self.model.config.num_layers)
+        return work.is_prefill or needs_logits(work.sequence.sampling) or route.adaptive
 
     def _families(self, works: list[Work]) -> dict[DraftPath | None, list[Work]]:
         """Works that share a program, by how they draft."""
@@ -177,9 +182,3 @@ def _place(flight: Flight | None, sequence: Sequence) -> tuple[int | None, int]:
         return None, 0
     row = flight.places[sequence]
     return row, flight.works[row].most_tokens
-
-
-def _must_land(work: Work) -> bool:
-    """Whether what a row does next depends on more than where the device knows it to be."""
-    sequence = work.sequence
-    return work.is_prefill or needs_logits(sequence.sampling) or sequence.draft_stop is not None
