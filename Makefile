@@ -5,9 +5,10 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test fuzz lint format bench clean
 
 ARGS ?=
+MINUTES ?= 10
 SETUP := scripts/setup_venv.sh
 PYTHON_IN_VENV := .venv/bin/python
 CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
@@ -22,6 +23,10 @@ demo:  ## a real model, streamed in every exit mode
 test:  ## the whole test suite
 	@$(SETUP) test
 	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
+
+fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
+	@$(SETUP) test
+	@$(PYTHON_IN_VENV) tests/fuzz/campaign.py --minutes $(MINUTES) $(ARGS)
 
 lint:  ## ruff, mypy and clang-format: changes nothing
 	@$(SETUP) lint
