@@ -194,9 +194,10 @@ def imports(module: str, *, for_types: bool = True) -> frozenset[str]:
 
 # Each module or folder of the package, lowest first, and the rows above it that it may look at;
 # EVERYBODYS beside those. "eecore" is the root: to import from it is to look at all it re-exports.
-EVERYBODYS = {"errors", "textfiles"}
+EVERYBODYS = {"errors", "files", "textfiles"}
 FLOORS = {
     "errors": "",
+    "files": "",
     "textfiles": "",
     "config": "",
     "output": "",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eecore.errors import ExitError
+from eecore.files import write_text
 
 __all__ = ["Calibration", "CalibrationStep"]
 
@@ -83,7 +84,7 @@ class Calibration:
         }
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Calibration:

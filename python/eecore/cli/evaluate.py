@@ -21,6 +21,7 @@ from eecore.cli.loading import (
     check_path,
     load,
 )
+from eecore.files import write_text
 
 if TYPE_CHECKING:
     from eecore.evaluation import TimedRun
@@ -95,8 +96,8 @@ def layerskip(
     )
     print(report.markdown())
     if out is not None:
-        beside(out, "json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-        beside(out, "md").write_text(report.markdown() + "\n")
+        write_text(beside(out, "json"), json.dumps(report.to_dict(), indent=2) + "\n")
+        write_text(beside(out, "md"), report.markdown() + "\n")
     return 0
 
 
@@ -154,7 +155,7 @@ def sweep(
         print("no pair is faster than full depth on these prompts")
     if out is not None:
         found.save(beside(out, "json"))
-        beside(out, "md").write_text(found.markdown() + "\n")
+        write_text(beside(out, "md"), found.markdown() + "\n")
         found.plot(beside(out, "svg"))
     return 0
 

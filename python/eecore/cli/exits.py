@@ -25,6 +25,7 @@ from eecore.cli.loading import (
     model_and_prompt,
 )
 from eecore.errors import RequestError
+from eecore.files import write_text
 from eecore.textfiles import read_text
 
 
@@ -89,6 +90,6 @@ def exits(
         console.print(f"exit layers: {runs(layers)}")
     console.print(f"mean exit layer {found.mean_exit_layer:.2f} of {found.num_layers}")
     if html is not None:
-        html.write_text(found.html())
+        write_text(html, found.html())
         console.print(f"wrote {html}")
     return 0

@@ -11,6 +11,7 @@ from typing import Any
 from eecore.evaluation import plots
 from eecore.evaluation.tables import markdown_table
 from eecore.exits import BatchMode
+from eecore.files import write_text
 
 __all__ = ["CalmReport", "CalmRow", "Speed"]
 
@@ -129,8 +130,8 @@ class CalmReport:
 
     def write(self, stem: Path) -> None:
         """Write STEM.json, STEM.md and the two figures of :meth:`plot`."""
-        stem.with_name(f"{stem.name}.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        stem.with_name(f"{stem.name}.md").write_text(self.markdown() + "\n")
+        write_text(stem.with_name(f"{stem.name}.json"), json.dumps(self.to_dict(), indent=1) + "\n")
+        write_text(stem.with_name(f"{stem.name}.md"), self.markdown() + "\n")
         self.plot(stem)
 
     def plot(self, stem: Path) -> None:

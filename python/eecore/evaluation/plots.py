@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eecore.errors import RequestError
+from eecore.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,8 +38,8 @@ def save(drawn: Figure, path: str | Path) -> None:
     from matplotlib import rc_context
 
     metadata = {"Date": None} if Path(path).suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": "eecore"}):
-        drawn.savefig(path, metadata=metadata)
+    with rc_context({"svg.hashsalt": "eecore"}), replacing(path) as partial:
+        drawn.savefig(partial, metadata=metadata)
 
 
 def bar_chart(

@@ -21,6 +21,7 @@ from eecore.config import AnyModelConfig
 from eecore.errors import RequestError
 from eecore.evaluation.exit_scores import whole_sequences
 from eecore.exits import DraftAndVerify
+from eecore.files import write_text
 from eecore.generation import Model
 from eecore.models import KVCache, Network, T5Model
 
@@ -66,7 +67,7 @@ class SkipSearch:
 
     def save(self, path: str | Path) -> None:
         """Write the path as JSON."""
-        Path(path).write_text(json.dumps([asdict(step) for step in self.path], indent=1) + "\n")
+        write_text(path, json.dumps([asdict(step) for step in self.path], indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> SkipSearch:

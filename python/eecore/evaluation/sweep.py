@@ -13,6 +13,7 @@ from eecore.evaluation import plots
 from eecore.evaluation.tables import markdown_table
 from eecore.evaluation.timed import TimedRun, time_policies
 from eecore.exits import SelfSpeculative
+from eecore.files import write_text
 from eecore.generation import Model
 
 __all__ = ["Sweep", "SweepCell", "default_exit_layers", "sweep_speculation"]
@@ -57,7 +58,7 @@ class Sweep:
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
         stored = {**asdict(self), "best": asdict(self.best)}
-        Path(path).write_text(json.dumps(stored, indent=2) + "\n")
+        write_text(path, json.dumps(stored, indent=2) + "\n")
 
     def plot(self, path: str | Path) -> None:
         """A heat map of the speed-ups, as a picture of the format that the file's name says."""

@@ -7,13 +7,8 @@ dequantises. The directory appears whole or not at all.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +18,7 @@ from torch import Tensor
 
 from eecore.config import RopeConfig
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
+from eecore.files import appearing
 from eecore.models.checkpoint import INDEX, WHOLE
 from eecore.models.gguf_tokenizer import build_tokenizer, special_token_ids
 from eecore.models.load import DTYPES
@@ -75,7 +71,7 @@ def convert_gguf(
         raise ModelError(f"{target}: expected a new or empty directory, got one in use")
     gguf_file = GGUFFile(source)
     config = model_config(gguf_file)
-    with _appearing_whole(target) as partial:
+    with appearing(target) as partial:
         config["dtype"] = str(stored_as).removeprefix("torch.")
         _write_json(partial / "config.json", config)
         ids = {name: value for name, value in config.items() if name.endswith("os_token_id")}
@@ -305,21 +301,3 @@ def _write_tokenizer(file: GGUFFile, directory: Path) -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _appearing_whole(target: Path) -> Iterator[Path]:
-    """A directory beside the target that takes its place at the end, or goes on an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        for path in partial.iterdir():
-            path.chmod(0o644)
-        if target.is_dir():
-            target.rmdir()
-        os.replace(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

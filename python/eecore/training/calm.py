@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from eecore.config import is_whole, is_within
 from eecore.errors import TrainingError
 from eecore.exits import ExitClassifier
+from eecore.files import replacing
 from eecore.training.data import Batch
 from eecore.training.early_exit_loss import Head, Targets
 from eecore.training.exit_model import ExitModel
@@ -165,4 +166,5 @@ def save_classifier(
         for name in ("weight1", "bias1", "weight2", "bias2")
         if (tensor := getattr(classifier, name)) is not None
     }
-    save_file(tensors, str(path), {"format": "pt", **(metadata or {})})
+    with replacing(path) as partial:
+        save_file(tensors, partial, {"format": "pt", **(metadata or {})})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eecore.errors import TrainingError
+from eecore.files import replacing
 from eecore.training.libraries import library
 from eecore.training.run_log import EVALUATIONS_FILE, STEPS_FILE, read_log
 
@@ -44,7 +45,8 @@ def plot_run(directory: Path, out: Path) -> None:
             right.plot(layers, values, marker="o", label=measure)
         right.set(xlabel="exit layer", ylabel="share of held-out tokens", ylim=(0, 1.02))
         right.legend(loc="lower right")
-    figure.savefig(str(out))
+    with replacing(out) as partial:
+        figure.savefig(str(partial))
 
 
 def _smoothed(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eecore.errors import TrainingError
+from eecore.files import replacing
 from eecore.training.evaluation import ExitScores
 from eecore.training.libraries import library
 
@@ -26,11 +27,10 @@ class CsvLog:
 
     def __init__(self, path: Path, columns: Sequence[str], resume_at: int) -> None:
         kept = _rows_until(path, columns, resume_at) if path.is_file() else []
-        self._file = path.open("w", newline="")
+        with replacing(path) as partial, partial.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([columns, *kept])
+        self._file = path.open("a", newline="")
         self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(columns)
-        self._writer.writerows(kept)
-        self._file.flush()
 
     def write(self, row: Sequence[int | float | None]) -> None:
         """Append a row, on disk when this returns; None leaves a field empty."""

@@ -1,13 +1,12 @@
 """A run's state in one safetensors file: weights, optimizer, random numbers, how far it has come.
 
-The file is complete or not there: it is written beside its place, flushed to disk and then moved.
+The file is complete or not there (:mod:`eecore.files`).
 Nothing in it is pickled.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
+from eecore.files import replacing
 from eecore.training.recipe import TrainingConfig
 
 __all__ = ["RunState", "load_state", "read_state", "save_state"]
@@ -61,15 +61,12 @@ def save_state(
         "data_digest": state.data_digest,
         "config": state.config.to_dict(),
     }
-    partial = path.with_name(f"{path.name}.partial")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        partial,
-        {"format": FORMAT, "state": json.dumps(about)},
-    )
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with replacing(path) as partial:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            partial,
+            {"format": FORMAT, "state": json.dumps(about)},
+        )
 
 
 def read_state(path: Path) -> RunState:

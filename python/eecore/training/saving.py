@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eecore.files import filling
 from eecore.models.source import model_digest
 from eecore.training.evaluation import ExitScores
 from eecore.training.exit_model import ExitModel
@@ -47,23 +48,24 @@ def save_model(
         tokens: that the run has read.
         tokenizer_directory: its tokenizer files are copied.
     """
-    if hasattr(model, "merge_and_unload"):
-        model.save_pretrained(str(directory / "adapter"))
-        model = model.merge_and_unload()
-    with _no_progress_bars():
-        model.save_pretrained(str(directory))
-    for name in TOKENIZER_FILES:
-        source = None if tokenizer_directory is None else tokenizer_directory / name
-        if source is not None and source.is_file() and source.parent != directory:
-            shutil.copyfile(source, directory / name)
-    about = {
-        "model_sha256": model_digest(directory),
-        "num_layers": ExitModel.of(model).num_layers,
-        "training": config.to_dict(),
-        "training_tokens": tokens,
-        "held_out": None if scores is None else asdict(scores),
-    }
-    (directory / EXITS_FILE).write_text(json.dumps(about, indent=2) + "\n")
+    with filling(directory) as partial:
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(str(partial / "adapter"))
+            model = model.merge_and_unload()
+        with _no_progress_bars():
+            model.save_pretrained(str(partial))
+        for name in TOKENIZER_FILES:
+            source = None if tokenizer_directory is None else tokenizer_directory / name
+            if source is not None and source.is_file() and source.parent != directory:
+                shutil.copyfile(source, partial / name)
+        about = {
+            "model_sha256": model_digest(partial),
+            "num_layers": ExitModel.of(model).num_layers,
+            "training": config.to_dict(),
+            "training_tokens": tokens,
+            "held_out": None if scores is None else asdict(scores),
+        }
+        (partial / EXITS_FILE).write_text(json.dumps(about, indent=2) + "\n")
 
 
 @contextmanager

@@ -1,0 +1,166 @@
+"""Files that appear whole or not at all: written beside their place and then renamed.
+
+Whatever ends the writing early, a full disk or Ctrl-C, leaves what was there before and nothing
+else. What is written reaches the disk before it takes its place (fsync), so that a machine that
+loses power has the old file or the new one; which of the two is not promised.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["appearing", "filling", "replacing", "write_text"]
+
+# Written to as they are: there is nothing to keep, and nothing can take their place.
+DEVICES = ("/dev/", "/proc/")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write UTF-8 text in place of what was there; what it cannot say becomes ``\\udc80``."""
+    with replacing(path) as partial:
+        partial.write_bytes(text.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """The path to write to, with the suffix of ``path``, whose place it takes at the end.
+
+    The mode of a file that was there is kept, and links are followed. Devices and pipes are written
+    to as they are.
+
+    Raises:
+        OSError: that names ``path``, which is as it was.
+    """
+    if _is_device(path):
+        yield Path(path)
+        return
+    target = Path(os.path.realpath(path))
+    partial = _beside(target, target.suffix)
+    try:
+        with _named(path, partial):
+            mode = _create(partial, target)
+            yield partial
+            _flush(partial)
+            if mode is not None:
+                partial.chmod(mode)
+            os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def appearing(directory: str | Path) -> Iterator[Path]:
+    """A directory to fill, which takes the place of ``directory``, new or empty, at the end.
+
+    Folders above it that are missing are made, and go again when it fails.
+
+    Raises:
+        OSError: that names ``directory``, which is as it was.
+    """
+    target = Path(os.path.realpath(directory))
+    partial = _beside(target, "")
+    made: list[Path] = []
+    try:
+        with _named(directory, partial):
+            _make_folders(target.parent, made)
+            partial.mkdir()
+            yield partial
+            for path in partial.rglob("*"):
+                if path.is_file():
+                    _flush(path)
+            if target.exists():
+                partial.chmod(stat.S_IMODE(target.stat().st_mode))
+            os.replace(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for folder in reversed(made):
+            _remove_empty(folder)
+        raise
+
+
+@contextmanager
+def filling(directory: Path) -> Iterator[Path]:
+    """A folder in ``directory``, whose files take their places in that at the end, one by one.
+
+    Raises:
+        OSError: that names ``directory``; its files are as they were unless moving has begun.
+    """
+    partial = _beside(directory / "files", "")
+    try:
+        with _named(directory, partial):
+            partial.mkdir()
+            yield partial
+            whole = sorted(path for path in partial.rglob("*") if path.is_file())
+            for path in whole:
+                _flush(path)
+            for path in whole:
+                place = directory / path.relative_to(partial)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_device(path: str | Path) -> bool:
+    if os.path.abspath(path).startswith(DEVICES):
+        return True
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
+    except OSError:  # nothing is there yet
+        return False
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    """A name that nothing has, hidden; short, since the target's may be as long as names can be."""
+    return target.with_name(f".{secrets.token_hex(8)}{suffix[-16:]}")
+
+
+def _create(partial: Path, target: Path) -> int | None:
+    """Make an empty file; the mode of the one whose place it takes, if there is one."""
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "expected a file, got a directory")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    return stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _make_folders(folder: Path, made: list[Path]) -> None:
+    """Make what is missing of a path, and note each folder, from the highest on."""
+    if folder.exists():
+        return
+    _make_folders(folder.parent, made)
+    made.append(folder)
+    try:
+        folder.mkdir()
+    except FileExistsError:  # somebody else was faster
+        made.remove(folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # others have put something there, or it was never made
+        folder.rmdir()
+
+
+@contextmanager
+def _named(path: str | Path, partial: Path) -> Iterator[None]:
+    """OSErrors that name what was asked for, where they say what is written in its stead."""
+    try:
+        yield
+    except OSError as error:
+        ours = error.filename is None or str(error.filename).startswith(str(partial))
+        if not ours or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
