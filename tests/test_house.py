@@ -194,10 +194,11 @@ def imports(module: str, *, for_types: bool = True) -> frozenset[str]:
 
 # Each module or folder of the package, lowest first, and the rows above it that it may look at;
 # EVERYBODYS beside those. "eecore" is the root: to import from it is to look at all it re-exports.
-EVERYBODYS = {"errors", "files", "textfiles"}
+EVERYBODYS = {"errors", "files", "textfiles", "values"}
 FLOORS = {
     "errors": "",
     "files": "",
+    "values": "",
     "textfiles": "",
     "config": "",
     "output": "",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from eecore.errors import ModelError, RequestError
+from eecore.values import MIN_POSITIVE, Fields
 
 __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Config"]
 
+# Beyond these float32 is not enough: logits become infinite, or all one.
+TEMPERATURES = (1e-10, 1e10)
+REPETITION_PENALTIES = (0.01, 100.0)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -273,19 +274,22 @@ class SamplingParams:
     """How a request turns distributions into tokens, and when it stops.
 
     Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+    Numbers may be numpy's or fractions; what is kept is Python's own. A bool is no number.
 
     Args:
         max_tokens: most tokens to generate (N of the decaying threshold).
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; otherwise 1e-10..1e10.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p.
         min_p: drop tokens less probable than min_p times the most probable one.
-        repetition_penalty: divides the logits of seen tokens; 1 switches it off.
+        repetition_penalty: divides the logits of seen tokens; 0.01..100, 1 switches it off.
         seed: of the request's random numbers; None draws one.
         logprobs: how many of the most probable tokens to report with their log-probabilities,
-            besides the emitted token's own; None reports nothing, 0 the emitted token's alone.
-        stop: strings that end the text; the text stops before them.
-        stop_token_ids: tokens that end the request, besides the model's own.
+            besides the emitted token's own; None reports nothing, 0 the emitted token's alone. At
+            most the model's vocabulary.
+        stop: strings that end the text; the text stops before them. At most 64, of 4096 characters.
+        stop_token_ids: tokens that end the request, besides the model's own; at most 1024. Those
+            that the model does not have never come.
         ignore_eos: go on past the model's end-of-sequence tokens.
     """
 
@@ -302,48 +306,18 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _as_tuple(stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
-        for name, ok, expected in (
-            ("max_tokens", is_whole(self.max_tokens, 1), "a whole number, 1 or more"),
-            ("temperature", is_within(self.temperature, 0.0, sys.float_info.max), "0 or more"),
-            ("top_k", is_whole(self.top_k, 0), "a whole number, 0 or more"),
-            ("top_p", is_within(self.top_p, MIN_POSITIVE, 1.0), "above 0, at most 1"),
-            ("min_p", is_within(self.min_p, 0.0, 1.0), "0..1"),
-            (
-                "repetition_penalty",
-                is_within(self.repetition_penalty, MIN_POSITIVE, sys.float_info.max),
-                "above 0",
-            ),
-            ("seed", self.seed is None or is_whole(self.seed, 0, 2**64 - 1), "None or 0..2**64-1"),
-            ("logprobs", self.logprobs is None or is_whole(self.logprobs, 0), "None or 0 or more"),
-            (
-                "stop",
-                all(s and isinstance(s, str) for s in self.stop),
-                "strings, none empty",
-            ),
-            ("stop_token_ids", all(is_whole(t, 0) for t in self.stop_token_ids), "token ids"),
-        ):
-            if not ok:
-                raise RequestError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
-
-
-MIN_POSITIVE = sys.float_info.min
-
-
-def _as_tuple(values: object) -> tuple[Any, ...]:
-    return tuple(values) if isinstance(values, Iterable) else (values,)
-
-
-def is_whole(value: object, low: int, high: int | None = None) -> bool:
-    """Whether it is an integer, numpy's included, of low..high."""
-    return isinstance(value, Integral) and low <= int(value) and (high is None or value <= high)
-
-
-def is_within(value: object, low: float, high: float) -> bool:
-    """Whether it is a real number, numpy's included, of low..high."""
-    return isinstance(value, Real) and low <= float(value) <= high
+        fields = Fields(self, RequestError)
+        fields.whole("max_tokens", 1)
+        fields.real("temperature", *TEMPERATURES, or_zero=True)
+        fields.whole("top_k")
+        fields.real("top_p", MIN_POSITIVE, 1.0, expected="above 0, at most 1")
+        fields.real("min_p", 0.0, 1.0)
+        fields.real("repetition_penalty", *REPETITION_PENALTIES)
+        fields.whole("seed", 0, 2**64 - 1, optional=True)
+        fields.whole("logprobs", optional=True)
+        fields.texts("stop", most=64, longest=4096)
+        fields.wholes("stop_token_ids", most=1024)
+        fields.flag("ignore_eos")
 
 
 @dataclass(frozen=True)
@@ -368,6 +342,7 @@ class EngineConfig:
     max_input_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        fields = Fields(self, RequestError)
         for name in (
             "kv_cache_tokens",
             "page_size",
@@ -375,12 +350,8 @@ class EngineConfig:
             "max_batch_tokens",
             "max_prefill_chunk",
         ):
-            if not is_whole(getattr(self, name), 1):
-                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)!r}")
-        if self.max_input_tokens is not None and not is_whole(self.max_input_tokens, 1):
-            raise ValueError(
-                f"max_input_tokens: expected None or 1 or more, got {self.max_input_tokens!r}"
-            )
+            fields.whole(name, 1)
+        fields.whole("max_input_tokens", 1, optional=True)
 
     @property
     def num_pages(self) -> int:

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from eecore.calibration_file import Calibration, Source
-from eecore.config import is_whole, is_within
 from eecore.errors import ExitError, RequestError
+from eecore.values import INT32_MAX, Fields, as_items, as_real, as_whole, is_whole, shown
 
 __all__ = [
     "ConfidentExit",
@@ -34,18 +34,30 @@ __all__ = [
 
 Measure = Literal["softmax", "state", "classifier"]
 BatchMode = Literal["each", "all"]
+MOST_LAYERS = 65536
 
 
 def _check_layer(name: str, value: int, low: int, high: int, num_layers: int) -> None:
     if not is_whole(value, low, high):
         raise ExitError(
-            f"{name}: expected {low}..{high} for a model of {num_layers} layers, got {value!r}"
+            f"{name}: expected {low}..{high} for a model of {num_layers} layers, got {shown(value)}"
         )
 
 
-def _check_num_drafts(name: str, value: int) -> None:
-    if not is_whole(value, 1):
-        raise ExitError(f"{name}: expected 1 or more, got {value!r}")
+def _fields(policy: Exit) -> Fields:
+    return Fields(policy, ExitError, f"{type(policy).__name__}.")
+
+
+def _layer(policy: Exit, name: str) -> None:
+    """A number of layers as an int; whether there are so many is known with the model."""
+    _fields(policy).whole(name, -INT32_MAX, expected="a layer")
+
+
+def _layers(policy: Exit, name: str, kind: Any) -> None:
+    """Layers as ints; whether the model has them is known with it."""
+    _fields(policy).wholes(
+        name, -INT32_MAX, most=MOST_LAYERS, expected=f"at most {MOST_LAYERS} layers", kind=kind
+    )
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,9 @@ class FixedExit(Exit):
 
     exit_layer: int
 
+    def __post_init__(self) -> None:
+        _layer(self, "exit_layer")
+
     @property
     def contract(self) -> str:
         return f"fixed exit after layer {self.exit_layer}: no promise about quality"
@@ -118,6 +133,19 @@ class ExitClassifier:
     _moved: dict[torch.device, ExitClassifier] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("weight1", "bias1", "weight2", "bias2"):
+            tensor = getattr(self, name)
+            if tensor is None and name != "weight1":
+                continue
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                raise ExitError(
+                    f"ExitClassifier.{name}: expected a tensor of floats, got {shown(tensor)}"
+                )
+        if self.weight1.dim() == 0 or 0 in self.weight1.shape:
+            raise ExitError(
+                "ExitClassifier.weight1: expected [2 or inner_size, hidden_size], "
+                f"got {list(self.weight1.shape)}"
+            )
         inner = self.weight1.shape[0]
         rows = 2 if self.weight2 is None else inner
         for name, tensor, expected in (
@@ -199,38 +227,53 @@ class ConfidentExit(Exit):
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        for name, value in [
-            ("threshold", self.threshold),
-            *((f"thresholds[{layer}]", value) for layer, value in self.thresholds.items()),
-        ]:
-            if not is_within(value, 0.0, 1.0):
-                raise ExitError(f"ConfidentExit.{name}: expected 0..1, got {value!r}")
-        if self.measure not in ("softmax", "state", "classifier"):
-            raise ExitError(
-                "ConfidentExit.measure: expected softmax, state or classifier, "
-                f"got {self.measure!r}"
-            )
-        if self.batch not in ("each", "all"):
-            raise ExitError(f"ConfidentExit.batch: expected each or all, got {self.batch!r}")
+        fields = _fields(self)
+        fields.real("threshold", 0.0, 1.0)
+        fields.choice("measure", "softmax", "state", "classifier")
+        fields.choice("batch", "each", "all")
+        fields.real("decay_tau", 0.0, sys.float_info.max, expected="0 or more")
+        _layer(self, "min_exit_layer")
         if self.exit_points is not None:
-            object.__setattr__(self, "exit_points", tuple(self.exit_points))
+            _layers(self, "exit_points", tuple)
             if not self.exit_points:
                 raise ExitError("ConfidentExit.exit_points: expected some layers, or None, got ()")
-            strangers = sorted(set(self.thresholds) - set(self.exit_points))
-            if strangers:
-                raise ExitError(
-                    f"ConfidentExit.thresholds: expected layers of exit_points={self.exit_points}, "
-                    f"got {strangers[0]}"
-                )
-        if not is_within(self.decay_tau, 0.0, sys.float_info.max):
-            raise ExitError(f"ConfidentExit.decay_tau: expected 0 or more, got {self.decay_tau}")
+        fields.put("thresholds", self._own_thresholds())
+        fields.instance("classifier", ExitClassifier, optional=True)
         if (self.measure == "classifier") != (self.classifier is not None):
             raise ExitError(
                 "ConfidentExit.classifier: expected one with measure='classifier', none without, "
                 f"got measure={self.measure!r} and classifier={self.classifier!r}"
             )
+        fields.instance("calibration", Calibration, optional=True)
         if self.calibration is not None:
             self.calibration.check_fits(self)
+
+    def _own_thresholds(self) -> dict[int, float]:
+        """The thresholds of single exit points, layers and numbers as Python's own."""
+        given = self.thresholds
+        items = as_items(given.items(), MOST_LAYERS) if isinstance(given, Mapping) else None
+        if items is None:
+            raise ExitError(
+                "ConfidentExit.thresholds: expected a threshold for each of some layers, "
+                f"got {shown(given)}"
+            )
+        own: dict[int, float] = {}
+        for layer, value in items:
+            at, threshold = as_whole(layer, -INT32_MAX, INT32_MAX), as_real(value, 0.0, 1.0)
+            if at is None:
+                raise ExitError(f"ConfidentExit.thresholds: expected layers, got {shown(layer)}")
+            if threshold is None:
+                raise ExitError(
+                    f"ConfidentExit.thresholds[{at}]: expected 0..1, got {shown(value)}"
+                )
+            own[at] = threshold
+        strangers = sorted(set(own) - set(own if self.exit_points is None else self.exit_points))
+        if strangers:
+            raise ExitError(
+                f"ConfidentExit.thresholds: expected layers of exit_points={self.exit_points}, "
+                f"got {strangers[0]}"
+            )
+        return own
 
     @staticmethod
     def calibrated(
@@ -326,11 +369,11 @@ class SelfSpeculative(Exit):
     reuse: bool = True
 
     def __post_init__(self) -> None:
-        _check_num_drafts("SelfSpeculative.num_drafts", self.num_drafts)
-        if self.draft_threshold is not None and not is_within(self.draft_threshold, 0.0, 1.0):
-            raise ExitError(
-                f"SelfSpeculative.draft_threshold: expected 0..1, got {self.draft_threshold}"
-            )
+        _layer(self, "exit_layer")
+        fields = _fields(self)
+        fields.whole("num_drafts", 1)
+        fields.real("draft_threshold", 0.0, 1.0, optional=True)
+        fields.flag("reuse")
 
     @property
     def max_drafts(self) -> int:
@@ -371,15 +414,14 @@ class DraftAndVerify(Exit):
     initial_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "skip_attention", frozenset(self.skip_attention))
-        object.__setattr__(self, "skip_mlp", frozenset(self.skip_mlp))
+        _layers(self, "skip_attention", frozenset)
+        _layers(self, "skip_mlp", frozenset)
         if not self.skip_attention and not self.skip_mlp:
             raise ExitError("DraftAndVerify: expected at least one sublayer to skip, got none")
-        _check_num_drafts("DraftAndVerify.num_drafts", self.num_drafts)
-        if self.initial_threshold is not None and not is_within(self.initial_threshold, 0.0, 1.0):
-            raise ExitError(
-                f"DraftAndVerify.initial_threshold: expected 0..1, got {self.initial_threshold}"
-            )
+        fields = _fields(self)
+        fields.whole("num_drafts", 1)
+        fields.flag("adaptive")
+        fields.real("initial_threshold", 0.0, 1.0, optional=True)
 
     @property
     def max_drafts(self) -> int:

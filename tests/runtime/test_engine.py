@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import eecore
 from devices import load
@@ -381,23 +385,44 @@ def test_bad_requests(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens: expected a whole number, 1 or more, got 0"),
-        ({"max_tokens": 2.5}, "max_tokens: expected a whole number, 1 or more, got 2.5"),
-        ({"max_tokens": "9"}, "max_tokens: expected a whole number, 1 or more, got '9'"),
-        ({"temperature": -0.1}, "temperature: expected 0 or more, got -0.1"),
-        ({"temperature": float("nan")}, "temperature: expected 0 or more, got nan"),
-        ({"temperature": None}, "temperature: expected 0 or more, got None"),
-        ({"top_k": -1}, "top_k: expected a whole number, 0 or more, got -1"),
+        ({"max_tokens": 0}, r"max_tokens: expected a whole number, 1\.\.2147483647, got 0"),
+        ({"max_tokens": 2.5}, r"max_tokens: expected a whole number, 1\.\..*, got 2\.5"),
+        ({"max_tokens": "9"}, r"max_tokens: expected a whole number, 1\.\..*, got '9'"),
+        ({"max_tokens": 10**30}, "max_tokens: expected a whole number, .*, got 1000000"),
+        ({"max_tokens": True}, "max_tokens: expected a whole number, .*, got True"),
+        ({"temperature": -0.1}, r"temperature: expected 0 or 1e-10\.\.1e\+10, got -0\.1"),
+        ({"temperature": float("nan")}, r"temperature: expected 0 or 1e-10\.\.1e\+10, got nan"),
+        ({"temperature": None}, r"temperature: expected 0 or 1e-10\.\.1e\+10, got None"),
+        ({"temperature": 1e-40}, r"temperature: expected 0 or 1e-10\.\.1e\+10, got 1e-40"),
+        ({"temperature": 10**20}, r"temperature: expected 0 or 1e-10\.\.1e\+10, got 1000000"),
+        ({"temperature": 10**5000}, "temperature: expected .*, got a value of type int"),
+        ({"temperature": Decimal("0.5")}, r"temperature: expected .*, got Decimal\('0\.5'\)"),
+        ({"temperature": False}, "temperature: expected .*, got False"),
+        ({"top_k": -1}, r"top_k: expected a whole number, 0\.\.2147483647, got -1"),
+        ({"top_k": 2**31}, r"top_k: expected a whole number, 0\.\.2147483647, got 2147483648"),
         ({"top_p": 0.0}, "top_p: expected above 0, at most 1, got 0.0"),
         ({"top_p": 1.1}, "top_p: expected above 0, at most 1, got 1.1"),
+        ({"top_p": Fraction(10**400, 3)}, "top_p: expected above 0, at most 1, got Fraction"),
         ({"min_p": 1.5}, r"min_p: expected 0\.\.1, got 1\.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty: expected above 0, got 0"),
-        ({"seed": 2**64}, "seed: expected None or 0"),
-        ({"seed": -1}, "seed: expected None or 0"),
-        ({"logprobs": -1}, "logprobs: expected None or 0 or more, got -1"),
-        ({"stop": ("a", "")}, "stop: expected strings, none empty"),
-        ({"stop": [3]}, "stop: expected strings, none empty"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids: expected token ids"),
+        ({"repetition_penalty": 0}, r"repetition_penalty: expected 0\.01\.\.100, got 0"),
+        ({"repetition_penalty": 1e-40}, r"repetition_penalty: expected 0\.01\.\.100, got 1e-40"),
+        ({"repetition_penalty": 1e40}, r"repetition_penalty: expected 0\.01\.\.100, got 1e\+40"),
+        ({"repetition_penalty": 10**30}, r"repetition_penalty: expected 0\.01\.\.100, got 10000"),
+        ({"seed": 2**64}, "seed: expected None or a whole number, 0"),
+        ({"seed": -1}, "seed: expected None or a whole number, 0"),
+        ({"logprobs": -1}, r"logprobs: expected None or a whole number, 0\.\..*, got -1"),
+        ({"logprobs": True}, r"logprobs: expected None or a whole number, 0\.\..*, got True"),
+        ({"stop": ("a", "")}, "stop: expected at most 64 strings, none empty"),
+        ({"stop": [3]}, "stop: expected at most 64 strings, none empty"),
+        ({"stop": "a" * 4097}, "stop: expected .* longer than 4096 characters"),
+        ({"stop": itertools.repeat("a")}, "stop: expected at most 64 strings"),
+        ({"stop": 3}, "stop: expected at most 64 strings, none empty .*, got 3"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: expected at most 1024 whole numbers"),
+        ({"stop_token_ids": (2**31,)}, r"stop_token_ids: .* 0\.\.2147483647, got \(2147483648,\)"),
+        ({"stop_token_ids": (2**63,)}, "stop_token_ids: expected at most 1024 whole numbers"),
+        ({"stop_token_ids": (True,)}, r"stop_token_ids: expected .*, got \(True,\)"),
+        ({"stop_token_ids": range(1025)}, "stop_token_ids: expected at most 1024 whole numbers"),
+        ({"ignore_eos": "no"}, "ignore_eos: expected True or False, got 'no'"),
     ],
 )
 def test_bad_sampling(settings: dict[str, Any], message: str) -> None:
@@ -418,6 +443,99 @@ def test_numbers_of_numpy_are_numbers(agreeing: eecore.Model) -> None:
         for whole, real in ((int, float), (np.int64, np.float32))
     )
     assert plain == numpy
+
+
+def test_settings_are_kept_as_pythons_own() -> None:
+    one: Any = np.uint64(1)
+    half: Any = Fraction(1, 2)
+    given: dict[str, Any] = {
+        "max_tokens": one,
+        "temperature": half,
+        "top_k": np.int8(100),
+        "top_p": np.float16(0.5),
+        "min_p": half,
+        "repetition_penalty": one,
+        "seed": np.uint64(2**63),
+        "logprobs": np.int32(2),
+        "stop": [np.str_("end")],
+        "stop_token_ids": np.arange(2),
+        "ignore_eos": np.bool_(True),
+    }
+    sampling = SamplingParams(**given)
+    plain = SamplingParams(1, 0.5, 100, 0.5, 0.5, 1.0, 2**63, 2, ("end",), (0, 1), True)
+    assert sampling == plain
+    for name, value in vars(sampling).items():
+        assert type(value) is type(getattr(plain, name)), name
+    assert {type(text) for text in sampling.stop} == {str}
+    assert {type(token) for token in sampling.stop_token_ids} == {int}
+    assert type(EngineConfig(kv_cache_tokens=np.int64(64)).num_pages) is int  # type: ignore
+
+
+class Hostile:
+    """Raises, whatever it is asked for."""
+
+    def __index__(self) -> int:
+        raise OSError("never")
+
+    __int__ = __float__ = __len__ = __repr__ = __index__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        True,
+        np.bool_(True),
+        torch.tensor(True),
+        Hostile(),
+        pytest.param(10**5000, id="huge"),
+        np.float64(1),
+        "1",
+    ],
+)
+def test_tokens_that_are_no_tokens(agreeing: eecore.Model, token: Any) -> None:
+    engine = agreeing.engine()
+    with pytest.raises(RequestError, match=r"prompt: expected token ids 0\.\.319, got "):
+        engine.add_request([1, token])
+    assert_idle(engine)
+
+
+def test_tokens_are_kept_as_pythons_own(agreeing: eecore.Model) -> None:
+    engine = agreeing.engine()
+    mixed: Any = [np.uint8(7), torch.tensor(8), np.int64(9), 10]
+    output = run_all(engine, [(mixed, Full(), GREEDY)])[0]
+    assert output.prompt_token_ids == [7, 8, 9, 10]
+    assert {type(token) for token in output.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"prompt": "\ud800"}, r"prompt: expected text that the tokenizer takes, got '\\ud800'"),
+        ({"prompt": {1, 2}}, r"prompt: expected a string or a list of token ids, got \{1, 2\}"),
+        ({"sampling": {"top_k": 3}}, "sampling: expected SamplingParams, got {'top_k': 3}"),
+        ({"sampling": SamplingParams(logprobs=321)}, "logprobs: expected at most 320, the size of"),
+        ({"exit": Exit()}, r"exit: expected an exit policy such as Full\(\), got Exit\(\)"),
+        ({"exit": []}, r"exit: expected an exit policy such as Full\(\), got \[\]"),
+        ({"request_id": []}, r"request_id: expected a string, got \[\]"),
+    ],
+)
+def test_requests_that_are_none(
+    agreeing: eecore.Model, request_: dict[str, Any], message: str
+) -> None:
+    engine = agreeing.engine()
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(**{"prompt": [1], **request_})
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"page_size": True}, {"max_num_seqs": 2.0}, {"kv_cache_tokens": 10**30}, {"page_size": 0}],
+)
+def test_bad_engine_settings(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(RequestError, match=rf"{name}: expected a whole number, 1\.\.2147483647"):
+        EngineConfig(**settings)
 
 
 def test_single_values_are_taken_as_one() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -43,12 +47,47 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
             lambda: ConfidentExit(exit_points=(1, 2), thresholds={2: 0.5, 3: 0.5}),
             r"thresholds: expected layers of exit_points=\(1, 2\), got 3",
         ),
-        (lambda: SelfSpeculative(2, 0), "num_drafts: expected 1 or more, got 0"),
-        (lambda: SelfSpeculative(2, 2.5), "num_drafts: expected 1 or more, got 2.5"),
-        (lambda: SelfSpeculative(2, draft_threshold=2), "draft_threshold: expected 0..1, got 2"),
+        (
+            lambda: SelfSpeculative(2, 0),
+            r"num_drafts: expected a whole number, 1\.\.2147483647, got 0",
+        ),
+        (
+            lambda: SelfSpeculative(2, 2.5),
+            r"num_drafts: expected a whole number, 1\.\.2147483647, got 2\.5",
+        ),
+        (
+            lambda: SelfSpeculative(2, draft_threshold=2),
+            "draft_threshold: expected None or 0..1",
+        ),
+        (lambda: FixedExit(2.5), r"FixedExit\.exit_layer: expected a layer, got 2\.5"),
+        (lambda: FixedExit(True), r"FixedExit\.exit_layer: expected a layer, got True"),
+        (lambda: FixedExit(10**5000), r"exit_layer: expected a layer, got a value of type int"),
+        (lambda: SelfSpeculative("2"), r"SelfSpeculative\.exit_layer: expected a layer, got '2'"),
+        (lambda: SelfSpeculative(2, 10**30), "num_drafts: expected a whole number"),
+        (
+            lambda: SelfSpeculative(2, reuse=1),
+            "SelfSpeculative.reuse: expected True or False, got 1",
+        ),
+        (lambda: DraftAndVerify({1}, adaptive="no"), "adaptive: expected True or False, got 'no'"),
+        (lambda: DraftAndVerify("ab"), "skip_attention: expected at most 65536 layers, got 'ab'"),
+        (lambda: DraftAndVerify(itertools.count()), "skip_attention: expected at most 65536"),
+        (lambda: ConfidentExit(True), r"threshold: expected 0\.\.1, got True"),
+        (lambda: ConfidentExit(Decimal("0.5")), r"threshold: expected 0\.\.1, got Decimal"),
+        (lambda: ConfidentExit(measure=["softmax"]), "measure: expected softmax, state or"),
+        (lambda: ConfidentExit(exit_points=(1, "2")), "exit_points: expected at most 65536 layers"),
+        (lambda: ConfidentExit(thresholds=[0.5]), "thresholds: expected a threshold for each"),
+        (lambda: ConfidentExit(thresholds={"1": 0.5}), "thresholds: expected layers, got '1'"),
+        (lambda: ConfidentExit(classifier=3), "classifier: expected None or an ExitClassifier"),
+        (lambda: ConfidentExit(calibration="file"), "calibration: expected None or a Calibration"),
         (lambda: DraftAndVerify(), "expected at least one sublayer to skip"),
-        (lambda: DraftAndVerify({1}, num_drafts=0), "num_drafts: expected 1 or more, got 0"),
-        (lambda: DraftAndVerify({1}, initial_threshold=-1), "initial_threshold: expected 0..1"),
+        (
+            lambda: DraftAndVerify({1}, num_drafts=0),
+            r"num_drafts: expected a whole number, 1\.\.2147483647, got 0",
+        ),
+        (
+            lambda: DraftAndVerify({1}, initial_threshold=-1),
+            "threshold: expected None or 0..1",
+        ),
     ],
 )
 def test_contradictory_settings_are_refused(policy: Any, message: str) -> None:
@@ -56,12 +95,41 @@ def test_contradictory_settings_are_refused(policy: Any, message: str) -> None:
         policy()
 
 
+def test_settings_are_kept_as_pythons_own() -> None:
+    eight: Any = np.int8(100)
+    half: Any = Fraction(1, 2)
+    speculative = SelfSpeculative(eight, eight, draft_threshold=np.float32(0.25))  # type: ignore
+    confident = ConfidentExit(
+        half,
+        exit_points=[eight],
+        thresholds={eight: half},
+        decay_tau=np.int64(3),  # type: ignore
+    )
+    skipping = DraftAndVerify(np.arange(2), {eight}, adaptive=np.bool_(False))  # type: ignore
+    kept: list[tuple[Any, Any]] = [
+        (FixedExit(eight).exit_layer, 100),
+        (speculative.exit_layer, 100),
+        (speculative.max_drafts, 100),
+        (speculative.draft_threshold, 0.25),
+        (confident.threshold, 0.5),
+        (confident.decay_tau, 3.0),
+        (skipping.adaptive, False),
+        *zip(confident.exit_points or (), [100], strict=True),
+        *zip(confident.thresholds.items(), [(100, 0.5)], strict=True),
+        *zip(sorted(skipping.skip_attention), [0, 1], strict=True),
+        *zip(skipping.skip_mlp, [100], strict=True),
+    ]
+    for got, expected in kept:
+        assert got == expected
+        assert type(got) is type(expected)
+    assert {type(n) for pair in confident.thresholds.items() for n in pair} == {int, float}
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
         (FixedExit(0), r"FixedExit\.exit_layer: expected 1\.\.4 for a model of 4 layers, got 0"),
         (FixedExit(5), r"FixedExit\.exit_layer: expected 1\.\.4 .* got 5"),
-        (FixedExit(2.5), r"FixedExit\.exit_layer: expected 1\.\.4 .* got 2\.5"),  # type: ignore[arg-type]
         (SelfSpeculative(0), r"SelfSpeculative\.exit_layer: expected 1\.\.3 .* got 0"),
         (SelfSpeculative(4), r"SelfSpeculative\.exit_layer: expected 1\.\.3 .* got 4"),
         (ConfidentExit(min_exit_layer=0), r"min_exit_layer: expected 1\.\.4 .* got 0"),
@@ -186,6 +254,9 @@ def test_classifier_files_that_cannot_be_used(tmp_path: Path) -> None:
     [
         ([(3, 8)], r"weight1: expected \[2, 8\], got \[3, 8\]"),
         ([(8,)], r"weight1: expected \[2, 8\], got \[8\]"),
+        ([()], r"weight1: expected \[2 or inner_size, hidden_size\], got \[\]"),
+        ([(2, 0)], r"weight1: expected \[2 or inner_size, hidden_size\], got \[2, 0\]"),
+        ([None], "weight1: expected a tensor of floats, got None"),
         ([(2, 8), (3,)], r"bias1: expected \[2\], got \[3\]"),
         ([(5, 8), (2,), (2, 5)], r"bias1: expected \[5\], got \[2\]"),
         ([(5, 8), (5,), (3, 5)], r"weight2: expected \[2, 5\], got \[3, 5\]"),

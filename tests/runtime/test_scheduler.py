@@ -239,7 +239,7 @@ def test_a_request_that_takes_the_whole_cache_finishes() -> None:
     ["kv_cache_tokens", "page_size", "max_num_seqs", "max_batch_tokens", "max_prefill_chunk"],
 )
 def test_engine_settings_below_one_are_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, match=f"{field}: expected a whole number, 1"):
         EngineConfig(**{field: 0})
 
 

@@ -67,7 +67,7 @@ def head_sizes(sequences: list[Sequence]) -> HeadSizes:
     seen = max(
         (len(seen_tokens(s)) for s in sequences if s.sampling.repetition_penalty != 1.0), default=0
     )
-    top = int(max(sampling.logprobs or 0 for sampling in needing))
+    top = max(sampling.logprobs or 0 for sampling in needing)
     return HeadSizes(
         len(needing) < len(sequences),
         True,
@@ -106,20 +106,16 @@ def write_sampling(host: HostSide, sequences: list[Sequence]) -> None:
     """Write each row's settings."""
     settings = [sequence.sampling for sequence in sequences]
     count = len(settings)
-    largest = float(np.finfo(np.float32).max)
     host.write(
-        # What float32 cannot hold is as good as its largest and its smallest number.
-        temperature=[
-            min(max(s.temperature, 1e-30), largest) if s.temperature else 0.0 for s in settings
-        ],
-        top_k=[min(s.top_k, 2**31 - 1) for s in settings],
+        temperature=[s.temperature for s in settings],
+        top_k=[s.top_k for s in settings],
         top_p=[s.top_p for s in settings],
         min_p=[s.min_p for s in settings],
-        repetition_penalty=[min(max(s.repetition_penalty, 1e-30), largest) for s in settings],
+        repetition_penalty=[s.repetition_penalty for s in settings],
     )
-    host.arrays["seed"][:count] = np.array(
-        [int(s.seed or 0) for s in settings], dtype=np.uint64
-    ).view(np.int64)
+    host.arrays["seed"][:count] = np.array([s.seed or 0 for s in settings], dtype=np.uint64).view(
+        np.int64
+    )
     seen = host.arrays["seen"]
     if seen.shape[1]:
         seen[:count] = -1

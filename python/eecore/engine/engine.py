@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import SupportsIndex
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
@@ -25,6 +24,7 @@ from eecore.output import Output, RequestStats, StepOutput
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.scheduler import Scheduler
 from eecore.scheduling.sequence import Sequence, TokenRecord
+from eecore.values import as_index, shown
 
 __all__ = ["Engine", "RunProgram"]
 
@@ -113,10 +113,14 @@ class Engine:
             RequestError: for a prompt, setting or length that this engine can never serve.
             ExitError: for an exit policy that the model cannot run.
         """
-        sampling = sampling or SamplingParams()
-        policy = exit or Full()
-        if not isinstance(policy, Exit):
-            raise RequestError(f"exit: expected an exit policy such as Full(), got {policy!r}")
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
+        policy = Full() if exit is None else exit
+        if not isinstance(policy, Exit) or type(policy) is Exit:
+            raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
         prompt_ids = self._tokenize(prompt)
         config = self.network.config
         policy.check(config.num_layers, config.hidden_size)
@@ -125,8 +129,7 @@ class Engine:
         if isinstance(config, T5Config):
             prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids
         self._check_length(len(prompt_ids), input_ids, sampling.max_tokens)
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop: expected a model with a tokenizer for stop strings")
+        self._check_sampling(sampling)
         if request_id is None:
             request_id = self._unused_id()
         if request_id in self._sequences:
@@ -183,7 +186,6 @@ class Engine:
             yield from self.step()
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
-        vocab_size = self.network.config.vocab_size
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
@@ -191,15 +193,39 @@ class Engine:
                 )
             if not prompt:
                 raise RequestError("prompt: expected some text, got an empty string")
-            prompt = self.tokenizer.encode(prompt)
+            try:
+                prompt = self.tokenizer.encode(prompt)
+            except Exception as error:  # half of a surrogate pair, for one
+                raise RequestError(
+                    f"prompt: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
+                ) from error
         if not isinstance(prompt, (list, tuple)):
-            raise RequestError(f"prompt: expected a string or a list of token ids, got {prompt!r}")
+            raise RequestError(
+                f"prompt: expected a string or a list of token ids, got {shown(prompt)}"
+            )
         if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
-        for token in prompt:
-            if not isinstance(token, (int, SupportsIndex)) or not 0 <= int(token) < vocab_size:
-                raise RequestError(f"prompt: expected token ids 0..{vocab_size - 1}, got {token!r}")
-        return [int(token) for token in prompt]
+        return [self._token_id(token) for token in prompt]
+
+    def _token_id(self, token: object) -> int:
+        vocab_size = self.network.config.vocab_size
+        number = token if type(token) is int else as_index(token)
+        if number is None or not 0 <= number < vocab_size:
+            raise RequestError(
+                f"prompt: expected token ids 0..{vocab_size - 1}, got {shown(token)}"
+            )
+        return number
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        """Of what only the model tells whether it can be."""
+        vocab_size = self.network.config.vocab_size
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop: expected a model with a tokenizer for stop strings")
+        if sampling.logprobs is not None and sampling.logprobs > vocab_size:
+            raise RequestError(
+                f"logprobs: expected at most {vocab_size}, the size of the vocabulary, "
+                f"got {sampling.logprobs}"
+            )
 
     def _unused_id(self) -> str:
         names = (f"request-{number}" for number in itertools.count(self._arrivals))

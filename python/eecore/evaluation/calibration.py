@@ -15,12 +15,12 @@ from itertools import pairwise
 from typing import Literal
 
 from eecore.calibration_file import Calibration, CalibrationStep
-from eecore.config import is_whole, is_within
 from eecore.errors import RequestError
 from eecore.evaluation.examples import Example
 from eecore.evaluation.similarity import SIMILARITIES
 from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
 from eecore.generation import Model, generate
+from eecore.values import is_whole, is_within
 
 __all__ = [
     "DEFAULT_GRID",

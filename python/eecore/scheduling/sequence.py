@@ -101,7 +101,7 @@ class Sequence:
     """Most tokens drafted a round; 0 for a request that does not speculate."""
 
     def __post_init__(self) -> None:
-        stops = {int(token) for token in self.sampling.stop_token_ids}
+        stops = set(self.sampling.stop_token_ids)
         if not self.sampling.ignore_eos:
             stops |= self.eos_token_ids
         self.stop_ids = sorted(stops)

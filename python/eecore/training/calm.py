@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from eecore.config import is_whole, is_within
 from eecore.errors import TrainingError
 from eecore.exits import ExitClassifier
 from eecore.files import replacing
 from eecore.training.data import Batch
 from eecore.training.early_exit_loss import Head, Targets
 from eecore.training.exit_model import ExitModel
+from eecore.values import is_whole, is_within
 
 __all__ = [
     "CalmLoss",

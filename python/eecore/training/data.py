@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eecore.config import is_whole
 from eecore.errors import TrainingError
 from eecore.models.tokenizer import Tokenizer
 from eecore.textfiles import JsonLine, has_json_lines, json_lines, read_text
 from eecore.training.early_exit_loss import Targets
+from eecore.values import is_whole
 
 __all__ = ["Batch", "BatchOrder", "TokenData", "collate", "read_data"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from eecore.config import is_whole, is_within
 from eecore.errors import TrainingError
+from eecore.values import is_whole, is_within
 
 __all__ = [
     "EarlyExitLoss",

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from eecore.config import is_within
 from eecore.errors import TrainingError
+from eecore.values import is_within
 
 __all__ = ["LayerDropout", "LayerDropoutHandle", "drop_layers"]
 

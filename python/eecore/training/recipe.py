@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from eecore.config import MIN_POSITIVE, is_whole, is_within
 from eecore.errors import TrainingError
 from eecore.training.calm import CalmLoss
 from eecore.training.early_exit_loss import EarlyExitLoss, LastLayerLoss, LossWeights
 from eecore.training.layer_dropout import LayerDropout
+from eecore.values import MIN_POSITIVE, is_whole, is_within
 
 __all__ = ["LoraSettings", "TrainingConfig"]
 
