@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eecore.errors import ModelNotFoundError
+from eecore.errors import ModelError, ModelNotFoundError
+from eecore.readable import path_of
 
 __all__ = ["BUILTIN", "default_model", "model_directory"]
 
@@ -36,4 +37,4 @@ def model_directory(path: str | Path | None) -> Path:
     """The directory that is meant: None, or ``intent`` where nothing is called so, is ours."""
     if path is None or (str(path) == BUILTIN and not Path(path).exists()):
         return default_model()
-    return Path(path).expanduser()
+    return path_of(path, ModelError)

@@ -15,6 +15,19 @@ TEMPERATURES = (1e-10, 1e10)
 REPETITION_PENALTIES = (0.01, 100.0)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+# No model comes near these: what a file may say before its tensors are looked at.
+MOST_LAYERS = 4096
+MOST_HIDDEN = 1 << 20
+MOST_INNER = 1 << 22
+MOST_HEADS = 1 << 14
+MOST_HEAD_DIM = 1 << 10
+MOST_VOCAB = 1 << 30
+MOST_POSITIONS = 2**31 - 1
+MOST_STRETCH = 1e30
+MOST_END_TOKENS = 1024
+NUM_BUCKETS = (4, 128)
+MOST_DISTANCE = 1 << 30
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -45,24 +58,33 @@ class RopeConfig:
     """yarn: multiplies cosines and sines."""
 
     def __post_init__(self) -> None:
-        if self.type not in ROPE_TYPES:
-            raise ModelError(f"rope type: expected one of {', '.join(ROPE_TYPES)}, got {self.type}")
-        if self.theta <= 0:
-            raise ModelError(f"rope theta: expected a positive number, got {self.theta}")
-        if self.rotary_dim <= 0 or self.rotary_dim % 2:
-            raise ModelError(f"rotary_dim: expected a positive even size, got {self.rotary_dim}")
-        if self.type != "default" and self.factor < 1:
-            raise ModelError(f"rope factor: expected at least 1, got {self.factor}")
-        if self.type in ("llama3", "yarn") and self.original_max_position < 1:
-            raise ModelError(
-                f"original_max_position: expected a positive size for {self.type} rope, "
-                f"got {self.original_max_position}"
-            )
-        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ModelError(
-                "low_freq_factor: expected 0 < low_freq_factor < high_freq_factor, "
-                f"got {self.low_freq_factor} and {self.high_freq_factor}"
-            )
+        check = Fields(self, ModelError, "rope.")
+        check.choice("type", *ROPE_TYPES)
+        check.real("theta", MIN_POSITIVE, MOST_STRETCH, expected="a positive number")
+        check.whole("rotary_dim", 2, MOST_HEAD_DIM)
+        check.flag("truncate")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            check.real(name, MIN_POSITIVE, MOST_STRETCH, expected="a positive number")
+        check.real("attention_factor", MIN_POSITIVE, MOST_STRETCH, expected="a positive number")
+        learnt = self.type in ("llama3", "yarn")
+        check.whole("original_max_position", int(learnt), MOST_POSITIONS)
+        for name, ok, expected in (
+            ("rotary_dim", self.rotary_dim % 2 == 0, "an even size"),
+            ("factor", self.type == "default" or self.factor >= 1, "at least 1"),
+            ("theta", self.type != "yarn" or self.theta > 1, "more than 1 for yarn"),
+            (
+                "low_freq_factor",
+                self.type != "llama3" or self.low_freq_factor < self.high_freq_factor,
+                f"less than high_freq_factor={self.high_freq_factor}",
+            ),
+            (
+                "beta_slow",
+                self.type != "yarn" or self.beta_slow <= self.beta_fast,
+                f"at most beta_fast={self.beta_fast}",
+            ),
+        ):
+            if not ok:
+                raise ModelError(f"rope.{name}: expected {expected}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -98,19 +120,22 @@ class ModelConfig:
     """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_q_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position",
+        check = Fields(self, ModelError)
+        for name, most in (
+            ("num_layers", MOST_LAYERS),
+            ("hidden_size", MOST_HIDDEN),
+            ("intermediate_size", MOST_INNER),
+            ("num_q_heads", MOST_HEADS),
+            ("num_kv_heads", MOST_HEADS),
+            ("head_dim", MOST_HEAD_DIM),
+            ("max_position", MOST_POSITIONS),
         ):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name}: expected a positive size, got {getattr(self, name)}")
-        if self.vocab_size < 2:
-            raise ModelError(f"vocab_size: expected at least 2, got {self.vocab_size}")
+            check.whole(name, 1, most)
+        check.whole("vocab_size", 2, MOST_VOCAB)
+        check.real("rms_norm_eps", 0.0, 1.0)
+        check.wholes("layer_windows", 0, MOST_POSITIONS, most=MOST_LAYERS)
+        check.wholes("eos_token_ids", 0, MOST_VOCAB, most=MOST_END_TOKENS)
+        check.instance("rope", RopeConfig)
         if self.num_q_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_kv_heads: expected a divisor of num_q_heads={self.num_q_heads}, "
@@ -122,10 +147,10 @@ class ModelConfig:
             )
         if not self.layer_windows:
             object.__setattr__(self, "layer_windows", (0,) * self.num_layers)
-        if len(self.layer_windows) != self.num_layers or min(self.layer_windows) < 0:
+        if len(self.layer_windows) != self.num_layers:
             raise ModelError(
                 f"layer_windows: expected {self.num_layers} sizes, 0 for none, "
-                f"got {self.layer_windows}"
+                f"got {len(self.layer_windows)}"
             )
 
     @property
@@ -189,39 +214,26 @@ class T5Config:
     """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-            *(
-                (name, getattr(self, name) >= 1, "a positive size")
-                for name in (
-                    "num_layers",
-                    "num_encoder_layers",
-                    "hidden_size",
-                    "intermediate_size",
-                    "num_heads",
-                    "head_dim",
-                    "vocab_size",
-                    "max_input",
-                )
-            ),
-            ("activation", self.activation in get_args(Activation), "relu, gelu_tanh or silu"),
-            (
-                "decoder_start_token_id",
-                0 <= self.decoder_start_token_id < self.vocab_size,
-                f"a token id below vocab_size={self.vocab_size}",
-            ),
-            (
-                "num_buckets",
-                4 <= self.num_buckets <= 128 and self.num_buckets % 4 == 0,
-                "a multiple of 4 up to 128",
-            ),
-            (
-                "max_distance",
-                self.max_distance > self.num_buckets // 2,
-                f"more than half of num_buckets={self.num_buckets}",
-            ),
+        check = Fields(self, ModelError)
+        for name, most in (
+            ("num_layers", MOST_LAYERS),
+            ("num_encoder_layers", MOST_LAYERS),
+            ("hidden_size", MOST_HIDDEN),
+            ("intermediate_size", MOST_INNER),
+            ("num_heads", MOST_HEADS),
+            ("head_dim", MOST_HEAD_DIM),
+            ("max_input", MOST_POSITIONS),
         ):
-            if not ok:
-                raise ModelError(f"{name}: expected {expected}, got {getattr(self, name)}")
+            check.whole(name, 1, most)
+        check.whole("vocab_size", 2, MOST_VOCAB)
+        check.real("rms_norm_eps", 0.0, 1.0)
+        check.choice("activation", *get_args(Activation))
+        check.whole("decoder_start_token_id", 0, self.vocab_size - 1)
+        check.whole("num_buckets", *NUM_BUCKETS)
+        check.whole("max_distance", self.num_buckets // 2 + 1, MOST_DISTANCE)
+        check.wholes("eos_token_ids", 0, MOST_VOCAB, most=MOST_END_TOKENS)
+        if self.num_buckets % 4:
+            raise ModelError(f"num_buckets: expected a multiple of 4, got {self.num_buckets}")
 
     @property
     def is_gated(self) -> bool:

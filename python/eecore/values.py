@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 import sys
 from collections.abc import Iterable
 from itertools import islice
@@ -19,16 +20,33 @@ __all__ = ["INT32_MAX", "MIN_POSITIVE", "Fields", "as_index", "is_whole", "is_wi
 
 INT32_MAX = 2**31 - 1
 MIN_POSITIVE = sys.float_info.min
-MOST_SHOWN = 300
+MOST_SHOWN = 120
+
+
+class _Short(reprlib.Repr):
+    """Looks at no more of a value than it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxstring = self.maxother = self.maxlong = MOST_SHOWN
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
+
+    def repr_int(self, value: int, _level: int) -> str:
+        """Python refuses to write out the longest ones."""
+        return repr(value) if value.bit_length() < 1000 else "a value of type int"
+
+
+_SHORT = _Short()
 
 
 def shown(value: object) -> str:
     """A value as an error shows it: its repr, cut short; its type where it has none."""
     try:
-        text = repr(value)
-    except Exception:  # of an int of 5,000 digits, or whatever a class of the user's says
+        text = _SHORT.repr(value)
+    except Exception:  # whatever a class of the user's says
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
 def as_whole(value: object, low: float = -math.inf, high: float = math.inf) -> int | None:

@@ -236,6 +236,7 @@ def test_a_program_of_many_rows_calls_ops_of_eecore_alone(family: str, tmp_path:
     count = MAX_SKINNY_ROWS + 8
     tokens, session, beside = tokens_for(model, count), Session(model, count), Session(model, count)
     batch, num_layers = session.batch(count), model.config.num_layers
+    model.prepare(session.kv)
     tape = ops.Tape()
     with tape.record():
         hidden = model.layers(0, num_layers, model.embed(tokens), session.kv, batch, few=True)

@@ -79,6 +79,7 @@ class Iterations:
         self, model: Network, kv: KVCache, run: RunProgram, *, ahead: bool | None = None
     ) -> None:
         self.model, self.kv = model, kv
+        model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
         self._last: ExitStep | None = None

@@ -9,20 +9,28 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from eecore.config import AnyModelConfig, T5Config
-from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from eecore.models.config_json import read_json
+from eecore.errors import (
+    CheckpointError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from eecore.json_fields import read_fields
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import WeightView
+from eecore.readable import kind_of, regular_file, shown_path
+from eecore.values import shown
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+MOST_INDEX_BYTES = 32 << 20
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # What checkpoints carry besides, and is not read: computed here, or held under another name.
@@ -33,6 +41,32 @@ DERIVED = (
     ".attention.bias",
     ".EncDecAttention.relative_attention_bias.weight",  # of the first T5; never used
 )
+
+
+class StoredTensors(Protocol):
+    """What a file, or several, say of their tensors, before any is read."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        ...
+
+    @property
+    def place(self) -> Path:
+        """The file or directory."""
+        ...
+
+    def path_of(self, name: str) -> Path:
+        """The file that a tensor is in."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a tensor is read as; an UnsupportedModelError when it cannot be."""
+        ...
 
 
 class Checkpoint:
@@ -59,19 +93,24 @@ class Checkpoint:
     def names(self) -> list[str]:
         return list(self._file_of)
 
+    @property
+    def place(self) -> Path:
+        return self.directory
+
     def path_of(self, name: str) -> Path:
         return self._file_of[name][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name][1].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """What the tensor is stored in; an UnsupportedModelError when that is not a float type."""
-        path, file = self._file_of[name]
-        stored = file.get_slice(name).get_dtype()
+        stored = self._slice(name).get_dtype()
         if stored not in FLOAT_DTYPES:
-            expected = ", ".join(FLOAT_DTYPES)
-            raise UnsupportedModelError(f"{path}: {name}: supported are {expected}, got {stored}")
+            raise UnsupportedModelError(
+                f"{self.path_of(name)}: {shown_name(name)}: supported are "
+                f"{', '.join(FLOAT_DTYPES)}, got {stored}"
+            )
         return FLOAT_DTYPES[stored]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -80,14 +119,21 @@ class Checkpoint:
         try:
             stored: torch.Tensor = file.get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: {name}: {error}") from None
+            raise CheckpointError(f"{path}: {shown_name(name)}: {error}") from None
         return stored
+
+    def _slice(self, name: str) -> Any:
+        path, file = self._file_of[name]
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {shown_name(name)}: {error}") from None
 
     def _open_all(self) -> None:
         index, whole = self.directory / INDEX, self.directory / WHOLE
-        if index.is_file():
+        if kind_of(index) != "nothing":
             self._open_shards(index)
-        elif whole.is_file():
+        elif kind_of(whole) != "nothing":
             file = self._open(whole)
             self._file_of = dict.fromkeys(file.keys(), (whole, file))
         else:
@@ -98,37 +144,41 @@ class Checkpoint:
             )
 
     def _open_shards(self, index: Path) -> None:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        fields = read_fields(index, CheckpointError, most=MOST_INDEX_BYTES).inner("weight_map")
+        if fields is None or not fields.names:
             raise CheckpointError(
-                f"{index}: weight_map: expected an object of tensor to file, got {weight_map!r}"
+                f"{index}: weight_map: expected an object of tensor to file, got nothing"
             )
         shards: dict[str, tuple[Path, Any, set[str]]] = {}
-        for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(f"{index}: {name}: expected a file's name, got {shard!r}")
+        for name in fields.names:
+            shard = fields.text(name)
+            if Path(shard).name != shard:
+                raise CheckpointError(
+                    f"{index}: {shown_name(name)}: expected a file's name, got {shown(shard)}"
+                )
             if shard not in shards:
                 path = self.directory / shard
                 file = self._open(path)
                 shards[shard] = (path, file, set(file.keys()))
             path, file, held = shards[shard]
             if name not in held:
-                raise CheckpointError(f"{path}: expected tensor {name} as {INDEX} says, got none")
+                raise CheckpointError(
+                    f"{path}: expected tensor {shown_name(name)} as {INDEX} says, got none"
+                )
             self._file_of[name] = (path, file)
 
     def _open(self, path: Path) -> Any:
-        if not path.is_file():
-            raise ModelNotFoundError(f"{path}: expected a file, got nothing")
+        regular_file(path, CheckpointError, ModelNotFoundError)
         try:
             return self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
-            size = path.stat().st_size
             raise CheckpointError(
-                f"{path}: expected a whole safetensors file, got {size} bytes: {error}"
+                f"{shown_path(path)}: expected a whole safetensors file, got "
+                f"{path.stat().st_size} bytes: {error}"
             ) from None
 
 
-def embeddings_name(config: AnyModelConfig, checkpoint: Checkpoint) -> str:
+def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:
     """What a checkpoint calls the embeddings; T5's go by the name of any of their users."""
     if not isinstance(config, T5Config):
         return "model.embed_tokens.weight"
@@ -142,15 +192,16 @@ def with_stored_tying(config: AnyModelConfig, checkpoint: Checkpoint) -> AnyMode
     So transformers reads a model that was tied once and then had its head trained alone. A T5
     without an LM head in its checkpoint is tied, whatever its config says.
     """
-    embeddings, head = embeddings_name(config, checkpoint), "lm_head.weight"
+    head = "lm_head.weight"
+    if isinstance(config, T5Config):
+        config = replace(config, tie_word_embeddings=True)
+    embeddings = embeddings_name(config, checkpoint)
+    check_tensors(checkpoint, config)
     if isinstance(config, T5Config):
         _refuse_embeddings_of_their_own(checkpoint, embeddings)
-        config = replace(config, tie_word_embeddings=True)
-    if not config.tie_word_embeddings or not {embeddings, head} <= set(checkpoint.names):
+    if not config.tie_word_embeddings or head not in checkpoint.names:
         return config
-    tied = checkpoint.shape(embeddings) == checkpoint.shape(head) and torch.equal(
-        checkpoint.tensor(embeddings), checkpoint.tensor(head)
-    )
+    tied = _hold_the_same(checkpoint, embeddings, head)
     return config if tied else replace(config, tie_word_embeddings=False)
 
 
@@ -159,10 +210,15 @@ def _refuse_embeddings_of_their_own(checkpoint: Checkpoint, shared: str) -> None
     for name in T5_EMBEDDINGS:
         if name not in checkpoint.names or name == shared:
             continue
-        if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(shared)):
+        if not _hold_the_same(checkpoint, name, shared):
             raise UnsupportedModelError(
                 f"{checkpoint.path_of(name)}: {name}: supported is what {shared} holds, got others"
             )
+
+
+def _hold_the_same(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    kinds = [(checkpoint.shape(each), checkpoint.dtype(each)) for each in (name, other)]
+    return kinds[0] == kinds[1] and torch.equal(checkpoint.tensor(name), checkpoint.tensor(other))
 
 
 def load_weights(
@@ -173,10 +229,21 @@ def load_weights(
     *,
     int8: bool = False,
 ) -> LlamaWeights | T5Weights:
-    """The config's weights from the checkpoint: checked first, then allocated, then filled."""
+    """The config's weights from the checkpoint: checked first, then allocated, then filled.
+
+    What their numbers are is not looked at: a NaN or an infinity among them goes where it is
+    multiplied to.
+    """
+    check_tensors(checkpoint, config)
     embeddings = embeddings_name(config, checkpoint)
-    _check(checkpoint, _weights(config, embeddings, "meta", dtype)[1])
-    weights, views = _weights(config, embeddings, device, dtype, int8=int8)
+    try:
+        weights, views = _weights(config, embeddings, device, dtype, int8=int8)
+    except RuntimeError as error:  # of torch, which is out of memory
+        size = config.num_parameters * dtype.itemsize / 2**30
+        raise ModelError(
+            f"{checkpoint.directory}: expected memory for about {size:.2f} GiB of weights on "
+            f"{device}, got: {str(error).splitlines()[0]}"
+        ) from None
     for name, view in views.items():
         view.fill(checkpoint.tensor(name))
     return weights
@@ -198,39 +265,59 @@ def _weights(
     return llama, llama.by_checkpoint_name(config)
 
 
-def _check(checkpoint: Checkpoint, expected: dict[str, WeightView]) -> None:
-    present = set(checkpoint.names)
+def check_tensors(stored: StoredTensors, config: AnyModelConfig) -> None:
+    """Raise unless the tensors of a config are there, in its shapes, and no others of its layers.
+
+    What is done for it takes no more time than the files have tensors, and no memory.
+
+    Raises:
+        CheckpointError: a tensor is missing or of another shape.
+        UnsupportedModelError: of a dtype that is not read, or not of this kind of model.
+    """
+    for name in ("num_layers", "num_encoder_layers"):
+        if getattr(config, name, 0) > len(stored.names):
+            raise CheckpointError(
+                f"{stored.place}: expected tensors of {name}={getattr(config, name)} layers, got "
+                f"{len(stored.names)} tensors"
+            )
+    embeddings = embeddings_name(config, stored)
+    expected = _weights(config, embeddings, "meta", torch.float32)[1]
+    _check_shapes(stored, expected)
+    _refuse_unknown_layer_tensors(stored, expected)
+
+
+def _check_shapes(stored: StoredTensors, expected: dict[str, WeightView]) -> None:
+    present = set(stored.names)
     missing = [name for name in expected if name not in present]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.directory}: expected {len(expected)} tensors, {_some(missing)} missing"
+            f"{stored.place}: expected {len(expected)} tensors, {_some(missing)} missing"
         )
     for name, view in expected.items():
-        shape = checkpoint.shape(name)
+        shape = stored.shape(name)
         if shape != tuple(view.weight.shape):
             raise CheckpointError(
-                f"{checkpoint.path_of(name)}: {name}: expected {list(view.weight.shape)} "
-                f"as config.json says, got {list(shape)}"
+                f"{stored.path_of(name)}: {name}: expected {list(view.weight.shape)} "
+                f"as config.json says, got {shown(list(shape))}"
             )
-        checkpoint.dtype(name)
-    _refuse_unknown_layer_tensors(checkpoint, expected)
+        stored.dtype(name)
 
 
-def _refuse_unknown_layer_tensors(checkpoint: Checkpoint, expected: dict[str, WeightView]) -> None:
+def _refuse_unknown_layer_tensors(stored: StoredTensors, expected: dict[str, WeightView]) -> None:
     """A tensor of a layer that would go unused means a different model; others are only noted."""
     unused = [
         name
-        for name in checkpoint.names
+        for name in stored.names
         if name not in expected and name != "lm_head.weight" and not name.endswith(DERIVED)
     ]
     layers = {_layer_of(name) for name in expected} - {None}
     wrong = [name for name in unused if _layer_of(name) in layers]
     if wrong:
         raise UnsupportedModelError(
-            f"{checkpoint.directory}: config.json knows no {_some(wrong)}, which the checkpoint has"
+            f"{stored.place}: config.json knows no {_some(wrong)}, which the checkpoint has"
         )
     if unused:
-        warnings.warn(f"{checkpoint.directory}: unused: {_some(unused)}", stacklevel=4)
+        warnings.warn(f"{stored.place}: unused: {_some(unused)}", stacklevel=4)
 
 
 def _layer_of(name: str) -> str | None:
@@ -241,4 +328,9 @@ def _layer_of(name: str) -> str | None:
 
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
+    return ", ".join(map(shown_name, names[:3])) + rest
+
+
+def shown_name(name: str) -> str:
+    """A tensor's name as errors show it."""
+    return name if name.isprintable() and len(name) <= 200 else shown(name)

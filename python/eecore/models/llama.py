@@ -20,7 +20,7 @@ from eecore.models.attention import AttentionBatch, keys_per_split
 from eecore.models.kv_cache import KVCache
 from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
-from eecore.models.rope import cos_sin_table
+from eecore.models.rope import RopeTable
 from eecore.models.source import ModelSource
 from eecore.models.weights import NewWeights, WeightView
 from eecore.ops import Matrix
@@ -153,7 +153,7 @@ class LlamaModel:
             config.rms_norm_eps,
             is_int8=weights.qkv.scale is not None,
         )
-        self.cos_sin = cos_sin_table(config.rope, config.max_position, self.device)
+        self._rope = RopeTable(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
         self._keys_per_split = keys_per_split(self.device)
         self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
@@ -163,6 +163,10 @@ class LlamaModel:
         self._windows = windows if windows.any() else None
         self._flags = LayerFlags(config.num_layers)
         self._kv = weights.qkv.rows(slice(config.q_size, None))
+
+    def prepare(self, kv: KVCache) -> None:
+        """Compute what programs need beside a cache; without a program that is done by itself."""
+        self._cos_sin(kv)
 
     def embed(
         self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
@@ -203,7 +207,7 @@ class LlamaModel:
                 kv.v,
                 batch.slot_mapping,
                 batch.positions,
-                self.cos_sin,
+                self._cos_sin(kv),
                 batch.page_table,
                 batch.seq_lens,
                 batch.query_start_loc,
@@ -266,9 +270,13 @@ class LlamaModel:
             slot_mapping,
             k_norm_weight=self.weights.k_norm,
             positions=positions,
-            cos_sin=self.cos_sin,
+            cos_sin=self._cos_sin(kv),
             eps=self.config.rms_norm_eps,
         )
+
+    def _cos_sin(self, kv: KVCache) -> Tensor:
+        """Of all positions that a sequence in the cache can be at: each has a slot of its own."""
+        return self._rope.reaching(kv.num_pages * kv.page_size)
 
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         config, layer = self.config, self._layers[index]
@@ -286,7 +294,7 @@ class LlamaModel:
             v_cache,
             batch.slot_mapping,
             positions=batch.positions,
-            cos_sin=self.cos_sin,
+            cos_sin=self._cos_sin(kv),
             q_norm_weight=layer.q_norm,
             k_norm_weight=layer.k_norm,
             eps=config.rms_norm_eps,

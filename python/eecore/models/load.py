@@ -22,6 +22,7 @@ from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.tokenizer import Tokenizer
+from eecore.readable import path_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,9 +46,9 @@ def load_model(
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
             not supported, or the device has no such dtype or weights. Raised before anything is
-            allocated.
+            allocated; the weights' numbers themselves are not looked at.
     """
-    directory = Path(path).expanduser()
+    directory = path_of(path, ModelError)
     config = read_model_config(directory)
     where = choose_device(device)
     int8 = choose_int8(weights, where)

@@ -14,6 +14,34 @@ from torch import Tensor
 from eecore.config import RopeConfig
 
 
+class RopeTable:
+    """Cosines and sines of as many positions as a cache has slots, or as the model reaches.
+
+    A model may say that it reaches a hundred million positions: the table has none that no sequence
+    can be at, and a larger cache gets a longer one. A table that was given out stays as it is, for
+    programs that hold on to it.
+
+    Args:
+        rope: the rotary embedding.
+        max_position: that it is made for.
+        device: of the table.
+    """
+
+    def __init__(self, rope: RopeConfig, max_position: int, device: torch.device) -> None:
+        self._rope = rope
+        self._max_position = max_position
+        self._device = device
+        self._tables: list[Tensor] = []
+
+    def reaching(self, num_slots: int) -> Tensor:
+        """Float32 [>= num_slots, or max_position, rotary_dim]: see :func:`cos_sin_table`."""
+        needed = min(num_slots, self._max_position)
+        if not self._tables or len(self._tables[-1]) < needed:
+            rows = min(1 << max(needed - 1, 0).bit_length(), self._max_position)
+            self._tables.append(cos_sin_table(self._rope, rows, self._device))
+        return self._tables[-1]
+
+
 def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> Tensor:
     """Float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines."""
     positions = torch.arange(max_position, dtype=torch.float32)

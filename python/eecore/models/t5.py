@@ -58,6 +58,9 @@ class T5Model:
         self._kv = decoder.qkv.rows(slice(config.q_size, None))
         self._flags = LayerFlags(config.num_layers)
 
+    def prepare(self, kv: KVCache) -> None:
+        """Nothing: see :meth:`eecore.models.LlamaModel.prepare`."""
+
     def embed(
         self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
     ) -> Tensor:

@@ -1,0 +1,274 @@
+"""The one way from a JSON file to Python: typed look-ups that say file, field, expected and got.
+
+Nothing is taken as it comes: numbers have a range, lists a length, and what a field may not be is
+an error of ours that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eecore.errors import EecoreError
+from eecore.readable import read_bytes, shown_path
+from eecore.values import shown
+
+__all__ = ["ABOVE_ZERO", "REQUIRED", "JsonFields", "parse_json", "read_fields", "read_json_value"]
+
+REQUIRED: Any = object()
+MOST_BYTES = 4 << 20
+MOST_DIGITS = 300
+"""Of an integer: what a float can still hold."""
+MOST_ITEMS = 1 << 16
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+ABOVE_ZERO = sys.float_info.min
+
+Self = TypeVar("Self", bound="JsonFields")
+
+
+class _NotJson(ValueError):
+    """What the JSON of a file must not hold."""
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise _NotJson(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise _NotJson(f"the field {shown(twice)} twice")
+    return values
+
+
+def parse_json(text: str | bytes, where: str, error: type[EecoreError]) -> Any:
+    """The value of JSON text, in UTF-8 with or without a byte order mark where it is bytes.
+
+    Raises:
+        EecoreError: the one asked for; it is not JSON, nested too deeply, has an integer of
+            hundreds of digits, or the same field twice.
+    """
+    try:
+        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(decoded, parse_int=_integer, object_pairs_hook=_object)
+    except RecursionError:
+        raise error(f"{where}: expected JSON, got brackets nested too deeply") from None
+    except ValueError as caught:
+        raise error(f"{where}: expected JSON, got: {caught}") from None
+
+
+def read_json_value(
+    path: Path,
+    error: type[EecoreError],
+    missing: type[EecoreError] | None = None,
+    *,
+    most: int = MOST_BYTES,
+) -> Any:
+    """The JSON value of a file, which may have ``most`` bytes.
+
+    Raises:
+        EecoreError: ``missing``, where it is given, when nothing is there; ``error`` when it cannot
+            be read or is not JSON.
+    """
+    return parse_json(read_bytes(path, most, error, missing), shown_path(path), error)
+
+
+def read_fields(
+    path: Path,
+    error: type[EecoreError],
+    missing: type[EecoreError] | None = None,
+    *,
+    most: int = MOST_BYTES,
+) -> JsonFields:
+    """The fields of the JSON object in a file; errors as those of :func:`read_json_value`."""
+    return JsonFields.of(read_json_value(path, error, missing, most=most), shown_path(path), error)
+
+
+class JsonFields:
+    """Typed look-ups in a JSON object; null is as good as absent.
+
+    Args:
+        values: the object.
+        where: the file, for errors.
+        error: what is raised.
+        prefix: of the fields' names in errors.
+    """
+
+    def __init__(
+        self, values: dict[str, Any], where: str, error: type[EecoreError], prefix: str = ""
+    ) -> None:
+        self._values = values
+        self.where = where
+        self.error = error
+        self.prefix = prefix
+
+    @classmethod
+    def of(cls: type[Self], value: Any, where: str, error: type[EecoreError]) -> Self:
+        """Of a JSON value, which must be an object."""
+        if not isinstance(value, dict):
+            raise error(f"{where}: expected a JSON object, got {shown(value)}")
+        return cls(value, where, error)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def integer(
+        self, name: str, low: int = LOWEST, high: int = HIGHEST, default: Any = REQUIRED
+    ) -> Any:
+        """An integer of ``low..high``; the default as it is."""
+        value = self._values.get(name)
+        if value is None and default is not REQUIRED:
+            return default
+        if not _is_integer(value, low, high):
+            raise self.wrong(name, f"an integer{_range(low, high)}", value)
+        return value
+
+    def number(
+        self, name: str, low: float = -math.inf, high: float = math.inf, default: Any = REQUIRED
+    ) -> Any:
+        """A finite float of ``low..high``; the default as it is."""
+        value: Any = self._values.get(name)
+        if value is None and default is not REQUIRED:
+            return default
+        if not _is_number(value, low, high):
+            raise self.wrong(name, f"a number{_range(low, high)}", value)
+        return float(value)
+
+    def flag(self, name: str, default: Any = REQUIRED) -> Any:
+        """True or False."""
+        return self._typed(name, bool, "true or false", default)
+
+    def text(
+        self, name: str, default: Any = REQUIRED, *, one_of: Sequence[str] | None = None
+    ) -> Any:
+        """A string, perhaps one of a few."""
+        expected = "a string" if one_of is None else f"one of {', '.join(one_of)}"
+        value = self._typed(name, str, expected, default)
+        if one_of is not None and value not in one_of and value is not default:
+            raise self.wrong(name, expected, value)
+        return value
+
+    def inner(self: Self, name: str) -> Self | None:
+        """The fields of a nested object; None when it is absent."""
+        value = self._typed(name, dict, "an object", None)
+        return None if value is None else self._nested(value, name)
+
+    def has_list(self, name: str) -> bool:
+        """Whether the field is a list."""
+        return isinstance(self._values.get(name), list)
+
+    def has_inner(self, name: str) -> bool:
+        """Whether the field is an object."""
+        return isinstance(self._values.get(name), dict)
+
+    def integers(
+        self,
+        name: str,
+        low: int = LOWEST,
+        high: int = HIGHEST,
+        default: Any = REQUIRED,
+        *,
+        most: int = MOST_ITEMS,
+    ) -> Any:
+        """A tuple of integers of ``low..high``."""
+        values = self._list(name, f"integers{_range(low, high)}", default, most)
+        if values is not default and not all(_is_integer(value, low, high) for value in values):
+            raise self.wrong(name, f"a list of integers{_range(low, high)}", values)
+        return values if values is default else tuple(values)
+
+    def numbers(
+        self,
+        name: str,
+        low: float = -math.inf,
+        high: float = math.inf,
+        default: Any = REQUIRED,
+        *,
+        most: int = MOST_ITEMS,
+    ) -> Any:
+        """A tuple of finite floats of ``low..high``."""
+        values = self._list(name, f"numbers{_range(low, high)}", default, most)
+        if values is not default and not all(_is_number(value, low, high) for value in values):
+            raise self.wrong(name, f"a list of numbers{_range(low, high)}", values)
+        return values if values is default else tuple(map(float, values))
+
+    def texts(self, name: str, default: Any = REQUIRED, *, most: int = MOST_ITEMS) -> Any:
+        """A tuple of strings."""
+        values = self._list(name, "strings", default, most)
+        if values is not default and not all(isinstance(value, str) for value in values):
+            raise self.wrong(name, "a list of strings", values)
+        return values if values is default else tuple(values)
+
+    def objects(self: Self, name: str, *, most: int = MOST_ITEMS) -> list[Self]:
+        """The fields of each object in a list."""
+        values = self._list(name, "objects", REQUIRED, most)
+        for value in values:
+            if not isinstance(value, dict):
+                raise self.wrong(name, "a list of objects", values)
+        return [self._nested(value, f"{name}[{index}]") for index, value in enumerate(values)]
+
+    def only(self, *names: str) -> None:
+        """Raise unless these are the fields, present all, null or not."""
+        if set(self._values) != set(names):
+            expected = ", ".join(sorted(names))
+            at = f"{self.where}: {self.prefix.rstrip('.')}".removesuffix(": ")
+            raise self.error(f"{at}: expected the fields {expected}, got {shown(self.names)}")
+
+    def wrong(self, name: str, expected: str, got: Any) -> EecoreError:
+        """The error of a field."""
+        return self.error(
+            f"{self.where}: {self.prefix}{name}: expected {expected}, got {shown(got)}"
+        )
+
+    def _nested(self: Self, value: dict[str, Any], name: str) -> Self:
+        return type(self)(value, self.where, self.error, f"{self.prefix}{name}.")
+
+    def _typed(self, name: str, kind: type, expected: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is None and default is not REQUIRED:
+            return default
+        if not isinstance(value, kind):
+            raise self.wrong(name, expected, value)
+        return value
+
+    def _list(self, name: str, items: str, default: Any, most: int) -> Any:
+        values = self._typed(name, list, f"a list of {items}", default)
+        if values is not default and len(values) > most:
+            raise self.wrong(name, f"a list of at most {most} {items}", values)
+        return values
+
+
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    """Compared as it is: an integer may be beyond every float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    finite = sys.float_info.max
+    return max(low, -finite) <= value <= min(high, finite)
+
+
+def _range(low: float, high: float) -> str:
+    """`` of 1..4096``; nothing where there is no limit."""
+    first = low not in (-math.inf, LOWEST) and (f"{low:g}" if isinstance(low, float) else str(low))
+    last = high not in (math.inf, HIGHEST) and (
+        f"{high:g}" if isinstance(high, float) else str(high)
+    )
+    if low == ABOVE_ZERO:
+        return f" above 0, at most {last}" if last else " above 0"
+    if first and last:
+        return f" of {first}..{last}"
+    return f" of at least {first}" if first else f" of at most {last}" if last else ""

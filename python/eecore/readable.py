@@ -1,0 +1,94 @@
+"""Files of others: opened only where they are files, and read no further than they may go."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from eecore.errors import EecoreError
+from eecore.values import shown
+
+__all__ = ["is_file", "kind_of", "path_of", "read_bytes", "regular_file", "shown_path"]
+
+KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+NOTHING = (errno.ENOENT, errno.ENOTDIR)
+
+
+def path_of(path: str | os.PathLike[str], error: type[EecoreError]) -> Path:
+    """A path that somebody gave, with its ``~`` expanded.
+
+    Raises:
+        EecoreError: the one asked for; it is no path, or there is no such home.
+    """
+    try:
+        return Path(path).expanduser()
+    except (TypeError, RuntimeError):
+        raise error(f"path: expected that of a file or directory, got {shown(path)}") from None
+
+
+def kind_of(path: Path) -> str:
+    """What is at a path, links followed: "a file", "a directory", "nothing", ..., or why nobody can
+    know.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        return "nothing" if error.errno in NOTHING else f"an error: {error.strerror}"
+    except ValueError:  # a NUL, or what no file system can spell
+        return "a name that no file can have"
+    return KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file that can be looked at."""
+    return kind_of(path) == "a file"
+
+
+def regular_file(
+    path: Path, error: type[EecoreError], missing: type[EecoreError] | None = None
+) -> Path:
+    """The path of a file, which is neither a directory nor a pipe nor a device.
+
+    Raises:
+        EecoreError: ``missing``, where it is given, when nothing is there; ``error`` for all else.
+    """
+    kind = kind_of(path)
+    if kind == "a file":
+        return path
+    raise (missing if missing and kind == "nothing" else error)(
+        f"{shown_path(path)}: expected a file, got {kind}"
+    )
+
+
+def shown_path(path: Path) -> str:
+    """A path as errors name it: printable, and not longer than any file's can be."""
+    text = str(path)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 4096 else f"{text[:100]}..."
+
+
+def read_bytes(
+    path: Path,
+    most: int,
+    error: type[EecoreError],
+    missing: type[EecoreError] | None = None,
+) -> bytes:
+    """All of a file, which may have ``most`` bytes; errors as those of :func:`regular_file`."""
+    regular_file(path, error, missing)
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as caught:
+        raise error(f"{shown_path(path)}: {caught.strerror}") from None
+    if len(content) > most:
+        raise error(f"{shown_path(path)}: expected at most {most} bytes, got more")
+    return content
