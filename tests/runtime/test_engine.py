@@ -139,6 +139,62 @@ def test_preemption_changes_no_output(
             assert output.stats.layers_run == single.stats.layers_run
 
 
+@pytest.mark.parametrize("mode", ["each", "state"])
+def test_a_chunk_of_a_replay_may_be_all_of_positions_that_left_early(
+    agreeing: eecore.Model, mode: str
+) -> None:
+    engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4, max_prefill_chunk=1))
+    policy, prompt = MODES[mode], PROMPTS[0]
+    expected = alone(agreeing, prompt, policy, GREEDY)
+    assert min(expected.exit_layers) < 5
+    request_id = engine.add_request(prompt, exit=policy, sampling=GREEDY)
+    while len(engine.requests[request_id].output_ids) < 12:
+        engine.step()
+    engine.scheduler.preempt(engine.requests[request_id])
+    outputs = [step.output for step in engine.run() if step.output]
+    assert outputs[0].token_ids == expected.token_ids
+    assert outputs[0].confidences == expected.confidences
+
+
+# On hold
+
+
+def test_a_hold_leaves_the_others_running_and_changes_no_output(agreeing: eecore.Model) -> None:
+    """Pages for about two of them: those on hold lose theirs, others go on with theirs."""
+    engine = agreeing.engine(EngineConfig(kv_cache_tokens=96, page_size=4, max_prefill_chunk=9))
+    policies = list(MODES.values())
+    policies.remove(MODES["all"])  # waits for its neighbours
+    ids = [
+        engine.add_request(prompt, exit=policy, sampling=SAMPLED)
+        for prompt, policy in zip(PROMPTS, policies, strict=False)
+    ]
+    outputs: dict[str, Any] = {}
+    held: list[str] = []
+
+    def run() -> None:
+        for step in engine.run():
+            assert step.request_id not in held
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+
+    engine.step()
+    engine.step()
+    for request_id in (*ids[::2], "nobody"):
+        engine.hold(request_id)
+        held.append(request_id)
+    assert engine.num_held == 3
+    run()
+    assert set(outputs) == set(ids[1::2])
+    assert engine.has_unfinished
+    assert not engine.has_runnable
+    while held:
+        engine.resume(held.pop())
+        run()
+    for request_id, prompt, policy in zip(ids, PROMPTS, policies, strict=False):
+        assert outputs[request_id].token_ids == alone(agreeing, prompt, policy, SAMPLED).token_ids
+    assert_idle(engine)
+
+
 def test_approximate_pages_are_known_also_after_a_replay(agreeing: eecore.Model) -> None:
     engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4))
     early = ConfidentExit(0.0, min_exit_layer=2)

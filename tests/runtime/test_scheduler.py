@@ -209,7 +209,7 @@ def test_pages_behind_the_accepted_length_go_back() -> None:
     assert bench.pages.num_free == 64 - 5
 
 
-@pytest.mark.parametrize("where", ["waiting", "running", "preempted"])
+@pytest.mark.parametrize("where", ["waiting", "running", "preempted", "held"])
 def test_finish_from_anywhere(where: str) -> None:
     bench = Bench()
     sequence = bench.add(4)
@@ -217,6 +217,8 @@ def test_finish_from_anywhere(where: str) -> None:
         bench.step()
     if where == "preempted":
         bench.scheduler.preempt(sequence)
+    if where == "held":
+        bench.scheduler.hold(sequence)
     bench.scheduler.finish(sequence)
     assert sequence.status is SequenceStatus.FINISHED
     assert not bench.scheduler.has_unfinished
@@ -301,3 +303,92 @@ def test_ahead_keeps_to_the_budget() -> None:
     both = bench.scheduler.schedule()
     assert len(both) == 2
     assert ahead(bench, both) == []
+
+
+# On hold
+
+
+def test_what_is_on_hold_is_left_out_and_goes_on_where_it_was() -> None:
+    bench = Bench()
+    held, other = bench.add(6), bench.add(2)
+    bench.step()
+    pages = list(held.pages)
+    bench.scheduler.hold(held)
+    assert summary(bench.step()) == [("1", 1)]
+    assert (held.status, held.pages) == (SequenceStatus.HELD, pages)
+    bench.scheduler.resume(held)
+    assert bench.scheduler.running == [held, other]
+    assert summary(bench.step()) == [("0", 1), ("1", 1)]
+    assert held.counters.preemptions == 0
+
+
+def test_nothing_runs_while_everything_is_on_hold() -> None:
+    bench = Bench()
+    running = bench.add(6)
+    bench.step()
+    waiting = bench.add(2)
+    for sequence in (running, waiting):
+        bench.scheduler.hold(sequence)
+        bench.scheduler.hold(sequence)
+    assert bench.scheduler.held == [running, waiting]
+    assert bench.scheduler.has_unfinished
+    assert not bench.scheduler.has_runnable
+    assert bench.step() == []
+    bench.scheduler.resume(waiting)
+    bench.scheduler.resume(waiting)
+    assert summary(bench.step()) == [("1", 2)]
+
+
+def test_pages_on_hold_go_before_anybody_is_preempted() -> None:
+    bench = Bench(kv_cache_tokens=24)
+    sequences = [bench.add(7) for _ in range(3)]
+    bench.step()  # 2 pages each: the cache is full
+    first, second, third = sequences
+    bench.scheduler.hold(first)
+    bench.scheduler.hold(second)
+    bench.step()
+    bench.step()  # the third needs another page: the second's go, the youngest on hold
+    assert (len(first.pages), len(second.pages), len(third.pages)) == (2, 0, 3)
+    assert [s.counters.preemptions for s in sequences] == [0, 1, 0]
+    assert (second.status, second.num_computed) == (SequenceStatus.HELD, 0)
+    bench.scheduler.resume(second)
+    assert second.status is SequenceStatus.WAITING
+
+
+def test_pages_on_hold_do_not_keep_others_waiting() -> None:
+    bench = Bench(kv_cache_tokens=24)
+    held = bench.add(20)
+    bench.step()
+    bench.scheduler.hold(held)
+    late = bench.add(8)
+    assert summary(bench.step()) == [("1", 8)]
+    assert not held.pages
+    bench.scheduler.resume(held)  # before whoever came later, behind whoever runs
+    last = bench.add(1)
+    assert list(bench.scheduler.waiting) == [held, last]
+    assert bench.scheduler.running == [late]
+
+
+def test_pages_on_hold_stay_where_taking_them_would_not_help() -> None:
+    bench = Bench(kv_cache_tokens=24)
+    bench.add(12)
+    held = bench.add(4)
+    bench.step()
+    bench.scheduler.hold(held)
+    large = bench.add(20)
+    bench.step()
+    assert large.status is SequenceStatus.WAITING
+    assert len(held.pages) == 1
+
+
+def test_places_on_hold_are_free_and_may_be_gone() -> None:
+    bench = Bench(max_num_seqs=1)
+    held, other = bench.add(3), bench.add(3)
+    bench.step()
+    bench.scheduler.hold(held)
+    assert summary(bench.step()) == [("1", 3)]
+    bench.scheduler.resume(held)
+    assert list(bench.scheduler.waiting) == [held]
+    assert not held.pages
+    bench.scheduler.finish(other)
+    assert summary(bench.step()) == [("0", 3)]

@@ -109,6 +109,7 @@ def test_random_steps(model: eecore.Model, alone: list[Output], config: EngineCo
     engine = model.engine(config)
     running: dict[str, int] = {}
     finished = cancelled = preemptions = steps = 0
+    held: set[str] = set()
 
     def check(output: Output) -> None:
         nonlocal preemptions
@@ -134,14 +135,24 @@ def test_random_steps(model: eecore.Model, alone: list[Output], config: EngineCo
             assert output is not None
             check(output)
             cancelled += 1
+        if running and rng.random() < 0.1:
+            chosen_id = rng.choice(list(running))
+            held.add(chosen_id)
+            engine.hold(chosen_id)
+        if held and rng.random() < 0.1:
+            engine.resume(held.pop())
         for step in engine.step():
+            assert step.request_id not in held
             if step.output is not None:
                 check(step.output)
                 finished += 1
         steps += 1
-        held = [page for s in engine.requests.values() for page in s.pages]
-        assert len(held) == len(set(held)) == engine.pages.num_pages - engine.pages.num_free
+        held &= set(running)
+        owned = [page for s in engine.requests.values() for page in s.pages]
+        assert len(owned) == len(set(owned)) == engine.pages.num_pages - engine.pages.num_free
 
+    for request_id in held:
+        engine.resume(request_id)
     for step in engine.run():
         if step.output is not None:
             check(step.output)

@@ -163,6 +163,7 @@ class Prefill:
             hidden = model.layers(begin, end, hidden, kv, self._batch(active))
             leaves = self._leave[active] == end
             if leaves.all() and len(active) == len(self._tokens):
+                self._fill(active, hidden, end)
                 return hidden
             leaving = active[leaves]
             final = final.clone() if final is hidden else final

@@ -77,12 +77,21 @@ class Engine:
         return self.scheduler.has_unfinished
 
     @property
+    def has_runnable(self) -> bool:
+        """Whether a step would get anywhere: not with requests alone that are on hold."""
+        return self.scheduler.has_runnable
+
+    @property
     def num_waiting(self) -> int:
         return len(self.scheduler.waiting)
 
     @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
+
+    @property
+    def num_held(self) -> int:
+        return len(self.scheduler.held)
 
     @property
     def kv(self) -> KVCache:
@@ -113,14 +122,28 @@ class Engine:
             RequestError: for a prompt, setting or length that this engine can never serve.
             ExitError: for an exit policy that the model cannot run.
         """
+        return self.enqueue(self.prepare(prompt, exit=exit, sampling=sampling), request_id)
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        *,
+        exit: Exit | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Sequence:
+        """A request for :meth:`enqueue`. Nothing of the engine changes, so that any thread may
+        prepare one while another steps.
+
+        Raises:
+            RequestError: for a prompt, setting or length that this engine can never serve.
+            ExitError: for an exit policy that the model cannot run.
+        """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
         policy = Full() if exit is None else exit
         if not isinstance(policy, Exit) or type(policy) is Exit:
             raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
-        if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
         prompt_ids = self._tokenize(prompt)
         config = self.network.config
         policy.check(config.num_layers, config.hidden_size)
@@ -130,26 +153,36 @@ class Engine:
             prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids
         self._check_length(len(prompt_ids), input_ids, sampling.max_tokens)
         self._check_sampling(sampling)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
+        return Sequence(
+            request_id="",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            exit=policy,
+            arrival=-1,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            input_ids=input_ids,
+        )
+
+    def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
+        """Queue what :meth:`prepare` made, once, and return its id.
+
+        Raises:
+            RequestError: for an id that is in use, or is no string.
+        """
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
         if request_id is None:
             request_id = self._unused_id()
         if request_id in self._sequences:
             raise RequestError(f"request_id: {request_id!r} is in use")
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
-        sequence = Sequence(
-            request_id=request_id,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            exit=policy,
-            arrival=self._arrivals,
-            eos_token_ids=frozenset(config.eos_token_ids),
-            input_ids=input_ids,
-        )
+        sequence.request_id, sequence.arrival = request_id, self._arrivals
         self._arrivals += 1
         self._sequences[request_id] = sequence
         if self.tokenizer is not None:
-            before = prompt_ids if input_ids is None else []
-            self._texts[request_id] = TextStream(self.tokenizer, before, sampling.stop)
+            before = sequence.prompt_ids if sequence.input_ids is None else []
+            self._texts[request_id] = TextStream(self.tokenizer, before, sequence.sampling.stop)
         self.scheduler.add(sequence)
         return request_id
 
@@ -180,9 +213,24 @@ class Engine:
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, "cancelled")
 
+    def hold(self, request_id: str) -> None:
+        """Leave a request out of the next steps until :meth:`resume`, if it is unfinished.
+
+        It keeps its pages as long as nobody else needs them, and stands in nobody's way.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self.scheduler.hold(sequence)
+
+    def resume(self, request_id: str) -> None:
+        """Let a request go on that was on hold; its output is what it would have been anyway."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self.scheduler.resume(sequence)
+
     def run(self) -> Iterator[StepOutput]:
-        """Step until nothing is left."""
-        while self.has_unfinished:
+        """Step until nothing is left but requests on hold."""
+        while self.has_runnable:
             yield from self.step()
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:

@@ -5,6 +5,9 @@ the token budget last. When pages run out the youngest running request is preemp
 back, it waits at the head of the queue, and its KV is recomputed later. The oldest request can
 always run, since a request that could not fit alone is refused on arrival. An encoder's input is
 read in one iteration, and counts; one that is larger than the budget has an iteration to itself.
+
+A request on hold is in neither queue. It keeps its pages until others run out of them: its own are
+the first to go.
 """
 
 from __future__ import annotations
@@ -51,12 +54,18 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """By arrival."""
+        self.held: list[Sequence] = []
+        """Out of scheduling until they are resumed."""
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     @property
     def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running or self.held)
+
+    @property
+    def has_runnable(self) -> bool:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> list[Work]:
@@ -142,7 +151,11 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, work: Work) -> bool:
         """Pages for the work, preempting the youngest as needed; False if that was the sequence."""
         positions = sequence.num_computed + work.num_tokens + work.max_drafts
-        while self.pages.pages_for(positions) - len(sequence.pages) > self.pages.num_free:
+        while (missing := self.pages.pages_for(positions) - len(sequence.pages)) > (
+            self.pages.num_free
+        ):
+            if self._reclaim(missing):
+                break
             youngest = self.running[-1]
             self.preempt(youngest)
             if youngest is sequence:
@@ -157,14 +170,13 @@ class Scheduler:
             # Room for all its tokens and the next ones, so that it is not preempted at once.
             needed = self.pages.pages_for(sequence.num_tokens + 1 + _required_drafts(sequence))
             inputs = self._input_pages(sequence)
-            if needed + inputs > self.pages.num_free:
-                break
             if sequence.tokens_to_encode >= budget and (works or not is_first):
+                break
+            if not self._reclaim(needed + inputs):
                 break
             self.waiting.popleft()
             sequence.input_pages += self.pages.allocate(inputs)
-            sequence.status = SequenceStatus.RUNNING
-            bisect.insort(self.running, sequence, key=lambda s: s.arrival)
+            self._run(sequence)
             work = self._work_for(sequence, budget)
             self._grow(sequence, sequence.num_computed + work.num_tokens)
             works.append(work)
@@ -174,11 +186,63 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages; it will replay from position 0."""
         self.running.remove(sequence)
+        self._evict(sequence)
+        self._wait(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Take a sequence out of scheduling; nothing else of it changes."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            return
+        sequence.status = SequenceStatus.HELD
+        self.held.append(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Let a sequence on hold go on where it was, or replay if its pages or place are gone."""
+        if sequence.status is not SequenceStatus.HELD:
+            return
+        self.held.remove(sequence)
+        if sequence.has_pages and len(self.running) < self._config.max_num_seqs:
+            self._run(sequence)
+            return
+        if sequence.has_pages:
+            self._evict(sequence)
+        self._wait(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        bisect.insort(self.running, sequence, key=lambda s: s.arrival)
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Before all that came later, as if it had waited ever since it arrived."""
+        sequence.status = SequenceStatus.WAITING
+        at = bisect.bisect(self.waiting, sequence.arrival, key=lambda s: s.arrival)
+        self.waiting.insert(at, sequence)
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Take a sequence's pages, and with them all that it has computed."""
         self._release(sequence)
         sequence.num_computed = 0
         sequence.counters.preemptions += 1
-        sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(sequence)
+
+    def _reclaim(self, count: int) -> bool:
+        """Have ``count`` pages free, at the cost of those on hold; False, and nothing taken, when
+        theirs are not enough.
+        """
+        if count <= self.pages.num_free:
+            return True
+        holding = [sequence for sequence in self.held if sequence.has_pages]
+        theirs = sum(len(s.pages) + len(s.input_pages) for s in holding)
+        if count > self.pages.num_free + theirs:
+            return False
+        for sequence in sorted(holding, key=lambda s: s.arrival, reverse=True):
+            self._evict(sequence)
+            if count <= self.pages.num_free:
+                break
+        return True
 
     def crop(self, sequence: Sequence) -> None:
         """Give back the pages behind the last computed position (LayerSkip §4.3)."""
@@ -194,6 +258,8 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence in self.held:
+            self.held.remove(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.FINISHED
 

@@ -18,6 +18,7 @@ __all__ = ["Counters", "Sequence", "SequenceStatus", "Times", "TokenRecord"]
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    HELD = "held"
     FINISHED = "finished"
 
 
@@ -106,6 +107,10 @@ class Sequence:
             stops |= self.eos_token_ids
         self.stop_ids = sorted(stops)
         self.max_drafts = self.exit.max_drafts
+
+    @property
+    def has_pages(self) -> bool:
+        return bool(self.pages or self.input_pages)
 
     @property
     def num_prompt_tokens(self) -> int:
