@@ -13,10 +13,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from eecore.errors import CheckpointError, UnsupportedModelError
+from eecore.config import MOST_VOCAB
+from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
+from eecore.models.checkpoint import shown_name
 
 if TYPE_CHECKING:
-    from eecore.models.gguf_convert import GGUFFile
+    from eecore.models.gguf_file import GGUFFile
+
+MOST_MERGES = 1 << 22
+MOST_CHARACTERS = 1024
+"""Of a SentencePiece token, all of whose halves are looked up."""
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -80,47 +86,83 @@ SPLITS = {
 
 def special_token_ids(file: GGUFFile) -> tuple[int | None, list[int]]:
     """The beginning-of-sequence id, and the ids that end generation."""
-    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    unique = dict.fromkeys(int(token) for token in ends if token is not None)
-    bos = file.get("tokenizer.ggml.bos_token_id")
-    return None if bos is None else int(bos), list(unique)
+    ids = [_token_id(file, f"{name}_token_id") for name in ("bos", "eos", "eot")]
+    return ids[0], list(dict.fromkeys(token for token in ids[1:] if token is not None))
 
 
-def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer and its tokenizer_config.json; an UnsupportedModelError for other kinds."""
-    kind = file.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer, add_bos = _byte_level(file)
-    elif kind == "llama":
-        tokenizer, add_bos = _sentencepiece(file), True
-    else:
+def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer and its tokenizer_config.json.
+
+    Raises:
+        UnsupportedModelError: it is of another kind.
+        CheckpointError: it is not whole, or has more than ``vocab_size`` tokens.
+    """
+    kind = file.fields.text("tokenizer.ggml.model", "nothing")
+    if kind not in ("gpt2", "llama"):
         raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.model: supported are gpt2, llama, got {kind}"
+            f"{file.path}: tokenizer.ggml.model: supported are gpt2, llama, got {shown_name(kind)}"
         )
-    _add_whole_tokens(file, tokenizer)
-    roles = _role_tokens(file)
+    vocabulary = _Vocabulary.of(file, kind, vocab_size)
+    try:
+        return _built(file, vocabulary)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{file.path}: tokenizer.ggml: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The tokens of a file, each list as long as the other."""
+
+    kind: str
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    """None, or one a token."""
+    unknown: int | None
+
+    @classmethod
+    def of(cls, file: GGUFFile, kind: str, vocab_size: int) -> _Vocabulary:
+        """Of the fields of a file; a CheckpointError when they do not go together."""
+        tokens = file.fields.texts("tokenizer.ggml.tokens", most=vocab_size)
+        types = file.fields.integers("tokenizer.ggml.token_type", default=(), most=vocab_size)
+        if types and len(types) != len(tokens):
+            raise file.fields.wrong(
+                "tokenizer.ggml.token_type", f"{len(tokens)}, one a token", len(types)
+            )
+        return cls(kind, tokens, types, _token_id(file, "unknown_token_id", len(tokens)))
+
+
+def _built(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, dict[str, Any]]:
+    if vocabulary.kind == "gpt2":
+        tokenizer, add_bos = _byte_level(file, vocabulary)
+    else:
+        tokenizer, add_bos = _sentencepiece(file, vocabulary), True
+    _add_whole_tokens(vocabulary, tokenizer)
+    roles = _role_tokens(file, vocabulary.tokens)
     _surround(file, tokenizer, roles, add_bos)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **roles,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": file.model_value("context_length"),
+        "model_max_length": file.fields.integer(f"{file.architecture}.context_length"),
     }
-    template = file.get("tokenizer.chat_template")
+    template = file.fields.text("tokenizer.chat_template", None)
     if template is not None:
         settings["chat_template"] = template
     return tokenizer, settings
 
 
-def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
-    kind = file.get("tokenizer.ggml.pre")
-    split = SPLITS.get(str(kind))
+def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    kind = file.fields.text("tokenizer.ggml.pre", "nothing")
+    split = SPLITS.get(kind)
     if split is None:
         raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.pre: supported are {', '.join(SPLITS)}, got {kind}"
+            f"{file.path}: tokenizer.ggml.pre: supported are {', '.join(SPLITS)}, "
+            f"got {shown_name(kind)}"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "merges")]
-    tokenizer = Tokenizer(_bpe(file, merges, ignore_merges=split.ignore_merges))
+    merges = [tuple(merge.split(" ", 1)) for merge in _merges(file)]
+    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=split.ignore_merges))
     if split.composes:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = []
@@ -134,21 +176,28 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
     return tokenizer, split.add_bos
 
 
-def _sentencepiece(file: GGUFFile) -> Tokenizer:
+def _sentencepiece(file: GGUFFile, vocabulary: _Vocabulary) -> Tokenizer:
     """BPE over characters, with bytes for what the vocabulary lacks, as Llama 2 has it."""
-    tokens = _list(file, "tokens")
-    unknown = file.get("tokenizer.ggml.unknown_token_id")
+    tokens, unknown = vocabulary.tokens, vocabulary.unknown
+    scores = file.fields.numbers("tokenizer.ggml.scores", most=len(tokens))
+    if len(scores) != len(tokens):
+        raise file.fields.wrong("tokenizer.ggml.scores", f"{len(tokens)}, one a token", len(scores))
+    longest = max(map(len, tokens), default=0)
+    if longest > MOST_CHARACTERS:
+        raise file.fields.wrong(
+            "tokenizer.ggml.tokens", f"tokens of at most {MOST_CHARACTERS} characters", longest
+        )
     tokenizer = Tokenizer(
         _bpe(
-            file,
-            _merges_of_scores(tokens, _list(file, "scores")),
+            vocabulary,
+            _merges_of_scores(tokens, scores),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
     spaces = [normalizers.Replace(" ", SPACE)]
-    prefixed = file.get("tokenizer.ggml.add_space_prefix", True)
+    prefixed = file.fields.flag("tokenizer.ggml.add_space_prefix", True)
     prefix = [normalizers.Prepend(SPACE)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, *spaces])
     strip = [decoders.Strip(" ", left=1)] if prefixed else []
@@ -158,7 +207,7 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
-def _merges_of_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, the best-scored token first."""
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
@@ -170,41 +219,44 @@ def _merges_of_scores(tokens: list[str], scores: list[float]) -> list[tuple[str,
     return [pair for *_, pair in sorted(merges)]
 
 
-def _bpe(file: GGUFFile, merges: list[Any], **options: Any) -> BPE:
-    vocab = {token: index for index, token in enumerate(_list(file, "tokens"))}
-    try:
-        return BPE(vocab, merges, **options)
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{file.path}: tokenizer.ggml: {error}") from None
+def _merges(file: GGUFFile) -> tuple[str, ...]:
+    merges: tuple[str, ...] = file.fields.texts("tokenizer.ggml.merges", most=MOST_MERGES)
+    for merge in merges:
+        if " " not in merge:
+            raise file.fields.wrong("tokenizer.ggml.merges", "pairs with a space between", merge)
+    return merges
 
 
-def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
+def _bpe(vocabulary: _Vocabulary, merges: list[Any], **options: Any) -> BPE:
+    return BPE({token: index for index, token in enumerate(vocabulary.tokens)}, merges, **options)
+
+
+def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
     """Tokens that are never cut: control tokens, which are special, and user-defined ones."""
-    tokens, types = _list(file, "tokens"), file.get("tokenizer.ggml.token_type", [])
-    unknown = UNKNOWN if file.get("tokenizer.ggml.model") == "llama" else CONTROL
-    for token, token_type in zip(tokens, types, strict=False):
+    unknown = UNKNOWN if vocabulary.kind == "llama" else CONTROL
+    for token, token_type in zip(vocabulary.tokens, vocabulary.types, strict=False):
         if token_type in (CONTROL, unknown):
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif token_type == USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
 
 
-def _role_tokens(file: GGUFFile) -> dict[str, str]:
-    tokens = _list(file, "tokens")
-    ids = {role: file.get(f"tokenizer.ggml.{name}") for role, name in ROLES.items()}
-    for role, token_id in ids.items():
-        if token_id is not None and not 0 <= token_id < len(tokens):
-            raise CheckpointError(
-                f"{file.path}: {role}: expected an id below {len(tokens)}, got {token_id}"
-            )
+def _role_tokens(file: GGUFFile, tokens: tuple[str, ...]) -> dict[str, str]:
+    ids = {role: _token_id(file, name, len(tokens)) for role, name in ROLES.items()}
     return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
+
+
+def _token_id(file: GGUFFile, name: str, count: int = MOST_VOCAB) -> int | None:
+    """An id below ``count``, where the file has one."""
+    token_id: int | None = file.fields.integer(f"tokenizer.ggml.{name}", 0, count - 1, None)
+    return token_id
 
 
 def _surround(file: GGUFFile, tokenizer: Tokenizer, roles: dict[str, str], add_bos: bool) -> None:
     """Beginning and end tokens around a text, where the file asks for them."""
     wanted = {
-        "bos_token": file.get("tokenizer.ggml.add_bos_token", add_bos),
-        "eos_token": file.get("tokenizer.ggml.add_eos_token", False),
+        "bos_token": file.fields.flag("tokenizer.ggml.add_bos_token", add_bos),
+        "eos_token": file.fields.flag("tokenizer.ggml.add_eos_token", False),
     }
     around = {role: [roles[role]] if add and role in roles else [] for role, add in wanted.items()}
     if any(around.values()):
@@ -213,10 +265,3 @@ def _surround(file: GGUFFile, tokenizer: Tokenizer, roles: dict[str, str], add_b
             single=[*around["bos_token"], "$A", *around["eos_token"]],
             special_tokens=[(token, tokenizer.token_to_id(token)) for token in special],
         )
-
-
-def _list(file: GGUFFile, name: str) -> list[Any]:
-    value = file.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.{name}: expected a list, got {value}")
-    return value

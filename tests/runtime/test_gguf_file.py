@@ -1,0 +1,247 @@
+"""GGUF files byte by byte: what a file claims is checked against what it holds."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from test_gguf_convert import ALPHABET, SPECIAL, write_gguf
+
+from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
+from eecore.models.gguf_convert import convert_gguf
+from eecore.models.gguf_file import GGUFFile
+from tiny_models import write_model
+
+STRING, ARRAY = 8, 9
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def field(name: str | bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+def file_of(
+    path: Path,
+    fields: list[bytes] | None = None,
+    tensors: list[bytes] | None = None,
+    *,
+    data: int = 0,
+    counts: tuple[int, int] | None = None,
+    version: int = 3,
+) -> Path:
+    fields, tensors = fields or [], tensors or []
+    head = struct.pack("<4sIQQ", b"GGUF", version, *(counts or (len(tensors), len(fields))))
+    content = head + b"".join([*fields, *tensors])
+    path.write_bytes(content + bytes(-len(content) % 32) + bytes(data))
+    return path
+
+
+def test_metadata_and_tensors_are_those_of_the_gguf_package(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"))
+    ours, theirs = GGUFFile(path), gguf.GGUFReader(path)
+    assert ours.fields.names == [name for name in theirs.fields if not name.startswith("GGUF.")]
+    for name in ours.fields.names:
+        expected = theirs.fields[name].contents()
+        got = ours.fields._values[name]
+        assert got == expected, name
+        assert type(got) is type(expected)
+    assert ours.names == [tensor.name for tensor in theirs.tensors]
+    for stored in theirs.tensors:
+        assert ours.shape(stored.name) == tuple(reversed(stored.shape.tolist()))
+        assert np.array_equal(ours.read(stored.name).numpy(), stored.data)
+
+
+@pytest.mark.parametrize("form", "BbHhIifQqd")
+def test_every_type_of_number_is_read(form: str, tmp_path: Path) -> None:
+    kinds = dict(zip("BbHhIif?Qqd", (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), strict=True))
+    values = [struct.pack(f"<{form}", number) for number in (1, 7, 100)]
+    array = struct.pack("<IQ", kinds[form], 3) + b"".join(values)
+    fields = [
+        field("one", kinds[form], values[1]),
+        field("many", ARRAY, array),
+        field("flag", 7, b"\x01"),
+        field("words", ARRAY, struct.pack("<IQ", STRING, 2) + text("a") + text("é")),
+    ]
+    read = GGUFFile(file_of(tmp_path / "x.gguf", fields)).fields
+    assert read.number("one") == 7
+    assert read.numbers("many") == (1, 7, 100)
+    assert read.flag("flag") is True
+    assert read.texts("words") == ("a", "é")
+
+
+HUGE = [2**20, 2**31, 2**40, 2**62, 2**63, 2**64 - 1]
+
+
+@pytest.mark.parametrize("size", HUGE)
+@pytest.mark.parametrize(
+    "claim",
+    ["tensors", "fields", "name", "string", "strings", "bytes", "doubles", "nested", "sizes"],
+)
+def test_a_count_that_the_file_does_not_hold(claim: str, size: int, tmp_path: Path) -> None:
+    number = struct.pack("<Q", size)
+    counts = {"tensors": (size, 0), "fields": (0, size)}.get(claim)
+    arrays = {"strings": STRING, "bytes": 0, "doubles": 12, "nested": ARRAY}
+    fields, tensors = [], []
+    if claim == "name":
+        fields = [number + b"name"]
+    elif claim == "string":
+        fields = [field("x", STRING, number + b"text")]
+    elif claim in arrays:
+        fields = [field("x", ARRAY, struct.pack("<I", arrays[claim]) + number + bytes(40))]
+    elif claim == "sizes":
+        tensors = [tensor("x", [size, size, size, size])]
+    file = file_of(tmp_path / "x.gguf", fields, tensors, counts=counts, data=64)
+    with pytest.raises(
+        CheckpointError, match=r"x.gguf: expected a whole GGUF file, got \d+ bytes:"
+    ):
+        GGUFFile(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "message"),
+    [
+        ([field("a", 4, bytes(4))] * 2, [], "expected each field once, got 'a' twice"),
+        ([field(b"\xff", 4, bytes(4))], [], "the name of field 0: expected UTF-8 text"),
+        ([field("a", 13, bytes(4))], [], "'a': expected a type of 0..12, got 13"),
+        ([field("a", ARRAY, bytes([99, 0, 0, 0]) + bytes(8))], [], "array of numbers or strings"),
+        ([field("general.alignment", 4, bytes(4))], [], "general.alignment: expected a power of"),
+        ([field("general.alignment", STRING, text("x"))], [], "alignment: expected a power of"),
+        ([], [tensor("a", [8])] * 2, "expected each tensor once, got 'a' twice"),
+        ([], [tensor("a", [])], "'a': expected sizes of 1 or more"),
+        ([], [tensor("a", [0])], "'a': expected sizes of 1 or more"),
+        ([], [tensor("a", [1] * 5)], "'a': its dimensions: expected at most 4, got 5"),
+        ([], [tensor("a", [8], kind=99)], "'a': expected a type of tensors, got 99"),
+        ([], [tensor("a", [33], kind=2)], "'a': expected sizes of 1 or more, rows of 32"),
+        ([], [tensor("a", [8], offset=1)], "'a': expected 32 bytes"),
+        ([], [tensor("a", [8], offset=64)], "'a': expected 32 bytes"),
+        ([], [tensor("a", [8], offset=2**63)], "'a': expected 32 bytes"),
+        ([], [tensor("a", [8]), tensor("b", [8])], "'b': expected 32 bytes"),
+        ([], [tensor("a", [16]), tensor("b", [8], offset=32)], "'b': expected 32 bytes"),
+    ],
+)
+def test_a_header_that_cannot_be(
+    fields: list[bytes], tensors: list[bytes], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        GGUFFile(file_of(tmp_path / "x.gguf", fields, tensors, data=64))
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, 3 << 24])
+def test_other_versions_are_refused(version: int, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="version: supported are little-endian 2 and 3"):
+        GGUFFile(file_of(tmp_path / "x.gguf", version=version))
+
+
+# Fields of a model
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Path]:
+    """A place for a directory; after the test nothing is there or beside it."""
+    place = tmp_path / "place"
+    place.mkdir()
+    yield place / "model"
+    assert list(place.iterdir()) == []
+
+
+TOKENS = [*ALPHABET[:254], "ll", "he", *SPECIAL]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.block_count": 10**9}, "llama.block_count: expected an integer of 1"),
+        ({"llama.block_count": 5}, "expected 48 tensors, .* and 6 more missing"),
+        ({"llama.block_count": "4"}, "llama.block_count: expected an integer of 1"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count: expected"),
+        ({"llama.attention.head_count_kv": 0}, "llama.attention.head_count_kv: expected"),
+        ({"llama.attention.head_count_kv": [2, 2, 2, 2]}, "head_count_kv: expected an integer"),
+        ({"llama.attention.head_count": 3}, r"head_count_kv|num_kv_heads|q_proj"),
+        ({"llama.embedding_length": 2**31}, "llama.embedding_length: expected"),
+        ({"llama.attention.key_length": 7}, "head_dim: supported are multiples of 8"),
+        ({"llama.attention.key_length": 32}, "q_proj.weight: expected"),
+        ({"llama.context_length": 0}, "llama.context_length: expected"),
+        ({"llama.rope.dimension_count": 2}, "rope.dimension_count: expected head_dim=64, got 2"),
+        ({"llama.rope.scaling.type": "yarn2"}, "rope.scaling.type: supported are none"),
+        ({"llama.expert_count": "none"}, "llama.expert_count: expected an integer"),
+        ({"tokenizer.ggml.tokens": TOKENS * 2}, "ggml.tokens: expected a list of at most 320 str"),
+        ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens: expected a list of strings"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type: expected 260, one a token, got 1"),
+        ({"tokenizer.ggml.merges": ["h"]}, "tokenizer.ggml.merges: expected pairs with a space"),
+        ({"tokenizer.ggml.merges": ["x y"]}, "tokenizer.ggml: .*"),
+        ({"tokenizer.ggml.bos_token_id": 260}, "bos_token_id: expected an integer of 0..259"),
+        ({"tokenizer.ggml.eot_token_id": 2**32 - 1}, "eot_token_id: expected an integer"),
+        ({"tokenizer.ggml.add_bos_token": "yes"}, "add_bos_token: expected true or false"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores: expected a list of numbers"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, 1.0]},
+            "tokenizer.ggml.scores: expected 260, one a token, got 2",
+        ),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [float("nan")] * 260},
+            "tokenizer.ggml.scores: expected a list of numbers",
+        ),
+        (
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.scores": [0.0] * 260,
+                "tokenizer.ggml.unknown_token_id": 10**6,
+            },
+            "unknown_token_id: expected an integer of 0..259",
+        ),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(
+    metadata: dict[str, Any], message: str, tmp_path: Path, empty: Path
+) -> None:
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), metadata=metadata)
+    with pytest.raises(ModelError, match=message) as caught:
+        convert_gguf(file, empty)
+    assert "t.gguf" in str(caught.value)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path, empty: Path) -> None:
+    original = write_model(tmp_path / "o")
+    extra = {"blk.0.attn_q.bias": np.ones(3, dtype=np.float32)}
+    file = write_gguf(tmp_path / "t.gguf", original, extra=extra)
+    with pytest.raises(CheckpointError, match=r"q_proj.bias: expected \[256\]|missing"):
+        convert_gguf(file, empty)
+    extra = {"rope_freqs.weight": np.ones(3, dtype=np.float32)}
+    file = write_gguf(tmp_path / "t.gguf", original, extra=extra)
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight: expected \[32\], got \[3\]"):
+        convert_gguf(file, empty)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+def test_divisors_that_cannot_be(value: float, tmp_path: Path, empty: Path) -> None:
+    extra = {"rope_freqs.weight": np.full(32, value, dtype=np.float32)}
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"), extra=extra)
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight: expected divisors up to 1e"):
+        convert_gguf(file, empty)
+
+
+def test_a_file_and_a_place_that_cannot_be(tmp_path: Path, empty: Path) -> None:
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"))
+    for name in ("a" * 300, "a\0b"):
+        with pytest.raises(ModelError, match="expected a file"):
+            convert_gguf(tmp_path / name, empty)
+        with pytest.raises(ModelError, match="expected a new or empty directory"):
+            convert_gguf(file, tmp_path / name)
+    with pytest.raises(ModelError, match="expected a file, got a directory"):
+        convert_gguf(tmp_path, empty)
+    with pytest.raises(ModelError, match="expected a new or empty directory, got a file"):
+        convert_gguf(file, file)
