@@ -48,7 +48,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
     from eecore.models.tokenizer import Tokenizer
 
     config = read_model_config(directory)
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     with Checkpoint(directory) as checkpoint:
         stored = sorted({checkpoint.dtype(name) for name in checkpoint.names}, key=str)
         files = {checkpoint.path_of(name) for name in checkpoint.names}

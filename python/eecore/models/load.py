@@ -52,7 +52,7 @@ def load_model(
     config = read_model_config(directory)
     where = choose_device(device)
     int8 = choose_int8(weights, where)
-    tokenizer = Tokenizer.from_directory(directory)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     with Checkpoint(directory) as checkpoint:
         config = with_stored_tying(config, checkpoint)
         what = choose_model_dtype(dtype, where, _stored_dtype(checkpoint, config), config)

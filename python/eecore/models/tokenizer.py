@@ -6,21 +6,18 @@ post-processor, as in transformers. Streaming goes through :class:`IncrementalDe
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from eecore.errors import CheckpointError, EecoreError, ModelError
-from eecore.models.config_json import read_json
+from eecore.errors import CheckpointError, RequestError
+from eecore.models.chat_template import ChatTemplate, ChatTemplateError
+from eecore.models.tokenizer_files import is_panic, read_chat_settings, read_tokenizer
+
+__all__ = ["ChatTemplateError", "IncrementalDecoder", "Tokenizer"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Files of tokenizers that are not read.
@@ -31,12 +28,16 @@ CONTEXT_TOKENS = 8
 MAX_WINDOW = 32
 
 
-class ChatTemplateError(EecoreError, ValueError):
-    """The model has no chat template, or its template refuses the messages."""
-
-
 class Tokenizer:
-    """Encodes and decodes as transformers does for the same directory."""
+    """Encodes and decodes as transformers does for the same directory.
+
+    Args:
+        backend: of the tokenizers library.
+        special_tokens: role to token, as chat templates see them: bos_token, eos_token, ...
+        chat_template: that of all conversations.
+        named_templates: others by name; ``tool_use`` is for conversations with tools.
+        name: what errors call it.
+    """
 
     def __init__(
         self,
@@ -44,18 +45,29 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        named_templates: Mapping[str, str] | None = None,
+        name: str = "tokenizer",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        """Role to token, as chat templates see them: bos_token, eos_token, ..."""
         self.chat_template = chat_template
-        self._compiled_template: Template | None = None
+        self.named_templates = dict(named_templates or {})
+        self.name = name
+        self._compiled: ChatTemplate | None = None
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Tokenizer | None:
-        """The directory's tokenizer, or None when it has no tokenizer.json."""
+    def from_directory(cls, directory: Path, vocab_size: int | None = None) -> Tokenizer | None:
+        """The directory's tokenizer, or None when it has no tokenizer.json.
+
+        Args:
+            directory: of the model.
+            vocab_size: how many token ids the model has.
+
+        Raises:
+            ModelError: a file of it cannot be used, or has other ids than the model.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             others = [name for name in OTHER_TOKENIZERS if (directory / name).is_file()]
@@ -65,16 +77,13 @@ class Tokenizer:
                     stacklevel=3,
                 )
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{path}: expected a tokenizer, got: {error}") from None
-        settings_path = directory / "tokenizer_config.json"
-        settings = read_json(settings_path) if settings_path.is_file() else {}
+        backend, settings = read_tokenizer(path, vocab_size), read_chat_settings(directory)
         return cls(
             backend,
-            special_tokens=_special_tokens(settings),
-            chat_template=_chat_template(directory, settings),
+            special_tokens=settings.special_tokens,
+            chat_template=settings.templates.pop("default", None),
+            named_templates=settings.templates,
+            name=str(directory),
         )
 
     @property
@@ -86,12 +95,41 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, within the special tokens of the model unless told otherwise."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text, within the special tokens of the model unless told otherwise.
+
+        Raises:
+            RequestError: it is no text, or not one that UTF-8 can say.
+            ModelError: the tokenizer fails.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            got = ascii(text)[:80] if isinstance(text, str) else type(text).__name__
+            raise RequestError(f"text: expected text that UTF-8 can say, got {got}") from None
+        except BaseException as error:
+            raise self._failure("text", error) from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            RequestError: they are no token ids.
+            ModelError: the tokenizer fails.
+        """
+        try:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"token_ids: expected token ids, got: {error}") from None
+        except BaseException as error:
+            raise self._failure("token ids", error) from None
+
+    def _failure(self, what: str, error: BaseException) -> BaseException:
+        """An error of the library as one of ours; what is none of its own as it is."""
+        if not isinstance(error, Exception) and not is_panic(error):
+            return error
+        return CheckpointError(
+            f"{self.name}: tokenizer.json: expected to take {what}, got: {error}"
+        )
 
     def decode_after(
         self,
@@ -122,21 +160,34 @@ class Tokenizer:
         """The prompt text of a conversation, special tokens written out.
 
         Encode it with ``add_special_tokens=False``. ``variables`` reach the template (``tools``,
-        ``enable_thinking``, ...). A ChatTemplateError when the model has no template, or when the
-        template refuses the messages.
+        ``enable_thinking``, ...).
+
+        Raises:
+            RequestError: the messages are no conversation, or none for this model.
+            ChatTemplateError: a ModelError: there is no template, or it fails or never ends.
         """
+        source = self._template_for(variables)
+        compiled = self._compiled
+        if compiled is None or compiled.source != source:
+            self._compiled = compiled = ChatTemplate(source, f"{self.name}: chat_template")
+        return compiled.render(
+            messages,
+            {
+                "tools": None,
+                "documents": None,
+                **self.special_tokens,
+                "add_generation_prompt": add_generation_prompt,
+                **variables,
+            },
+        )
+
+    def _template_for(self, variables: Mapping[str, Any]) -> str:
+        """Of several named templates that for tools where there are some, as in transformers."""
+        if variables.get("tools") is not None and "tool_use" in self.named_templates:
+            return self.named_templates["tool_use"]
         if self.chat_template is None:
             raise ChatTemplateError("chat_template: expected one in the model directory, got none")
-        try:
-            if self._compiled_template is None:
-                self._compiled_template = _template_environment().from_string(self.chat_template)
-            return self._compiled_template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None, "documents": None, **self.special_tokens, **variables},
-            )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            raise ChatTemplateError(f"chat_template: {error}") from error
+        return self.chat_template
 
 
 class IncrementalDecoder:
@@ -184,65 +235,3 @@ class IncrementalDecoder:
             self._given = None
         self._num_given = len(self._window)
         return new
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Role to token of a tokenizer_config.json; a token may be a string or an object."""
-    tokens = {}
-    for role in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"):
-        token = settings.get(role)
-        if isinstance(token, Mapping):
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[role] = token
-    return tokens
-
-
-def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ModelError(
-            f"{directory / 'tokenizer_config.json'}: chat_template: expected a string, "
-            f"got {type(template).__name__}"
-        )
-    return template
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's part: kept as is."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    """Templates come with models, so they run in jinja2's sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON: jinja2's own filter escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=options.pop("ensure_ascii", False), indent=indent, **options
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)

@@ -1,0 +1,118 @@
+"""The messages of a conversation as a chat template may see them: plain data, a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eecore.errors import RequestError
+
+__all__ = ["Given", "given_values"]
+
+MOST_DEPTH = 64
+MOST_CHARACTERS = 1 << 30
+
+
+@dataclass
+class Given:
+    """What a template is given, and how much that is."""
+
+    values: dict[str, Any]
+    num_messages: int
+    num_characters: int
+
+
+def given_values(messages: Any, variables: Mapping[str, Any]) -> Given:
+    """The variables of a template.
+
+    Raises:
+        RequestError: the messages are not a list of objects with a role and a content, or something
+            is not plain data: text, numbers, lists, objects.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
+        raise RequestError(
+            "messages: expected a list of objects with a role and a content, "
+            f"got {type(messages).__name__}"
+        )
+    copy = _Copy()
+    conversation = [_message(copy, f"messages[{i}]", m) for i, m in enumerate(messages)]
+    values = {str(name): copy.of(str(name), value) for name, value in variables.items()}
+    return Given({**values, "messages": conversation}, len(conversation), copy.num_characters)
+
+
+def _message(copy: _Copy, where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"{where}: expected an object with a role and a content, got {type(message).__name__}"
+        )
+    plain: dict[str, Any] = copy.of(where, message)
+    role, content = plain.get("role"), plain.get("content")
+    if not isinstance(role, str):
+        raise RequestError(f"{where}.role: expected text, got {_kind(plain, 'role')}")
+    if "content" not in plain and len(plain) == 1:
+        raise RequestError(f"{where}.content: expected text, got nothing")
+    if content is not None and not isinstance(content, (str, list)):
+        raise RequestError(
+            f"{where}.content: expected text or a list of parts, got {_kind(plain, 'content')}"
+        )
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, (str, dict)):
+            raise RequestError(
+                f"{where}.content[{index}]: expected text or an object, got {type(part).__name__}"
+            )
+    return plain
+
+
+def _kind(fields: dict[str, Any], name: str) -> str:
+    return type(fields[name]).__name__ if name in fields else "nothing"
+
+
+class _Copy:
+    """Copies values, and counts their characters."""
+
+    def __init__(self) -> None:
+        self.num_characters = 0
+
+    def of(self, where: str, value: Any) -> Any:
+        """The value, of lists, dicts and plain text and numbers alone."""
+        try:
+            return self._plain(value, 0)
+        except RequestError as error:
+            raise RequestError(f"{where}: {error}") from None
+
+    def _plain(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind is str:
+            self.num_characters += len(value)
+            return value
+        self.num_characters += 8
+        if value is None or kind is bool or kind is int or kind is float:
+            return value
+        if depth > MOST_DEPTH:
+            raise RequestError(f"expected at most {MOST_DEPTH} lists or objects deep, got more")
+        if self.num_characters > MOST_CHARACTERS:
+            raise RequestError(f"expected at most {MOST_CHARACTERS} characters, got more")
+        if isinstance(value, Mapping):
+            return {self._name(n): self._plain(item, depth + 1) for n, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._plain(item, depth + 1) for item in value]
+        return _of_subclass(value)
+
+    def _name(self, name: Any) -> Any:
+        if isinstance(name, str):
+            self.num_characters += len(name)
+            return str.__str__(name)
+        if name is None or type(name) in (bool, int, float):
+            return name
+        raise RequestError(f"expected text as names, got {type(name).__name__}")
+
+
+def _of_subclass(value: Any) -> Any:
+    """Text and numbers of kinds that add to them, enumerations say, are made plain."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    for kind in (int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise RequestError(f"expected text, numbers, lists or objects, got {type(value).__name__}")

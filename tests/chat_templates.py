@@ -1,0 +1,339 @@
+"""Chat templates of the kinds that models come with, and conversations for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# With tools as JSON, checks of the roles, dates, a loop that trims.
+HEADERS = """
+{{- bos_token }}
+{%- if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{%- if tools is not none %}
+    {{- "You have these functions:\\n\\n" }}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message ~ "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}
+            {{- raise_exception("expected one tool call at once") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", ' }}
+        {{- '"parameters": ' }}{{- call.arguments | tojson }}{{- "}<|eot_id|>" }}
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}{{- message.content }}{%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+# With a namespace that looks back from the end, thoughts that are cut off, a macro, generation.
+THOUGHTS = """
+{%- macro content_of(content) %}
+    {%- if content is string %}{{- content }}
+    {%- elif content %}
+        {%- for part in content %}{%- if 'text' in part %}{{- part.text }}{%- endif %}{%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- set ns = namespace(multi_step=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step and message.role == "user" %}
+        {%- set ns.multi_step = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = content_of(message.content) %}
+    {%- if message.role == "assistant" %}
+        {%- set thought = '' %}
+        {%- if '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1] %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- generation %}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n' + (tool_call.function | tojson) + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' ~ content ~ '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+# With filters of lists, roles that must alternate, tools before the last user's message.
+ALTERNATING = """
+{%- if messages[0].role == "system" %}
+    {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace(index=0) %}
+{%- for message in loop_messages %}
+    {%- if message.role in ["user", "assistant"] and message.tool_calls is undefined %}
+        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("expected user and assistant in turn") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS] [" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}
+                    {%- if not loop.last %}{{- ", " }}{%- endif %}
+                {%- endfor %}
+                {{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
+            {%- endfor %}
+            {{- "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for tool_call in message.tool_calls %}
+            {%- set out = tool_call.function|tojson %}{{- out[:-1] }}
+            {{- ', "id": "' + tool_call.id|default("0")|string + '"}' }}
+            {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+        {%- endfor %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"]|trim + eos_token }}
+    {%- elif message["role"] in ("tool", "tool_results") %}
+        {%- set inner = message.content.content if message.content is mapping %}
+        {%- set content = inner or message.content %}
+        {{- '[TOOL_RESULTS] {"content": ' + content|string + "}[/TOOL_RESULTS]" }}
+    {%- else %}
+        {{- raise_exception("expected user, assistant or tool") }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+TEMPLATES = {"headers": HEADERS, "thoughts": THOUGHTS, "alternating": ALTERNATING}
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "What it does, “ü” <&>.",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "enum": ["a", "b"]}},
+                "required": ["place"],
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+CALL = {"function": {"name": "weather", "arguments": {"place": "Zürich", "days": 2}}, "id": "a1"}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": [{"role": "user", "content": "1 < 2 & “ü”"}],
+    "turns": [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi "},
+        {"role": "user", "content": "What next?\n"},
+    ],
+    "tools": [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "Sunny."},
+        {"role": "user", "content": "Thanks"},
+    ],
+}
+
+
+def long_conversation(turns: int) -> list[dict[str, Any]]:
+    """A conversation of so many messages of the user, each with its answer but the last."""
+    messages: list[dict[str, Any]] = []
+    for turn in range(turns):
+        messages += [
+            {"role": "user", "content": f"Question {turn}: " + "why? " * 50},
+            {"role": "assistant", "content": f"Answer {turn}: " + "because. " * 50},
+        ]
+    return messages[:-1]
+
+
+# Templates that never end, or make or nest too much. Each is refused within seconds.
+HOSTILE = {
+    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}",
+    "filtered loop": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}"
+    "{% endfor %}",
+    "huge range": "{% for a in range(10**18) %}x{% endfor %}",
+    "range as a list": "{% for a in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
+    "macro calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "macro calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}"
+    "{% endmacro %}{{ m(60) }}",
+    "block shows itself": "{% block b %}{{ self.b() }}{% endblock %}",
+    "recursive loop": "{% for a in [1,2] recursive %}{{ loop([1,2]) }}{% endfor %}",
+    "cycler": "{% set c = cycler(1, 2) %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{{ c.next() }}{% endfor %}{% endfor %}",
+    "text times a number": "{{ 'a' * 10**9 }}",
+    "list times a number": "{{ ([1] * 10**9)|length }}",
+    "number times text": "{{ 10**9 * 'a' }}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "product": "{% set ns = namespace(x=10**1000) %}{% for a in range(99999) %}"
+    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "doubling": "{% set ns = namespace(x='a') %}{% for a in range(99) %}"
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "joined doubling": "{% set ns = namespace(x='a') %}{% for a in range(99) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "doubled list": "{% set ns = namespace(x=[1]) %}{% for a in range(99) %}"
+    "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "nested pairs": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "compared pairs": "{% set ns = namespace(x=[1], y=[1]) %}{% for a in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "hashed pairs": "{% set ns = namespace(x=(1,)) %}{% for a in range(60) %}"
+    "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {ns.x: 1}|length }}",
+    "looked up pairs": "{% set ns = namespace(x=(1,)) %}{% for a in range(60) %}"
+    "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {}[ns.x] }}{{ {}.get(ns.x) }}",
+    "deep tuple": "{% set ns = namespace(x=(1,)) %}{% for a in range(99999) %}"
+    "{% set ns.x = (ns.x,) %}{% endfor %}{{ {ns.x: 1} }}",
+    "pairs as JSON": "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+    "nested namespaces": "{% set ns = namespace(x=1) %}{% for a in range(60) %}"
+    "{% set n = namespace(a=ns.x, b=ns.x) %}{% set ns.x = n %}{% endfor %}{{ ns.x }}",
+    "format": "{{ '%1000000000d' % 1 }}",
+    "format filter": "{{ '%1000000000d'|format(1) }}",
+    "format of a width given": "{{ '%*d' % (1000000000, 1) }}",
+    "format method": "{{ '{:1000000000}'.format(1) }}",
+    "format method, width given": "{{ '{:{}}'.format(1, 1000000000) }}",
+    "format_map": "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
+    "format many times": "{{ ('%s' * 4000) % (('a' * 100000,) * 4000) }}",
+    "unclosed format": "{% for a in range(99999) %}{{ ('%(' * 4999) % {} }}{% endfor %}",
+    "center": "{{ 'a'|center(10**9) }}",
+    "center method": "{{ 'a'.center(10**9) }}",
+    "ljust": "{{ 'a'.ljust(10**9) }}",
+    "zfill": "{{ 'a'.zfill(10**9) }}",
+    "expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
+    "batch": "{{ [1]|batch(10**9, 0)|list|length }}",
+    "slice": "{{ [1]|slice(10**9)|list|length }}",
+    "indent": "{{ ('\\n' * 9999)|indent(9999) }}{{ ('\\n' * 9999999)|indent(9999) }}",
+    "indent by text": "{{ ('\\n' * 999999)|indent('a' * 9999) }}",
+    "replace": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
+    "replace nothing": "{{ ('a' * 999999).replace('', 'b' * 999999) }}",
+    "join": "{{ range(99999)|join('a' * 99999) }}",
+    "join method": "{{ ('a' * 99999).join('b' * 99999) }}",
+    "map to a width": "{{ range(99999)|map('center', 10**9)|join }}",
+    "map of maps": "{% for a in range(99999) %}{{ range(99999)|map('abs')|map('abs')|sum }}"
+    "{% endfor %}",
+    "select": "{% for a in range(99999) %}{{ range(99999)|select('gt', 99999)|list }}{% endfor %}",
+    "sum of lists": "{% set x = [[1]] * 99999 %}{{ x|sum(start=[])|length }}",
+    "round": "{{ 1|round(10**9) }}",
+    "round up": "{{ 1.5|round(10**8, 'ceil') }}",
+    "int of a base": "{{ ('1' * 9999999)|int(base=2) }}",
+    "JSON indented": "{{ [[[[[[1]]]]]]|tojson(indent=10**9) }}",
+    "JSON separated": "{{ range(999)|list|tojson(separators=('a' * 99999, 'b')) }}",
+    "split": "{% for a in range(99999) %}{% set x = ('a ' * 999999).split() %}{% endfor %}",
+    "letters": "{% set x = 'a' * 9999999 %}{{ x|list|length }}{{ x|list|length }}",
+    "searched": "{% set x = 'a' * 9999999 %}{% for a in range(99999) %}{{ 'b' in x }}{% endfor %}",
+    "compared": "{% set x = 'a' * 9999999 + 'b' %}{% set y = 'a' * 9999999 + 'c' %}"
+    "{% for a in range(99999) %}{{ x == y }}{% endfor %}",
+    "sorted": "{% for a in range(99999) %}{% set x = range(99999)|sort %}{% endfor %}",
+    "arguments": "{% macro m() %}{% endmacro %}{% for a in range(99999) %}"
+    "{{ m(*range(99999)) }}{% endfor %}",
+    "set block": "{% for a in range(99999) %}{% set x %}{{ 'a' * 99999 }}{% endset %}{% endfor %}",
+    "text of the template": "{% for a in range(99999) %}{% for b in range(99) %}"
+    + "a" * 9999
+    + "{% endfor %}{% endfor %}",
+    "large list": "{% for a in range(99999) %}{% set x = [" + "1," * 9999 + "] %}{% endfor %}",
+    "deep parentheses": "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+    "deeper parentheses": "{{ " + "(" * 50000 + "1" + ")" * 50000 + " }}",
+    "deep lists": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
+    "long sum": "{{ " + "+".join("1" * 9999) + " }}",
+    "deep ifs": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+    "deep loops": "{% for a in [1] %}" * 50 + "{% endfor %}" * 50,
+    "many nots": "{{ " + "not " * 9999 + "1 }}",
+    "millions of letters": "a" * 5_000_000,
+    "a megabyte of names": "{{a}}" * 200_000,
+    "self include": "{% include 'self' %}",
+    "include of itself": "{% include self %}",
+    "import": "{% import 'os' as os %}{{ os.system('true') }}",
+    "extends": "{% extends 'base' %}",
+    "autoescape": "{% autoescape true %}{{ '<' }}{% endautoescape %}",
+    "lipsum": "{{ lipsum(n=10**9) }}",
+    "urlize": "{{ ('http://' * 99999)|urlize }}",
+    "striptags": "{{ ('<!--' * 99999)|striptags }}",
+    "pprint": "{{ range(99999)|list|pprint }}",
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "classes by attr": "{{ ''|attr('__class__')|attr('mro') }}",
+    "classes by map": "{{ ['']|map(attribute='__class__')|map(attribute='mro')|list|first() }}",
+    "classes by format": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "hidden filter": "{{ ['a']|map('@step', 0)|list }}",
+    "globals of a function": "{{ raise_exception.__globals__.x }}",
+    "globals of a macro": "{% macro m() %}{% endmacro %}{{ m._environment }}{{ m._func.x }}",
+    "encode": "{{ 'a'.encode('utf-16') }}",
+    "translate": "{{ 'a'.translate({97: 'b' * 999999}) }}",
+    "fromkeys": "{{ {}.fromkeys(range(99999)) }}",
+    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "changes messages": "{{ messages.append(1) }}",
+    "changes a message": "{{ messages[0].update({'role': 'x'}) }}",
+    "calls a number": "{{ 1() }}",
+    "undefined deep": "{{ nothing.there.at.all }}",
+    "divides by zero": "{{ 1 // 0 }}",
+    "strange date": "{{ strftime_now('%Y' * 9999) }}",
+    "no filter": "{{ 1|nothing }}",
+    "no test": "{{ 1 is nothing }}",
+    "not closed": "{% if 1 %}",
+    "not opened": "{% endif %}",
+    "stray bytes": "{{ '\ud800' ",
+}

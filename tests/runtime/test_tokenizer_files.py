@@ -1,0 +1,252 @@
+"""Files of tokenizers: what cannot be used is an error of ours, which says what and where."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from eecore.errors import CheckpointError, ModelError, RequestError
+from eecore.models import Tokenizer
+from eecore.models.tokenizer_files import MOST_GROWTH
+from tiny_models import write_byte_tokenizer, write_model
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    """Writes the byte tokenizer with other parts."""
+    write_byte_tokenizer(tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+
+    def write(parts: dict[str, Any]) -> Path:
+        changed = {**copy.deepcopy(whole), **parts}
+        if "model" in parts:
+            changed["model"] = {**whole["model"], **parts["model"]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+        return tmp_path
+
+    return write
+
+
+def template(*names: str, ids: list[int] | None = None) -> dict[str, Any]:
+    """A post-processor that puts special tokens before a text."""
+    special = (
+        {}
+        if ids is None
+        else {name: {"id": name, "ids": ids, "tokens": ["x"] * len(ids)} for name in names}
+    )
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [*({"SpecialToken": {"id": name, "type_id": 0}} for name in names), text]
+    pair = [text, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+
+
+def replacing(count: int) -> list[dict[str, Any]]:
+    """So many doublings of a letter."""
+    return [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * count
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"post_processor": template("<x>")}, "expected '<x>' among its special_tokens, got none"),
+        ({"normalizer": {"type": "Sequence", "normalizers": replacing(60)}}, "normalizer: .* grow"),
+        ({"decoder": {"type": "Sequence", "decoders": replacing(60)}}, "decoder: .* grow"),
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 9999}},
+            "got 10000",
+        ),
+        (
+            {"decoder": {"type": "Strip", "content": "A", "start": 0, "stop": 1 << 40}},
+            "index out of",
+        ),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "non-zero"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": None}}, "borrowed string"),
+        ({"model": {"type": "Unknown"}}, "expected a tokenizer, got"),
+        ({"model": {"merges": [["a", "nothing"]]}}, "out of vocabulary"),
+        ({"model": {"vocab": 5}}, "expected a tokenizer, got"),
+        ({"version": 5}, "expected a tokenizer, got"),
+        ({"added_tokens": {}}, "expected a tokenizer, got"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used(
+    changed: Callable[[dict[str, Any]], Path], parts: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said) as caught:
+        Tokenizer.from_directory(changed(parts))
+    assert str(caught.value).startswith(str(changed({}) / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"model":' * 100_000, "null", "\0", "{}"])
+def test_what_is_no_tokenizer(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="expected a tokenizer, got"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match=f"got {1 << 40}"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_growth_has_a_measure(changed: Callable[[dict[str, Any]], Path]) -> None:
+    few = {"type": "Sequence", "normalizers": replacing(MOST_GROWTH.bit_length() - 1)}
+    tokenizer = Tokenizer.from_directory(changed({"normalizer": few}))
+    assert tokenizer is not None
+    assert len(tokenizer.encode("a")) == MOST_GROWTH
+
+
+def test_a_tokenizer_that_fails_with_some_texts(
+    changed: Callable[[dict[str, Any]], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    tokenizer = Tokenizer.from_directory(changed({"pre_tokenizer": split}))
+    assert tokenizer is not None
+    assert tokenizer.encode("hello")
+    with pytest.raises(ModelError, match=r"tokenizer.json: expected to take text, got: Onig"):
+        tokenizer.encode("a" * 40 + "b")
+    assert "panicked" in capfd.readouterr().err  # the library's own words
+
+
+def test_what_is_no_text_and_no_token_ids(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer is not None
+    for text in ("\ud800", 5, None, ["a"]):
+        with pytest.raises(RequestError, match="text: expected text that UTF-8 can say, got"):
+            tokenizer.encode(text)  # type: ignore[arg-type]
+    for ids in ([-1], [1 << 32], ["a"], [1.5]):
+        with pytest.raises(RequestError, match="token_ids: expected token ids"):
+            tokenizer.decode(ids)  # type: ignore[arg-type]
+
+
+def test_interrupts_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer is not None
+
+    class Interrupted:
+        def encode(self, *_args: Any, **_options: Any) -> Any:
+            raise KeyboardInterrupt
+
+        decode = encode
+
+    monkeypatch.setattr(tokenizer, "_backend", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a")
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.decode([1])
+
+
+def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "small", vocab_size=300)
+    path = directory / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    eecore.load(directory)
+
+    path.write_text(json.dumps({**whole, "post_processor": template("<x>", ids=[300])}))
+    with pytest.raises(
+        CheckpointError, match="post_processor: expected token ids below 300, got 300"
+    ):
+        eecore.load(directory)
+
+    added = [dict(whole["added_tokens"][0], id=260 + i, content=f"<{i}>") for i in range(41)]
+    path.write_text(json.dumps({**whole, "added_tokens": whole["added_tokens"] + added}))
+    with pytest.warns(UserWarning, match=r"'<40>': expected an id below 300, got 300"):
+        model = eecore.load(directory)
+    with pytest.raises(RequestError, match=r"prompt: expected token ids 0..299, got 300"):
+        eecore.generate(model, "text <40>", max_tokens=1)
+
+    vocab = {**whole["model"]["vocab"], **{f"t{i}": 256 + i for i in range(64)}}
+    path.write_text(
+        json.dumps({**whole, "added_tokens": [], "model": {**whole["model"], "vocab": vocab}})
+    )
+    with pytest.raises(CheckpointError, match="expected at most 300 tokens, those of the model"):
+        eecore.load(directory)
+
+
+# tokenizer_config.json and the templates beside it
+
+
+def settings(directory: Path, **fields: Any) -> Tokenizer:
+    write_byte_tokenizer(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "templates",
+    [
+        [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}],
+        {"default": "plain", "tool_use": "tools"},
+    ],
+)
+def test_templates_have_names(tmp_path: Path, templates: Any) -> None:
+    tokenizer = settings(tmp_path, chat_template=templates)
+    assert tokenizer.apply_chat_template(MESSAGES) == "plain"
+    assert tokenizer.apply_chat_template(MESSAGES, tools=[{"type": "function"}]) == "tools"
+    assert tokenizer.apply_chat_template(MESSAGES) == "plain"
+
+
+def test_templates_lie_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (tmp_path / "chat_template.jinja").write_text("whole")
+    tokenizer = settings(tmp_path)
+    assert tokenizer.apply_chat_template(MESSAGES) == "whole"
+    assert tokenizer.apply_chat_template(MESSAGES, tools=[]) == "tools"
+
+
+@pytest.mark.parametrize(
+    "value", [5, True, [5], ["x"], [{"name": "default"}], [{}], {"default": 5}, [{"name": 5}], [[]]]
+)
+def test_templates_of_other_kinds(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: chat_template: expected"):
+        settings(tmp_path, chat_template=value)
+
+
+def test_settings_of_other_kinds_are_none(tmp_path: Path) -> None:
+    tokenizer = settings(tmp_path, chat_template=[], bos_token=5, eos_token={"content": []})
+    assert tokenizer.special_tokens == {}
+    with pytest.raises(ModelError, match="chat_template: expected one in the model directory"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("chat_template.jinja", b"\xff", "expected UTF-8 text"),
+        ("chat_template.jinja", b"a" * (5 << 20), "expected at most 4194304 bytes, got 5242880"),
+        ("tokenizer_config.json", b"\xff", "expected JSON"),
+        ("tokenizer_config.json", b"[]", "expected a JSON object, got list"),
+        ("tokenizer_config.json", b"[" * 100_000, "expected JSON"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name}: {said}"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_template_that_is_none_is_found_when_it_is_used(tmp_path: Path) -> None:
+    tokenizer = settings(tmp_path, chat_template="{% if %}")
+    with pytest.raises(ModelError, match=f"{tmp_path}: chat_template: expected a template"):
+        tokenizer.apply_chat_template(MESSAGES)
