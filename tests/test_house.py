@@ -194,13 +194,14 @@ def imports(module: str, *, for_types: bool = True) -> frozenset[str]:
 
 # Each module or folder of the package, lowest first, and the rows above it that it may look at;
 # EVERYBODYS beside those. "eecore" is the root: to import from it is to look at all it re-exports.
-EVERYBODYS = {"errors", "files", "textfiles", "values", "readable", "json_fields"}
+EVERYBODYS = {"errors", "files", "textfiles", "values", "readable", "json_fields", "tensor_files"}
 FLOORS = {
     "errors": "",
     "files": "",
     "values": "",
     "readable": "",
     "json_fields": "",
+    "tensor_files": "",
     "textfiles": "",
     "config": "",
     "output": "",

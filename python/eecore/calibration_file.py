@@ -6,14 +6,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from eecore.config import MOST_LAYERS
 from eecore.errors import ExitError
 from eecore.files import write_text
+from eecore.json_fields import JsonFields, read_fields
+from eecore.values import INT32_MAX
 
-__all__ = ["Calibration", "CalibrationStep"]
+__all__ = ["SIMILARITY_NAMES", "Calibration", "CalibrationStep"]
+
+SIMILARITY_NAMES = ("rougeL", "rouge2", "exact")
+"""How alike two texts are; what each means is said where calibrations are made."""
 
 
 class Source(Protocol):
@@ -93,24 +100,40 @@ class Calibration:
         Raises:
             ExitError: the file cannot be read or is not a calibration.
         """
-        try:
-            stored: Any = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ExitError(f"{path}: {error.strerror}") from None
-        except ValueError as error:
-            raise ExitError(f"{path}: expected the JSON of a calibration, got: {error}") from None
-        names = {field.name for field in fields(Calibration)}
-        if not isinstance(stored, dict) or set(stored) != names:
-            got = sorted(stored) if isinstance(stored, dict) else type(stored).__name__
-            raise ExitError(f"{path}: expected a calibration with {sorted(names)}, got {got}")
-        try:
-            points = stored["exit_points"]
-            stored["exit_points"] = None if points is None else tuple(points)
-            stored["grid"] = tuple(stored["grid"])
-            stored["steps"] = tuple(CalibrationStep(**step) for step in stored["steps"])
-        except TypeError as error:
-            raise ExitError(f"{path}: expected the JSON of a calibration, got: {error}") from None
-        return Calibration(**stored)
+        read = read_fields(Path(path), ExitError)
+        read.only(*(field.name for field in fields(Calibration)))
+        measure = read.text("measure", one_of=("softmax", "state", "classifier"))
+        points = read.integers("exit_points", 1, MOST_LAYERS, None, most=MOST_LAYERS)
+        if points == ():
+            raise read.wrong("exit_points", "some layers, or null", [])
+        classifier = _digest(read, "classifier_sha256")
+        if (measure == "classifier") != (classifier is not None):
+            raise read.wrong(
+                "classifier_sha256", "one with measure classifier, null without", classifier
+            )
+        calibration = Calibration(
+            threshold=read.number("threshold", 0.0, 1.0),
+            measure=measure,
+            delta=read.number("delta", 0.0, 1.0),
+            epsilon=read.number("epsilon", 0.0, 1.0),
+            loss=read.text("loss", one_of=("textual", "risk")),
+            similarity=read.text("similarity", one_of=SIMILARITY_NAMES),
+            num_prompts=read.integer("num_prompts", 1),
+            max_tokens=read.integer("max_tokens", 1, INT32_MAX),
+            decay_tau=read.number("decay_tau", 0.0, 1e6),
+            exit_points=points,
+            min_exit_layer=read.integer("min_exit_layer", 1, MOST_LAYERS),
+            model_sha256=_digest(read, "model_sha256") or "",
+            dtype=read.text("dtype", one_of=("float32", "bfloat16", "float16")),
+            weights=read.text("weights", None, one_of=("int8",)),
+            classifier_sha256=classifier,
+            grid=read.numbers("grid", 0.0, 1.0),
+            steps=tuple(_step(step) for step in read.objects("steps")),
+        )
+        passed = {step.threshold for step in calibration.steps if step.passed}
+        if calibration.steps and calibration.threshold not in {1.0, *passed}:
+            raise read.wrong("threshold", "1 or that of a step that passed", calibration.threshold)
+        return calibration
 
     def check_fits(self, policy: object) -> None:
         """Raise :class:`eecore.ExitError` unless the policy is the one that was calibrated."""
@@ -145,6 +168,25 @@ class Calibration:
                 raise ExitError(
                     f"calibration: made for {name} {calibrated}, got {name} {got}: calibrate again"
                 )
+
+
+def _step(read: JsonFields) -> CalibrationStep:
+    read.only(*(field.name for field in fields(CalibrationStep)))
+    return CalibrationStep(
+        threshold=read.number("threshold", 0.0, 1.0),
+        mean_loss=read.number("mean_loss", 0.0, 1.0),
+        p_value=read.number("p_value", 0.0, 1.0),
+        passed=read.flag("passed"),
+        mean_exit_layer=read.number("mean_exit_layer", 0.0, MOST_LAYERS, None),
+    )
+
+
+def _digest(read: JsonFields, name: str) -> str | None:
+    """A SHA-256 in hexadecimal digits; None where there is none."""
+    digest: str | None = read.text(name, None)
+    if digest is None or re.fullmatch("[0-9a-f]{64}", digest):
+        return digest
+    raise read.wrong(name, "64 hexadecimal digits", digest)
 
 
 def _short(digest: str | None) -> str:

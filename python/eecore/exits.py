@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eecore.calibration_file import Calibration, Source
 from eecore.errors import ExitError, RequestError
+from eecore.tensor_files import TensorFile
 from eecore.values import INT32_MAX, Fields, as_items, as_real, as_whole, is_whole, shown
 
 __all__ = [
@@ -115,6 +116,9 @@ class FixedExit(Exit):
         _check_layer("FixedExit.exit_layer", self.exit_layer, 1, num_layers, num_layers)
 
 
+CLASSIFIER_TENSORS = ("weight1", "bias1", "weight2", "bias2")
+
+
 @dataclass(frozen=True, eq=False)
 class ExitClassifier:
     """M of the classifier measure: one linear layer to two classes, or one ReLU layer before it.
@@ -181,19 +185,30 @@ class ExitClassifier:
 
     @staticmethod
     def load(path: str | Path) -> ExitClassifier:
-        """Read ``weight1``, ``bias1``, ``weight2``, ``bias2`` from a safetensors file."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        """Read ``weight1``, ``bias1``, ``weight2``, ``bias2`` from a safetensors file.
 
+        Raises:
+            ExitError: the file cannot be read, or is not a classifier.
+        """
+        with TensorFile(Path(path), ExitError, what="a safetensors file") as file:
+            if "weight1" not in file.names:
+                raise ExitError(
+                    f"{path}: expected a tensor weight1, got {shown(sorted(file.names))}"
+                )
+            names = [name for name in CLASSIFIER_TENSORS if name in file.names]
+            for name in names:
+                if file.stored_dtype(name) not in ("F32", "BF16", "F16", "F64"):
+                    raise file.wrong(name, "a tensor of floats", file.stored_dtype(name))
+                if not 1 <= len(file.shape(name)) <= 2 or 0 in file.shape(name):
+                    raise file.wrong(name, "one or two dimensions", shown(list(file.shape(name))))
+            loaded = {name: file.tensor(name).float() for name in names}
+        for name, tensor in loaded.items():
+            if not tensor.isfinite().all():
+                raise ExitError(f"{path}: {name}: expected finite numbers, got others among them")
         try:
-            tensors = load_file(str(path))
-        except SafetensorError as error:
-            raise ExitError(f"{path}: expected a safetensors file, got: {error}") from None
-        if "weight1" not in tensors:
-            raise ExitError(f"{path}: expected a tensor weight1, got {sorted(tensors)}")
-        names = ("weight1", "bias1", "weight2", "bias2")
-        loaded = {name: tensors[name].float() for name in names if name in tensors}
-        return ExitClassifier(**loaded)
+            return ExitClassifier(**loaded)
+        except ExitError as error:
+            raise ExitError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)

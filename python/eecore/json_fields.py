@@ -111,11 +111,14 @@ class JsonFields:
         self.prefix = prefix
 
     @classmethod
-    def of(cls: type[Self], value: Any, where: str, error: type[EecoreError]) -> Self:
+    def of(
+        cls: type[Self], value: Any, where: str, error: type[EecoreError], prefix: str = ""
+    ) -> Self:
         """Of a JSON value, which must be an object."""
         if not isinstance(value, dict):
-            raise error(f"{where}: expected a JSON object, got {shown(value)}")
-        return cls(value, where, error)
+            at = f"{where}: {prefix.rstrip('.')}".removesuffix(": ")
+            raise error(f"{at}: expected a JSON object, got {shown(value)}")
+        return cls(value, where, error, prefix)
 
     @property
     def names(self) -> list[str]:
@@ -151,7 +154,11 @@ class JsonFields:
         return self._typed(name, bool, "true or false", default)
 
     def text(
-        self, name: str, default: Any = REQUIRED, *, one_of: Sequence[str] | None = None
+        self,
+        name: str,
+        default: Any = REQUIRED,
+        *,
+        one_of: Sequence[str] | None = None,
     ) -> Any:
         """A string, perhaps one of a few."""
         expected = "a string" if one_of is None else f"one of {', '.join(one_of)}"

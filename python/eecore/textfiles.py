@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from eecore.errors import RequestError
+from eecore.json_fields import parse_json
+from eecore.readable import shown_path
 
 __all__ = ["JsonLine", "has_json_lines", "json_lines", "name_of", "read_text"]
 
 STDIN = Path("-")
 MOST_SHOWN = 80
+MOST_FROM_PIPE = 1 << 30
+"""Bytes of what has no end of its own."""
 
 
 class JsonLine(NamedTuple):
@@ -38,7 +43,7 @@ def has_json_lines(path: Path) -> bool:
 
 def name_of(path: Path) -> str:
     """What errors call a file; ``-`` is stdin."""
-    return "stdin" if path == STDIN else str(path)
+    return "stdin" if path == STDIN else shown_path(path)
 
 
 def read_text(path: Path, error: type[RequestError] = RequestError) -> str:
@@ -48,12 +53,28 @@ def read_text(path: Path, error: type[RequestError] = RequestError) -> str:
         RequestError: or the one asked for; it cannot be read.
     """
     try:
-        content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
-        return content.decode("utf-8-sig")
+        if path == STDIN:
+            return _bounded(sys.stdin.buffer, error, path).decode("utf-8-sig")
+        with path.open("rb") as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            content = file.read() if is_regular else _bounded(file, error, path)
+            return content.decode("utf-8-sig")
+    except error:
+        raise
     except UnicodeDecodeError as caught:
         raise error(f"{name_of(path)}: expected UTF-8 text, got {caught}") from None
     except OSError as caught:
         raise error(f"{name_of(path)}: {caught.strerror}") from None
+    except ValueError:  # a NUL, or what no file system can spell
+        raise error(f"{name_of(path)}: expected the name of a file") from None
+
+
+def _bounded(file: BinaryIO, error: type[RequestError], path: Path) -> bytes:
+    """All that a pipe or device gives, which may never end."""
+    content = file.read(MOST_FROM_PIPE + 1)
+    if len(content) > MOST_FROM_PIPE:
+        raise error(f"{name_of(path)}: expected at most {MOST_FROM_PIPE} bytes, got more")
+    return content
 
 
 def json_lines(path: Path, error: type[RequestError] = RequestError) -> Iterator[JsonLine]:
@@ -66,10 +87,7 @@ def json_lines(path: Path, error: type[RequestError] = RequestError) -> Iterator
         if not line.strip():
             continue
         where, shown = f"{name_of(path)}:{number}", line.strip()
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as caught:
-            raise error(f"{where}: expected JSON, got: {caught}") from None
+        value = parse_json(line, where, error)
         if len(shown) >= MOST_SHOWN:
             shown = f"{shown[: MOST_SHOWN - 3]}..."
         yield JsonLine(where, value, shown)

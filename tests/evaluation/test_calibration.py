@@ -218,9 +218,9 @@ def test_bad_settings(model: eecore.Model, change: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: path.unlink(), "No such file"),
-        (lambda path: path.write_text("{"), "expected the JSON of a calibration"),
-        (lambda path: path.write_text("[]"), "expected a calibration with .*got list"),
+        (lambda path: path.unlink(), "expected a file, got nothing"),
+        (lambda path: path.write_text("{"), "expected JSON"),
+        (lambda path: path.write_text("[]"), r"expected a JSON object, got \[\]"),
         (lambda path: path.write_text('{"threshold": 0.5}'), r"got \['threshold'\]"),
     ],
 )

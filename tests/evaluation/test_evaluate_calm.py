@@ -363,7 +363,7 @@ def test_thresholds_come_from_calibrations(
         (["--thresholds", "softmax=1.5"], REQUEST, "ConfidentExit.threshold: expected 0..1"),
         (["--thresholds", "classifier=0.9"], USAGE, "--classifier: expected a file, got none"),
         (["--classifier", "nowhere.safetensors"], REQUEST, "nowhere.safetensors"),
-        (["--calibration", "nowhere.json"], REQUEST, "nowhere.json: No such file"),
+        (["--calibration", "nowhere.json"], REQUEST, "nowhere.json: expected a file"),
         (["--batch", "some"], USAGE, "--batch: expected each, all, both, got 'some'"),
         (["--batch-size", "0"], USAGE, "--batch-size"),
         (["--metric", "bleu"], USAGE, "--metric: expected rougeL, rouge2, exact, got 'bleu'"),

@@ -245,7 +245,7 @@ def test_classifier_files_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_bytes(b"no")
     with pytest.raises(ExitError, match="expected a safetensors file"):
         ExitClassifier.load(path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ExitError, match="nowhere: expected a file, got nothing"):
         ExitClassifier.load(tmp_path / "nowhere")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from eecore.cli.failures import UsageError
 from eecore.cli.model_files import in_model, load_classifier
+from eecore.errors import RequestError
 
 if TYPE_CHECKING:
     from eecore.exits import Exit, ExitClassifier
@@ -136,14 +137,9 @@ class ExitOptions:
             if self.skip_attention is not None or self.skip_mlp is not None:
                 raise UsageError("--skips: expected it or --skip-attention/--skip-mlp, got both")
             try:
-                found = SkipSearch.load(self.skips)
-                return found.policy(num_drafts)
-            except OSError as error:
-                raise UsageError(f"--skips: {self.skips}: {error.strerror}") from None
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise UsageError(
-                    f"--skips: {self.skips}: expected a file from eecore search, got: {error}"
-                ) from None
+                return SkipSearch.load(self.skips).policy(num_drafts)
+            except RequestError as error:
+                raise UsageError(f"--skips: {error}") from None
         if self.skip_attention is None and self.skip_mlp is None:
             raise UsageError(
                 "--exit draft-verify: expected --skips FILE (from eecore search), or "

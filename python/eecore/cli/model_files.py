@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eecore.errors import ExitError
+from eecore.readable import is_file, kind_of
+from eecore.values import shown
 
 if TYPE_CHECKING:
     from eecore.exits import ExitClassifier
@@ -15,7 +17,7 @@ __all__ = ["in_model", "load_classifier"]
 
 def in_model(path: Path, directory: Path | None) -> Path:
     """A file, which may be named as it is called in the model's directory."""
-    if directory is None or path.exists() or not (directory / path).is_file():
+    if directory is None or kind_of(path) != "nothing" or not is_file(directory / path):
         return path
     return directory / path
 
@@ -30,12 +32,7 @@ def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:
     from eecore import exits
 
     path = in_model(path, directory)
-    try:
-        loaded = exits.ExitClassifier.load(path)
-    except ExitError:
-        raise
-    except Exception as error:
-        raise ExitError(f"--classifier: {path}: {error}") from None
+    loaded = exits.ExitClassifier.load(path)
     if directory is not None:
         _check_made_for(path, directory)
     return loaded
@@ -43,14 +40,13 @@ def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:
 
 def _check_made_for(classifier: Path, directory: Path) -> None:
     """ExitError unless the model is the one that a classifier names, if it names one."""
-    from safetensors import safe_open
-
     from eecore.models.source import model_digest
+    from eecore.tensor_files import TensorFile
 
-    with safe_open(str(classifier), "pt") as file:
-        made_for = (file.metadata() or {}).get("model_sha256")
+    with TensorFile(classifier, ExitError) as file:
+        made_for = file.metadata.get("model_sha256")
     if made_for is not None and made_for != (digest := model_digest(directory)):
         raise ExitError(
             f"{classifier}: made for another model: expected model_sha256 {digest[:12]}, that of "
-            f"{directory}, got {made_for[:12]}"
+            f"{directory}, got {shown(made_for[:12])}"
         )

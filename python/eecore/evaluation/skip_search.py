@@ -11,24 +11,27 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from eecore.config import AnyModelConfig
+from eecore.config import MOST_LAYERS, AnyModelConfig
 from eecore.errors import RequestError
 from eecore.evaluation.exit_scores import whole_sequences
 from eecore.exits import DraftAndVerify
 from eecore.files import write_text
 from eecore.generation import Model
+from eecore.json_fields import JsonFields, read_json_value
 from eecore.models import KVCache, Network, T5Model
+from eecore.values import INT32_MAX, shown
 
 __all__ = ["SkipSearch", "SkipStep", "search_in_tokens", "search_skipped_sublayers"]
 
 Sublayer = tuple[str, int]
 PAGE_SIZE = 16
+MOST_STEPS = 2 * MOST_LAYERS
 
 
 @dataclass(frozen=True)
@@ -72,17 +75,32 @@ class SkipSearch:
     @staticmethod
     def load(path: str | Path) -> SkipSearch:
         """Read what :meth:`save` wrote; RequestError for anything else."""
-        try:
-            steps = json.loads(Path(path).read_text())
-            for step in steps:
-                step["skip_attention"] = tuple(step["skip_attention"])
-                step["skip_mlp"] = tuple(step["skip_mlp"])
-            loaded = SkipSearch(tuple(SkipStep(**step) for step in steps))
-        except (ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"{path}: expected the path of a search, got: {error}") from None
-        if not loaded.path:
-            raise RequestError(f"{path}: expected the path of a search, got an empty one")
-        return loaded
+        steps = read_json_value(Path(path), RequestError)
+        if not isinstance(steps, list) or not 1 <= len(steps) <= MOST_STEPS:
+            raise RequestError(
+                f"{path}: expected the path of a search, a list of steps, got {shown(steps)}"
+            )
+        return SkipSearch(
+            tuple(
+                _read_step(JsonFields.of(step, str(path), RequestError, f"[{index}]."))
+                for index, step in enumerate(steps)
+            )
+        )
+
+
+def _read_step(read: JsonFields) -> SkipStep:
+    read.only(*(field.name for field in fields(SkipStep)))
+    step = SkipStep(
+        skip_attention=read.integers("skip_attention", 0, MOST_LAYERS - 1, most=MOST_LAYERS),
+        skip_mlp=read.integers("skip_mlp", 0, MOST_LAYERS - 1, most=MOST_LAYERS),
+        agreement=read.number("agreement", 0.0, 1.0),
+        draft_cost=read.number("draft_cost", 0.0, 1.0),
+        predicted_speedup=read.number("predicted_speedup", 0.0, 1e6),
+        num_drafts=read.integer("num_drafts", 1, INT32_MAX),
+    )
+    if not step.skip_attention and not step.skip_mlp:
+        raise read.wrong("skip_attention", "a layer, or one of skip_mlp", [])
+    return step
 
 
 def predicted_speedup(agreement: float, draft_cost: float, max_drafts: int) -> tuple[float, int]:

@@ -9,10 +9,9 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import (
@@ -25,7 +24,8 @@ from eecore.json_fields import read_fields
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import WeightView
-from eecore.readable import kind_of, regular_file, shown_path
+from eecore.readable import kind_of
+from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
 
 INDEX = "model.safetensors.index.json"
@@ -75,7 +75,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files = ExitStack()
-        self._file_of: dict[str, tuple[Path, Any]] = {}
+        self._file_of: dict[str, TensorFile] = {}
         try:
             self._open_all()
         except BaseException:
@@ -98,14 +98,14 @@ class Checkpoint:
         return self.directory
 
     def path_of(self, name: str) -> Path:
-        return self._file_of[name][0]
+        return self._file_of[name].path
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._file_of[name].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """What the tensor is stored in; an UnsupportedModelError when that is not a float type."""
-        stored = self._slice(name).get_dtype()
+        stored = self._file_of[name].stored_dtype(name)
         if stored not in FLOAT_DTYPES:
             raise UnsupportedModelError(
                 f"{self.path_of(name)}: {shown_name(name)}: supported are "
@@ -115,19 +115,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as it is stored, on the CPU."""
-        path, file = self._file_of[name]
-        try:
-            stored: torch.Tensor = file.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: {shown_name(name)}: {error}") from None
-        return stored
-
-    def _slice(self, name: str) -> Any:
-        path, file = self._file_of[name]
-        try:
-            return file.get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: {shown_name(name)}: {error}") from None
+        return self._file_of[name].tensor(name)
 
     def _open_all(self) -> None:
         index, whole = self.directory / INDEX, self.directory / WHOLE
@@ -135,7 +123,7 @@ class Checkpoint:
             self._open_shards(index)
         elif kind_of(whole) != "nothing":
             file = self._open(whole)
-            self._file_of = dict.fromkeys(file.keys(), (whole, file))
+            self._file_of = dict.fromkeys(sorted(file.names), file)
         else:
             others = sorted(path.name for path in self.directory.glob("*.bin"))
             hint = f" (only {others[0]}: convert it to safetensors)" if others else ""
@@ -149,7 +137,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{index}: weight_map: expected an object of tensor to file, got nothing"
             )
-        shards: dict[str, tuple[Path, Any, set[str]]] = {}
+        shards: dict[str, TensorFile] = {}
         for name in fields.names:
             shard = fields.text(name)
             if Path(shard).name != shard:
@@ -157,25 +145,16 @@ class Checkpoint:
                     f"{index}: {shown_name(name)}: expected a file's name, got {shown(shard)}"
                 )
             if shard not in shards:
-                path = self.directory / shard
-                file = self._open(path)
-                shards[shard] = (path, file, set(file.keys()))
-            path, file, held = shards[shard]
-            if name not in held:
+                shards[shard] = self._open(self.directory / shard)
+            if name not in shards[shard].names:
                 raise CheckpointError(
-                    f"{path}: expected tensor {shown_name(name)} as {INDEX} says, got none"
+                    f"{shards[shard].path}: expected tensor {shown_name(name)} as {INDEX} says, "
+                    "got none"
                 )
-            self._file_of[name] = (path, file)
+            self._file_of[name] = shards[shard]
 
-    def _open(self, path: Path) -> Any:
-        regular_file(path, CheckpointError, ModelNotFoundError)
-        try:
-            return self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{shown_path(path)}: expected a whole safetensors file, got "
-                f"{path.stat().st_size} bytes: {error}"
-            ) from None
+    def _open(self, path: Path) -> TensorFile:
+        return self._files.enter_context(TensorFile(path, CheckpointError, ModelNotFoundError))
 
 
 def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:
@@ -329,8 +308,3 @@ def _layer_of(name: str) -> str | None:
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(shown_name, names[:3])) + rest
-
-
-def shown_name(name: str) -> str:
-    """A tensor's name as errors show it."""
-    return name if name.isprintable() and len(name) <= 200 else shown(name)

@@ -28,13 +28,14 @@ from eecore.config import (
 )
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.files import appearing
-from eecore.models.checkpoint import INDEX, WHOLE, check_tensors, shown_name
+from eecore.models.checkpoint import INDEX, WHOLE, check_tensors
 from eecore.models.config_json import FACTORS, THETAS, ConfigFields, model_config
 from eecore.models.gguf_file import GGUFFile
 from eecore.models.gguf_tokenizer import build_tokenizer, special_token_ids
 from eecore.models.load import DTYPES
 from eecore.models.rope import frequencies
 from eecore.readable import kind_of, path_of, shown_path
+from eecore.tensor_files import shown_name
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from eecore.config import MOST_VOCAB
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
-from eecore.models.checkpoint import shown_name
+from eecore.tensor_files import shown_name
 
 if TYPE_CHECKING:
     from eecore.models.gguf_file import GGUFFile

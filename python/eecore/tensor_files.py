@@ -1,0 +1,103 @@
+"""Safetensors files: names, shapes and numbers, with errors that name file and tensor.
+
+The library checks header, offsets and sizes against the file before it gives anything; what is not
+whole, not a file or not safetensors is one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from eecore.errors import EecoreError
+from eecore.readable import regular_file, shown_path
+from eecore.values import shown
+
+__all__ = ["TensorFile", "shown_name"]
+
+
+class TensorFile:
+    """An open safetensors file; a context manager.
+
+    Args:
+        path: of the file.
+        error: what is raised.
+        missing: what is raised when nothing is there, if that is another error.
+        what: the file is expected to be.
+
+    Attributes:
+        path: of the file.
+        metadata: what its header says besides tensors.
+        names: of its tensors.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        error: type[EecoreError],
+        missing: type[EecoreError] | None = None,
+        *,
+        what: str = "a whole safetensors file",
+    ) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = regular_file(path, error, missing)
+        self._error = error
+        self._library_error = SafetensorError
+        try:
+            opened: Any = safe_open(str(path), framework="pt", device="cpu")
+            self._file: Any = opened.__enter__()
+        except (SafetensorError, OSError) as caught:
+            raise error(
+                f"{shown_path(path)}: expected {what}, got {path.stat().st_size} bytes: {caught}"
+            ) from None
+        self.metadata: Mapping[str, str] = self._file.metadata() or {}
+        self.names = frozenset(self._file.keys())
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.__exit__(kind, error, traceback)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the header."""
+        return tuple(self._slice(name).get_shape())
+
+    def stored_dtype(self, name: str) -> str:
+        """What the header calls it: F32, BF16, I64, ..."""
+        return str(self._slice(name).get_dtype())
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as it is stored, on the CPU."""
+        try:
+            stored: Tensor = self._file.get_tensor(name)
+        except (self._library_error, RuntimeError, TypeError, ValueError) as caught:
+            raise self.wrong(name, "a tensor", str(caught)) from None
+        return stored
+
+    def wrong(self, name: str, expected: str, got: str) -> EecoreError:
+        """The error of a tensor."""
+        return self._error(f"{self.path}: {shown_name(name)}: expected {expected}, got {got}")
+
+    def _slice(self, name: str) -> Any:
+        if name not in self.names:
+            raise self.wrong(name, "a tensor", "none")
+        try:
+            return self._file.get_slice(name)
+        except self._library_error as caught:
+            raise self.wrong(name, "a tensor", str(caught)) from None
+
+
+def shown_name(name: str) -> str:
+    """A tensor's name as errors show it."""
+    return name if name.isprintable() and len(name) <= 200 else shown(name)
