@@ -190,7 +190,7 @@ class ExitClassifier:
         Raises:
             ExitError: the file cannot be read, or is not a classifier.
         """
-        with TensorFile(Path(path), ExitError, what="a safetensors file") as file:
+        with TensorFile(Path(path), ExitError) as file:
             if "weight1" not in file.names:
                 raise ExitError(
                     f"{path}: expected a tensor weight1, got {shown(sorted(file.names))}"

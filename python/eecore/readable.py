@@ -54,7 +54,10 @@ def is_file(path: Path) -> bool:
 
 
 def regular_file(
-    path: Path, error: type[EecoreError], missing: type[EecoreError] | None = None
+    path: Path,
+    error: type[EecoreError],
+    missing: type[EecoreError] | None = None,
+    what: str = "a file",
 ) -> Path:
     """The path of a file, which is neither a directory nor a pipe nor a device.
 
@@ -65,7 +68,7 @@ def regular_file(
     if kind == "a file":
         return path
     raise (missing if missing and kind == "nothing" else error)(
-        f"{shown_path(path)}: expected a file, got {kind}"
+        f"{shown_path(path)}: expected {what}, got {kind}"
     )
 
 

@@ -41,11 +41,11 @@ class TensorFile:
         error: type[EecoreError],
         missing: type[EecoreError] | None = None,
         *,
-        what: str = "a whole safetensors file",
+        what: str | None = None,
     ) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self.path = regular_file(path, error, missing)
+        self.path = regular_file(path, error, missing, what or "a file")
         self._error = error
         self._library_error = SafetensorError
         try:
@@ -53,7 +53,8 @@ class TensorFile:
             self._file: Any = opened.__enter__()
         except (SafetensorError, OSError) as caught:
             raise error(
-                f"{shown_path(path)}: expected {what}, got {path.stat().st_size} bytes: {caught}"
+                f"{shown_path(path)}: expected {what or 'a whole safetensors file'}, got "
+                f"{path.stat().st_size} bytes: {caught}"
             ) from None
         self.metadata: Mapping[str, str] = self._file.metadata() or {}
         self.names = frozenset(self._file.keys())

@@ -247,4 +247,4 @@ def test_a_model_that_cannot_be_trained_is_named(
     write_byte_tokenizer(broken)
     (broken / "config.json").write_text('{"model_type": "none of them"}')
     code, line = error(str(broken))
-    assert (code, "broken: expected a model, got:" in line) == (MODEL, True)
+    assert (code, "broken/config.json: architectures: supported are" in line) == (MODEL, True)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from eecore.errors import ModelError
+from eecore.readable import regular_file
+
 __all__ = ["ModelSource", "model_digest"]
 
 
@@ -30,7 +33,7 @@ def model_digest(directory: Path) -> str:
     """The SHA-256 of a model directory's weight files, in the order of their names."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("model*.safetensors")):
-        with path.open("rb") as file:
+        with regular_file(path, ModelError).open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eecore.config import AnyModelConfig
 from eecore.errors import ModelError, TrainingError
+from eecore.models.checkpoint import Checkpoint, with_stored_tying
+from eecore.models.config_json import read_config_file
 from eecore.models.tokenizer import Tokenizer
+from eecore.readable import kind_of, path_of
 from eecore.training.libraries import library
 
 __all__ = ["StartingPoint", "load_starting_point"]
@@ -49,16 +54,21 @@ def load_starting_point(
         TrainingError: the model and the tokenizer do not go together.
     """
     transformers = library("transformers")
-    given = Path(path)
-    directory = given if given.is_dir() else given.parent
-    config_file = directory / "config.json" if given.is_dir() else given
-    if not config_file.is_file():
-        raise ModelError(f"{config_file}: expected a file, got nothing")
-    pretrained = given.is_dir() and any(directory.glob("model*.safetensors"))
-    others = sorted(directory.glob("*.bin")) if given.is_dir() and not pretrained else []
+    given = path_of(path, ModelError)
+    is_directory = kind_of(given) == "a directory"
+    directory = given if is_directory else given.parent
+    config_file = directory / "config.json" if is_directory else given
+    read = read_config_file(config_file)
+    pretrained = is_directory and any(directory.glob("model*.safetensors"))
+    others = sorted(directory.glob("*.bin")) if is_directory and not pretrained else []
     if others:
         raise ModelError(f"{directory}: expected weights as safetensors, got {others[0].name}")
-    tokenizer_directory = directory if tokenizer is None else Path(tokenizer)
+    tokenizer_directory = directory if tokenizer is None else path_of(tokenizer, TrainingError)
+    if pretrained:
+        with Checkpoint(directory) as checkpoint:
+            with_stored_tying(read, checkpoint)
+    else:
+        _check_memory(config_file, read)
     found = Tokenizer.from_directory(tokenizer_directory)
     if found is None:
         raise TrainingError(f"{tokenizer_directory}: expected tokenizer.json, got none")
@@ -75,14 +85,26 @@ def load_starting_point(
         else:
             torch.manual_seed(seed)
             model = auto.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path}: expected a model, got: {error}") from None
+    except Exception as error:  # of another library, which reads fields that eecore does not
+        kind = type(error).__name__
+        raise ModelError(f"{path}: expected a model, got: {kind}: {error}") from None
     if found.vocab_size > model.config.vocab_size:
         raise TrainingError(
             f"{tokenizer_directory}: expected at most the model's {model.config.vocab_size} "
             f"tokens, got {found.vocab_size}"
         )
     return StartingPoint(model, pretrained, found, tokenizer_directory, _eos(model, config_file))
+
+
+def _check_memory(config_file: Path, config: AnyModelConfig) -> None:
+    """Random weights take what config.json says: more than the machine has is an error."""
+    needed = config.num_parameters * torch.float32.itemsize
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ModelError(
+            f"{config_file}: expected a model of at most {there >> 30} GiB, the machine's memory, "
+            f"got {needed / 2**30:.0f} GiB of weights"
+        )
 
 
 def _eos(model: Any, config_file: Path) -> int:

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from eecore.errors import TrainingError
+from eecore.tensor_files import shown_name
 from eecore.training.calm import CalmLoss
 from eecore.training.early_exit_loss import EarlyExitLoss, LastLayerLoss, LossWeights
 from eecore.training.layer_dropout import LayerDropout
-from eecore.values import MIN_POSITIVE, is_whole, is_within
+from eecore.values import MIN_POSITIVE, is_whole, is_within, shown
 
 __all__ = ["LoraSettings", "TrainingConfig"]
 
@@ -20,6 +21,8 @@ LOSSES: dict[str, type[EarlyExitLoss | CalmLoss | LastLayerLoss]] = {
     "calm": CalmLoss,
     "last": LastLayerLoss,
 }
+MOST_STEPS, MOST_BATCH = 2**40, 2**20
+AT_LEAST_ONE = "1 or more"
 # What a resumed run may set anew: none of it changes what is learnt.
 FREE_TO_CHANGE = ("checkpoint_steps", "checkpoint_seconds", "evaluate_steps", "evaluate_batches")
 
@@ -34,13 +37,13 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         for name, ok, expected in (
-            ("rank", is_whole(self.rank, 1), "1 or more"),
+            ("rank", is_whole(self.rank, 1, MOST_BATCH), AT_LEAST_ONE),
             ("alpha", is_within(self.alpha, MIN_POSITIVE, math.inf), "above 0"),
             ("dropout", is_within(self.dropout, 0.0, 0.99), "0..0.99"),
         ):
             if not ok:
                 raise TrainingError(
-                    f"LoraSettings.{name}: expected {expected}, got {getattr(self, name)!r}"
+                    f"LoraSettings.{name}: expected {expected}, got {shown(getattr(self, name))}"
                 )
 
 
@@ -100,13 +103,13 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         positive, share = "a number above 0", "0..1"
         for name, ok, expected in (
-            ("steps", is_whole(self.steps, 1), "1 or more"),
-            ("batch_size", is_whole(self.batch_size, 1), "1 or more"),
+            ("steps", is_whole(self.steps, 1, MOST_STEPS), AT_LEAST_ONE),
+            ("batch_size", is_whole(self.batch_size, 1, MOST_BATCH), AT_LEAST_ONE),
             ("learning_rate", is_within(self.learning_rate, MIN_POSITIVE, 1e6), positive),
             (
                 "warmup_steps",
-                is_whole(self.warmup_steps, 0) and self.warmup_steps <= self.steps,
-                f"0..steps={self.steps}",
+                is_whole(self.steps, 1) and is_whole(self.warmup_steps, 0, self.steps),
+                f"0..steps={shown(self.steps)}",
             ),
             ("relative_rate", isinstance(self.relative_rate, bool), "True or False"),
             ("final_learning_rate", is_within(self.final_learning_rate, 0.0, 1.0), share),
@@ -142,11 +145,16 @@ class TrainingConfig:
                 self.checkpoint_seconds is None or is_within(self.checkpoint_seconds, 0, math.inf),
                 "0 or more, or None",
             ),
-            ("evaluate_steps", is_whole(self.evaluate_steps, 1), "1 or more"),
-            ("evaluate_batches", is_whole(self.evaluate_batches, 1), "1 or more"),
+            ("evaluate_steps", is_whole(self.evaluate_steps, 1, MOST_STEPS), AT_LEAST_ONE),
+            (
+                "evaluate_batches",
+                is_whole(self.evaluate_batches, 1, MOST_STEPS),
+                AT_LEAST_ONE,
+            ),
         ):
             if not ok:
-                raise TrainingError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+                got = shown(getattr(self, name))
+                raise TrainingError(f"{name}: expected {expected}, got {got}")
 
     def learning_rate_at(self, step: int) -> float:
         """The rate of step 0..steps-1: a linear warm-up, then half a cosine."""
@@ -167,16 +175,20 @@ class TrainingConfig:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> TrainingConfig:
         """The config of :meth:`to_dict`; a TrainingError names a setting that is not known."""
+        if not isinstance(values, Mapping):
+            raise TrainingError(f"expected the settings of TrainingConfig, got {shown(values)}")
         known = {each.name for each in fields(TrainingConfig)}
-        strangers = sorted(set(values) - known)
+        strangers = sorted(map(str, set(values) - known))
         if strangers:
-            raise TrainingError(f"{strangers[0]}: expected a setting of TrainingConfig, got that")
+            raise TrainingError(
+                f"{shown_name(strangers[0])}: expected a setting of TrainingConfig, got that"
+            )
         built = dict(values)
         if isinstance(built.get("loss"), Mapping):
             settings = dict(built["loss"])
             kind = settings.pop("kind", None)
-            if kind not in LOSSES:
-                raise TrainingError(f"loss: expected one of {', '.join(LOSSES)}, got {kind!r}")
+            if not isinstance(kind, str) or kind not in LOSSES:
+                raise TrainingError(f"loss: expected one of {', '.join(LOSSES)}, got {shown(kind)}")
             built["loss"] = _built(LOSSES[kind], settings)
         for name, parts in (("layer_dropout", LayerDropout), ("lora", LoraSettings)):
             if isinstance(built.get(name), Mapping):

@@ -152,7 +152,7 @@ class _Run:
         self.decoder_start = _decoder_start(self.exits, data)
         self.optimizer = _optimizer(self.model, config)
         if saved is not None:
-            load_state(state_path(out), self.model, self.optimizer)
+            load_state(state_path(out), saved.step, self.model, self.optimizer)
             self.step, self.tokens = saved.step, saved.tokens
         state_path(out).parent.mkdir(parents=True, exist_ok=True)
         self.saved_at = time.monotonic()

@@ -13,8 +13,10 @@ from typing import Any
 
 from eecore.errors import TrainingError
 from eecore.files import replacing
+from eecore.readable import regular_file
 from eecore.training.evaluation import ExitScores
 from eecore.training.libraries import library
+from eecore.values import shown
 
 __all__ = ["CsvLog", "RunLog", "read_log"]
 
@@ -42,12 +44,26 @@ class CsvLog:
 
 
 def _rows_until(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
-    with path.open(newline="") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
+    header, *rows = _read_rows(path) or [[]]
     if header and header != list(columns):
-        raise TrainingError(f"{path}: expected columns {','.join(columns)}, got {','.join(header)}")
+        raise TrainingError(
+            f"{path}: expected columns {','.join(columns)}, got {shown(','.join(header))}"
+        )
     # A run that was killed may leave half a row: of a step that will be done again.
-    return [row for row in rows if len(row) == len(columns) and int(row[0]) <= step]
+    whole = [row for row in rows if len(row) == len(columns)]
+    for row in whole:
+        if not (row[0].isdecimal() and len(row[0]) < 20):
+            raise TrainingError(f"{path}: step: expected a number, got {shown(row[0])}")
+    return [row for row in whole if int(row[0]) <= step]
+
+
+def _read_rows(path: Path) -> list[list[str]]:
+    regular_file(path, TrainingError)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        raise TrainingError(f"{path}: expected the log of a run, got: {error}") from None
 
 
 class RunLog:
@@ -111,11 +127,10 @@ def _board(directory: Path, resume_at: int) -> Any:
 def read_log(path: Path) -> dict[str, list[float | None]]:
     """The columns of a log by name; None where a field is empty."""
     try:
-        with path.open(newline="") as file:
-            header, *rows = list(csv.reader(file))
+        header, *rows = _read_rows(path)
         return {
             name: [float(row[column]) if row[column] else None for row in rows]
             for column, name in enumerate(header)
         }
-    except (OSError, ValueError, IndexError) as error:
+    except (ValueError, IndexError) as error:
         raise TrainingError(f"{path}: expected the log of a run, got: {error}") from None
