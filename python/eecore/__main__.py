@@ -1,6 +1,11 @@
 """``python -m eecore`` is ``eecore``."""
 
-from eecore.cli import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from eecore.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

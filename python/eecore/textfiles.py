@@ -64,7 +64,7 @@ def read_text(path: Path, error: type[RequestError] = RequestError) -> str:
     except UnicodeDecodeError as caught:
         raise error(f"{name_of(path)}: expected UTF-8 text, got {caught}") from None
     except OSError as caught:
-        raise error(f"{name_of(path)}: {caught.strerror}") from None
+        raise error(f"{name_of(path)}: {caught.strerror or caught}") from None
     except ValueError:  # a NUL, or what no file system can spell
         raise error(f"{name_of(path)}: expected the name of a file") from None
 

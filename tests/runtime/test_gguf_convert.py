@@ -284,6 +284,23 @@ def test_an_unknown_tensor_is_refused_half_way_and_leaves_nothing(
         convert_gguf(file, empty)
 
 
+@pytest.mark.parametrize("target", ["new/deep/model", "there/model", "there"])
+def test_what_is_interrupted_takes_the_folders_that_it_made(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"))
+    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+
+    def interrupted(*_args: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eecore.models.gguf_convert.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_gguf(file, tmp_path / target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_directory_in_use_is_refused_and_kept(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"))
     used = tmp_path / "used"

@@ -4,6 +4,16 @@
 Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.
 """
 
-from eecore.cli.app import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    try:
+        from eecore.cli.process import run_process
+
+        sys.exit(run_process())
+    except KeyboardInterrupt:  # before or after all that reports it
+        sys.exit(130)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -21,9 +20,10 @@ from eecore.cli import (
     train,
     train_classifier,
 )
-from eecore.cli.failures import EXIT_CODES, INTERRUPTED, USAGE, reports_failures, usage_message
+from eecore.cli.failures import EXIT_CODES, UsageError, failure, reports_failures
+from eecore.cli.streams import say
 
-__all__ = ["main", "run"]
+__all__ = ["run"]
 
 app = typer.Typer(
     name="eecore",
@@ -55,26 +55,16 @@ _evaluations.command("calm", epilog=EXIT_CODES)(reports_failures(evaluate_calm.c
 app.add_typer(_evaluations, name="evaluate")
 
 
-def main() -> None:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: list[str]) -> int:
     """Run one command line; returns the exit code."""
     warnings.showwarning = _show_warning
     try:
+        for argument in arguments:
+            if "\0" in argument:
+                raise UsageError(f"expected arguments without NUL, got {argument[:80]!r}")
         return int(app(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
-    except typer.Abort:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        message = usage_message(error)
-        if message is None:
-            raise
-        if message:
-            print(message, file=sys.stderr)
-        return USAGE
+    except BaseException as error:
+        return failure(error)
 
 
 def _print_version(wanted: bool) -> None:
@@ -100,4 +90,4 @@ def _options(
 
 
 def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    say(f"warning: {message}")

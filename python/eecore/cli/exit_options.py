@@ -33,6 +33,7 @@ BELONGS_TO = {
     "skip_mlp": "draft-verify",
     "skips": "draft-verify",
 }
+MOST_LAYERS = 10_000
 KINDS = ("full", "fixed", "confident", "speculative", "draft-verify")
 
 
@@ -174,7 +175,10 @@ def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     try:
         for part in filter(None, text.split(",")):
             first, _, last = part.partition("-")
-            layers.update(range(int(first), int(last or first) + 1))
+            stretch = range(int(first), int(last or first) + 1)
+            if stretch and stretch[-1] >= MOST_LAYERS:
+                raise UsageError(f"{flag}: expected layers below {MOST_LAYERS}, got {text!r}")
+            layers.update(stretch)
     except ValueError:
         raise UsageError(f"{flag}: expected layers such as 4,8,12-20, got {text!r}") from None
     return tuple(sorted(layers))

@@ -76,7 +76,7 @@ def exits(
     from eecore.evaluation import map_exits
 
     found = map_exits(loaded, prompt, policy, text=content, max_tokens=0 if content else max_tokens)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     painted = Text()
     for token in found.tokens:
         layer = token.exit_layer

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
-from eecore.cli.failures import INTERRUPTED, UsageError
+from eecore.cli.failures import UsageError
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -27,6 +27,7 @@ from eecore.cli.loading import (
 )
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
+from eecore.cli.signals import INTERRUPTED, SIGNALS
 
 if TYPE_CHECKING:
     from eecore.config import SamplingParams
@@ -310,6 +311,7 @@ def _run(
                     speed = f"{num_tokens / (time.perf_counter() - started):.0f} tokens/s"
                     progress.update(task, completed=len(outputs), speed=speed)
         except KeyboardInterrupt:
+            SIGNALS.arrived()
             code = INTERRUPTED
             for request_id, index in order.items():
                 output = engine.cancel(request_id)

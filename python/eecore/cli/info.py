@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from eecore.builtin import BUILTIN
 from eecore.cli.loading import Debug, ModelPath, check_path, spinner
+from eecore.cli.streams import says_all
 
 FORMATS = ("float32", "bfloat16", "float16")
 
@@ -27,7 +29,7 @@ def info(
     with spinner(f"reading {model}"):
         facts = model_facts(directory)
     if json:
-        print(json_format.dumps(facts, ensure_ascii=False))
+        print(json_format.dumps(facts, ensure_ascii=not says_all(sys.stdout)))
         return 0
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _rows(facts):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from eecore.builtin import BUILTIN, model_directory
+from eecore.cli.streams import says_all
 from eecore.errors import ModelError, ModelNotFoundError
+from eecore.readable import kind_of
 
 if TYPE_CHECKING:
     from eecore.exits import Exit
@@ -52,7 +56,7 @@ Weights = Annotated[
     typer.Option(help="int8: quantised as they are read (CPU).", show_default="those of the dtype"),
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")
+    int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="torch's choice")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -60,16 +64,16 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def check_path(path: str) -> Path:
     """The directory, or a ModelError that says what to do; needs no heavy import."""
     directory = model_directory(path)
-    if directory.is_dir():
+    found = kind_of(directory)
+    if found == "a directory":
         return directory
-    if directory.is_file() and directory.suffix == ".gguf":
+    if found == "a file" and directory.suffix == ".gguf":
         raise ModelError(f"{path}: expected a model directory, got a GGUF file: convert it first")
-    if not directory.exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
+    if found == "nothing" and path.count("/") == 1 and not path.startswith((".", "/", "~")):
         raise ModelNotFoundError(
             f"{path}: expected a model directory, got nothing (eecore downloads nothing: fetch a "
             "model of that name first)"
         )
-    found = "a file" if directory.exists() else "nothing"
     raise ModelNotFoundError(
         f"{path}: expected a model directory (config.json, *.safetensors) or {BUILTIN}, got {found}"
     )
@@ -115,4 +119,6 @@ def load(path: str, *, threads: int | None, policy: Exit | None = None, **option
 def spinner(what: str) -> AbstractContextManager[Any]:
     """A spinner on stderr; nothing where that is not a terminal."""
     console = Console(stderr=True)
-    return console.status(what) if console.is_terminal else nullcontext()
+    if not console.is_terminal:
+        return nullcontext()
+    return console.status(escape(what), spinner="dots" if says_all(sys.stderr) else "line")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -34,15 +35,21 @@ def read_prompts(argument: str | None, file: Path | None) -> list[Prompt]:
         return prompts
     if argument is None and sys.stdin.isatty():
         raise UsageError("PROMPT: expected one, or --file, or text on stdin, got none")
-    text = read_text(STDIN).rstrip("\n") if argument in (None, "-") else argument
-    assert text is not None
+    if argument is None or argument == "-":
+        text = read_text(STDIN).rstrip("\n")
+    else:
+        text = _as_utf8(argument)
     if not text.strip():
         raise RequestError("prompt: expected some text, got an empty one")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"prompt: expected UTF-8 text, got {text!r}") from None
     return [text]
+
+
+def _as_utf8(text: str) -> str:
+    """An argument's text: its bytes are UTF-8, whatever the locale took them for."""
+    try:
+        return os.fsencode(text).decode() if not text.isascii() else text
+    except UnicodeError:
+        raise RequestError(f"prompt: expected UTF-8 text, got {text[:80]!r}") from None
 
 
 def _prompt(line: JsonLine) -> Prompt:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from eecore.cli.depth import DepthPainter, has_colours, runs
 from eecore.cli.prompts import Prompt
+from eecore.cli.streams import says_all
 
 if TYPE_CHECKING:
     from eecore.generation import Model
@@ -72,7 +73,8 @@ class JsonLines(Results):
         if output.top_logprobs is not None:
             record["top_logprobs"] = output.top_logprobs
         record["stats"] = stats_dict(output)
-        self.line(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False))
+        ascii_alone = not says_all(sys.stdout)
+        self.line(json.dumps(_finite(record), ensure_ascii=ascii_alone, allow_nan=False))
 
 
 class TextByPrompt(Results):
@@ -185,7 +187,7 @@ def print_stats(outputs: list[Output], seconds: float) -> None:
         ("ended by", ", ".join(sorted({output.finish_reason for output in outputs}))),
     ):
         table.add_row(name, value)
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False).print(table)
 
 
 def _finite(value: Any) -> Any:

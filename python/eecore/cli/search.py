@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.failures import INTERRUPTED
 from eecore.cli.files import check_parent
 from eecore.cli.loading import (
     Debug,
@@ -21,6 +20,7 @@ from eecore.cli.loading import (
     load,
     spinner,
 )
+from eecore.cli.signals import INTERRUPTED, SIGNALS
 from eecore.textfiles import read_text
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def search(
                 loaded, [content], max_tokens=max_tokens, max_skipped=max_skipped, progress=show
             )
     except KeyboardInterrupt:
+        SIGNALS.arrived()
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     if steps:

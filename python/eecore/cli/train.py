@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from eecore.cli.failures import INTERRUPTED, UsageError
+from eecore.cli.failures import UsageError
 from eecore.cli.loading import Debug, Threads, check_path, spinner
+from eecore.cli.signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from eecore.training import StepReport, TrainingConfig

@@ -1,0 +1,54 @@
+"""The process around a command line: its signals, its streams, its end.
+
+Imports little, since what happens before it has run meets Python's own manners.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+from eecore.cli.signals import INTERRUPTED, SIGNALS
+from eecore.cli.streams import finish_output, prepare_streams, say
+
+__all__ = ["run_process"]
+
+
+def run_process() -> int:
+    """Run the command line of this process; returns the exit code."""
+    try:
+        code = _run()
+        SIGNALS.ignore()
+    except KeyboardInterrupt:
+        SIGNALS.ignore()
+        code = _interrupted()
+    return finish_output(code)
+
+
+def _run() -> int:
+    prepare_streams()
+    threading.excepthook = _of_thread
+    SIGNALS.listen()
+    try:
+        from eecore.cli.app import run
+
+        return run(sys.argv[1:])
+    except SystemExit as left:
+        SIGNALS.arrived()
+        return left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+    except Exception as error:
+        if SIGNALS.waiting:  # a library made something else of it
+            return _interrupted()
+        say(f"error: {type(error).__name__}: {error}")
+        return 1
+
+
+def _interrupted() -> int:
+    say("interrupted")
+    return INTERRUPTED
+
+
+def _of_thread(failed: Any) -> None:
+    if failed.exc_type is not SystemExit:
+        say(f"error: {failed.exc_type.__name__}: {failed.exc_value}")

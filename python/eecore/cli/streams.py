@@ -1,0 +1,133 @@
+"""The standard streams of a process: what if one is closed, full, or cannot say a letter.
+
+Output that cannot be written is an error, whose words go to stderr; what goes to stderr is written
+where that is possible.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+__all__ = ["OUTPUT_LOST", "finish_output", "flush_output", "prepare_streams", "say", "says_all"]
+
+OUTPUT_LOST, NO_READER = 1, 141
+
+
+def prepare_streams() -> None:
+    """Give the process three streams that can be used, whatever it was started with.
+
+    A closed descriptor becomes the null device, lest a file that is opened later gets its number
+    and with it what was meant for the stream.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = _Closed()
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stderr = _Diagnostics(sys.stderr)
+
+
+class _Closed(io.TextIOBase):
+    """A stdout that was closed when the process started."""
+
+    encoding = "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, _text: str) -> int:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), "stdout")
+
+
+class _Diagnostics(io.TextIOBase):
+    """A stderr whose failures stop nobody."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        return 2 if self._stream is None else int(self._stream.fileno())
+
+    def write(self, text: str) -> int:
+        try:
+            if self._stream is not None:
+                self._stream.write(text)
+        except (OSError, ValueError):
+            self._stream = None
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None
+
+
+def say(line: str) -> None:
+    """A line on stderr, if it can be written there."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except UnicodeEncodeError:
+        print(line.encode("ascii", "backslashreplace").decode(), file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return
+
+
+def says_all(stream: Any) -> bool:
+    """Whether a stream can say every letter."""
+    return (getattr(stream, "encoding", None) or "").lower().startswith("utf")
+
+
+def flush_output() -> OSError | None:
+    """Write what is left for stdout; why not, where that cannot be done, and then never again."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _give_up_output()
+        return error
+    except ValueError:  # closed
+        return None
+    return None
+
+
+def finish_output(code: int) -> int:
+    """The exit code of a process that ends with ``code``, once its output has been written."""
+    lost = flush_output()
+    if lost is None or code != 0:
+        return code
+    if isinstance(lost, BrokenPipeError):
+        return NO_READER
+    say(f"error: stdout: {lost.strerror}")
+    return OUTPUT_LOST
+
+
+def _give_up_output() -> None:
+    """What is still buffered has no way out; without this Python complains of it at its end."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "a", encoding="utf-8")  # noqa: SIM115

@@ -1,0 +1,272 @@
+"""The command line where the world is not as it should be: streams, signals, arguments, disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from eecore.cli.app import run
+from tiny_models import write_model
+
+FAILED, USAGE, MODEL, REQUEST, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
+LONG = 20_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("cli") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that still writes when a test has long made its point."""
+    directory = tmp_path_factory.mktemp("cli") / "endless"
+    return str(write_model(directory, max_position_embeddings=4 * LONG))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Callable[[str, str], str]:
+    def write(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def error_of(captured: Any) -> str:
+    """The one line on stderr."""
+    said = captured.err.strip().splitlines()
+    assert len(said) == 1, captured.err
+    return str(said[0])
+
+
+# Streams that are closed, full, or cannot say a letter
+
+
+def through_a_shell(
+    words: Sequence[str], redirections: str, **env: str
+) -> subprocess.CompletedProcess[bytes]:
+    """The command as a shell runs it."""
+    line = f'exec "$0" -m eecore "$@" {redirections}'
+    return subprocess.run(
+        ["sh", "-c", line, sys.executable, *words],
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **env},
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "redirections", "code", "said"),
+    [
+        (["generate", "MODEL", "hi", "-n", "2"], ">&-", FAILED, "error: stdout: Bad file"),
+        (["generate", "MODEL", "hi", "-n", "2"], "> /dev/full", FAILED, "error: stdout: No space"),
+        (["generate", "MODEL", "hi", "-n", "2"], "<&-", 0, ""),
+        (["generate", "MODEL"], "<&-", REQUEST, "error: prompt: expected some text"),
+        (["generate", "MODEL", "hi", "-n", "2", "--stats"], "2>&-", 0, ""),
+        (["generate", "MODEL", "hi", "-n", "2", "--stats"], "2> /dev/full", 0, ""),
+        (["generate", "MODEL", "hi", "-n", "2"], "<&- >&- 2>&-", FAILED, ""),
+        (["generate", "MODEL", "hi", "--exit", "fixed:9"], ">&- 2>&-", REQUEST, ""),
+        (["info", "MODEL"], ">&-", FAILED, "error: stdout: Bad file"),
+        (["info", "MODEL", "--json"], "> /dev/full", FAILED, "error: stdout: No space"),
+        (["--help"], ">&-", FAILED, "error: stdout: Bad file"),
+        (["--help"], "> /dev/full", FAILED, "error: stdout: No space"),
+        (["generate", "--help"], "2>&-", 0, ""),
+        (["--version"], ">&-", FAILED, "error: stdout: Bad file"),
+        (["generate", "--nothing"], "2>&-", USAGE, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(
+    model: str, words: list[str], redirections: str, code: int, said: str
+) -> None:
+    done = through_a_shell([model if w == "MODEL" else w for w in words], redirections)
+    assert b"Traceback" not in done.stderr + done.stdout
+    assert b"Exception ignored" not in done.stderr
+    lines = done.stderr.decode().strip().splitlines()
+    assert done.returncode == code, lines
+    assert [line[: len(said)] for line in lines] == ([said] if said else [])
+
+
+def test_a_file_never_gets_what_was_meant_for_a_closed_stream(
+    model: str, lines: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    text, out = lines("text.txt", "some text to look at, twice over"), tmp_path / "skips.json"
+    command = ["search", model, "--text", text, "--out", str(out), "--max-tokens", "16"]
+    done = through_a_shell([*command, "--max-skipped", "1"], ">&- 2>&- <&-")
+    assert done.returncode == FAILED  # it could not say so
+    assert len(json.loads(out.read_text())) >= 1
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+    ],
+)
+def test_a_stdout_that_cannot_say_a_letter(model: str, env: dict[str, str]) -> None:
+    command = ["generate", model, "é", "-n", "40", "--ignore-eos", "--temperature", "2", "--seed"]
+    told, plain = through_a_shell([*command, "3", "--json"], "", **env), run_json(model, "é")
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout)["text"] == plain["text"]
+    assert told.stdout.isascii()
+    shown = through_a_shell([*command, "3"], "", **env)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.isascii()
+    assert through_a_shell(["generate", "--help"], "", **env).returncode == 0
+    missing = through_a_shell(["generate", model, "-f", "ü\udcff.txt"], "", **env)
+    assert missing.returncode == REQUEST
+    assert b"Traceback" not in missing.stderr
+
+
+def run_json(model: str, prompt: str) -> dict[str, Any]:
+    """What the library gives where a command line says the same."""
+    sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 3}
+    return {"text": eecore.generate(eecore.load(model), prompt, **sampling)[0].text}
+
+
+def test_only_the_first_line_is_read() -> None:
+    done = through_a_shell(["generate", "--help"], "| head -1")
+    assert b"Traceback" not in done.stderr
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("width", ["1", "2", "0", "x", "99999"])
+def test_any_width_of_a_terminal(
+    model: str,
+    width: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setenv("LINES", width)
+    text = [*("generate", model, "hi", "-n", "2", "--depth", "--stats")]
+    for words in (["--help"], ["generate", "--help"], text, ["info", model]):
+        assert run(words) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [
+        *((signal.SIGINT, seconds) for seconds in (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)),
+        *((signal.SIGTERM, seconds) for seconds in (0.1, 1.0, 3.0)),
+    ],
+)
+def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: float) -> None:
+    """From the first import on: one line or none, and the exit code."""
+    marked = [sys.executable, "-c", "import eecore.cli; print(flush=True); eecore.cli.main()"]
+    command = subprocess.Popen(
+        [*marked, "generate", endless, "hi", "-n", str(LONG), "--ignore-eos"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert command.stdout is not None
+    command.stdout.readline()
+    time.sleep(seconds)
+    command.send_signal(number)
+    _, error = command.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert command.returncode == INTERRUPTED, error
+        assert error in (b"interrupted\n", b"")
+    else:
+        assert command.returncode in (TERMINATED, -signal.SIGTERM), error
+        assert error == b""
+
+
+# Arguments of all kinds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["generate", "MODEL", "a\0b"], USAGE),
+        (["generate", "\0"], USAGE),
+        (["generate", "x" * 5000, "hi"], MODEL),
+        (
+            ["generate", "MODEL", "hi", "--exit", "confident", "--exit-points", "0-99999999999"],
+            USAGE,
+        ),
+        (["generate", "MODEL", "hi", "--exit", "fixed:" + "9" * 5000], USAGE),
+        (["generate", "MODEL", "hi", "--threads", "100000"], USAGE),
+        (["generate", "MODEL", "-f", "/dev/zero/x"], REQUEST),
+        (["generate", "MODEL", "-f", "."], REQUEST),
+        (["generate", "\udcff", "hi"], MODEL),
+        (["generate", "~nobody-of-this-name/x", "hi"], MODEL),
+        (["exits", "MODEL", "hi", "--html", "/nowhere/x.html"], USAGE),
+    ],
+)
+def test_arguments_of_all_kinds(
+    model: str, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([model if word == "MODEL" else word for word in arguments]) == code
+    message = error_of(capsys.readouterr())
+    assert "--debug" not in message
+    assert len(message) < 3000
+
+
+def test_brackets_in_names_are_no_markup(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "[bold]").mkdir()
+    page = tmp_path / "[bold]" / "a.html"
+    assert run(["exits", model, "hi", "--max-tokens", "2", "--html", str(page)]) == 0
+    assert f"wrote {page}" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_stream_without_end_is_not_kept(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eecore.textfiles.MOST_FROM_PIPE", 1000)
+    assert run(["generate", model, "-f", "/dev/zero"]) == REQUEST
+    assert "expected at most 1000 bytes" in error_of(capsys.readouterr())
+
+
+# Files stay whole
+
+
+def test_a_full_disk_keeps_what_was_written_before(
+    model: str,
+    lines: Callable[[str, str], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "written"
+    folder.mkdir()
+    page, skips = folder / "page.html", folder / "skips.json"
+    for path in (page, skips):
+        path.write_text("old")
+    text = lines("text.txt", "some text to look at, twice over")
+    search = ["search", model, "--text", text, "--max-tokens", "16", "--max-skipped", "1", "--out"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        codes = [
+            run(["exits", model, "hi", "--max-tokens", "2", "--html", str(page)]),
+            run([*search, str(skips)]),
+        ]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert codes == [FAILED, FAILED]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert errors == [f"error: {path}: File too large" for path in (page, skips)]
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "page.html": "old",
+        "skips.json": "old",
+    }
