@@ -144,11 +144,6 @@ const float* Checker::weight(const Tensor& tensor, const char* name,
   }
   (*this)(tensor, name, Accept::kInt8, shape, 1);
   (*this)(*scale, scale_name, Accept::kFloat32, scale_shape, 1);
-  // Sums of products of bytes must fit in 32 bits.
-  constexpr int64_t kMaxColumns = 1 << 20;
-  const int64_t columns = tensor.size(tensor.dim() - 1);
-  require(columns <= kMaxColumns, name, ": expected int8 rows of at most ", kMaxColumns,
-          " elements, got ", columns);
   return data<const float>(*scale);
 }
 

@@ -17,6 +17,7 @@ import eecore
 import emulated
 from eecore import ops
 from eecore.decoding.capture import CallByCall, RunProgram, Tapes
+from eecore.models.linear import MAX_SKINNY_ROWS
 
 DEVICE = os.environ.get("EECORE_TEST_DEVICE", "cpu")
 if DEVICE not in ("cpu", "cuda", "emulated"):
@@ -38,6 +39,7 @@ def load(directory: Path, **settings: Any) -> eecore.Model:
 def as_on_cuda(model: eecore.Model) -> eecore.Model:
     """The model on the CPU's memory as it runs on CUDA: single ops, rows masked, call by call."""
     model.network.calls_single_ops = True
+    model.network.linear.max_rows = MAX_SKINNY_ROWS
     model.run_program = CallByCall()
     return model
 

@@ -486,9 +486,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     if scale is None:
         return x.double() @ weight.double().T
     largest = x.float().abs().amax(-1, keepdim=True)
-    to_q = torch.where(largest > 0, torch.full_like(largest, 32512) / largest, 0)
+    to_q = torch.where(largest > 0, torch.full_like(largest, 32767) / largest, 0)
     whole = (x.float() * to_q).round().double()
-    return (whole @ weight.double().T) * (largest.double() / 32512) * scale.double()
+    return (whole @ weight.double().T) * (largest.double() / 32767) * scale.double()
 
 
 def exit_confidence_softmax(

@@ -1,10 +1,12 @@
-// out[b, r] = sum_k x[b, k] * w[r, k] for few rows b: w is read once, from memory, in row order.
+// out[b, r] = sum_k x[b, k] * w[r, k] for any number of rows b: w is read in row order, once for
+// every block of x that stays in cache, and so from memory once when rows are few.
 //
 // A block of kRows weight rows meets up to kMaxBatch rows of x with one sum of vector lanes per
-// pair, k ascending, whatever the block: a result never depends on which other rows were computed
-// with it. x is packed first, see weight_format.h. The next block of w is prefetched while this one
-// is multiplied. Where the rows of x would not stay in the first-level cache, a tile of w is
-// crossed in chunks of columns, and the sums wait in memory between them.
+// pair, k ascending, whatever the block; the lanes are added in one order. So a result never
+// depends on which other rows were computed with it, nor on how many. x is packed first, see
+// weight_format.h. The next block of w is prefetched while this one is multiplied. Where rows are
+// too long for the first-level cache they are crossed in chunks of columns, and the sums wait in
+// memory between them.
 #pragma once
 
 #include "weight_format.h"
@@ -15,54 +17,64 @@ constexpr int kRows = 4;
 // Rows of a weight and of x that meet in one call of multiply.
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileBatch = 32;
-// Bytes of x that stay in the first-level cache beside the weights; those of a chunk where they
-// would not, and the fewest columns of one, a multiple of every step.
-constexpr int64_t kCachedBytes = 26 << 10;
-constexpr int64_t kChunkBytes = 16 << 10;
-constexpr int64_t kMinChunk = 512;
+// Bytes of x that stay in the first-level cache beside the weights; of one row that are crossed at
+// once where they do not; of x that stay in the second level while a weight passes by.
+constexpr int64_t kFirstLevelBytes = 26 << 10;
+constexpr int64_t kChunkBytes = 3 << 10;
+constexpr int64_t kSecondLevelBytes = 320 << 10;
 
 // Columns to cross at once with num_batch rows of x.
 template <typename W>
 inline int64_t chunk_of(int64_t num_batch, int64_t n) {
-  const int64_t element_bytes = packed_columns<W>(1) * static_cast<int64_t>(sizeof(PackedX<W>));
-  const bool is_cached = num_batch * n * element_bytes <= kCachedBytes;
-  if (num_batch <= Format<W>::kMaxBatch || is_cached) return n;
-  return max_of(kChunkBytes / (num_batch * element_bytes * kMinChunk), 1) * kMinChunk;
+  const int64_t row_bytes = n * static_cast<int64_t>(sizeof(PackedX<W>));
+  if (num_batch <= Format<W>::kMaxBatch || num_batch * row_bytes <= kFirstLevelBytes) return n;
+  const int64_t num_chunks = ceil_div(row_bytes, kChunkBytes);
+  return ceil_div(ceil_div(n, num_chunks), Format<W>::kStep) * Format<W>::kStep;
 }
 
-// A block of a product: rows of w and of x, columns [begin, end) of n.
+// Rows of x to multiply with all rows of a weight before the next ones, a multiple of kTileBatch.
+template <typename W>
+inline int64_t rows_in_cache(int64_t x_stride) {
+  const int64_t row_bytes = x_stride * static_cast<int64_t>(sizeof(PackedX<W>));
+  return max_of(kSecondLevelBytes / row_bytes / kTileBatch, 1) * kTileBatch;
+}
+
+// A block of a product: rows of w and of x, and columns of them.
 template <typename W>
 struct Block {
-  WeightRows<W> w;
-  const PackedX<W>* x;  // row stride x_stride
-  int64_t x_stride;
-  int64_t begin, end, n;
-  const W* ahead;                     // rows with the stride of w to prefetch meanwhile
-  typename Format<W>::Sums* waiting;  // [kBatch, kRows], between chunks
-  float* out;                         // out[b * out_stride + r]
+  const W* w;           // first column, row stride w_stride
+  const PackedX<W>* x;  // first column, row stride x_stride
+  const W* ahead;       // rows with the stride of w to prefetch meanwhile
+  int64_t w_stride, x_stride;
+  int64_t num_columns;
+  // Between chunks, [kBatch, kRows]; may be null: these columns are the first or the last ones.
+  const typename Format<W>::Sums* before;
+  typename Format<W>::Sums* after;
+  float* out;  // out[b * out_stride + r], written after the last columns
   int64_t out_stride;
+  bool adds;  // to what is in out
 };
 
-// kWRows rows of w and kBatch rows of x; kAhead rows are prefetched.
+// kWRows rows of w and kBatch rows of x; kAhead rows are prefetched. A function of its own, so that
+// the compiler keeps the sums in registers.
 template <int kWRows, int kBatch, int kAhead, typename W>
-inline void multiply_block(const Block<W>& block) {
+[[gnu::noinline]] void multiply_block(const Block<W>& block) {
   using F = Format<W>;
   constexpr int kStep = F::kStep;
-  const W* w = block.w.data;
+  const W* w = block.w;
   const W* ahead = block.ahead;
-  const int64_t w_stride = block.w.stride, x_stride = block.x_stride;
   const PackedX<W>* x = block.x;
+  const int64_t w_stride = block.w_stride, x_stride = block.x_stride;
   typename F::Sums sums[kBatch][kWRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int b = 0; b < kBatch; ++b) {
 #pragma GCC unroll 4
     for (int r = 0; r < kWRows; ++r) {
-      sums[b][r] = block.begin == 0 ? F::start(x + b * x_stride) : block.waiting[b * kRows + r];
+      sums[b][r] = block.before ? block.before[b * kRows + r] : F::start();
     }
   }
-  int64_t k = block.begin;
-  x += packed_offset<W>(k);
-  for (; k + kStep <= block.end; k += kStep, x += packed_columns<W>(kStep)) {
+  int64_t k = 0;
+  for (; k + kStep <= block.num_columns; k += kStep) {
 #pragma GCC unroll 4
     for (int r = 0; r < kAhead; ++r) {
       for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(W))) {
@@ -72,47 +84,48 @@ inline void multiply_block(const Block<W>& block) {
 #pragma GCC unroll 4
     for (int r = 0; r < kWRows; ++r) {
       const auto loaded = F::load(w + r * w_stride + k);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int b = 0; b < kBatch; ++b) {
-        sums[b][r] = F::multiply_add(loaded, x + b * x_stride, sums[b][r]);
+        sums[b][r] = F::multiply_add(loaded, x + b * x_stride + k, sums[b][r]);
       }
     }
   }
-  if (k < block.end) {
+  if (k < block.num_columns) {
 #pragma GCC unroll 4
     for (int r = 0; r < kWRows; ++r) {
-      const auto loaded = F::load_partial(w + r * w_stride + k, block.end - k);
-#pragma GCC unroll 4
+      const auto loaded = F::load_partial(w + r * w_stride + k, block.num_columns - k);
+#pragma GCC unroll 6
       for (int b = 0; b < kBatch; ++b) {
-        sums[b][r] = F::multiply_add(loaded, x + b * x_stride, sums[b][r]);
+        sums[b][r] = F::multiply_add(loaded, x + b * x_stride + k, sums[b][r]);
       }
     }
   }
-  if (block.end < block.n) {
-#pragma GCC unroll 4
+  if (block.after) {
+#pragma GCC unroll 6
     for (int b = 0; b < kBatch; ++b) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kWRows; ++r) block.waiting[b * kRows + r] = sums[b][r];
+      for (int r = 0; r < kWRows; ++r) block.after[b * kRows + r] = sums[b][r];
     }
     return;
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int b = 0; b < kBatch; ++b) {
     Vec lanes[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) lanes[r] = r < kWRows ? F::lanes(sums[b][r]) : zero();
-    float totals[kRows];
-    sum_four(lanes, totals);
-    const float scale = F::scale(block.x + b * x_stride);
-#pragma GCC unroll 4
-    for (int r = 0; r < kWRows; ++r) {
-      float* out = block.out + b * block.out_stride + r;
-      *out = block.w.scales ? totals[r] * (scale * block.w.scales[r]) : totals[r];
+    float* out = block.out + b * block.out_stride;
+    if constexpr (kWRows == kRows && F::kMaxColumns == kAnyColumns) {
+      sum_four(lanes, out);
+    } else {
+      float totals[kRows];
+      sum_four(lanes, totals);
+      for (int r = 0; r < kWRows; ++r) out[r] = block.adds ? out[r] + totals[r] : totals[r];
     }
   }
 }
 
-// The same with the number of rows to prefetch, up to kRows, and of rows of x chosen by the call.
+// The same with the number of rows to prefetch, 0, 1, 2 or kRows, and of rows of x chosen by the
+// call.
 template <int kWRows, int kBatch, typename W>
 inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahead) {
   if constexpr (kBatch > 1) {
@@ -124,8 +137,6 @@ inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahe
     switch (num_ahead) {
       case 4:
         return multiply_block<kWRows, kBatch, 4>(block);
-      case 3:
-        return multiply_block<kWRows, kBatch, 3>(block);
       case 2:
         return multiply_block<kWRows, kBatch, 2>(block);
       case 1:
@@ -133,6 +144,20 @@ inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahe
     }
   }
   return multiply_block<kWRows, kBatch, 0>(block);
+}
+
+// out[b, r] * scale of row b of x * scale of row r of w, of a tile.
+template <typename W>
+inline void scale_tile(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
+                       int64_t x_stride, int64_t num_batch, float* out, int64_t out_stride) {
+  for (int64_t b = 0; b < num_batch; ++b, out += out_stride) {
+    const Vec scale = broadcast(Format<W>::scale(x + b * x_stride));
+    for (int64_t r = 0; r < num_rows; r += kWidth) {
+      const int64_t lanes = min_of(num_rows - r, kWidth);
+      const Vec factors = scale * load_partial(w.scales + r, lanes);
+      store_partial(out + r, load_partial(out + r, lanes) * factors, lanes);
+    }
+  }
 }
 
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, from rows of w and packed
@@ -143,45 +168,52 @@ inline void multiply(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>*
                      int64_t x_stride, int64_t num_batch, int64_t n, const W* next, float* out,
                      int64_t out_stride) {
   using F = Format<W>;
-  const int64_t chunk = chunk_of<W>(num_batch, n);
-  alignas(64) char waiting[kTileRows * kTileBatch * sizeof(typename F::Sums)];
-  for (int64_t begin = 0; begin < n; begin += chunk) {
-    const int64_t end = min_of(begin + chunk, n);
-    for (int64_t r = 0; r < num_rows; r += kRows) {
-      const bool last = r + kRows >= num_rows;
-      const WeightRows<W> rows = w.from(r);
-      // What is read after this block: the next rows, the next chunk of the first ones, or `next`.
-      const W* ahead = !last     ? rows.row(kRows)
-                       : end < n ? w.data + (end - begin)
-                       : next    ? next - begin
-                                 : nullptr;
-      // Every group of rows of x prefetches its share, so that memory never idles.
-      for (int64_t b = 0; b < num_batch; b += F::kMaxBatch) {
-        const int64_t batch = min_of(F::kMaxBatch, num_batch - b);
-        const int64_t from = b * kRows / num_batch;
-        const int64_t to = min_of(b + F::kMaxBatch, num_batch) * kRows / num_batch;
-        Block<W> block{rows,
-                       x + b * x_stride,
-                       x_stride,
-                       begin,
-                       end,
-                       n,
+  using Sums = typename F::Sums;
+  const int64_t chunk = min_of(chunk_of<W>(num_batch, n), F::kMaxColumns);
+  // Groups of rows of x, as equal as can be. Each prefetches its share, so that memory never idles.
+  const int64_t num_groups = ceil_div(num_batch, F::kMaxBatch);
+  alignas(64) char memory[kTileBatch * kRows * sizeof(Sums)];
+  Sums* const waiting = reinterpret_cast<Sums*>(memory);
+  for (int64_t r = 0; r < num_rows; r += kRows) {
+    for (int64_t begin = 0, end; begin < n; begin = end) {
+      // Sums wait for the next chunk unless they must not take in more columns.
+      const int64_t part_begin = begin / F::kMaxColumns * F::kMaxColumns;
+      const int64_t part_end = min_of(part_begin + F::kMaxColumns, n);
+      end = min_of(begin + chunk, part_end);
+      const W* rows = w.row(r);
+      // What is read after this block: the next chunk, or the next rows.
+      const W* ahead = end < n ? rows + end : r + kRows < num_rows ? w.row(r + kRows) : next;
+      for (int64_t group = 0, b = 0; group < num_groups; ++group) {
+        const int64_t batch = (num_batch + group) / num_groups;
+        const int64_t from = group * kRows / num_groups, to = (group + 1) * kRows / num_groups;
+        Block<W> block{rows + begin,
+                       x + b * x_stride + F::kHeader + begin,
                        ahead ? ahead + from * w.stride : nullptr,
-                       reinterpret_cast<typename F::Sums*>(waiting) + r * kTileBatch + b * kRows,
+                       w.stride,
+                       x_stride,
+                       end - begin,
+                       begin > part_begin ? waiting + b * kRows : nullptr,
+                       end < part_end ? waiting + b * kRows : nullptr,
                        out + b * out_stride + r,
-                       out_stride};
+                       out_stride,
+                       part_begin > 0};
+        b += batch;
         if (r + kRows <= num_rows) {
           multiply_block<kRows, F::kMaxBatch>(block, batch, ahead ? to - from : 0);
           continue;
         }
         for (int64_t i = 0; i < num_rows - r; ++i) {
           multiply_block<1, F::kMaxBatch>(block, batch, 0);
-          block.w = block.w.from(1);
-          ++block.waiting;
+          block.w += w.stride;
+          if (block.before) ++block.before;
+          if (block.after) ++block.after;
           ++block.out;
         }
       }
     }
+  }
+  if constexpr (F::kMaxColumns != kAnyColumns) {
+    scale_tile<W>(w, num_rows, x, x_stride, num_batch, out, out_stride);
   }
 }
 

@@ -1,6 +1,6 @@
-// skinny_linear on the CPU: the weight is read once, in row order, each thread a contiguous range
-// of its rows. A tile of products is finished with bias and residual while it is in cache.
-#include "packed_rows.h"
+// skinny_linear on the CPU: the weight is read in row order, each thread a contiguous range of its
+// rows. A tile of products is finished with bias and residual while it is in cache.
+#include "product_tiles.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
@@ -14,8 +14,8 @@ void finish_row(const float* values, const T* bias, Activation activation, const
     Vec result = finish(values + i, bias ? bias + i : nullptr, lanes);
     // Zero first: of a NaN the maximum is its second operand.
     if (activation == Activation::kRelu) result = max(zero(), result);
-    if (residual) result = load_partial(residual + i, lanes) + result;
-    store_partial(out + i, result, lanes);
+    if (residual) result = load_lanes(residual + i, lanes) + result;
+    store_lanes(out + i, result, lanes);
   }
 }
 
@@ -28,31 +28,29 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
   const T* bias = static_cast<const T*>(params.bias);
   const T* residual = static_cast<const T*>(params.residual);
   float products[kTileBatch][kTileRows];
-  for (int64_t r = begin; r < end; r += kTileRows) {
-    const int64_t count = min_of(kTileRows, end - r);
-    for (int64_t b = 0; b < params.num_tokens; b += kTileBatch) {
-      const int64_t batch = min_of(kTileBatch, params.num_tokens - b);
-      // The last rows of x prefetch; the others find this part of the weight in cache.
-      const bool more = b + kTileBatch >= params.num_tokens && r + count < end;
-      multiply(weight.from(r), count, x.row(b), x.stride(), batch, params.in_features,
-               more ? weight.row(r + count) : nullptr, products[0], kTileRows);
-      for (int64_t i = 0; i < batch; ++i) {
-        finish_row(products[i], bias ? bias + r : nullptr, params.activation,
-                   residual ? residual + (b + i) * params.residual_stride + r : nullptr, count,
-                   static_cast<T*>(params.out) + (b + i) * params.out_stride + r);
-      }
+  for_each_tile<W>(begin, end, params.num_tokens, x.stride(), [&](const Tile& tile) {
+    const int64_t row = tile.row;
+    // The last rows of x prefetch; the others find this part of the weight in cache.
+    multiply(weight.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch,
+             params.in_features, tile.is_last ? weight.row(row + tile.num_rows) : nullptr,
+             products[0], kTileRows);
+    for (int64_t i = 0; i < tile.num_batch; ++i) {
+      const int64_t token = tile.batch + i;
+      finish_row(products[i], bias ? bias + row : nullptr, params.activation,
+                 residual ? residual + token * params.residual_stride + row : nullptr,
+                 tile.num_rows, static_cast<T*>(params.out) + token * params.out_stride + row);
     }
-  }
+  });
 }
 
 template <typename T, typename W>
 void run(const SkinnyLinearParams& params, const Parallel& parallel) {
   const PackedRows<T, W> x(static_cast<const T*>(params.x), params.x_stride, params.num_tokens,
                            params.in_features, static_cast<const T*>(params.norm_weight),
-                           params.eps);
-  const int64_t grain =
-      rows_per_range(parallel, params.in_features * static_cast<int64_t>(sizeof(W)));
-  parallel_for(parallel, params.out_features, grain,
+                           params.eps, parallel);
+  const int64_t row_bytes = params.in_features * static_cast<int64_t>(sizeof(W));
+  parallel_for(parallel, params.out_features,
+               rows_per_range(parallel, row_bytes, params.num_tokens),
                [&](int64_t begin, int64_t end) { multiply_range<T, W>(params, x, begin, end); });
 }
 

@@ -248,6 +248,24 @@ inline Vec scale_by_power_of_two(Vec x, Vec n) {
 
 #endif
 
+// x rounded to T.
+template <typename T>
+inline Vec round_to(Vec x);
+template <>
+inline Vec round_to<float>(Vec x) {
+  return x;
+}
+template <>
+inline Vec round_to<BFloat16>(Vec x) {
+#if defined(__AVX2__)
+  return widen(narrow(x));
+#else
+  BFloat16 stored[kWidth];
+  store(stored, x);
+  return load(stored);
+#endif
+}
+
 // out[i] = sum(v[i]) for the four vectors, each in the same order.
 inline void sum_four(const Vec* v, float* out) {
 #if defined(__AVX512F__)

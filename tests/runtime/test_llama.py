@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from eecore import ops
 from eecore.models import AttentionBatch, KVCache, LlamaModel, load_model
 from eecore.models.attention import KEYS_PER_SPLIT
-from eecore.models.linear import MAX_SKINNY_ROWS
 from tiny_models import FAMILIES, write_model
 
 PAGE_SIZE = 8
@@ -100,7 +99,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert error.mean() < 0.03 * logits[torch.float32].std()
 
 
-@pytest.mark.parametrize("num_tokens", [5, MAX_SKINNY_ROWS + 1])
+@pytest.mark.parametrize("num_tokens", [5, 33])
 def test_layers_leave_their_input_alone_and_skip_sublayers(num_tokens: int, tmp_path: Path) -> None:
     _, model, _ = load_model(write_model(tmp_path), "cpu")
     session = Session(model, num_tokens)
@@ -150,20 +149,15 @@ def test_sequences_in_one_call_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_few_rows_are_the_same_bit_for_bit_in_any_company(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Decoding, verification and small chunks round alike, beyond one split of the context too."""
+def test_rows_are_the_same_bit_for_bit_in_any_company(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Decoding, verification and chunks of prompts round alike, beyond one split of the context."""
     directory = write_model(tmp_path, "qwen3", num_hidden_layers=2, max_position_embeddings=1024)
     _, model, _ = load_model(directory, "cpu", dtype)
     count = KEYS_PER_SPLIT + 30
     token_ids = tokens_for(model, count)
-    long, short = Session(model, count), Session(model, count)
-    chunks = [MAX_SKINNY_ROWS] * (KEYS_PER_SPLIT // MAX_SKINNY_ROWS)
-    start = [s.logits(token_ids[:KEYS_PER_SPLIT], chunks) for s in (long, short)]
-    assert torch.equal(*start)
-    end = token_ids[KEYS_PER_SPLIT:]
-    assert torch.equal(long.logits(end, [1] * 30), short.logits(end, [5, 1, 24]))
+    expected = Session(model, count).logits(token_ids, [count])
+    for chunks in ([KEYS_PER_SPLIT, *[1] * 30], [31, 1, 33, 300, 100, 77], [217, 5, 320]):
+        assert torch.equal(Session(model, count).logits(token_ids, chunks), expected)
 
 
 def test_zero_tokens_run_through_a_layer(tmp_path: Path) -> None:
@@ -231,20 +225,20 @@ def test_logits_of_the_real_model_agree_with_transformers(smollm2: Path) -> None
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_program_of_many_rows_calls_ops_of_eecore_alone(family: str, tmp_path: Path) -> None:
-    """And gives what few rows at a time give, to the bit."""
+    """And gives what some of them at a time give, to the bit."""
     _, model, _ = load_model(write_model(tmp_path, family), "cpu")
-    count = MAX_SKINNY_ROWS + 8
+    count = 40
     tokens, session, beside = tokens_for(model, count), Session(model, count), Session(model, count)
     batch, num_layers = session.batch(count), model.config.num_layers
     model.prepare(session.kv)
     tape = ops.Tape()
     with tape.record():
-        hidden = model.layers(0, num_layers, model.embed(tokens), session.kv, batch, few=True)
+        hidden = model.layers(0, num_layers, model.embed(tokens), session.kv, batch)
         logits = model.logits(hidden, few=True)
         token = model.confidence(hidden).token
     tape.replay()
     assert logits.dtype == model.dtype
-    assert torch.equal(logits, beside.logits(tokens, [MAX_SKINNY_ROWS, 8]))
+    assert torch.equal(logits, beside.logits(tokens, [32, 8]))
     assert torch.equal(token, logits.argmax(-1))
 
 

@@ -30,7 +30,7 @@ from tiny_t5 import FAMILIES, write_t5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-4
-# The last one has more tokens than the skinny products take.
+# The last one has more tokens than eecore's products take on a GPU.
 INPUTS = random_prompts(1, 7, MAX_SKINNY_ROWS + 8)
 
 

@@ -243,7 +243,7 @@ class DraftStep(Step):
             hidden = model.embed(active.token_ids)
             shared = None
             if path.shared_layers:
-                hidden = model.layers(0, path.shared_layers, hidden, self._kv, batch, few=True)
+                hidden = model.layers(0, path.shared_layers, hidden, self._kv, batch)
                 shared = hidden
             if path.shared_layers < path.num_layers:
                 hidden = model.layers(
@@ -254,7 +254,6 @@ class DraftStep(Step):
                     batch,
                     skip_attention=path.skip_attention,
                     skip_mlp=path.skip_mlp,
-                    few=True,
                 )
             drafted = self._drafted
             self._heads.run(
@@ -288,7 +287,7 @@ class DraftStep(Step):
                     self._cross,
                 )
                 last = model.embed(checked.last_tokens)
-                last = model.layers(0, shared, last, self._kv, batch, few=True)
+                last = model.layers(0, shared, last, self._kv, batch)
         with control.rows(checked.num_tokens, given["num_rows"]):
             if made.states is not None:
                 hidden = ops.gather_states(made.states, last, checked)
@@ -303,7 +302,7 @@ class DraftStep(Step):
                 self._cross,
             )
             num_layers = model.config.num_layers
-            hidden = model.layers(shared, num_layers, hidden, self._kv, batch, few=True)
+            hidden = model.layers(shared, num_layers, hidden, self._kv, batch)
             self._logits = self._heads.run(
                 hidden,
                 given["kind"],

@@ -269,9 +269,9 @@ class ExitStep(Step):
         with control.rows(active.num_active):
             previous = hidden
             if begin < end - 1 and any(check.measure == "state" for check in checks):
-                previous = model.layers(begin, end - 1, hidden, self._kv, self._batch, few=True)
+                previous = model.layers(begin, end - 1, hidden, self._kv, self._batch)
                 begin = end - 1
-            hidden = model.layers(begin, end, previous, self._kv, self._batch, few=True)
+            hidden = model.layers(begin, end, previous, self._kv, self._batch)
             if not checks:
                 ops.exit_rows(hidden, end, rows, active)
             for check in checks:

@@ -9,7 +9,8 @@ from torch.nn import functional
 from eecore import ops
 from eecore.ops import Matrix
 
-# Up to so many rows a product is bound by reading its weight, and the skinny ops read it best.
+# Rows that eecore's products take on a GPU: those of more are bound by multiplying, and torch's are
+# faster. On the CPU they take all, so that a row rounds alike whatever runs beside it.
 MAX_SKINNY_ROWS = 32
 
 
@@ -18,25 +19,17 @@ class Linear:
 
     Args:
         device: of the model.
-        dtype: of its states.
         eps: of its norms.
-        is_int8: weights have scales.
     """
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, eps: float, *, is_int8: bool
-    ) -> None:
+    def __init__(self, device: torch.device, eps: float) -> None:
         self._eps = eps
-        self._is_int8 = is_int8
-        self._widens = (
-            device.type == "cpu"
-            and dtype == torch.bfloat16
-            and "avx512_bf16" not in ops.build_info()["cpu_capabilities"]
-        )
+        self.max_rows = None if device.type == "cpu" else MAX_SKINNY_ROWS
+        """Of eecore's products; None: any number."""
 
     def is_skinny(self, x: Tensor) -> bool:
-        """Whether the skinny ops take so many rows."""
-        return x.shape[0] <= MAX_SKINNY_ROWS or self._is_int8
+        """Whether eecore's products take so many rows."""
+        return self.max_rows is None or x.shape[0] <= self.max_rows
 
     def __call__(
         self,
@@ -49,7 +42,7 @@ class Linear:
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-        Of many rows in float32 where the CPU is slow at bfloat16; ``few``: as of few rows.
+        ``few``: by eecore's product, however many rows there are.
         """
         weight, bias, scale = matrix
         if few or self.is_skinny(x):
@@ -64,11 +57,7 @@ class Linear:
             )
         if norm is not None:
             x = self.normed(x, norm)
-        if self._widens:
-            wide_bias = None if bias is None else bias.float()
-            out = functional.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
-        else:
-            out = functional.linear(x, weight, bias)
+        out = functional.linear(x, weight, bias)
         return out if residual is None else out.add_(residual)
 
     def normed(self, x: Tensor, norm: Tensor) -> Tensor:

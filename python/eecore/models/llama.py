@@ -1,7 +1,7 @@
 """The forward pass of the Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3).
 
-Layers run in stretches: few rows on the CPU go through a whole stretch in one op, others layer by
-layer. Weights of all layers are stacked, and a layer works on views: the K/V projections that
+Layers run in stretches: on the CPU a whole stretch is one op, elsewhere they go layer by layer.
+Weights of all layers are stacked, and a layer works on views: the K/V projections that
 ``kv_fill`` reads for every layer at once are the very ones that the layers use. No weight needs a
 gradient. Weights of linear layers may be int8 with a scale per row; states and caches never are.
 """
@@ -146,13 +146,8 @@ class LlamaModel:
         self.device = weights.final_norm.device
         self.dtype = weights.final_norm.dtype
         self.calls_single_ops = self.device.type != "cpu"
-        """Whether layers run op by op, however few rows there are."""
-        self._linear = Linear(
-            self.device,
-            self.dtype,
-            config.rms_norm_eps,
-            is_int8=weights.qkv.scale is not None,
-        )
+        """Whether layers run op by op, not a stretch of them in one call."""
+        self.linear = Linear(self.device, config.rms_norm_eps)
         self._rope = RopeTable(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
         self._keys_per_split = keys_per_split(self.device)
@@ -191,15 +186,14 @@ class LlamaModel:
         *,
         skip_attention: frozenset[int] = frozenset(),
         skip_mlp: frozenset[int] = frozenset(),
-        few: bool = False,
     ) -> Tensor:
         """The residual stream after layers ``begin..end-1``; a skipped sublayer adds nothing to it.
 
         Skipped attention writes no keys or values either. ``hidden`` [num_tokens, hidden_size] is
-        not changed (and may be what comes back when all is skipped). ``few`` is what a program says
-        that calls eecore's ops alone: on the CPU its rows count as few, however many there are.
+        not changed (and may be what comes back when all is skipped). On the CPU a row's result is
+        the same bit for bit whatever runs beside it.
         """
-        if not self.calls_single_ops and (few or self._linear.is_skinny(hidden)):
+        if not self.calls_single_ops:
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -233,7 +227,7 @@ class LlamaModel:
         With ``few`` in the model's dtype, by one of eecore's ops, however many rows there are.
         """
         weights = self.weights
-        logits = self._linear(hidden, weights.lm_head, norm=weights.final_norm, few=few)
+        logits = self.linear(hidden, weights.lm_head, norm=weights.final_norm, few=few)
         return logits if few else logits.float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
@@ -281,7 +275,7 @@ class LlamaModel:
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         config, layer = self.config, self._layers[index]
         k_cache, v_cache = kv.layers[index]
-        qkv = self._linear(hidden, layer.qkv, norm=layer.attention_norm)
+        qkv = self.linear(hidden, layer.qkv, norm=layer.attention_norm)
         num_tokens, head_counts = hidden.shape[0], self._head_counts
         q, k, v = qkv.view(num_tokens, sum(head_counts), config.head_dim).split_with_sizes(
             head_counts, 1
@@ -311,11 +305,11 @@ class LlamaModel:
             fixed_split_size=self._keys_per_split,
         )
         attended = attended.view(num_tokens, config.q_size)
-        return self._linear(attended, layer.o, residual=hidden)
+        return self.linear(attended, layer.o, residual=hidden)
 
     def _mlp(self, index: int, hidden: Tensor) -> Tensor:
         layer = self._layers[index]
-        if self._linear.is_skinny(hidden):
+        if self.linear.is_skinny(hidden):
             gated = ops.skinny_gated_linear(
                 hidden,
                 layer.gate_up.weight,
@@ -325,7 +319,7 @@ class LlamaModel:
                 eps=self.config.rms_norm_eps,
             )
         else:
-            gate_up = self._linear(hidden, layer.gate_up, norm=layer.mlp_norm)
+            gate_up = self.linear(hidden, layer.gate_up, norm=layer.mlp_norm)
             gate, up = gate_up.chunk(2, dim=1)
             gated = functional.silu(gate).mul_(up)
-        return self._linear(gated, layer.down, residual=hidden)
+        return self.linear(gated, layer.down, residual=hidden)

@@ -41,10 +41,8 @@ class T5Model:
         self.device = weights.cross.norm.device
         self.dtype = weights.cross.norm.dtype
         self.calls_single_ops = self.device.type != "cpu"
-        """Whether layers run op by op, however few rows there are."""
-        is_int8 = weights.lm_head.scale is not None
-        eps = config.rms_norm_eps
-        self._linear = Linear(self.device, self.dtype, eps, is_int8=is_int8)
+        """Whether layers run op by op, not a stretch of them in one call."""
+        self.linear = Linear(self.device, config.rms_norm_eps)
         self._keys_per_split = keys_per_split(self.device)
         self._encoder = weights.encoder.stacked().unbind()
         self._stacked = weights.decoder.stacked()
@@ -100,17 +98,15 @@ class T5Model:
         *,
         skip_attention: frozenset[int] = frozenset(),
         skip_mlp: frozenset[int] = frozenset(),
-        few: bool = False,
     ) -> Tensor:
         """The residual stream after layers ``begin..end-1``; a skipped sublayer adds nothing to it.
 
         Skipped attention, to itself and to the encoder, writes no keys or values either. ``hidden``
         [num_tokens, hidden_size] is not changed (and may be what comes back when all is skipped).
-        ``few`` is what a program says that calls eecore's ops alone: on the CPU its rows count as
-        few, however many there are.
+        On the CPU a row's result is the same bit for bit whatever runs beside it.
         """
         assert batch.cross is not None
-        if not self.calls_single_ops and (few or self._linear.is_skinny(hidden)):
+        if not self.calls_single_ops:
             return ops.decoder_layers(
                 hidden,
                 self._stacked,
@@ -153,7 +149,7 @@ class T5Model:
 
         With ``few`` in the model's dtype, by one of eecore's ops, however many rows there are.
         """
-        logits = self._linear(hidden, self.weights.lm_head, norm=self._head_norm, few=few)
+        logits = self.linear(hidden, self.weights.lm_head, norm=self._head_norm, few=few)
         return logits if few else logits.float()
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
@@ -202,6 +198,7 @@ class T5Model:
             batch.query_start_loc,
             scale=1.0,
             causal=False,
+            fixed_split_size=self._keys_per_split,
             position_bias=self.weights.encoder.position_bias,
             max_distance=self.config.max_distance,
             bidirectional=True,
@@ -211,7 +208,7 @@ class T5Model:
     def _write_cross_kv(self, hidden: Tensor, kv: KVCache, slots: Tensor) -> None:
         """Keys and values of all decoder layers from the encoder's last states."""
         config, both = self.config, self._cross.kv
-        if self._linear.is_skinny(hidden):
+        if self.linear.is_skinny(hidden):
             first = torch.zeros(hidden.shape[0], dtype=torch.int32, device=self.device)
             ops.kv_fill(
                 hidden,
@@ -224,9 +221,9 @@ class T5Model:
                 eps=config.rms_norm_eps,
             )
             return
-        states = self._linear.normed(hidden, self.weights.encoder.final_norm)
+        states = self.linear.normed(hidden, self.weights.encoder.final_norm)
         for (k_cache, v_cache), matrix in zip(kv.layers, both.unbind(), strict=True):
-            projected = self._linear(states, matrix)
+            projected = self.linear(states, matrix)
             k, v = projected.view(-1, 2, config.num_heads, config.head_dim).unbind(1)
             ops.append_kv(None, k, v, k_cache, v_cache, slots)
 
@@ -257,7 +254,7 @@ class T5Model:
         self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch, cross: CrossBatch
     ) -> Tensor:
         k_cache, v_cache = kv.layers[index]
-        q = self._linear(hidden, self._cross_q[index], norm=self._cross.norm[index])
+        q = self.linear(hidden, self._cross_q[index], norm=self._cross.norm[index])
         attended = ops.paged_attention(
             q.view(-1, self.config.num_heads, self.config.head_dim),
             k_cache,
@@ -275,20 +272,20 @@ class T5Model:
 
     def _heads(self, hidden: Tensor, layer: ops.DecoderWeights) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V, each [num_tokens, num_heads, head_dim]."""
-        projected = self._linear(hidden, layer.qkv, norm=layer.attention_norm)
+        projected = self.linear(hidden, layer.qkv, norm=layer.attention_norm)
         q, k, v = projected.view(-1, 3, self.config.num_heads, self.config.head_dim).unbind(1)
         return q, k, v
 
     def _projected(self, attended: Tensor, o: Matrix, hidden: Tensor) -> Tensor:
         """Attention's output, added to the residual stream."""
         attended = attended.view(-1, self.config.q_size)
-        return self._linear(attended, o, residual=hidden)
+        return self.linear(attended, o, residual=hidden)
 
     def _mlp(self, layer: ops.DecoderWeights, hidden: Tensor) -> Tensor:
         activation, norm = self.config.activation, layer.mlp_norm
         weight, _, scale = layer.gate_up
-        if not self._linear.is_skinny(hidden):
-            inner = self._linear(hidden, layer.gate_up, norm=norm)
+        if not self.linear.is_skinny(hidden):
+            inner = self.linear(hidden, layer.gate_up, norm=norm)
             inner = _activated(inner, activation)
         else:
             into_inner = ops.skinny_linear if activation == "relu" else ops.skinny_gated_linear
@@ -300,7 +297,7 @@ class T5Model:
                 eps=self.config.rms_norm_eps,
                 activation=activation,
             )
-        return self._linear(inner, layer.down, residual=hidden)
+        return self.linear(inner, layer.down, residual=hidden)
 
 
 def _activated(inner: Tensor, activation: str) -> Tensor:

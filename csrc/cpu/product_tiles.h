@@ -1,0 +1,64 @@
+// How the linear layers cross a product: the tiles that a range of a weight's rows and the rows of
+// x are cut into, and what becomes of a tile's products.
+#pragma once
+
+#include "packed_rows.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+// The fewest rows of a weight, of row_bytes each, that are worth a range of their own when
+// num_batch rows of x meet them.
+inline int64_t rows_per_range(const Parallel& parallel, int64_t row_bytes, int64_t num_batch) {
+  // Of more rows of x than these, multiplying takes longer than reading the weight.
+  constexpr int64_t kReadBound = 8;
+  const int64_t work = row_bytes * ceil_div(num_batch, kReadBound);
+  return ceil_div(ceil_div(parallel.bytes_per_range, work), kRows) * kRows;
+}
+
+// Rows [row, row + num_rows) of a weight and [batch, batch + num_batch) of x.
+struct Tile {
+  int64_t row, num_rows;
+  int64_t batch, num_batch;
+  bool is_first;  // of the tiles that meet these rows of the weight one after the other
+  bool is_last;   // of them, and more rows of the weight follow
+};
+
+// Visits the tiles of the rows [begin, end) of a weight and of num_batch rows of x: as many rows of
+// x as stay in cache meet all rows of the weight, then the next ones.
+template <typename W, typename Visit>
+inline void for_each_tile(int64_t begin, int64_t end, int64_t num_batch, int64_t x_stride,
+                          const Visit& visit) {
+  const int64_t block = rows_in_cache<W>(x_stride);
+  for (int64_t first = 0; first < num_batch; first += block) {
+    const int64_t stop = min_of(first + block, num_batch);
+    for (int64_t row = begin; row < end; row += kTileRows) {
+      const int64_t num_rows = min_of(kTileRows, end - row);
+      for (int64_t batch = first; batch < stop; batch += kTileBatch) {
+        const int64_t count = min_of(kTileBatch, stop - batch);
+        const bool is_last = batch + count == stop && row + num_rows < end;
+        visit(Tile{row, num_rows, batch, count, batch == first, is_last});
+      }
+    }
+  }
+}
+
+// The first lanes elements of p, most often all.
+template <typename T>
+inline Vec load_lanes(const T* p, int64_t lanes) {
+  return lanes == kWidth ? load(p) : load_partial(p, lanes);
+}
+template <typename T>
+inline void store_lanes(T* p, Vec x, int64_t lanes) {
+  if (lanes == kWidth) return store(p, x);
+  store_partial(p, x, lanes);
+}
+
+// values + bias, rounded to T as the result of a model's linear layer; the first lanes elements.
+template <typename T>
+inline Vec finish(const float* values, const T* bias, int64_t lanes) {
+  Vec result = load_lanes(values, lanes);
+  if (bias) result = result + load_lanes(bias, lanes);
+  return round_to<T>(result);
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
