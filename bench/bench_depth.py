@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import depth_tables  # noqa: E402
 import harness  # noqa: E402
-from depth_kernels import MAX_SKINNY_ROWS, Kernels  # noqa: E402
+from depth_kernels import Kernels  # noqa: E402
 from depth_models import SUBJECTS, Mode, Subject, cuts, depths  # noqa: E402
 from depth_predictions import Costs, Curve, Line  # noqa: E402
 
@@ -44,6 +44,7 @@ LOADING = {
     "int8": {"weights": "int8", "dtype": "float32"},
 }
 CURVE_STEPS = 3  # of large batches
+MOST_ROWS = 32  # of those that are not
 SINGLES, GROUPS = 6, 2  # batches of one prompt, and of more, that a trained model has in turn
 LONGEST = 64  # tokens of a prompt
 MIXED_ROWS = 8  # at most, where there are so few
@@ -190,7 +191,7 @@ class Measurement:
 
     def _decoding(self, mode: Mode, rows: int) -> Decoding:
         subject, steps, longest, groups = self._subject, self._steps, LONGEST, 1
-        if rows > MAX_SKINNY_ROWS:
+        if rows > MOST_ROWS:
             steps, longest = min(steps, CURVE_STEPS), 2
         elif subject.is_natural:
             groups = SINGLES if rows == 1 else GROUPS

@@ -18,7 +18,6 @@ from eecore import ops
 
 PAGE_SIZE = 16
 KEYS_PER_SPLIT = 512
-MAX_SKINNY_ROWS = 32  # the layers of more rows are other products
 PASSES = 6  # a round
 
 
@@ -95,16 +94,14 @@ class Kernels:
         """In the order of a step."""
         config, states = self._config, self._states[:rows]
         calls: dict[str, Callable[[], Any]] = {}
-        if rows <= MAX_SKINNY_ROWS:
-            calls["layers"] = self._layers(rows)
+        calls["layers"] = self._layers(rows)
         norm = self._weights.attention_norm[0]
         calls["head"] = lambda: ops.exit_confidence_softmax(
             states, norm, self._head.weight, config.rms_norm_eps, lm_head_scale=self._head.scale
         )
         calls["state"] = lambda: ops.exit_confidence_cosine(states, states)
         calls["classifier"] = lambda: ops.exit_confidence_mlp(states, self._classifier)
-        if rows <= MAX_SKINNY_ROWS:
-            calls["fill"] = self._fill(rows)
+        calls["fill"] = self._fill(rows)
         return calls
 
     def _positions(self, rows: int) -> dict[str, Any]:

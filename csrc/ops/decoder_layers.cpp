@@ -1,4 +1,4 @@
-// decoder_layers: a stretch of a decoder's layers in one call, for few rows.
+// decoder_layers: a stretch of a decoder's layers in one call.
 #include <algorithm>
 
 #include "activation_name.h"

@@ -1,4 +1,4 @@
-// skinny_gated_linear: norm, gate and up projections and activation(gate) * up for few rows.
+// skinny_gated_linear: norm, gate and up projections and activation(gate) * up.
 #include "activation_name.h"
 #include "backend.h"
 

@@ -1,4 +1,4 @@
-// skinny_linear: norm, linear layer, activation and residual for few rows.
+// skinny_linear: norm, linear layer, activation and residual.
 #include "activation_name.h"
 #include "backend.h"
 

@@ -373,7 +373,7 @@ struct KvFillParams {
   void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU
 };
 
-// out = norm(x) weight^T + bias + residual for few rows of x; weight is read once.
+// out = norm(x) weight^T + bias + residual; for few rows of x weight is read once.
 struct SkinnyLinearParams {
   const void* x;              // [num_tokens, in_features], row stride x_stride
   const void* norm_weight;    // [in_features]; may be null: x is not normed
@@ -391,7 +391,7 @@ struct SkinnyLinearParams {
   void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU
 };
 
-// out = activation(gate) * up of the two halves of norm(x) weight^T + bias, for few rows of x.
+// out = activation(gate) * up of the two halves of norm(x) weight^T + bias.
 struct SkinnyGatedLinearParams {
   const void* x;            // [num_tokens, in_features], row stride x_stride
   const void* norm_weight;  // [in_features]; may be null: x is not normed
@@ -417,9 +417,9 @@ struct StackedLinear {
   int64_t layer_stride, row_stride;
 };
 
-// Layers [begin_layer, end_layer) of a decoder for few rows. Each adds to the rows what attention
-// over their normed states gives, then, where there is an encoder, what attention over its keys and
-// values gives, then what the MLP gives.
+// Layers [begin_layer, end_layer) of a decoder. Each adds to the rows what attention over their
+// normed states gives, then, where there is an encoder, what attention over its keys and values
+// gives, then what the MLP gives.
 struct DecoderLayersParams {
   const void* hidden;             // [num_tokens, hidden_size], row stride hidden_stride
   const void* attention_norm;     // [num_layers, hidden_size]

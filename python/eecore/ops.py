@@ -1305,15 +1305,15 @@ def skinny_linear(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``activation(norm(x) @ weight.T + bias) + residual`` for few rows, the weight read once.
+    """``activation(norm(x) @ weight.T + bias) + residual``: the weight read once for few rows.
 
     As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), the linear layer with its
     bias and the sum with the residual are each rounded to that dtype. A row's result depends
     neither on the other rows nor on the number of threads.
 
     With ``weight_scale`` the weight is int8 and row r of it stands for ``weight[r] *
-    weight_scale[r]``. Each (normed) row of x is then quantised to 16 bits, at 1/32512 of its
-    largest magnitude, and the products are summed as exact integers; a row that holds NaN or
+    weight_scale[r]``. Each (normed) row of x is then quantised to 16 bits, at 1/32767 of its
+    largest magnitude, and the products are summed as integers; a row that holds NaN or
     infinity gives NaN throughout.
 
     Args:
@@ -1347,7 +1347,7 @@ def skinny_gated_linear(
     activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """``activation(gate) * up`` of ``gate, up = norm(x) @ weight.T + bias`` for few rows.
+    """``activation(gate) * up`` of ``gate, up = norm(x) @ weight.T + bias``.
 
     As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), gate and up,
     activation(gate) and the product are each rounded to that dtype. A row's result depends neither
@@ -1449,7 +1449,7 @@ def decoder_layers(
     activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """A stretch of a decoder's layers for few rows, in one call that wakes its threads once.
+    """A stretch of a decoder's layers, in one call that wakes its threads once.
 
     Layer by layer, bit for bit as the single ops: :func:`skinny_linear` with the norm to queries,
     keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
