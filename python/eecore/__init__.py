@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from eecore.generation import Model, generate, load, stream
     from eecore.ops import build_info
-    from eecore.output import Output, RequestStats, StepOutput
+    from eecore.output import Output, RequestFailedError, RequestStats, StepOutput
 
 _NAMES = {
     "eecore.calibration_file": ("Calibration",),
@@ -48,7 +48,7 @@ _NAMES = {
     "eecore.generation": ("Model", "generate", "load", "stream"),
     "eecore.builtin": ("default_model",),
     "eecore.ops": ("build_info",),
-    "eecore.output": ("Output", "RequestStats", "StepOutput"),
+    "eecore.output": ("Output", "RequestFailedError", "RequestStats", "StepOutput"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -69,6 +69,7 @@ __all__ = [
     "ModelError",
     "Output",
     "RequestError",
+    "RequestFailedError",
     "RequestStats",
     "SamplingParams",
     "SelfSpeculative",

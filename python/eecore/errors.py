@@ -36,3 +36,7 @@ class ExitError(RequestError):
 
 class TrainingError(RequestError):
     """Training data, settings or a checkpoint of a training run that cannot be used."""
+
+
+class EngineClosedError(EecoreError, RuntimeError):
+    """An engine that was closed, before or after the request came."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -16,6 +15,7 @@ from eecore.builtin import model_directory
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.engine import Engine, RunProgram
+from eecore.engine.shared import Client, SharedEngine
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.models import KVCache, Network, Tokenizer, load_model
@@ -35,8 +35,8 @@ class Model:
     engine_config: EngineConfig
     run_program: RunProgram | None = field(default=None, repr=False)
     """How decoding programs run; what suits the device when None."""
-    _engine: Engine | None = field(default=None, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _shared: dict[int, SharedEngine] = field(default_factory=dict, repr=False)  # by process
+    _locks: dict[int, threading.Lock] = field(default_factory=dict, repr=False)
 
     @property
     def config(self) -> AnyModelConfig:
@@ -47,22 +47,24 @@ class Model:
         config = config or self.engine_config
         return Engine(self.network, self.tokenizer, config, run=self.run_program)
 
-    @contextmanager
-    def borrowed_engine(self) -> Iterator[Engine]:
-        """The engine kept for :func:`generate`, or a fresh one while another call is using it."""
-        if not self._lock.acquire(blocking=False):
-            yield self.engine()
-            return
-        try:
-            if self._engine is None:
-                self._engine = self.engine()
-            yield self._engine
-        finally:
-            self._lock.release()
+    def shared_engine(self) -> SharedEngine:
+        """The engine that serves :func:`generate`, :func:`stream` and :meth:`async_engine`.
+
+        A process has one; a child process that was forked makes another when it needs it.
+        """
+        process = os.getpid()
+        if process not in self._shared:
+            # Not a lock that a thread of the parent may have held.
+            with self._locks.setdefault(process, threading.Lock()):
+                if process not in self._shared:
+                    self._shared = {process: SharedEngine(self.engine())}
+        return self._shared[process]
 
     def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
-        """A fresh engine for asyncio, with a KV cache of its own."""
-        return AsyncEngine(self.engine(config))
+        """Streams for asyncio: of the engine that serves :func:`generate` too, or with ``config``
+        of an engine and KV cache of their own.
+        """
+        return AsyncEngine(self.shared_engine() if config is None else self.engine(config))
 
 
 def load(
@@ -121,6 +123,9 @@ def generate(
 ) -> list[Output]:
     """Generate for all prompts, batched; one output per prompt, in order.
 
+    Calls may overlap, from any thread and inside of a loop over :func:`stream`: all calls for one
+    model share its engine and KV cache, and their requests share the batch.
+
     Args:
         model: from :func:`load`.
         prompts: strings or lists of token ids; a single one is a list of one.
@@ -133,13 +138,12 @@ def generate(
         RequestError: for a prompt or setting that cannot be served; nothing has run then.
         ExitError: for an exit policy that the model cannot run.
     """
-    outputs: dict[str, Output] = {}
     order: list[str] = []
-    for step in stream(
-        model, prompts, exit=exit, sampling=sampling, order=order, **sampling_fields
-    ):
-        if step.output is not None:
-            outputs[step.request_id] = step.output
+    outputs = {
+        step.request_id: step.output
+        for step in _steps(model, prompts, exit, sampling, sampling_fields, order, whole=True)
+        if step.output is not None
+    }
     return [outputs[request_id] for request_id in order]
 
 
@@ -154,28 +158,47 @@ def stream(
 ) -> Iterator[StepOutput]:
     """Like :func:`generate`, yielding what each engine step adds.
 
-    Closing the iterator early, or an exception such as KeyboardInterrupt, cancels what is
-    unfinished.
+    Closing or dropping the iterator early, or an exception such as KeyboardInterrupt, cancels what
+    is unfinished. What is not read goes on for some steps, if others have the engine step, and is
+    then put on hold.
 
     Args:
         order: gets the request ids, in the order of the prompts.
     """
+    order = [] if order is None else order
+    return _steps(model, prompts, exit, sampling, sampling_fields, order, whole=False)
+
+
+def _steps(
+    model: Model,
+    prompts: Any,
+    exit: Any,
+    sampling: Any,
+    sampling_fields: dict[str, Any],
+    order: list[str],
+    *,
+    whole: bool,
+) -> Iterator[StepOutput]:
+    """What each step adds, or with ``whole`` the last ones alone."""
     many = _as_list(prompts)
     exits = _per_prompt("exit", exit, Exit, len(many))
     samplings = _per_prompt(
         "sampling", _sampling(sampling, sampling_fields), SamplingParams, len(many)
     )
-    ids: list[str] = []
-    with model.borrowed_engine() as engine:
+    shared = model.shared_engine()
+    prepare = shared.engine.prepare
+    given = zip(many, exits, samplings, strict=True)
+    client = Client([prepare(p, exit=e, sampling=s) for p, e, s in given], whole=whole)
+    try:
+        shared.open(client)
+        order += client.names
+        while (step := shared.read(client)) is not None:
+            yield step
+    finally:  # an interrupt may hit one of them, too
         try:
-            for prompt, policy, params in zip(many, exits, samplings, strict=True):
-                ids.append(engine.add_request(prompt, exit=policy, sampling=params))
-            if order is not None:
-                order += ids
-            yield from engine.run()
+            shared.close(client)
         finally:
-            for request_id in ids:
-                engine.cancel(request_id)
+            shared.close(client)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

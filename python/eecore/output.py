@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-__all__ = ["Output", "RequestStats", "StepOutput"]
+from eecore.errors import EecoreError
+
+__all__ = ["Output", "RequestFailedError", "RequestStats", "StepOutput"]
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,15 @@ class StepOutput:
     @property
     def finished(self) -> bool:
         return self.output is not None
+
+
+class RequestFailedError(EecoreError, RuntimeError):
+    """A request that failed on the way; it took nobody along.
+
+    Attributes:
+        output: what there was by then; its ``finish_reason`` is "error".
+    """
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(getattr(output, "error", None) or "the request failed")
+        self.output = output

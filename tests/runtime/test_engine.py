@@ -71,8 +71,7 @@ def assert_idle(engine: Engine) -> None:
 @pytest.fixture(autouse=True)
 def _no_page_left(agreeing: eecore.Model) -> Iterator[None]:
     yield
-    if agreeing._engine is not None:
-        assert_idle(agreeing._engine)
+    assert_idle(agreeing.shared_engine().engine)
 
 
 # Batching
@@ -381,8 +380,7 @@ def test_closing_a_stream_early_cancels_the_rest(agreeing: eecore.Model) -> None
     next(stream)
     next(stream)
     stream.close()
-    assert agreeing._engine is not None
-    assert_idle(agreeing._engine)
+    assert_idle(agreeing.shared_engine().engine)
 
 
 def test_streams_of_one_model_may_overlap(agreeing: eecore.Model) -> None:
@@ -700,8 +698,7 @@ def test_sampling_from_a_broken_model_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="got logits of NaN from the model"):
             list(stream)
         model.network.weights.lm_head.weight.fill_(1.0)
-        assert model._engine is not None
-        assert_idle(model._engine)
+        assert_idle(model.shared_engine().engine)
 
 
 class Bomb:
@@ -742,8 +739,7 @@ def test_generate_after_a_failure(
         Bomb(patch, error, passes)
         with pytest.raises(type(error)):
             eecore.generate(agreeing, PROMPTS, exit=SelfSpeculative(2), sampling=GREEDY)
-    assert agreeing._engine is not None
-    assert_idle(agreeing._engine)
+    assert_idle(agreeing.shared_engine().engine)
     outputs = eecore.generate(agreeing, PROMPTS, sampling=GREEDY)
     assert [output.token_ids for output in outputs] == expected
 

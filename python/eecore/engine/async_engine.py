@@ -3,62 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import itertools
+from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import TracebackType
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from eecore.config import SamplingParams
 from eecore.engine.engine import Engine
-from eecore.errors import RequestError
+from eecore.engine.shared import Client, SharedEngine
+from eecore.errors import EngineClosedError
 from eecore.exits import Exit
-from eecore.output import Output, StepOutput
+from eecore.output import Output, RequestFailedError, StepOutput
 
-__all__ = ["AsyncEngine"]
+__all__ = ["AsyncEngine", "AsyncStream"]
 
 
 class AsyncEngine:
-    """Runs an :class:`Engine` in a worker thread; use it from one event loop.
+    """Streams of an engine for tasks of any event loop, in any thread; a worker thread steps.
 
-    A consumer that stops reading (its task is cancelled, it breaks out of the loop and closes the
-    stream) cancels its request; the others go on.
+    A stream cancels its request when it is closed, dropped or collected, when the task that waits
+    for it is cancelled, and when its event loop is closed: none of that waits for anything, and the
+    pages are back when the step that is running is done. A stream that is read slowly holds up
+    itself alone.
+
+    Args:
+        engine: the engine, or what shares it among callers.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._lock = asyncio.Lock()  # held while the engine steps or changes
-        self._stepping = threading.Lock()  # a step outlives its task when the loop shuts down
-        self._queues: dict[str, asyncio.Queue[StepOutput | BaseException]] = {}
-        self._stepper: asyncio.Task[None] | None = None
+    def __init__(self, engine: Engine | SharedEngine) -> None:
+        self._shared = engine if isinstance(engine, SharedEngine) else SharedEngine(engine)
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bells] = WeakKeyDictionary()
+        self._streams: dict[int, ReferenceType[AsyncStream]] = {}
+        self._numbers = itertools.count()
+        self._closed = False
 
-    async def stream(
+    @property
+    def engine(self) -> Engine:
+        """The engine itself. It may be looked at between steps, and must not be stepped."""
+        return self._shared.engine
+
+    @property
+    def num_streams(self) -> int:
+        """Those that have begun and not ended."""
+        return len(self._streams)
+
+    def stream(
         self,
         prompt: str | list[int],
         *,
         exit: Exit | None = None,
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
-    ) -> AsyncIterator[StepOutput]:
-        """What each step adds to the request; the last item carries the whole output."""
-        async with self._lock:
-            if request_id in self._queues:
-                raise RequestError(f"request_id: {request_id!r} is in use")
-            name = self.engine.add_request(
-                prompt, exit=exit, sampling=sampling, request_id=request_id
-            )
-            queue = self._queues[name] = asyncio.Queue()
-        if self._stepper is None or self._stepper.done():
-            self._stepper = asyncio.create_task(self._step_until_idle())
-        try:
-            while True:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if item.finished:
-                    return
-        finally:
-            async with self._lock:
-                self._cancel(name)  # nothing to do when it has finished
-                del self._queues[name]
+    ) -> AsyncStream:
+        """What each step adds to the request; the last item carries the whole output.
+
+        The request begins when the stream is first read.
+
+        Raises:
+            RequestError: when it is first read, for a request that cannot be served or an id that
+                is in use.
+            RequestFailedError: the request failed on the way. The others go on.
+            EngineClosedError: the engine was closed.
+        """
+        return AsyncStream(self, prompt, exit, sampling, request_id)
 
     async def generate(
         self,
@@ -66,32 +75,203 @@ class AsyncEngine:
         *,
         exit: Exit | None = None,
         sampling: SamplingParams | None = None,
+        request_id: str | None = None,
     ) -> Output:
-        """The whole output of one request."""
-        async for step in self.stream(prompt, exit=exit, sampling=sampling):
-            if step.output is not None:
-                return step.output
+        """The whole output of one request; it raises what :meth:`stream` raises."""
+        stream = AsyncStream(self, prompt, exit, sampling, request_id, whole=True)
+        try:
+            async for step in stream:
+                if step.output is not None:
+                    return step.output
+        finally:
+            stream.close()
         raise RuntimeError("the request ended without an output")
 
-    def _step(self) -> list[StepOutput]:
-        with self._stepping:
-            return self.engine.step()
+    def close(self) -> None:
+        """Cancel all streams of this engine; it takes no more requests."""
+        self._closed = True
+        for reference in list(self._streams.values()):
+            stream = reference()
+            if stream is not None:
+                stream.close(EngineClosedError("engine: expected an open one, got one that closed"))
+        self._shared.let_go()
 
-    def _cancel(self, name: str) -> None:
-        with self._stepping:
-            self.engine.cancel(name)
+    async def aclose(self) -> None:
+        """As :meth:`close`."""
+        self.close()
 
-    async def _step_until_idle(self) -> None:
-        while self.engine.has_unfinished:
-            try:
-                async with self._lock:
-                    steps = await asyncio.to_thread(self._step)
-            except Exception as error:
-                for name, queue in self._queues.items():
-                    self._cancel(name)
-                    queue.put_nowait(error)
-                return
-            for step in steps:
-                if step.request_id in self._queues:
-                    self._queues[step.request_id].put_nowait(step)
-            await asyncio.sleep(0)  # let consumers read, add and cancel
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self, stream: AsyncStream, client: Client, request_id: str | None) -> int:
+        if self._closed:
+            raise EngineClosedError("engine: expected an open one, got one that was closed")
+        number = next(self._numbers)
+        self._streams[number] = ref(stream)
+        try:
+            self._shared.open(client, request_id)
+        except BaseException:
+            self._end(number, client)
+            raise
+        return number
+
+    def _end(self, number: int, client: Client) -> None:
+        self._streams.pop(number, None)
+        self._shared.close(client)
+
+    def _bells(self, loop: asyncio.AbstractEventLoop) -> _Bells:
+        return self._loops.setdefault(loop, _Bells())
+
+
+class AsyncStream(AsyncIterator[StepOutput]):
+    """What the steps add to one request, for one reader at a time; see :class:`AsyncEngine`."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompt: str | list[int],
+        exit: Exit | None,
+        sampling: SamplingParams | None,
+        request_id: str | None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._client: Client | None = None
+        self._engine = engine
+        self._request = (prompt, exit, sampling, request_id)
+        self._whole = whole
+        self._number = -1
+        self._doorbell = _Doorbell()
+        self._is_finished = False
+        self._is_closed = False
+        self._why: Exception | None = None
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        if self._doorbell.is_waited_for:
+            raise RuntimeError("stream: expected one reader at a time, got two")
+        try:
+            while not self._is_closed:
+                client = self._client or self._begin()
+                is_over = not client.unfinished
+                step = self._engine._shared.take(client)
+                if step is not None:
+                    return self._given(step)
+                if is_over:
+                    break
+                bells = self._engine._bells(asyncio.get_running_loop())
+                await self._doorbell.wait(bells, client)
+        except BaseException:
+            self.close()
+            raise
+        return self._last()
+
+    def close(self, why: Exception | None = None) -> None:
+        """Cancel the request if it is unfinished; waits for nothing, from any thread.
+
+        Args:
+            why: what whoever goes on reading gets.
+        """
+        if self._is_closed:
+            return
+        if self._client is not None:
+            self._engine._end(self._number, self._client)
+        self._why = why
+        self._is_closed = True
+        with suppress(RuntimeError):  # its event loop is closed
+            self._doorbell.ring()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`."""
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _begin(self) -> Client:
+        prompt, exit, sampling, request_id = self._request
+        shared, bell = self._engine._shared, self._doorbell
+        request = shared.engine.prepare(prompt, exit=exit, sampling=sampling)
+        bell.loop = asyncio.get_running_loop()
+        client = Client([request], whole=self._whole, rings=bell.ring, is_gone=bell.is_gone)
+        self._number = self._engine._begin(self, client, request_id)
+        self._client = client
+        return client
+
+    def _given(self, step: StepOutput) -> StepOutput:
+        self._is_finished = step.finished
+        if step.output is not None and step.output.finish_reason == "error":
+            raise RequestFailedError(step.output)
+        return step
+
+    def _last(self) -> StepOutput:
+        """What comes behind the last item."""
+        if self._why is None and not self._is_closed and not self._is_finished:
+            self._why = RuntimeError("stream: the event loop that read it was closed in the middle")
+        self.close(self._why)
+        raise self._why or StopAsyncIteration
+
+
+class _Doorbell:
+    """How the thread that steps wakes the task that reads a stream."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: tuple[_Bells, asyncio.Future[None]] | None = None
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self._waiting is not None and not self._waiting[1].done()
+
+    def is_gone(self) -> bool:
+        """Whether nobody can wait any more."""
+        return self.loop is not None and self.loop.is_closed()
+
+    def ring(self) -> None:
+        """From any thread; a RuntimeError when the event loop is closed."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            bells, future = waiting
+            bells.ring(future)
+
+    async def wait(self, bells: _Bells, client: Client) -> None:
+        """Until it rings; not at all if there is something to read already."""
+        self.loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = self.loop.create_future()
+        self._waiting = bells, future
+        try:
+            if client.unfinished and client.mail.empty():
+                await future
+        finally:
+            self._waiting = None
+
+
+class _Bells:
+    """All that ring in one event loop: one call wakes it for all of a step."""
+
+    def __init__(self) -> None:
+        self._rung: deque[asyncio.Future[None]] = deque()
+        self._is_called = False
+
+    def ring(self, future: asyncio.Future[None]) -> None:
+        self._rung.append(future)
+        if not self._is_called:
+            self._is_called = True
+            future.get_loop().call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._is_called = False
+        while self._rung:
+            future = self._rung.popleft()
+            if not future.done():
+                future.set_result(None)
