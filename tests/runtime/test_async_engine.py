@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+import anyio
 import pytest
 
 import eecore
@@ -20,6 +26,8 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.decoding.iterate import Iterations
+from eecore.engine import shared
+from eecore.errors import EngineClosedError
 from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,14 +42,15 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, timeout=60))
 
 
-def assert_idle(engine: AsyncEngine) -> None:
+def assert_idle(engine: AsyncEngine, streams: int = 0) -> None:
     """Nothing is left once the step that may be running is done."""
     until = time.monotonic() + 10
     while engine._shared.num_clients and time.monotonic() < until:
         time.sleep(0.001)
     inner = engine.engine
     assert not inner.has_unfinished
-    assert engine.num_streams == engine._shared.num_clients == 0
+    assert engine.num_streams == streams
+    assert engine._shared.num_clients == 0
     assert not engine._shared._clients
     assert inner.pages.num_free == inner.pages.num_pages
 
@@ -211,3 +220,250 @@ def test_a_loop_that_shuts_down_in_the_middle_leaves_nothing(agreeing: eecore.Mo
     asyncio.run(main())
     assert_idle(engine)
     assert run(engine.generate(PROMPTS[0], sampling=SAMPLING)).finish_reason == "length"
+
+
+# Who leaves, and how
+
+
+@pytest.fixture
+def engine(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
+    """Whatever happens with it, in the end nothing is left."""
+    monkeypatch.setattr(shared, "LOOK_S", 30.0)  # nobody has to be reminded
+    engine = agreeing.async_engine()
+    yield engine
+    assert_idle(engine)
+
+
+async def collect(stream: AsyncIterator[eecore.StepOutput]) -> list[int]:
+    return [token async for step in stream for token in step.token_ids]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.005])
+def test_scopes_that_cancel_again_and_again(engine: AsyncEngine, seconds: float) -> None:
+    """Of anyio, which cancels whatever a task awaits in its clean-up as well."""
+
+    async def main() -> None:
+        for _ in range(30):
+            with anyio.move_on_after(seconds):
+                await collect(engine.stream(PROMPTS[0], sampling=LONG))
+            with anyio.move_on_after(seconds):
+                await engine.generate(PROMPTS[1], sampling=LONG)
+        async with anyio.create_task_group() as group:
+            for prompt in PROMPTS * 4:
+                group.start_soon(collect, engine.stream(prompt, sampling=LONG))
+            await anyio.sleep(seconds)
+            group.cancel_scope.cancel()
+
+    run(main())
+
+
+def test_a_task_that_is_cancelled_many_times(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        for rounds in range(10):
+            tasks = [
+                asyncio.create_task(collect(engine.stream(prompt, sampling=LONG)))
+                for prompt in PROMPTS
+            ]
+            for _ in range(rounds):
+                await asyncio.sleep(0.0005)
+            for _ in range(5):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.sleep(0)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(task.cancelled() for task in tasks)
+
+    run(main())
+
+
+@pytest.mark.parametrize("leave", ["break", "drop", "collect", "fail", "timeout"])
+def test_whoever_stops_reading_cancels(
+    engine: AsyncEngine, expected: list[eecore.Output], leave: str
+) -> None:
+    async def leaves() -> None:
+        stream = engine.stream(PROMPTS[0], sampling=LONG)
+        if leave == "break":
+            async for _ in stream:
+                break
+            return
+        if leave == "timeout":
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(collect(stream), 0.01)
+            return
+        await anext(stream)
+        if leave == "fail":
+            with suppress(ZeroDivisionError):
+                async for _ in stream:
+                    1 / 0  # noqa: B018
+            return
+        if leave == "collect":
+            cycle: list[Any] = [stream]
+            cycle.append(cycle)
+            del cycle
+        del stream
+        gc.collect()
+
+    async def main() -> list[int]:
+        stays, *_ = await asyncio.gather(
+            collect(engine.stream(PROMPTS[1], exit=POLICIES[1], sampling=SAMPLING)),
+            *(leaves() for _ in range(3)),
+        )
+        # The loop goes on, and holds nothing.
+        while engine._shared.num_clients:
+            await asyncio.sleep(0.001)
+        return stays
+
+    assert run(main()) == expected[1].token_ids
+
+
+def test_a_closed_loop_with_its_task_and_stream_still_there(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "LOOK_S", 0.05)  # a stream on hold is looked at now and then
+    for whole in (False, True):
+        loop = asyncio.new_event_loop()
+        stream = engine.stream(PROMPTS[0], sampling=LONG)
+        slow = engine.stream(PROMPTS[1], sampling=LONG)
+
+        async def main() -> asyncio.Task[Any]:
+            what = engine.generate(PROMPTS[2], sampling=LONG) if whole else collect(stream)  # noqa: B023
+            task = asyncio.create_task(what)
+            await anext(slow)  # noqa: B023
+            return task
+
+        task = loop.run_until_complete(main())
+        loop.close()
+        assert_idle(engine, streams=2)
+        with pytest.raises(RuntimeError, match="event loop that read it was closed in the middle"):
+            run(collect(slow))
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        stream.close()
+        del task
+        gc.collect()  # a task and the future that it waits for hold each other
+
+
+def test_several_loops_in_several_threads(
+    engine: AsyncEngine, expected: list[eecore.Output]
+) -> None:
+    def one(index: int) -> list[int]:
+        async def main() -> list[int]:
+            with anyio.move_on_after(0.003):
+                await collect(engine.stream(PROMPTS[0], sampling=LONG))
+            return await collect(
+                engine.stream(PROMPTS[index], exit=POLICIES[index], sampling=SAMPLING)
+            )
+
+        got: list[int] = asyncio.run(main())
+        return got
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(one, range(4))) == [output.token_ids for output in expected]
+
+
+def test_tasks_and_threads_share_one_engine(
+    agreeing: eecore.Model, engine: AsyncEngine, expected: list[eecore.Output]
+) -> None:
+    def one(index: int) -> list[int]:
+        if index % 2:
+            return asyncio.run(
+                collect(engine.stream(PROMPTS[index], exit=POLICIES[index], sampling=SAMPLING))
+            )
+        outputs = eecore.generate(
+            agreeing, [PROMPTS[index]], exit=POLICIES[index], sampling=SAMPLING
+        )
+        return outputs[0].token_ids
+
+    assert engine.engine is agreeing.shared_engine().engine
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(one, range(4))) == [output.token_ids for output in expected]
+
+
+# Who is slow
+
+
+def test_a_slow_reader_holds_up_itself_alone(engine: AsyncEngine) -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        slow = engine.stream(PROMPTS[0], sampling=LONG)
+        got = (await anext(slow)).token_ids
+        others = [await collect(engine.stream(PROMPTS[1], sampling=LONG)) for _ in range(2)]
+        assert engine.engine.num_held == 1
+        (client,) = engine._shared._busy
+        assert client.mail.qsize() <= shared.READ_AHEAD + 1
+        async for step in slow:
+            got += step.token_ids
+            assert client.mail.qsize() <= shared.READ_AHEAD + 1
+        assert others[0] == others[1]
+        return got, others[0]
+
+    slow, fast = run(main())
+    outputs = eecore.generate(agreeing_of(engine), PROMPTS[:2], sampling=LONG)
+    assert [slow, fast] == [output.token_ids for output in outputs]
+
+
+def agreeing_of(engine: AsyncEngine) -> eecore.Model:
+    """A model that generates with the same engine."""
+    inner = engine.engine
+    model = eecore.Model(inner.network, inner.tokenizer, inner.config)
+    model._shared[os.getpid()] = engine._shared
+    return model
+
+
+def test_one_reader_at_a_time(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        stream = engine.stream(PROMPTS[0], sampling=LONG)
+        first = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="expected one reader at a time, got two"):
+            await anext(stream)
+        await first
+        assert len(await collect(stream)) == 479
+
+    run(main())
+
+
+# Closing
+
+
+def test_closing_the_engine_ends_its_streams_and_no_others(
+    agreeing: eecore.Model, expected: list[eecore.Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "LOOK_S", 0.02)
+    stays = agreeing.async_engine()
+
+    async def main() -> list[int]:
+        other = stays.stream(PROMPTS[1], exit=POLICIES[1], sampling=SAMPLING)
+        got = (await anext(other)).token_ids
+        async with agreeing.async_engine() as engine:
+            waits = asyncio.create_task(collect(engine.stream(PROMPTS[0], sampling=LONG)))
+            unread = engine.stream(PROMPTS[0], sampling=LONG)
+            await anext(unread)
+        for ended in (waits, anext(unread), engine.generate(PROMPTS[0])):
+            with pytest.raises(EngineClosedError, match="expected an open one"):
+                await ended
+        engine.close()
+        assert engine.num_streams == 0
+        return got + await collect(other)
+
+    assert run(main()) == expected[1].token_ids
+    stays.close()
+    assert_idle(stays)
+
+
+def test_a_closed_engine_of_its_own_has_no_thread(agreeing: eecore.Model) -> None:
+    def workers() -> int:
+        return sum(thread.name == "eecore" for thread in threading.enumerate())
+
+    before = workers()
+
+    async def main() -> None:
+        async with agreeing.async_engine(EngineConfig(kv_cache_tokens=64)) as engine:
+            await engine.generate(PROMPTS[0], sampling=SAMPLING)
+            assert workers() == before + 1
+
+    run(main())
+    until = time.monotonic() + 10
+    while workers() > before and time.monotonic() < until:
+        time.sleep(0.001)
+    assert workers() == before

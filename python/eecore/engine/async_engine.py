@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import TracebackType
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 from eecore.config import SamplingParams
 from eecore.engine.engine import Engine
@@ -34,7 +34,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine | SharedEngine) -> None:
         self._shared = engine if isinstance(engine, SharedEngine) else SharedEngine(engine)
-        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bells] = WeakKeyDictionary()
+        self._bells: WeakValueDictionary[int, _Bells] = WeakValueDictionary()  # by event loop
         self._streams: dict[int, ReferenceType[AsyncStream]] = {}
         self._numbers = itertools.count()
         self._closed = False
@@ -127,8 +127,8 @@ class AsyncEngine:
         self._streams.pop(number, None)
         self._shared.close(client)
 
-    def _bells(self, loop: asyncio.AbstractEventLoop) -> _Bells:
-        return self._loops.setdefault(loop, _Bells())
+    def _bells_of(self, loop: asyncio.AbstractEventLoop) -> _Bells:
+        return self._bells.setdefault(id(loop), _Bells(loop))
 
 
 class AsyncStream(AsyncIterator[StepOutput]):
@@ -169,7 +169,7 @@ class AsyncStream(AsyncIterator[StepOutput]):
                     return self._given(step)
                 if is_over:
                     break
-                bells = self._engine._bells(asyncio.get_running_loop())
+                bells = self._engine._bells_of(asyncio.get_running_loop())
                 await self._doorbell.wait(bells, client)
         except BaseException:
             self.close()
@@ -202,7 +202,7 @@ class AsyncStream(AsyncIterator[StepOutput]):
         prompt, exit, sampling, request_id = self._request
         shared, bell = self._engine._shared, self._doorbell
         request = shared.engine.prepare(prompt, exit=exit, sampling=sampling)
-        bell.loop = asyncio.get_running_loop()
+        bell.bells = self._engine._bells_of(asyncio.get_running_loop())
         client = Client([request], whole=self._whole, rings=bell.ring, is_gone=bell.is_gone)
         self._number = self._engine._begin(self, client, request_id)
         self._client = client
@@ -226,29 +226,28 @@ class _Doorbell:
     """How the thread that steps wakes the task that reads a stream."""
 
     def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: tuple[_Bells, asyncio.Future[None]] | None = None
+        self.bells: _Bells | None = None
+        """Of the event loop that reads."""
+        self._waiting: asyncio.Future[None] | None = None
 
     @property
     def is_waited_for(self) -> bool:
-        return self._waiting is not None and not self._waiting[1].done()
+        return self._waiting is not None and not self._waiting.done()
 
     def is_gone(self) -> bool:
         """Whether nobody can wait any more."""
-        return self.loop is not None and self.loop.is_closed()
+        return self.bells is not None and self.bells.loop.is_closed()
 
     def ring(self) -> None:
         """From any thread; a RuntimeError when the event loop is closed."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            bells, future = waiting
-            bells.ring(future)
+        future, self._waiting = self._waiting, None
+        if future is not None and self.bells is not None:
+            self.bells.ring(future)
 
     async def wait(self, bells: _Bells, client: Client) -> None:
         """Until it rings; not at all if there is something to read already."""
-        self.loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = self.loop.create_future()
-        self._waiting = bells, future
+        self.bells = bells
+        future = self._waiting = bells.loop.create_future()
         try:
             if client.unfinished and client.mail.empty():
                 await future
@@ -259,7 +258,8 @@ class _Doorbell:
 class _Bells:
     """All that ring in one event loop: one call wakes it for all of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self._rung: deque[asyncio.Future[None]] = deque()
         self._is_called = False
 
@@ -267,7 +267,7 @@ class _Bells:
         self._rung.append(future)
         if not self._is_called:
             self._is_called = True
-            future.get_loop().call_soon_threadsafe(self._answer)
+            self.loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
         self._is_called = False

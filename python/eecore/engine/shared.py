@@ -180,9 +180,7 @@ class SharedEngine:
             return
         if client.unfinished:
             self._leaving.append(client)
-        for name in client.names:
-            if self._clients.get(name) is client:
-                self._clients.pop(name, None)
+        self._forget(client)
         client.closed = True
         self._settle()
 
@@ -196,6 +194,12 @@ class SharedEngine:
         if self._clients.setdefault(name, client) is not client:
             raise RequestError(f"request_id: {name!r} is in use")
         return name
+
+    def _forget(self, client: Client) -> None:
+        """Its names are free again."""
+        for name, owner in list(self._clients.items()):
+            if owner is client:
+                self._clients.pop(name, None)
 
     def _taken(self, client: Client, item: StepOutput | Exception) -> StepOutput:
         if client.held and client.is_low:
@@ -321,6 +325,8 @@ class SharedEngine:
         while self._leaving:
             self._leave(self._leaving[0])
             self._leaving.popleft()
+        while self._entering and self._entering[0].closed:
+            self._entering.popleft()
 
     def _leave(self, client: Client) -> None:
         """Cancel what a client has unfinished."""
@@ -330,6 +336,11 @@ class SharedEngine:
                 self.engine.cancel(request.request_id)
         client.unfinished = {}
         self._retire(client)
+
+    def _lose(self, client: Client) -> None:
+        """A client that will not say that it leaves."""
+        self._leave(client)
+        self._forget(client)
 
     def _retire(self, client: Client) -> None:
         """Nothing of it is unfinished any more."""
@@ -351,7 +362,7 @@ class SharedEngine:
             try:
                 client.rings()
             except RuntimeError:
-                self._leave(client)
+                self._lose(client)
 
     def _step(self) -> None:
         """One step for everybody; an error of it ends all requests."""
@@ -400,12 +411,14 @@ class SharedEngine:
                 self._resume(self._resuming[0])
                 self._resuming.popleft()
             while self._entering:
-                self._enter(self._entering[0])
-                self._entering.popleft()
+                client = self._entering[0]
+                self._enter(client)
+                if self._entering and self._entering[0] is client:
+                    self._entering.popleft()
             followers = list(self._followers)
             for client in followers:
                 if client.is_gone is not None and client.is_gone():
-                    self._leave(client)
+                    self._lose(client)
             if all(client.held or not client.unfinished for client in followers):
                 return
             self._step()
