@@ -120,7 +120,7 @@ def test_the_ops_of_a_model_run_alone(kind: str, weights: str, tmp_path: Path) -
     kernels.round([1, 64])
     assert kernels.num_bytes > 0
     rows = {name: set(times) for name, times in kernels.milliseconds.items()}
-    assert rows == dict.fromkeys(("layers", "head", "state", "classifier", "fill"), {1, 64})
+    assert rows == {key: {1, 64} for key in ("layers", "head", "state", "classifier", "fill")}
 
 
 # A run

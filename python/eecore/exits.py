@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eecore.calibration_file import Calibration, Source
 from eecore.errors import ExitError, RequestError
+from eecore.readable import path_of
 from eecore.tensor_files import TensorFile
 from eecore.values import INT32_MAX, Fields, as_items, as_real, as_whole, is_whole, shown
 
@@ -190,7 +191,7 @@ class ExitClassifier:
         Raises:
             ExitError: the file cannot be read, or is not a classifier.
         """
-        with TensorFile(Path(path), ExitError) as file:
+        with TensorFile(path_of(path, ExitError), ExitError) as file:
             if "weight1" not in file.names:
                 raise ExitError(
                     f"{path}: expected a tensor weight1, got {shown(sorted(file.names))}"

@@ -31,7 +31,7 @@ def path_of(path: str | os.PathLike[str], error: type[EecoreError]) -> Path:
     """
     try:
         return Path(path).expanduser()
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, ValueError):
         raise error(f"path: expected that of a file or directory, got {shown(path)}") from None
 
 

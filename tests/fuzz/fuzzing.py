@@ -40,6 +40,8 @@ MOST_FINDINGS = 20
 """After so many a class is left: they will be one fault, or few."""
 
 FOLDER = Path(__file__).parent
+# Fuzzers make use of what tests have, however they are started; a child gets the same path.
+sys.path += [str(place) for place in (FOLDER, FOLDER.parent) if str(place) not in sys.path]
 
 
 def classes() -> list[str]:

@@ -103,7 +103,8 @@ def _nudged(random: Random, value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):
-        return random.choice([value + 1, value - 1, value * 2, -value, value * 10**6, float(value)])
+        real = float(value) if abs(value) < 2**900 else 0.5
+        return random.choice([value + 1, value - 1, value * 2, -value, value * 10**6, real])
     if isinstance(value, float):
         return random.choice([-value, value * 1e6, value * 1e-6, 0.0, str(value)])
     if isinstance(value, str):

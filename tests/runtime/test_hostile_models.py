@@ -260,6 +260,12 @@ def test_a_header_of_safetensors_that_cannot_be(change: dict[str, Any], model_di
         load_model(model_dir, "cpu")
 
 
+def test_a_file_without_tensors(model_dir: Path) -> None:
+    save_file({}, model_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: expected tensors, got none"):
+        load_model(model_dir, "cpu")
+
+
 @pytest.mark.parametrize("size", [0, 7, 2**20, 2**40, 2**63, 2**64 - 1])
 def test_a_header_of_a_size_that_cannot_be(size: int, model_dir: Path) -> None:
     path = model_dir / "model.safetensors"

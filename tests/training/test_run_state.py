@@ -218,6 +218,7 @@ def test_settings_are_checked_however_they_are_made() -> None:
         ({"num_hidden_layers": 4096, "hidden_size": 2**20}, "GiB, the machine's memory, got"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: expected"),
         ({"initializer_range": "x"}, "expected a model, got: "),
+        ({"num_labels": 10**9}, "num_labels: expected an integer of 0"),
         ({"hidden_act": "gelu"}, "hidden_act: supported are silu"),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eecore.errors import RequestError
+from eecore.readable import path_of
 from eecore.textfiles import JsonLine, json_lines
 
 __all__ = ["Example", "read_examples"]
@@ -34,7 +35,7 @@ def read_examples(
         RequestError: the file cannot be read, has no example, or a line is malformed; with its
             number.
     """
-    path = Path(path)
+    path = path_of(path, RequestError)
     lines = itertools.islice(json_lines(path), limit)
     examples = [_example(line, needs_target) for line in lines]
     if not examples:

@@ -25,6 +25,7 @@ from eecore.files import write_text
 from eecore.generation import Model
 from eecore.json_fields import JsonFields, read_json_value
 from eecore.models import KVCache, Network, T5Model
+from eecore.readable import path_of
 from eecore.values import INT32_MAX, shown
 
 __all__ = ["SkipSearch", "SkipStep", "search_in_tokens", "search_skipped_sublayers"]
@@ -75,7 +76,7 @@ class SkipSearch:
     @staticmethod
     def load(path: str | Path) -> SkipSearch:
         """Read what :meth:`save` wrote; RequestError for anything else."""
-        steps = read_json_value(Path(path), RequestError)
+        steps = read_json_value(path_of(path, RequestError), RequestError)
         if not isinstance(steps, list) or not 1 <= len(steps) <= MOST_STEPS:
             raise RequestError(
                 f"{path}: expected the path of a search, a list of steps, got {shown(steps)}"

@@ -124,6 +124,8 @@ class Checkpoint:
         elif kind_of(whole) != "nothing":
             file = self._open(whole)
             self._file_of = dict.fromkeys(sorted(file.names), file)
+            if not file.names:
+                raise CheckpointError(f"{whole}: expected tensors, got none")
         else:
             others = sorted(path.name for path in self.directory.glob("*.bin"))
             hint = f" (only {others[0]}: convert it to safetensors)" if others else ""

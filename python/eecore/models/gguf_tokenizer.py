@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from eecore.config import MOST_VOCAB
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
+from eecore.models.tokenizer_files import is_panic
 from eecore.tensor_files import shown_name
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[st
         return _built(file, vocabulary)
     except ModelError:
         raise
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise CheckpointError(f"{file.path}: tokenizer.ggml: {error}") from None
 
 

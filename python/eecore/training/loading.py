@@ -11,6 +11,7 @@ import torch
 
 from eecore.config import AnyModelConfig
 from eecore.errors import ModelError, TrainingError
+from eecore.json_fields import read_fields
 from eecore.models.checkpoint import Checkpoint, with_stored_tying
 from eecore.models.config_json import read_config_file
 from eecore.models.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ from eecore.readable import kind_of, path_of
 from eecore.training.libraries import library
 
 __all__ = ["StartingPoint", "load_starting_point"]
+
+MOST_LABELS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +62,8 @@ def load_starting_point(
     directory = given if is_directory else given.parent
     config_file = directory / "config.json" if is_directory else given
     read = read_config_file(config_file)
+    # transformers makes a name for each of these, however many a file asks for.
+    read_fields(config_file, ModelError).integer("num_labels", 0, MOST_LABELS, None)
     pretrained = is_directory and any(directory.glob("model*.safetensors"))
     others = sorted(directory.glob("*.bin")) if is_directory and not pretrained else []
     if others:
