@@ -41,6 +41,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if _is_device(path):
         yield Path(path)
         return
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     target = Path(os.path.realpath(path))
     partial = _beside(target, target.suffix)
     try:
@@ -124,8 +126,6 @@ def _beside(target: Path, suffix: str) -> Path:
 
 def _create(partial: Path, target: Path) -> int | None:
     """Make an empty file; the mode of the one whose place it takes, if there is one."""
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "expected a file, got a directory")
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

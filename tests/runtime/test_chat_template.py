@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chat_templates import CONVERSATIONS, HOSTILE, TEMPLATES, TOOLS, long_conversation
+from chat_templates import CONVERSATIONS, FEATURES, HOSTILE, TEMPLATES, TOOLS, long_conversation
 from eecore.errors import EecoreError, ModelError, RequestError
 from eecore.models.chat_template import ChatTemplate, ChatTemplateError, MessagesRefused
 
@@ -44,60 +44,6 @@ def test_templates_of_models_give_the_text_of_transformers(
         expected = of_transformers(source, messages, tools=tools, **variables)
         assert render(source, messages, tools=tools, **variables) == expected
         assert len(expected) > 20
-
-
-FEATURES = [
-    "{{ {'b': 1, 'a': [1.5, none, true, 'ü<>&']}|tojson }}",
-    "{{ {'b': 1, 'a': [1, 2]}|tojson(indent=2, sort_keys=true) }}",
-    "{{ {'b': 'ü🎉', 'a': [1, 2]}|tojson(ensure_ascii=true, separators=(',', ':')) }}",
-    "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 5 %}{% break %}"
-    "{% endif %}{{ i }}{% else %}none{% endfor %}",
-    "{% for a, b in [(1, 2), (3, 4)] if a > 1 %}{{ loop.index }}{{ a }}{{ b }}{{ loop.length }}"
-    "{% endfor %}",
-    "{% for i in [[1, [2]], 3] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}",
-    "{% set x = 1 %}{% generation %}said{% set x = 2 %}{% endgeneration %}{{ x }}",
-    "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ caller() if caller }}{% endmacro %}"
-    "{{ m(1) }}{{ m(1, 3, 4) }}{% call m(5) %}inner{% endcall %}",
-    "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.current }}{{ c.next() }}",
-    "{% set j = joiner(', ') %}{% for i in [1, 2] %}{{ j() }}{{ i }}{% endfor %}",
-    "{% filter upper %}a{{ 'b' }}{% endfilter %}{% set x | trim %} a {% endset %}{{ x }}|",
-    "{% with a = 1, b = 2 %}{{ a + b }}{% endwith %}{% block x %}in{% endblock %}{{ self.x() }}",
-    "{{ 'a' ~ 1 ~ none ~ nothing ~ [1, 'a'] }}{{ 'a' if false }}{{ nothing }}{{ 1.0 }}{{ true }}",
-    "{{ 1 < 2 < 3 }}{{ 1 in [1] }}{{ 'a' not in {'a': 1} }}"
-    "{{ 'b' in 'abc' }}{{ (1, 2) == (1, 2) }}",
-    "{{ 7 // 2 }}{{ 7 / 2 }}{{ 2 ** 10 }}{{ -7 % 3 }}{{ 'ab' * 3 }}{{ [1] * 2 }}{{ 'a' + 'b' }}",
-    "{{ '%s-%05.1f-%%' % ('a', 1.25) }}{{ '{}{x!r:>6}'.format(1, x='a') }}{{ '%s'|format('a') }}",
-    "{{ messages|map(attribute='role')|join(', ') }}"
-    "{{ [3, 1, 2]|sort|list }}{{ [1, 1]|unique|list }}",
-    "{{ range(7)|batch(3, 0)|list }}{{ range(7)|slice(3)|map('list')|list }}{{ [1, 2]|sum }}",
-    "{{ [{'a': 1}, {'a': 2}]|selectattr('a', 'gt', 1)|list }}{{ [1, none]|reject('none')|list }}",
-    "{{ [{'a': 1}, {'a': 1}]|groupby('a')|list }}"
-    "{{ {'b': 1, 'a': 2}|dictsort }}{{ {'a': 1}|items|list }}",
-    "{{ ' a '|trim }}{{ 'ab'|first }}{{ 'ab'|last }}"
-    "{{ 'ab'|list }}{{ 'ab'|reverse }}{{ 'a b'|title }}",
-    "{{ 'a\\nb'|indent(2, first=true) }}{{ 'a'|center(5) }}|{{ 'aa'|replace('a', 'b', 1) }}",
-    "{{ '12'|int + 1 }}{{ 'x'|int(7) }}{{ 'ff'|int(base=16) }}"
-    "{{ '1.5'|float }}{{ 2.567|round(1) }}",
-    "{{ '<a>'|e }}{{ '<a>'|safe }}{{ ('<'|safe) + '<' }}"
-    "{{ 'abc'|length }}{{ 5|abs }}{{ [1, 2]|max }}",
-    "{{ nothing|default('d') }}{{ ''|default('d', true) }}{{ 'Ab'|lower|upper|capitalize }}",
-    "{{ 'a,b'.split(',') }}{{ 'a'.join(['1', '2']) }}{{ 'x'.ljust(3) }}|{{ 'ab'.startswith('a') }}",
-    "{{ 'a b  c'.split() }}{{ 'a b c'.rsplit(' ', 1) }}"
-    "{{ 'a\\nb'.splitlines() }}{{ 'a'.zfill(3) }}",
-    "{{ {'a': 1}.items()|list }}{{ {'a': 1}.get('b', 2) }}"
-    "{{ {'a': 1}.keys()|list }}{{ dict(a=1) }}",
-    "{{ messages[0]['content'][1:3] }}{{ messages[-1:] }}{{ 'abc'[::-1] }}{{ [1, 2, 3][:2] }}",
-    "{% set ns = namespace(a=1) %}{% for i in [1, 2] %}"
-    "{% set ns.a = ns.a + i %}{% endfor %}{{ ns.a }}",
-    "{{ 1 is defined }}{{ nothing is undefined }}"
-    "{{ 'a' is string }}{{ {} is mapping }}{{ 4 is even }}"
-    "{{ none is none }}{{ 9 is divisibleby(3) }}"
-    "{{ [] is sequence }}{{ 1 is eq(1) }}{{ 1 is sameas(1) }}",
-    "    {% if true %}\nx\n    {% endif %}\n\n{#- a comment -#}   y\n",
-    "{% raw %}{{ x }}{% endraw %}{{ '\\n' }}{{ \"it's\" }}",
-    "{{ messages|tojson }}{{ messages }}{{ bos_token }}"
-    "{{ add_generation_prompt }}{{ tools is none }}",
-]
 
 
 @pytest.mark.parametrize("template", FEATURES)

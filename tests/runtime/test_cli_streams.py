@@ -210,6 +210,12 @@ def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: f
         (["generate", "\udcff", "hi"], MODEL),
         (["generate", "~nobody-of-this-name/x", "hi"], MODEL),
         (["exits", "MODEL", "hi", "--html", "/nowhere/x.html"], USAGE),
+        (["exits", "MODEL", "hi", "--html", "."], USAGE),
+        (["exits", "MODEL", "hi", "--html", "../.."], USAGE),
+        (["sweep", "MODEL", "--data", "x", "--out", "/"], USAGE),
+        (["sweep", "MODEL", "--data", "x", "--out", "/dev/null/x"], USAGE),
+        (["train", "MODEL", "--data", "x", "--out", "x", "--epochs", "nan"], USAGE),
+        (["train-classifier", "MODEL", "--data", "x", "--out", "x", "--context", "9" * 20], USAGE),
     ],
 )
 def test_arguments_of_all_kinds(

@@ -69,6 +69,10 @@ def replacing(count: int) -> list[dict[str, Any]]:
         ),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "non-zero"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": None}}, "borrowed string"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////fwAA"}},
+            "precompiled_charsmap: expected a trie of 2147483647 bytes, got 2",
+        ),
         ({"model": {"type": "Unknown"}}, "expected a tokenizer, got"),
         ({"model": {"merges": [["a", "nothing"]]}}, "out of vocabulary"),
         ({"model": {"vocab": 5}}, "expected a tokenizer, got"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -62,9 +63,15 @@ def run(arguments: list[str]) -> int:
         for argument in arguments:
             if "\0" in argument:
                 raise UsageError(f"expected arguments without NUL, got {argument[:80]!r}")
-        return int(app(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
+        return int(_whole()(args=arguments, prog_name="eecore", standalone_mode=False) or 0)
     except BaseException as error:
         return failure(error)
+
+
+@cache
+def _whole() -> Any:
+    """The command with its subcommands, made of their signatures once."""
+    return typer.main.get_command(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from eecore.cli.exit_options import parse_layers
 from eecore.cli.failures import UsageError
-from eecore.cli.files import check_parent
+from eecore.cli.files import check_out
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -74,7 +74,7 @@ def calibrate(
     Then: generate --exit confident --calibration FILE.
     """
     directory = check_path(model)
-    check_parent("--out", out)
+    check_out("--out", out)
 
     from eecore.evaluation import read_examples
     from eecore.evaluation.calibration import DEFAULT_GRID, prompts_needed

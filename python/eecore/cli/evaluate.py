@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.cli.exit_options import ExitOptions, parse_layers
-from eecore.cli.files import beside, check_parent
+from eecore.cli.files import beside, check_out
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -65,7 +65,7 @@ def layerskip(
 ) -> int:
     """LayerSkip's tables: exits one by one, modes side by side, what reuse saves."""
     directory = check_path(model)
-    check_parent("--out", out)
+    check_out("--out", out, is_stem=True)
 
     from eecore.evaluation import evaluate_layerskip, read_examples
     from eecore.models.config_json import read_model_config
@@ -127,7 +127,7 @@ def sweep(
 ) -> int:
     """Time self-speculation over exit layers and drafts on your prompts; answer with the best."""
     check_path(model)
-    check_parent("--out", out)
+    check_out("--out", out, is_stem=True)
 
     from eecore.evaluation import read_examples, sweep_speculation
 

@@ -11,7 +11,7 @@ import typer
 from eecore.cli.evaluate import Data, Limit, MaxTokens, Rounds, show_turn
 from eecore.cli.exit_options import parse_layers
 from eecore.cli.failures import UsageError
-from eecore.cli.files import check_parent
+from eecore.cli.files import check_out
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -107,7 +107,7 @@ def calm(
     Beside full depth, half of the layers, and what is ideal for the layers that ran.
     """
     directory = check_path(model)
-    check_parent("--out", out)
+    check_out("--out", out, is_stem=True)
     if batch not in BATCH_MODES:
         raise UsageError(f"--batch: expected {', '.join(BATCH_MODES)}, got {batch!r}")
 

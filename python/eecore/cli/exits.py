@@ -12,7 +12,7 @@ from rich.text import Text
 from eecore.cli.depth import depth_legend, depth_style, has_colours, runs
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
 from eecore.cli.failures import UsageError
-from eecore.cli.files import check_parent
+from eecore.cli.files import check_out
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -56,7 +56,7 @@ def exits(
     directory = check_path(model)
     if prompt is None:
         raise UsageError("PROMPT: expected one, got none")
-    check_parent("--html", html)
+    check_out("--html", html)
     content = ""
     if text is not None:
         content = read_text(text)

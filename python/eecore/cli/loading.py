@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from eecore.generation import Model
 
 __all__ = [
+    "SEEDS",
     "Debug",
     "Device",
     "Dtype",
@@ -35,6 +36,8 @@ __all__ = [
     "spinner",
 ]
 
+SEEDS = 2**63 - 1
+"""The largest."""
 MODEL_HELP = "A model directory in Hugging Face layout; intent: the model that ships with eecore."
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 # Of the commands that go on with a prompt.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.files import check_parent
+from eecore.cli.files import check_out
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -53,7 +53,7 @@ def search(
     """
     check_path(model)
     content = read_text(text)[: max_tokens * MOST_CHARACTERS_A_TOKEN]
-    check_parent("--out", out)
+    check_out("--out", out)
     loaded = load(
         model, threads=threads, device=device, dtype=dtype, weights=weights, kv_cache_tokens=16
     )

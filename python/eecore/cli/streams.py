@@ -126,8 +126,11 @@ def finish_output(code: int) -> int:
 
 def _give_up_output() -> None:
     """What is still buffered has no way out; without this Python complains of it at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(nowhere, sys.stdout.fileno())
         sys.stdout.flush()
     except (OSError, ValueError):
         sys.stdout = open(os.devnull, "a", encoding="utf-8")  # noqa: SIM115
+    finally:
+        os.close(nowhere)

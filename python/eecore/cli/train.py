@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 
 from eecore.cli.failures import UsageError
-from eecore.cli.loading import Debug, Threads, check_path, spinner
+from eecore.cli.loading import SEEDS, Debug, Threads, check_path, spinner
 from eecore.cli.signals import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -49,15 +50,19 @@ def train(
         Path | None,
         typer.Option(help="A directory with tokenizer.json.", show_default="that of the model"),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Most tokens of a sequence.")] = 256,
+    context: Annotated[
+        int, typer.Option(min=2, max=1 << 24, help="Most tokens of a sequence.")
+    ] = 256,
     truncate_inputs: Annotated[
         bool, typer.Option("--truncate-inputs", help="Cut inputs that leave no room for targets.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps.", show_default="one epoch")
+        int | None,
+        typer.Option(min=1, max=1 << 40, help="Training steps.", show_default="one epoch"),
     ] = None,
     epochs: Annotated[
-        float | None, typer.Option(min=0, help="Times through the data, instead of --steps.")
+        float | None,
+        typer.Option(min=0, max=1e9, help="Times through the data, instead of --steps."),
     ] = None,
     loss: Annotated[
         str,
@@ -120,13 +125,15 @@ def train(
         ),
     ] = False,
     warmup_steps: Annotated[
-        int | None, typer.Option(min=0, show_default="3 %", rich_help_panel=OPTIMIZER)
+        int | None,
+        typer.Option(min=0, max=1 << 40, show_default="3 %", rich_help_panel=OPTIMIZER),
     ] = None,
     weight_decay: Annotated[float, typer.Option(rich_help_panel=OPTIMIZER)] = 0.1,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences a step.", rich_help_panel=OPTIMIZER)
+        int,
+        typer.Option(min=1, max=1 << 20, help="Sequences a step.", rich_help_panel=OPTIMIZER),
     ] = 16,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=OPTIMIZER)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS, rich_help_panel=OPTIMIZER)] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=RUN)
     ] = False,
@@ -134,7 +141,8 @@ def train(
         float, typer.Option(min=0, help="Save the state so often.", rich_help_panel=RUN)
     ] = 10.0,
     evaluate_steps: Annotated[
-        int, typer.Option(min=1, help="Score the exits so often.", rich_help_panel=RUN)
+        int,
+        typer.Option(min=1, max=1 << 40, help="Score the exits so often.", rich_help_panel=RUN),
     ] = 500,
     precision: Annotated[
         str | None,
@@ -163,6 +171,8 @@ def train(
     """
     if not Path(model).is_file():
         check_path(model)
+    if epochs is not None and math.isnan(epochs):
+        raise UsageError(f"--epochs: expected a number, got {epochs}")
     if steps is not None and epochs is not None:
         raise UsageError("--steps: expected it or --epochs, got both")
     exit_loss = _loss(loss, e_scale, curriculum)

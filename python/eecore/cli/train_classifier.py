@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from eecore.cli.failures import UsageError
-from eecore.cli.files import check_parent
-from eecore.cli.loading import Debug, ModelPath, Threads, check_path, spinner
+from eecore.cli.files import check_out
+from eecore.cli.loading import SEEDS, Debug, ModelPath, Threads, check_path, spinner
 from eecore.cli.train import training_device
 
 
@@ -19,14 +19,16 @@ def train_classifier(
         list[Path], typer.Option(help="Like the model's training data; may be repeated.")
     ],
     out: Annotated[Path, typer.Option(help="The safetensors file to make.")],
-    steps: Annotated[int, typer.Option(min=1)] = 500,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, max=1 << 40)] = 500,
+    batch_size: Annotated[int, typer.Option(min=1, max=1 << 20, help="Sequences a step.")] = 16,
     learning_rate: Annotated[float, typer.Option()] = 1e-3,
-    context: Annotated[int, typer.Option(min=2, help="Most tokens of a sequence.")] = 256,
+    context: Annotated[
+        int, typer.Option(min=2, max=1 << 24, help="Most tokens of a sequence.")
+    ] = 256,
     truncate_inputs: Annotated[
         bool, typer.Option("--truncate-inputs", help="Cut inputs that leave no room for targets.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=SEEDS)] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")
     ] = None,
@@ -38,7 +40,7 @@ def train_classifier(
     It learns from a layer's state whether exiting there would give the last layer's token.
     """
     directory = check_path(model)
-    check_parent("--out", out)
+    check_out("--out", out)
     with spinner(f"loading {model}"):
         import torch
 

@@ -178,9 +178,9 @@ def _indent(
 ) -> str:
     size = len(width) if isinstance(width, str) else width
     work.width(size)
-    text = work.written(value)
-    work.expect(len(text) + size * (len(text.splitlines()) + 1))
-    return jinja_filters.do_indent(text, width, first, blank)
+    if isinstance(value, str):
+        work.expect(len(value) + size * (len(value.splitlines()) + 1))
+    return jinja_filters.do_indent(value, width, first, blank)
 
 
 def _int(work: Work, value: Any, default: int = 0, base: int = 10) -> int:
@@ -331,11 +331,15 @@ def _splitlines(work: Work, method: Any, keepends: bool = False) -> list[str]:
     return list(method(keepends))
 
 
-def _padding(work: Work, method: Callable[..., Any], width: int = 8, *more: Any) -> Any:
-    work.width(width)
-    text: str = method.__self__  # type: ignore[attr-defined]
-    work.expect(len(text) + (width * text.count("\t") if method.__name__ == "expandtabs" else 0))
-    return method(width, *more)
+def _padding(_work: Work, method: Any, *args: Any) -> Any:
+    _work.width(args[0] if args else 0)
+    return method(*args)
+
+
+def _expandtabs(work: Work, method: Any, tabsize: int = 8) -> str:
+    work.width(tabsize)
+    work.expect(len(method.__self__) + tabsize * method.__self__.count("\t"))
+    return str(method(tabsize))
 
 
 def _replace_method(work: Work, method: Any, old: str, new: str, *count: int) -> str:
@@ -353,8 +357,9 @@ def _bounded_methods() -> dict[tuple[type, str], Callable[..., Any]]:
     methods: dict[tuple[type, str], Callable[..., Any]] = {
         (kind, name): _linear for kind, names in LINEAR_METHODS.items() for name in names
     }
-    for name in ("center", "expandtabs", "ljust", "rjust", "zfill"):
+    for name in ("center", "ljust", "rjust", "zfill"):
         methods[str, name] = _padding
+    methods[str, "expandtabs"] = _expandtabs
     methods[str, "split"] = methods[str, "rsplit"] = _split
     methods[str, "splitlines"] = _splitlines
     methods[str, "replace"] = _replace_method

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ MOST_BYTES = 512 << 20
 MOST_TEMPLATE_BYTES = 4 << 20
 MOST_GROWTH = 256
 """How many times longer a text may become."""
+CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"\\]*)"')
 TRIAL = "A trial, 1 + 1\n"
 ROLES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
@@ -59,9 +61,13 @@ def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Toke
     if size > MOST_BYTES:
         raise CheckpointError(f"{path}: expected at most {MOST_BYTES} bytes, got {size}")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        content = path.read_bytes()
+        _check_charsmaps(path, content)
+        backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_truncation()
         backend.no_padding()
+    except CheckpointError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path}: expected a tokenizer, got: {error}") from None
     except BaseException as error:
@@ -73,6 +79,21 @@ def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Toke
     if vocab_size is not None:
         _check_ids(path, backend, vocab_size)
     return backend
+
+
+def _check_charsmaps(path: Path, content: bytes) -> None:
+    """The trie of a charsmap is as large as it says, for which the library takes memory at once."""
+    for found in CHARSMAP.finditer(content):
+        try:
+            charsmap = base64.b64decode(found[1], validate=True)
+        except ValueError:  # the library says so too
+            continue
+        trie = int.from_bytes(charsmap[:4], "little")
+        if 4 + trie > len(charsmap):
+            raise CheckpointError(
+                f"{path}: precompiled_charsmap: expected a trie of {trie} bytes, "
+                f"got {len(charsmap) - 4}"
+            )
 
 
 def _check_steps(path: Path, backend: tokenizers.Tokenizer) -> None:
