@@ -40,3 +40,7 @@ class TrainingError(RequestError):
 
 class EngineClosedError(EecoreError, RuntimeError):
     """An engine that was closed, before or after the request came."""
+
+
+class OutOfMemoryError(EecoreError, MemoryError):
+    """Memory that was asked for is not there."""

@@ -18,6 +18,7 @@ from eecore.engine.engine import Engine, RunProgram
 from eecore.engine.shared import Client, SharedEngine
 from eecore.errors import RequestError
 from eecore.exits import Exit
+from eecore.free_memory import free_memory
 from eecore.models import KVCache, Network, Tokenizer, load_model
 from eecore.output import Output, StepOutput
 
@@ -87,8 +88,9 @@ def load(
         weights: ``int8`` quantises the linear layers' weights as they are read, a scale per row,
             which halves or quarters the bytes that each token reads. States and the KV cache keep
             ``dtype``. On the CPU only; every exit mode works with it.
-        kv_cache_tokens: positions in the KV cache; when None a quarter of the free memory, at most
-            65536 positions on a CPU, or what ``engine`` says.
+        kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
+            machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
+            ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.
         engine: batching limits.
 
     Raises:
@@ -109,8 +111,7 @@ def _default_kv_cache_tokens(network: Network) -> int:
     if network.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(network.device)
         return max(1, int(0.8 * free) // per_token)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(256, min(65536, free // 4 // per_token))
+    return max(256, min(65536, free_memory() // 4 // per_token))
 
 
 def generate(

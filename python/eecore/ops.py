@@ -204,6 +204,8 @@ class Tape:
     def __init__(self) -> None:
         self._tape = _C.Tape()
         self._kept: dict[int, Tensor] = {}
+        self.num_bytes = 0
+        """Memory of the tensors that were made while it was recorded and that it keeps."""
 
     def __len__(self) -> int:
         return len(self._tape)
@@ -221,9 +223,11 @@ class Tape:
         """
         self._tape.begin()
         try:
-            with _Recording(self._kept):
+            recording = _Recording(self._kept)
+            with recording:
                 yield
             self._tape.end()
+            self.num_bytes = recording.num_bytes
         except BaseException:
             self._tape.cancel()
             self._kept.clear()
@@ -300,6 +304,21 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: dict[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
+        self._made: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the storages that were made and are kept."""
+        storages = [tensor.untyped_storage() for tensor in self._kept.values()]
+        made = {s._cdata: s.nbytes() for s in storages if s._cdata in self._made}
+        return sum(made.values())
+
+    def _note(self, made: Any) -> Any:
+        """Remember where a call's results lie."""
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                self._made.add(tensor.untyped_storage()._cdata)
+        return made
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -315,9 +334,9 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in (*args, *kwargs.values()):
                 if isinstance(tensor, Tensor):
                     self._keep(tensor, name)
-            return func(*args, **kwargs)
+            return self._note(func(*args, **kwargs))
         if name in self._ALLOCATIONS:
-            return func(*args, **kwargs)
+            return self._note(func(*args, **kwargs))
         # Inference mode leaves it to a mode to take composite ops apart; some copy.
         with self:
             parts = func.decompose(*args, **kwargs)

@@ -24,6 +24,7 @@ from eecore import (
 )
 from eecore.decoding import iterate
 from eecore.decoding.control import Program
+from eecore.decoding.step import Step
 from eecore.exits import Exit
 from tiny_models import random_prompts
 
@@ -49,6 +50,9 @@ class Counting:
     @property
     def captures(self) -> Any:
         return self._run.captures
+
+    def num_bytes(self, program: Program) -> int:
+        return self._run.num_bytes(program)
 
     def __call__(self, program: Program) -> None:
         self.runs.append(program)
@@ -339,6 +343,73 @@ def test_programs_are_captured_once_and_not_kept_for_ever(
                 assert output.token_ids == expected, round_
     assert len(engine.captures) <= 3
     assert all(capture.seconds > 0.0 for capture in engine.captures)
+
+
+def test_programs_are_kept_as_long_as_their_memory_is_not_needed(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=3)
+
+    def run_one(engine: Engine, drafts: int) -> list[int]:
+        engine.add_request(PROMPTS[0], exit=SelfSpeculative(2, drafts), sampling=sampling)
+        (output,) = (s.output for s in engine.run() if s.output is not None)
+        return output.token_ids
+
+    engine = engine_of(agreeing)
+    expected = [run_one(engine, drafts) for drafts in (17, 18, 19)]
+    most = engine.iterations.program_bytes // 2
+    assert most > 3 * 17 * 4 * agreeing.config.vocab_size  # two distributions of every draft
+    monkeypatch.setattr(iterate, "MAX_PROGRAM_BYTES", most)
+    engine = engine_of(agreeing)
+    for _ in range(3):
+        assert [run_one(engine, drafts) for drafts in (17, 18, 19)] == expected
+        assert engine.iterations.program_bytes <= most
+    monkeypatch.setattr(iterate, "MAX_PROGRAM_BYTES", 0)
+    engine = engine_of(agreeing)
+    assert run_one(engine, 17) == expected[0]
+    assert len(engine.iterations._programs) == 1
+
+
+def test_nothing_of_distributions_is_read_before_it_is_written(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9, seed=3)
+    policies = [SelfSpeculative(2, 3), SelfSpeculative(2, 5, draft_threshold=0.3), Full()]
+    unset = Step.unset
+
+    def run_all() -> list[list[int]]:
+        engine = engine_of(agreeing)
+        for prompt, policy in zip(PROMPTS, policies, strict=False):
+            engine.add_request(prompt, exit=policy, sampling=sampling)
+        return [s.output.token_ids for s in engine.run() if s.output is not None]
+
+    def poisoned(step: Step, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = unset(step, *shape, dtype=dtype)
+        return memory.fill_(float("nan")) if dtype.is_floating_point else memory
+
+    expected = run_all()
+    monkeypatch.setattr(Step, "unset", poisoned)
+    assert run_all() == expected
+
+
+def test_drafts_take_the_memory_of_what_can_be_drafted(agreeing: eecore.Model) -> None:
+    """By max_tokens, and by what a round drafts at most, not by what the policy would have."""
+
+    def program_bytes(drafts: int, **settings: Any) -> int:
+        engine = engine_of(agreeing)
+        sampling = SamplingParams(ignore_eos=True, temperature=0.9, seed=3, **settings)
+        engine.add_request(PROMPTS[0], exit=SelfSpeculative(2, drafts), sampling=sampling)
+        for _ in range(4):
+            engine.step()
+        return engine.iterations.program_bytes
+
+    for settings in ({}, {"logprobs": 20}):
+        assert program_bytes(10_000, max_tokens=8, **settings) == program_bytes(
+            8, max_tokens=8, **settings
+        )
+        assert program_bytes(10_000, max_tokens=300, **settings) == program_bytes(
+            64, max_tokens=300, **settings
+        )
 
 
 def test_a_long_draft_takes_no_more_than_is_left(agreeing: eecore.Model) -> None:

@@ -10,7 +10,7 @@ from eecore import EngineConfig, Full, SamplingParams, SelfSpeculative
 from eecore.exits import Exit
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.scheduler import Scheduler, Work
-from eecore.scheduling.sequence import Sequence, SequenceStatus, TokenRecord
+from eecore.scheduling.sequence import MAX_DRAFTS, Sequence, SequenceStatus, TokenRecord
 
 
 class Bench:
@@ -197,6 +197,16 @@ def test_drafts_never_pass_max_tokens() -> None:
     sequence.num_computed += 3
     (work,) = bench.scheduler.schedule()
     assert work.max_drafts == 0
+
+
+def test_a_round_has_no_more_drafts_than_one_may() -> None:
+    bench = Bench(kv_cache_tokens=1024)
+    for temperature in (0.0, 0.7):
+        sequence = bench.add(2, 500, SelfSpeculative(1, 10_000), temperature=temperature)
+        bench.step()
+        (work,) = bench.step()
+        assert work.max_drafts == MAX_DRAFTS
+        bench.scheduler.finish(sequence)
 
 
 def test_pages_behind_the_accepted_length_go_back() -> None:

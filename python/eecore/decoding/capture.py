@@ -32,6 +32,10 @@ class RunProgram(Protocol):
         """All that were captured and are still held."""
         ...
 
+    def num_bytes(self, program: Program) -> int:
+        """Memory that a program's capture holds besides the program's own; 0 without one."""
+        ...
+
     def __call__(self, program: Program) -> None:
         """One run of a program."""
         ...
@@ -44,7 +48,7 @@ class Capture:
     run: Callable[[], None]
     seconds: float
     num_bytes: int
-    """Device memory that a graph and what it allocates hold; 0 for a tape."""
+    """Memory that a graph and what it allocates, or a tape's intermediate results, hold."""
 
 
 class CallByCall:
@@ -52,6 +56,10 @@ class CallByCall:
 
     returns_early = False
     captures: list[Capture] = []  # noqa: RUF012 (nothing is)
+
+    def num_bytes(self, program: Program) -> int:  # noqa: ARG002
+        """See :class:`RunProgram`."""
+        return 0
 
     def __call__(self, program: Program) -> None:
         """See :class:`RunProgram`."""
@@ -76,6 +84,11 @@ class Tapes:
         """See :class:`RunProgram`."""
         return list(self._captures.values())
 
+    def num_bytes(self, program: Program) -> int:
+        """See :class:`RunProgram`."""
+        capture = self._captures.get(program)
+        return 0 if capture is None else capture.num_bytes
+
     def __call__(self, program: Program) -> None:
         """See :class:`RunProgram`."""
         capture = self._captures.get(program)
@@ -85,7 +98,7 @@ class Tapes:
             with tape.record():
                 program.run(OnTape(tape))
             seconds = time.perf_counter() - started
-            capture = Capture(partial(self._replay, tape), seconds, 0)
+            capture = Capture(partial(self._replay, tape), seconds, tape.num_bytes)
             self._captures[program] = capture
         capture.run()
 
@@ -106,6 +119,11 @@ class Graphs:
     def captures(self) -> list[Capture]:
         """See :class:`RunProgram`."""
         return list(self._captures.values())
+
+    def num_bytes(self, program: Program) -> int:
+        """See :class:`RunProgram`."""
+        capture = self._captures.get(program)
+        return 0 if capture is None else capture.num_bytes
 
     def __call__(self, program: Program) -> None:
         """See :class:`RunProgram`."""

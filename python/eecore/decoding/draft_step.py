@@ -46,8 +46,6 @@ __all__ = ["DraftKind", "DraftStep", "Row", "draft_kind"]
 
 # Programs of fewer drafts are not made as the end of a text comes near.
 MIN_STEPS = 16
-# A round has no more drafts, whatever a policy says: by then one of them is wrong.
-MAX_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,9 @@ def draft_kind(rows: list[Row], *, page_size: int, ahead: bool) -> DraftKind:
     path = rows[0].route.path
     assert path is not None
     steps = power_of_two(max(MIN_STEPS, *(row.work.max_drafts for row in rows)))
-    steps = min(steps, max(sequence.max_drafts for sequence in sequences), MAX_STEPS)
+    # Nor of more than the requests can ever have.
+    longest = max(sequence.sampling.max_tokens - 1 for sequence in sequences)
+    steps = min(steps, max(s.max_drafts for s in sequences), power_of_two(max(1, longest)))
     return DraftKind(
         path,
         steps,
@@ -149,8 +149,9 @@ class DraftStep(Step):
         self._cross = cross_batch(given)
         self._open_cross = open_cross
         vocab = model.config.vocab_size if kind.samples else 0
-        self._draft_probs = zeros(rows * kind.num_steps, vocab, dtype=torch.float32)
-        self._target_probs = zeros(rows * width, vocab, dtype=torch.float32)
+        # As large as everything else together: on a CPU only rows that draw take any of it.
+        self._draft_probs = self.unset(rows * kind.num_steps, vocab, dtype=torch.float32)
+        self._target_probs = self.unset(rows * width, vocab, dtype=torch.float32)
         self._uniform = zeros(rows * width, 2, dtype=torch.float32)
         self._logits: Logits | None = None
 

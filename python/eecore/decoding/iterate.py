@@ -28,8 +28,10 @@ from eecore.scheduling.sequence import Sequence, SequenceStatus
 
 __all__ = ["Flight", "Iterations"]
 
-# Programs that are kept; the one that has not run for longest goes first.
+# Programs that are kept, and bytes that they hold together. The one that has not run for longest
+# goes first, the one that runs never.
 MAX_PROGRAMS = 64
+MAX_PROGRAM_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Iterations:
         self.run = run
         self._last: ExitStep | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
+        self._program_bytes: dict[ExitKind | DraftKind, int] = {}
 
     @property
     def captures(self) -> list[Capture]:
@@ -163,6 +166,9 @@ class Iterations:
         self.run(step)
         if isinstance(step, ExitStep):
             self._last = step
+        if kind not in self._program_bytes:
+            self._program_bytes[kind] = step.num_bytes + self.run.num_bytes(step)
+            self._forget_programs()
         return Flight(step, rows, step.fetch())
 
     def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
@@ -171,10 +177,24 @@ class Iterations:
         if program is None:
             make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
             program = self._programs[kind] = make(self.model, self.kv, kind)
-            if len(self._programs) > MAX_PROGRAMS:
-                self._programs.popitem(last=False)
+            self._forget_programs()
         self._programs.move_to_end(kind)
         return program
+
+    @property
+    def program_bytes(self) -> int:
+        """Memory that the programs which are kept hold."""
+        return sum(self._program_bytes.values())
+
+    def _forget_programs(self) -> None:
+        """Keep to the limits."""
+        while len(self._programs) > 1 and (
+            len(self._programs) > MAX_PROGRAMS or self.program_bytes > MAX_PROGRAM_BYTES
+        ):
+            kind, program = self._programs.popitem(last=False)
+            self._program_bytes.pop(kind, None)
+            if program is self._last:
+                self._last = None
 
 
 def _place(flight: Flight | None, sequence: Sequence) -> tuple[int | None, int]:

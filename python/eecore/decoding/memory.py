@@ -91,6 +91,7 @@ class TwinMemory:
 
     Attributes:
         device: the device's tensors by name, zeros at first.
+        num_bytes: of all of them.
     """
 
     def __init__(self, device: torch.device, fields: dict[str, Field]) -> None:
@@ -117,6 +118,7 @@ class TwinMemory:
         self._is_shared = device.type == "cpu"
         self._own = HostSide(self._memory, self.device) if self._is_shared else None
         self._sides = host_side(), host_side()
+        self.num_bytes = 3 * num_bytes
         self._uses = 0
 
     def host(self) -> HostSide:

@@ -88,6 +88,9 @@ class Step:
         sizes: of the memory.
         given: what the host writes for a run, besides what every program is given.
         results: what a run gives.
+
+    Attributes:
+        num_bytes: of the memory of its own, on host and device.
     """
 
     def __init__(
@@ -117,10 +120,17 @@ class Step:
         self._given = TwinMemory(model.device, shared | given)
         self._results = TwinMemory(model.device, results)
         self._host = self._given.host()
+        self.num_bytes = self._given.num_bytes + self._results.num_bytes
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the program's own."""
-        return torch.zeros(shape, dtype=dtype, device=self._model.device)
+        return self.unset(*shape, dtype=dtype).zero_()
+
+    def unset(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the program's own that is not read before it is written."""
+        memory = torch.empty(shape, dtype=dtype, device=self._model.device)
+        self.num_bytes += memory.nbytes
+        return memory
 
     def _write_rows(self, rows: list[Row]) -> None:
         """What does not change while these rows go on."""

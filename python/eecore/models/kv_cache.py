@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eecore.config import AnyModelConfig
+from eecore.errors import OutOfMemoryError
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,26 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KVCache:
-        """Pages that hold nothing yet: no slot is read before it is written."""
+        """Pages that hold nothing yet: no slot is read before it is written.
+
+        On a CPU a page takes memory when it is first written.
+
+        Raises:
+            OutOfMemoryError: there is no room for them.
+        """
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        return cls(
-            k=torch.empty(shape, device=device, dtype=dtype),
-            v=torch.empty(shape, device=device, dtype=dtype),
-        )
+        try:
+            return cls(
+                k=torch.empty(shape, device=device, dtype=dtype),
+                v=torch.empty(shape, device=device, dtype=dtype),
+            )
+        except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+            tokens = num_pages * page_size
+            num_bytes = tokens * cls.bytes_per_token(config, dtype)
+            raise OutOfMemoryError(
+                f"kv_cache_tokens: expected a KV cache that fits into the memory of {device}, got "
+                f"{tokens} tokens, {num_bytes} bytes ({str(error).splitlines()[0]})"
+            ) from error
 
     @staticmethod
     def bytes_per_token(config: AnyModelConfig, dtype: torch.dtype) -> int:

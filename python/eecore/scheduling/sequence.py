@@ -12,7 +12,10 @@ from eecore.config import SamplingParams
 if TYPE_CHECKING:
     from eecore.exits import Exit
 
-__all__ = ["Counters", "Sequence", "SequenceStatus", "Times", "TokenRecord"]
+# A round has no more drafts, whatever a policy says: by then one of them is wrong.
+MAX_DRAFTS = 64
+
+__all__ = ["MAX_DRAFTS", "Counters", "Sequence", "SequenceStatus", "Times", "TokenRecord"]
 
 
 class SequenceStatus(enum.Enum):
@@ -106,7 +109,7 @@ class Sequence:
         if not self.sampling.ignore_eos:
             stops |= self.eos_token_ids
         self.stop_ids = sorted(stops)
-        self.max_drafts = self.exit.max_drafts
+        self.max_drafts = min(self.exit.max_drafts, MAX_DRAFTS)
 
     @property
     def has_pages(self) -> bool:
