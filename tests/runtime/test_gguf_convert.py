@@ -242,7 +242,7 @@ def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, empty: Path) -> None
 
 
 def test_a_missing_file_is_refused(tmp_path: Path, empty: Path) -> None:
-    with pytest.raises(ModelError, match=r"nowhere.gguf: expected a file, got nothing"):
+    with pytest.raises(ModelError, match=r"nowhere.gguf: expected a GGUF file, got nothing"):
         convert_gguf(tmp_path / "nowhere.gguf", empty)
 
 

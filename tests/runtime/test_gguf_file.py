@@ -237,11 +237,11 @@ def test_divisors_that_cannot_be(value: float, tmp_path: Path, empty: Path) -> N
 def test_a_file_and_a_place_that_cannot_be(tmp_path: Path, empty: Path) -> None:
     file = write_gguf(tmp_path / "t.gguf", write_model(tmp_path / "o"))
     for name in ("a" * 300, "a\0b"):
-        with pytest.raises(ModelError, match="expected a file"):
+        with pytest.raises(ModelError, match="expected a GGUF file"):
             convert_gguf(tmp_path / name, empty)
         with pytest.raises(ModelError, match="expected a new or empty directory"):
             convert_gguf(file, tmp_path / name)
-    with pytest.raises(ModelError, match="expected a file, got a directory"):
+    with pytest.raises(ModelError, match="expected a GGUF file, got a directory"):
         convert_gguf(tmp_path, empty)
     with pytest.raises(ModelError, match="expected a new or empty directory, got a file"):
         convert_gguf(file, file)

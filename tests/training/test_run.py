@@ -287,6 +287,9 @@ def test_bad_input_is_refused(make_model: Any, pairs: TokenData, tmp_path: Path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(TrainingError, match=r"out: expected a new or empty directory, got .*file"):
         train(make_model(), pairs, small(), tmp_path / "file")
+    for name in ("a" * 300, "a\0b"):
+        with pytest.raises(TrainingError, match=r"out: expected a new or empty directory, got"):
+            train(make_model(), pairs, small(), tmp_path / name)
     assert not any((tmp_path / name).exists() for name in "abc")
 
 

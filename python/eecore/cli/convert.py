@@ -10,7 +10,8 @@ import typer
 
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import Debug, spinner
-from eecore.errors import ModelError, ModelNotFoundError
+from eecore.errors import CheckpointError, ModelError, ModelNotFoundError
+from eecore.readable import kind_of, regular_file, shown_path
 
 
 def convert(
@@ -22,10 +23,10 @@ def convert(
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Make a model directory from a GGUF file, weights dequantised, with its tokenizer."""
-    if not file.is_file():
-        raise ModelNotFoundError(f"{file}: expected a GGUF file, got nothing")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory}: expected a new or empty directory")
+    regular_file(file, CheckpointError, ModelNotFoundError, "a GGUF file")
+    found = kind_of(directory)
+    if found != "nothing" and (found != "a directory" or any(directory.iterdir())):
+        raise UsageError(f"{shown_path(directory)}: expected a new or empty directory")
     try:
         import gguf  # noqa: F401
     except ImportError:

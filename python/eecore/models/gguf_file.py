@@ -139,7 +139,7 @@ class GGUFFile:
             import gguf
         except ImportError:
             raise ModelError("reading GGUF needs the gguf package: pip install gguf") from None
-        self.path = regular_file(path, CheckpointError, ModelNotFoundError)
+        self.path = regular_file(path, CheckpointError, ModelNotFoundError, "a GGUF file")
         self._quants = gguf.quants
         self._type = gguf.GGMLQuantizationType
         self._sizes = gguf.constants.GGML_QUANT_SIZES

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eecore.errors import TrainingError
+from eecore.readable import is_file, kind_of, path_of, shown_path
 from eecore.training.data import Batch, BatchOrder, TokenData, collate
 from eecore.training.early_exit_loss import early_exit_backward
 from eecore.training.evaluation import ExitScores, evaluate_exits
@@ -107,7 +108,7 @@ def train(
     Raises:
         TrainingError: a setting, the data or the directory cannot be used.
     """
-    run = _Run(model, data, config, Path(out), held_out, resume)
+    run = _Run(model, data, config, path_of(out, TrainingError), held_out, resume)
     try:
         finished = run.all_steps(progress, should_stop)
     finally:
@@ -297,9 +298,11 @@ def _saved_run(out: Path, resume: bool, config: TrainingConfig, digest: str) -> 
     """The state to go on from, checked against what is asked for; None for a fresh run."""
     path = state_path(out)
     if not resume:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            hint = " (a run can be resumed there)" if path.is_file() else ""
-            raise TrainingError(f"out: expected a new or empty directory, got {out}{hint}")
+        found = kind_of(out)
+        if found != "nothing" and (found != "a directory" or any(out.iterdir())):
+            hint = " (a run can be resumed there)" if is_file(path) else ""
+            got = f"{shown_path(out)}{hint}"
+            raise TrainingError(f"out: expected a new or empty directory, got {got}")
         return None
     saved = read_state(path)
     difference = saved.config.difference(config)
