@@ -14,6 +14,7 @@ from rich.console import Console
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, spinner
 from eecore.cli.signals import INTERRUPTED
+from eecore.readable import is_file
 
 if TYPE_CHECKING:
     from eecore.training import StepReport, TrainingConfig
@@ -169,8 +170,7 @@ def train(
     The defaults are LayerSkip's for fine-tuning on a task. Ctrl-C saves the state; the same command
     with --resume goes on as if nothing had happened.
     """
-    if not Path(model).is_file():
-        check_path(model)
+    beginning = Path(model) if is_file(Path(model)) else check_path(model)
     if epochs is not None and math.isnan(epochs):
         raise UsageError(f"--epochs: expected a number, got {epochs}")
     if steps is not None and epochs is not None:
@@ -185,7 +185,7 @@ def train(
 
         if threads is not None:
             torch.set_num_threads(threads)
-        start = load_starting_point(model, tokenizer=tokenizer, seed=seed)
+        start = load_starting_point(beginning, tokenizer=tokenizer, seed=seed)
         reading: dict[str, Any] = {
             "context": context,
             "eos_token_id": start.eos_token_id,
