@@ -37,6 +37,8 @@ bool dtype_matches(ScalarType type, Accept accept) {
   switch (accept) {
     case Accept::kFloat32:
       return type == ScalarType::Float;
+    case Accept::kUint8:
+      return type == ScalarType::Byte;
     case Accept::kInt8:
       return type == ScalarType::Char;
     case Accept::kInt32:
@@ -55,6 +57,8 @@ const char* accept_name(Accept accept) {
   switch (accept) {
     case Accept::kFloat32:
       return "float32";
+    case Accept::kUint8:
+      return "uint8";
     case Accept::kInt8:
       return "int8";
     case Accept::kInt32:

@@ -26,7 +26,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Element types a tensor may have.
-enum class Accept : uint8_t { kFloat32, kInt8, kInt32, kInt64, kBool, kModel };
+enum class Accept : uint8_t { kFloat32, kUint8, kInt8, kInt32, kInt64, kBool, kModel };
 
 // A size of an expected shape: a name to bind or match, or a number.
 struct Dim {
@@ -68,6 +68,7 @@ class Checker {
   void bind(const char* dim_name, int64_t size);
 
   int64_t operator[](const char* dim_name) const;
+  bool has(const char* dim_name) const { return find(dim_name) != nullptr; }
 
   // Elements between the slots of a cache [..., num_pages, page_size, num_kv_heads, head_dim],
   // whose slots must be evenly spaced across its pages.

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,6 +45,32 @@ double multiply_rate(bool bfloat16, int64_t steps) {
   return flops / time;
 }
 
+eecore::BlockFormat block_format(const std::string& name) {
+  for (int i = 0; i < eecore::kNumBlockFormats; ++i) {
+    if (name == eecore::kBlockTraits[i].name) return static_cast<eecore::BlockFormat>(i);
+  }
+  throw std::invalid_argument("format: expected a block format, got " + name);
+}
+
+// Bytes of a packed weight.
+int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t columns) {
+  const eecore::BlockFormat kind = block_format(format);
+  const int64_t block = eecore::traits_of(kind).columns;
+  if (num_rows < 0 || columns <= 0 || columns > eecore::kMaxPackedColumns || columns % block != 0) {
+    throw std::invalid_argument(format + ": expected rows of whole blocks of " +
+                                std::to_string(block) + " columns, got " +
+                                std::to_string(num_rows) + " rows of " + std::to_string(columns));
+  }
+  const int64_t num_panels = (num_rows + eecore::kPanelRows - 1) / eecore::kPanelRows;
+  return num_panels * eecore::planes_of(kind, columns).bytes;
+}
+
+// Columns that so many bytes of whole blocks hold.
+int64_t block_columns(const std::string& format, int64_t num_bytes) {
+  const eecore::BlockTraits& traits = eecore::traits_of(block_format(format));
+  return num_bytes / traits.bytes * traits.columns;
+}
+
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -75,6 +102,9 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("set_cpu_capability",
              [](const std::string& name) { eecore::cpu::set_capability(name.c_str()); });
+  module.def("packed_bytes", &packed_bytes, py::arg("format"), py::arg("num_rows"),
+             py::arg("columns"));
+  module.def("block_columns", &block_columns, py::arg("format"), py::arg("num_bytes"));
   using eecore::Tape;
   py::class_<Tape>(module, "Tape")
       .def(py::init<>())

@@ -45,7 +45,7 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor(i!)? cross_seq_lens, Tensor(j!)? hidden) -> ()");
   m.def(
       "embed_tokens(Tensor token_ids, Tensor weight, Tensor? scale, Tensor? previous, "
-      "Tensor? sources, Tensor(a!) out) -> ()");
+      "Tensor? sources, Tensor(a!) out, Tensor? table=None) -> ()");
   m.def(
       "exit_rows(Tensor hidden, int layer, Tensor? confidence, Tensor? token, Tensor? top_logit, "
       "Tensor? logsumexp, Tensor? thresholds, Tensor? asked, bool decide, Tensor leave_after, "
@@ -66,7 +66,7 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "exit_confidence_softmax(Tensor hidden, Tensor? norm_weight, Tensor lm_head, "
       "Tensor? lm_head_scale, float eps, "
       "Tensor(a!) confidence, Tensor(b!) token, Tensor(c!)? logsumexp, "
-      "Tensor(d!)? top_logit) -> ()");
+      "Tensor(d!)? top_logit, Tensor? lm_head_table=None) -> ()");
   m.def(
       "exit_confidence_cosine(Tensor previous, Tensor hidden, Tensor(a!) confidence, "
       "Tensor? thresholds=None, int layer=0, Tensor(b!)? status=None, "
@@ -97,14 +97,16 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "kv_fill(Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
       "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
       "Tensor? cos_sin, "
-      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, float eps) -> ()");
+      "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, float eps, "
+      "Tensor? kv_table=None) -> ()");
   m.def(
       "skinny_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
       "Tensor? weight_scale, Tensor? bias, Tensor? residual, Tensor(a!) out, "
-      "str? activation=None) -> ()");
+      "str? activation=None, Tensor? weight_table=None) -> ()");
   m.def(
       "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
-      "Tensor? weight_scale, Tensor? bias, Tensor(a!) out, str activation='silu') -> ()");
+      "Tensor? weight_scale, Tensor? bias, Tensor(a!) out, str activation='silu', "
+      "Tensor? weight_table=None) -> ()");
   m.def(
       "decoder_layers(Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
       "Tensor? qkv_scale, Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, "
@@ -118,7 +120,13 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor? cross_q_scale=None, Tensor? cross_o_weight=None, Tensor? cross_o_bias=None, "
       "Tensor? cross_o_scale=None, Tensor? cross_page_table=None, "
       "Tensor? cross_seq_lens=None, Tensor? position_bias=None, int max_distance=128, "
-      "str activation='silu') -> ()");
+      "str activation='silu', Tensor? qkv_table=None, Tensor? o_table=None, "
+      "Tensor? gate_up_table=None, Tensor? down_table=None, Tensor? cross_q_table=None, "
+      "Tensor? cross_o_table=None) -> ()");
+  m.def(
+      "pack_weight(Tensor blocks, str format, int offset, Tensor(a!) packed, Tensor(b!) table) "
+      "-> ()");
+  m.def("unpack_weight(Tensor packed, Tensor table, Tensor(a!) out) -> ()");
   m.def(
       "speculative_accept(Tensor draft_tokens, Tensor draft_start_loc, Tensor? target_tokens, "
       "Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, Tensor(a!) num_accepted, "

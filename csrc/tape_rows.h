@@ -37,6 +37,7 @@ inline RowCounts row_counts(ExitConfidenceSoftmaxParams& p) { return {{&p.num_se
 inline RowCounts row_counts(ExitRowsParams& p) { return {{&p.num_active}, {&p.num_asked}, true}; }
 inline RowCounts row_counts(GatherStatesParams& p) { return {{&p.max_tokens}, {&p.num_seqs}}; }
 inline RowCounts row_counts(KvFillParams& p) { return {{&p.num_tokens}, {}}; }
+inline RowCounts row_counts(PackWeightParams&) { return {}; }
 inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
 inline RowCounts row_counts(PlaceHeadParams& p) { return {{&p.num_selected}, {}}; }
 inline RowCounts row_counts(SampleTokensParams& p) { return {{&p.num_rows}, {}}; }
@@ -44,5 +45,6 @@ inline RowCounts row_counts(SelectRowsParams& p) { return {{&p.num_active}, {}, 
 inline RowCounts row_counts(SkinnyGatedLinearParams& p) { return {{&p.num_tokens}, {}}; }
 inline RowCounts row_counts(SkinnyLinearParams& p) { return {{&p.num_tokens}, {}}; }
 inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
+inline RowCounts row_counts(UnpackWeightParams&) { return {}; }
 
 }  // namespace eecore

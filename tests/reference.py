@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import TypeVar
 
+import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ def embed_tokens(
     token_ids: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
+    table: Tensor | None = None,
     previous: Tensor | None = None,
     sources: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -38,6 +41,8 @@ def embed_tokens(
         given = sources < 0
         looked_up = previous[sources.clamp(min=0).long()] if len(previous) else token_ids
         token_ids = torch.where(given, token_ids, looked_up)
+    if table is not None:
+        return ops.unpack_weight(weight, table[token_ids]).to(dtype)
     if scale is None:
         return weight[token_ids]
     return (weight[token_ids] * scale[token_ids, None]).to(dtype)
@@ -481,8 +486,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight.double() * scaled.to(x.dtype).double()).to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """x @ weight.T in float64; with a scale, of x in 16 bits and int8 weight rows times scale."""
+def pack_weight(blocks: Tensor, format: str) -> Tensor:
+    """What the blocks of a file stand for, by the format's own package: float32."""
+    kind = gguf.GGMLQuantizationType[format]
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gguf.quants.dequantize(blocks.contiguous().numpy(), kind))
+
+
+def unpack_weight(blocks: Tensor, format: str, rows: Tensor) -> Tensor:
+    """Some rows of the same."""
+    return pack_weight(blocks, format)[rows]
+
+
+def in_8_bits(x: Tensor) -> Tensor:
+    """x [..., n] as packed products see it: whole numbers times 1/127 of the largest of 32."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    to_q = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
+    return ((blocks * to_q).round().double() * (largest / 127).double()).flatten(-2)
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None, table: Tensor | None = None) -> Tensor:
+    """x @ weight.T in float64; with a scale, of x in 16 bits and int8 weight rows times scale.
+
+    With a table of x in 8 bits and what is packed.
+    """
+    if table is not None:
+        return in_8_bits(x) @ ops.unpack_weight(weight, table).double().T
     if scale is None:
         return x.double() @ weight.double().T
     largest = x.float().abs().amax(-1, keepdim=True)
@@ -498,10 +528,11 @@ def exit_confidence_softmax(
     eps: float,
     *,
     lm_head_scale: Tensor | None = None,
+    lm_head_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gap of the two largest probabilities, log-sum-exp, logits), all float64."""
     x = hidden if norm_weight is None else rms_norm(hidden, norm_weight, eps)
-    logits = linear(x, lm_head, lm_head_scale)
+    logits = linear(x, lm_head, lm_head_scale, lm_head_table)
     top = logits.softmax(-1).topk(2, dim=-1).values
     return top[:, 0] - top[:, 1], logits.logsumexp(-1), logits
 
@@ -533,7 +564,8 @@ def kv_fill(
     for layer in range(num_layers):
         rows = ((exit_layer <= layer) & (slot_mapping >= 0)).nonzero().flatten()
         x = rms_norm(hidden[rows], norm_weight[layer], eps)
-        projected = linear(x, kv.weight[layer], None if kv.scale is None else kv.scale[layer])
+        matrix = kv.unbind()[layer]
+        projected = linear(x, matrix.weight, matrix.scale, matrix.table)
         if kv.bias is not None:
             projected = projected + kv.bias[layer].double()
         projected = projected.to(hidden.dtype).view(len(rows), 2, num_kv_heads, head_dim)
@@ -649,6 +681,7 @@ def skinny_linear(
     weight: Tensor,
     *,
     weight_scale: Tensor | None = None,
+    weight_table: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
@@ -658,7 +691,7 @@ def skinny_linear(
     """Norm, linear layer with activation, residual, rounded to x's dtype each; see eecore.ops."""
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    projected = linear(x, weight, weight_scale)
+    projected = linear(x, weight, weight_scale, weight_table)
     if bias is not None:
         projected = projected + bias.double()
     projected = projected.to(x.dtype)
@@ -672,6 +705,7 @@ def skinny_gated_linear(
     weight: Tensor,
     *,
     weight_scale: Tensor | None = None,
+    weight_table: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
@@ -679,7 +713,13 @@ def skinny_gated_linear(
 ) -> Tensor:
     """activation(gate) * up, each rounded to x's dtype; see eecore.ops.skinny_gated_linear."""
     projected = skinny_linear(
-        x, weight, weight_scale=weight_scale, norm_weight=norm_weight, eps=eps, bias=bias
+        x,
+        weight,
+        weight_scale=weight_scale,
+        weight_table=weight_table,
+        norm_weight=norm_weight,
+        eps=eps,
+        bias=bias,
     )
     gate, up = projected.chunk(2, dim=-1)
     return activate_gate(gate, activation) * up

@@ -34,6 +34,7 @@ SkinnyLinearParams linear_of(const DecoderLayersParams& params, const StackedLin
                     ? at<int8_t>(linear.weight, layer * linear.layer_stride)
                     : static_cast<const void*>(at<T>(linear.weight, layer * linear.layer_stride));
   call.weight_scale = at<float>(linear.scale, layer * linear.out_features);
+  call.weight_table = at<int64_t>(linear.table, layer * linear.table_stride);
   call.bias = at<T>(linear.bias, layer * linear.out_features);
   call.num_tokens = params.num_tokens;
   call.in_features = linear.in_features;
@@ -134,6 +135,7 @@ void run_gate_up(const DecoderLayersParams& params, int64_t layer, const Buffers
   gated.norm_weight = at<T>(params.mlp_norm, layer * params.hidden_size);
   gated.weight = gate_up.weight;
   gated.weight_scale = gate_up.weight_scale;
+  gated.weight_table = gate_up.weight_table;
   gated.bias = gate_up.bias;
   gated.out = buffers.inner;
   gated.num_tokens = params.num_tokens;

@@ -1,5 +1,7 @@
-// embed_tokens on the CPU: rows copied, or int8 rows times their scale; threads share many rows.
-#include "vec.h"
+// embed_tokens on the CPU: rows copied, int8 rows times their scale, or rows of a packed weight;
+// threads share many rows.
+#include "panel_rows.h"
+#include "scratch.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
@@ -12,11 +14,24 @@ void scale_row(const int8_t* weight, float scale, Element* out, int64_t hidden_s
   }
 }
 
-void embed_row(const EmbedTokensParams& params, int64_t row) {
+// row: [hidden_size] of what is packed.
+void unpack_into(const EmbedTokensParams& params, int64_t token, float* row, char* out) {
+  const RowPlace place = row_place(params.table[token]);
+  unpack_row(static_cast<const uint8_t*>(params.weight) + place.offset, place, row);
+  if (params.dtype == DType::kFloat32) {
+    __builtin_memcpy(out, row, params.row_bytes);
+    return;
+  }
+  BFloat16* rounded = reinterpret_cast<BFloat16*>(out);
+  for (int64_t i = 0; i < params.hidden_size; ++i) from_float(row[i], rounded + i);
+}
+
+void embed_row(const EmbedTokensParams& params, int64_t row, float* unpacked) {
   const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
   const int64_t token = source < 0 ? params.token_ids[row] : params.previous[source];
-  const char* weight = static_cast<const char*>(params.weight) + token * params.weight_stride;
   char* out = static_cast<char*>(params.out) + row * params.out_stride;
+  if (params.table != nullptr) return unpack_into(params, token, unpacked, out);
+  const char* weight = static_cast<const char*>(params.weight) + token * params.weight_stride;
   if (params.scale == nullptr) {
     __builtin_memcpy(out, weight, params.row_bytes);
     return;
@@ -35,7 +50,8 @@ void embed_row(const EmbedTokensParams& params, int64_t row) {
 void run_embed_tokens(const EmbedTokensParams& params, const Parallel& parallel) {
   const int64_t grain = parallel.bytes_per_range / max_of(params.row_bytes, 1) + 1;
   parallel_for(parallel, params.num_tokens, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) embed_row(params, row);
+    const Scratch<float> unpacked(params.table ? params.hidden_size : 0);
+    for (int64_t row = begin; row < end; ++row) embed_row(params, row, unpacked.data());
   });
 }
 

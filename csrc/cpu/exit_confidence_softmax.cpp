@@ -87,8 +87,8 @@ void write_row(const ExitConfidenceSoftmaxParams& params, int64_t row, const Par
 template <typename T, typename W>
 void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel) {
   const int64_t num_seqs = params.num_seqs, n = params.hidden_size;
-  const WeightRows<W> head{static_cast<const W*>(params.lm_head), params.lm_head_stride,
-                           params.lm_head_scale};
+  const WeightRows<W> head = weight_rows<W>(params.lm_head, params.lm_head_stride,
+                                            params.lm_head_scale, params.lm_head_table);
   const PackedRows<T, W> x(static_cast<const T*>(params.hidden), params.hidden_stride, num_seqs, n,
                            static_cast<const T*>(params.norm_weight), params.eps, parallel);
 
@@ -133,7 +133,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params,
                                  const Parallel& parallel) {
   if (params.num_seqs == 0) return;
-  EECORE_DISPATCH_WEIGHT(params, lm_head_scale, measure, (params, parallel));
+  EECORE_DISPATCH_WEIGHT(params, lm_head_scale, lm_head_table, measure, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

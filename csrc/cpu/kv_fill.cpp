@@ -67,7 +67,7 @@ class Worker {
       const int64_t after = head * n + r + count;
       const W* following = r + count < n || !last_head ? weight.row(after)
                            : last_layer                ? nullptr
-                                                       : layer_weight(layer + 1).data;
+                                                       : layer_weight(layer + 1).row(0);
       multiply(weight.from(head * n + r), count, x_.data(), x_stride_, num_rows,
                params_.hidden_size, following, head_.data() + r, n);
     }
@@ -76,9 +76,11 @@ class Worker {
 
  private:
   WeightRows<W> layer_weight(int64_t layer) const {
-    return {static_cast<const W*>(params_.kv_weight) + layer * params_.weight_layer_stride,
-            params_.weight_row_stride,
-            params_.kv_scale ? params_.kv_scale + layer * params_.scale_layer_stride : nullptr};
+    return weight_rows<W>(
+        static_cast<const W*>(params_.kv_weight) + layer * params_.weight_layer_stride,
+        params_.weight_row_stride,
+        params_.kv_scale ? params_.kv_scale + layer * params_.scale_layer_stride : nullptr,
+        params_.kv_table ? params_.kv_table + layer * params_.table_layer_stride : nullptr);
   }
 
   // Finishes one projected head of one row, values: [head_dim], and writes it to the row's slot.
@@ -165,7 +167,7 @@ void fill_layers(const KvFillParams& params, const Parallel& parallel) {
 }  // namespace
 
 void run_kv_fill(const KvFillParams& params, const Parallel& parallel) {
-  EECORE_DISPATCH_WEIGHT(params, kv_scale, fill_layers, (params, parallel));
+  EECORE_DISPATCH_WEIGHT(params, kv_scale, kv_table, fill_layers, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

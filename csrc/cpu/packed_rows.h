@@ -2,9 +2,9 @@
 // once per call, before the weight is read; from then on x itself is not.
 #pragma once
 
+#include "panel_gemm.h"
 #include "rms_norm.h"
 #include "scratch.h"
-#include "skinny_gemm.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 

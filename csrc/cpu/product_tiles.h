@@ -12,7 +12,7 @@ inline int64_t rows_per_range(const Parallel& parallel, int64_t row_bytes, int64
   // Of more rows of x than these, multiplying takes longer than reading the weight.
   constexpr int64_t kReadBound = 8;
   const int64_t work = row_bytes * ceil_div(num_batch, kReadBound);
-  return ceil_div(ceil_div(parallel.bytes_per_range, work), kRows) * kRows;
+  return ceil_div(ceil_div(parallel.bytes_per_range, work), kPanelRows) * kPanelRows;
 }
 
 // Rows [row, row + num_rows) of a weight and [batch, batch + num_batch) of x.

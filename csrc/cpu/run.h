@@ -23,13 +23,15 @@
   X(exit_rows, ExitRowsParams) \
   X(gather_states, GatherStatesParams) \
   X(kv_fill, KvFillParams) \
+  X(pack_weight, PackWeightParams) \
   X(paged_attention, PagedAttentionParams) \
   X(place_head, PlaceHeadParams) \
   X(sample_tokens, SampleTokensParams) \
   X(select_rows, SelectRowsParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \
   X(skinny_linear, SkinnyLinearParams) \
-  X(speculative_accept, SpeculativeAcceptParams)
+  X(speculative_accept, SpeculativeAcceptParams) \
+  X(unpack_weight, UnpackWeightParams)
 
 // Everything that is compiled once per capability.
 #define EECORE_FOR_EACH_KERNEL(X) \

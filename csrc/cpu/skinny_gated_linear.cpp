@@ -23,8 +23,8 @@ template <typename T, typename W>
 void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W>& x, int64_t begin,
                     int64_t end) {
   const int64_t n = params.in_features;
-  const WeightRows<W> gate{static_cast<const W*>(params.weight), params.weight_stride,
-                           params.weight_scale};
+  const WeightRows<W> gate =
+      weight_rows<W>(params.weight, params.weight_stride, params.weight_scale, params.weight_table);
   const WeightRows<W> up = gate.from(params.inner_size);
   const T* gate_bias = static_cast<const T*>(params.bias);
   const T* up_bias = gate_bias ? gate_bias + params.inner_size : nullptr;
@@ -58,7 +58,7 @@ void run(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
 
 void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0) return;
-  EECORE_DISPATCH_WEIGHT(params, weight_scale, run, (params, parallel));
+  EECORE_DISPATCH_WEIGHT(params, weight_scale, weight_table, run, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -23,8 +23,8 @@ void finish_row(const float* values, const T* bias, Activation activation, const
 template <typename T, typename W>
 void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x, int64_t begin,
                     int64_t end) {
-  const WeightRows<W> weight{static_cast<const W*>(params.weight), params.weight_stride,
-                             params.weight_scale};
+  const WeightRows<W> weight =
+      weight_rows<W>(params.weight, params.weight_stride, params.weight_scale, params.weight_table);
   const T* bias = static_cast<const T*>(params.bias);
   const T* residual = static_cast<const T*>(params.residual);
   float products[kTileBatch][kTileRows];
@@ -58,7 +58,7 @@ void run(const SkinnyLinearParams& params, const Parallel& parallel) {
 
 void run_skinny_linear(const SkinnyLinearParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0) return;
-  EECORE_DISPATCH_WEIGHT(params, weight_scale, run, (params, parallel));
+  EECORE_DISPATCH_WEIGHT(params, weight_scale, weight_table, run, (params, parallel));
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

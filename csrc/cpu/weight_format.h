@@ -30,6 +30,13 @@ struct WeightRows {
   WeightRows from(int64_t i) const { return {row(i), stride, scales ? scales + i : nullptr}; }
 };
 
+// A packed weight has a table of its rows instead of a stride, see panel_gemm.h.
+template <typename W>
+inline WeightRows<W> weight_rows(const void* data, int64_t stride, const float* scales,
+                                 const int64_t*) {
+  return {static_cast<const W*>(data), stride, scales};
+}
+
 template <typename W>
 struct Format;
 
@@ -250,14 +257,22 @@ struct Format<Int8> {
   }
 };
 
+// Storage element of a packed weight.
+struct Panel {
+  uint8_t byte;
+};
+
 // Calls function<T, W>, T the dtype of params and W that of its weight, which is int8 where there
-// is a scale.
-#define EECORE_DISPATCH_WEIGHT(params, scale, function, arguments) \
-  (params).dtype == DType::kFloat32 \
-      ? ((params).scale ? function<float, Int8> arguments : function<float, float> arguments) \
-      : ((params).scale ? function<BFloat16, Int8> arguments \
-                        : function<BFloat16, BFloat16> \
-                              arguments)
+// is a scale and packed where there is a table.
+#define EECORE_DISPATCH_WEIGHT(params, scale, table, function, arguments) \
+  (params).dtype == DType::kFloat32 ? ((params).table   ? function<float, Panel> arguments \
+                                       : (params).scale ? function<float, Int8> arguments \
+                                                        : function<float, float> \
+                                                              arguments) \
+                                    : ((params).table   ? function<BFloat16, Panel> arguments \
+                                       : (params).scale ? function<BFloat16, Int8> arguments \
+                                                        : function<BFloat16, BFloat16> \
+                                                              arguments)
 
 template <typename W>
 using PackedX = typename Format<W>::PackedX;

@@ -5,6 +5,7 @@
 #include "backend.h"
 #include "crew.h"
 #include "index_checks.h"
+#include "packed_check.h"
 #include "position_buckets.h"
 
 namespace eecore {
@@ -12,15 +13,17 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
 
-// A matrix of every layer: the arguments <name>_weight, <name>_bias and <name>_scale.
+// A matrix of every layer: the arguments <name>_weight, <name>_bias, <name>_scale and <name>_table.
 struct MatrixTensors {
-  const char *weight_name, *bias_name, *scale_name;
+  WeightNames names;
+  const char* bias_name;
   const Tensor& weight;
-  const std::optional<Tensor>&bias, &scale;
+  const std::optional<Tensor>&bias, &scale, &table;
 };
 #define EECORE_MATRIX(name) \
   MatrixTensors { \
-    #name "_weight", #name "_bias", #name "_scale", name##_weight, name##_bias, name##_scale \
+    {#name "_weight", #name "_scale", #name "_table"}, #name "_bias", name##_weight, name##_bias, \
+        name##_scale, name##_table \
   }
 
 // Sizes are bound by name, or are numbers.
@@ -28,18 +31,26 @@ StackedLinear check_matrix(Checker& check, const MatrixTensors& matrix, Dim out_
                            Dim in_features) {
   const Tensor& weight = matrix.weight;
   StackedLinear stacked{};
-  stacked.scale =
-      check.weight(weight, matrix.weight_name, {"num_layers", out_features, in_features},
-                   matrix.scale, matrix.scale_name, {"num_layers", out_features});
+  const WeightCoding coding =
+      check_weight(check, matrix.names, weight, {"num_layers", out_features, in_features},
+                   matrix.scale, matrix.table, {"num_layers", out_features});
   check(matrix.bias, matrix.bias_name, Accept::kModel, {"num_layers", out_features});
   stacked.weight = data<const void>(weight);
   stacked.bias = data_or_null<const void>(matrix.bias);
+  stacked.scale = coding.scale;
+  stacked.table = coding.table;
+  if (coding.table != nullptr) {
+    stacked.in_features = in_features.name ? check[in_features.name] : in_features.size;
+    stacked.out_features = matrix.table->size(1);
+    stacked.table_stride = matrix.table->stride(0);
+    return stacked;
+  }
   stacked.in_features = weight.size(2);
   stacked.out_features = weight.size(1);
   stacked.layer_stride = weight.stride(0);
   stacked.row_stride = weight.stride(1);
   if (stacked.scale != nullptr) {
-    check.require(matrix.scale->is_contiguous(), matrix.scale_name,
+    check.require(matrix.scale->is_contiguous(), matrix.names.scale,
                   ": expected a contiguous tensor, got layer stride ", matrix.scale->stride(0));
   }
   return stacked;
@@ -67,15 +78,17 @@ int64_t weight_bytes(const DecoderLayersParams& params) {
   int64_t bytes = 0;
   for (const StackedLinear* linear :
        {&params.qkv, &params.o, &params.cross_q, &params.cross_o, &params.gate_up, &params.down}) {
-    bytes += linear->in_features * linear->out_features * (linear->scale ? 1 : element_size);
+    const bool is_quantised = linear->scale != nullptr || linear->table != nullptr;
+    bytes += linear->in_features * linear->out_features * (is_quantised ? 1 : element_size);
   }
   return (params.end_layer - params.begin_layer) * bytes;
 }
 
 // The attention over an encoder's keys and values. All are there or none is, but for biases and
-// scales.
+// what they are stored in.
 struct CrossTensors {
-  const std::optional<Tensor>&norm, &q_weight, &q_bias, &q_scale, &o_weight, &o_bias, &o_scale;
+  const std::optional<Tensor>&norm, &q_weight, &q_bias, &q_scale, &q_table;
+  const std::optional<Tensor>&o_weight, &o_bias, &o_scale, &o_table;
   const std::optional<Tensor>&page_table, &seq_lens;
 };
 
@@ -90,21 +103,31 @@ void set_cross_attention(Checker& check, const CrossTensors& cross, DecoderLayer
   belongs(cross.q_weight, "cross_q_weight", true);
   belongs(cross.q_bias, "cross_q_bias", false);
   belongs(cross.q_scale, "cross_q_scale", false);
+  belongs(cross.q_table, "cross_q_table", false);
   belongs(cross.o_weight, "cross_o_weight", true);
   belongs(cross.o_bias, "cross_o_bias", false);
   belongs(cross.o_scale, "cross_o_scale", false);
+  belongs(cross.o_table, "cross_o_table", false);
   belongs(cross.page_table, "cross_page_table", true);
   belongs(cross.seq_lens, "cross_seq_lens", true);
   if (!cross.norm) return;
 
   check(cross.norm, "cross_norm", Accept::kModel, {"num_layers", "hidden_size"});
   params.cross_q = check_matrix(check,
-                                {"cross_q_weight", "cross_q_bias", "cross_q_scale", *cross.q_weight,
-                                 cross.q_bias, cross.q_scale},
+                                {{"cross_q_weight", "cross_q_scale", "cross_q_table"},
+                                 "cross_q_bias",
+                                 *cross.q_weight,
+                                 cross.q_bias,
+                                 cross.q_scale,
+                                 cross.q_table},
                                 "q_size", "hidden_size");
   params.cross_o = check_matrix(check,
-                                {"cross_o_weight", "cross_o_bias", "cross_o_scale", *cross.o_weight,
-                                 cross.o_bias, cross.o_scale},
+                                {{"cross_o_weight", "cross_o_scale", "cross_o_table"},
+                                 "cross_o_bias",
+                                 *cross.o_weight,
+                                 cross.o_bias,
+                                 cross.o_scale,
+                                 cross.o_table},
                                 "hidden_size", "q_size");
   check(cross.page_table, "cross_page_table", Accept::kInt32, {"num_seqs", "max_cross_pages"}, 1);
   check(cross.seq_lens, "cross_seq_lens", Accept::kInt32, {"num_seqs"});
@@ -136,7 +159,10 @@ void decoder_layers(
     const std::optional<Tensor>& cross_o_weight, const std::optional<Tensor>& cross_o_bias,
     const std::optional<Tensor>& cross_o_scale, const std::optional<Tensor>& cross_page_table,
     const std::optional<Tensor>& cross_seq_lens, const std::optional<Tensor>& position_bias,
-    int64_t max_distance, const std::string& activation) {
+    int64_t max_distance, const std::string& activation, const std::optional<Tensor>& qkv_table,
+    const std::optional<Tensor>& o_table, const std::optional<Tensor>& gate_up_table,
+    const std::optional<Tensor>& down_table, const std::optional<Tensor>& cross_q_table,
+    const std::optional<Tensor>& cross_o_table) {
   Checker check("decoder_layers");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(attention_norm, "attention_norm", Accept::kModel, {"num_layers", "hidden_size"});
@@ -255,10 +281,11 @@ void decoder_layers(
   attend.scale = static_cast<float>(scale);
   attend.causal = true;
   attend.dtype = params.dtype;
-  set_cross_attention(check,
-                      {cross_norm, cross_q_weight, cross_q_bias, cross_q_scale, cross_o_weight,
-                       cross_o_bias, cross_o_scale, cross_page_table, cross_seq_lens},
-                      params);
+  set_cross_attention(
+      check,
+      {cross_norm, cross_q_weight, cross_q_bias, cross_q_scale, cross_q_table, cross_o_weight,
+       cross_o_bias, cross_o_scale, cross_o_table, cross_page_table, cross_seq_lens},
+      params);
   set_position_bias(check, position_bias, max_distance, false, attend);
 #ifndef EECORE_BACKEND_CUDA
   check_range(check, "slot_mapping", append.slot_mapping, params.num_tokens, -1,

@@ -1,18 +1,22 @@
 // embed_tokens: rows of an embedding table, by tokens that are given or that a step before made.
 #include "backend.h"
 #include "index_checks.h"
+#include "packed_check.h"
 
 namespace eecore {
 namespace {
 
 void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::optional<Tensor>& scale,
                   const std::optional<Tensor>& previous, const std::optional<Tensor>& sources,
-                  Tensor out) {
+                  Tensor out, const std::optional<Tensor>& table) {
   Checker check("embed_tokens");
   check(token_ids, "token_ids", Accept::kInt64, {"num_tokens"});
   EmbedTokensParams params{};
-  params.scale =
-      check.weight(weight, "weight", {"vocab_size", "hidden_size"}, scale, "scale", {"vocab_size"});
+  const WeightCoding coding =
+      check_weight(check, {"weight", "scale", "table"}, weight, {"vocab_size", "hidden_size"},
+                   scale, table, {"vocab_size"});
+  params.scale = coding.scale;
+  params.table = coding.table;
   const bool has_previous = check(previous, "previous", Accept::kInt64, {"num_previous"});
   const bool has_sources = check(sources, "sources", Accept::kInt32, {"num_tokens"});
   check.require(has_previous == has_sources, has_sources ? "previous" : "sources",
@@ -35,6 +39,7 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
   params.out_stride = out.stride(0) * element;
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(scale, "scale");
+  no_packed(check, table, "table");
 #else
   check_tokens(check, params, has_previous ? check["num_previous"] : 0, check["vocab_size"]);
 #endif

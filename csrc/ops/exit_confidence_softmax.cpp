@@ -1,5 +1,6 @@
 // exit_confidence_softmax: final norm, LM head, gap of the two largest probabilities and argmax.
 #include "backend.h"
+#include "packed_check.h"
 
 namespace eecore {
 namespace {
@@ -7,12 +8,14 @@ namespace {
 void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& norm_weight,
                              const Tensor& lm_head, const std::optional<Tensor>& lm_head_scale,
                              double eps, Tensor confidence, Tensor token,
-                             std::optional<Tensor> logsumexp, std::optional<Tensor> top_logit) {
+                             std::optional<Tensor> logsumexp, std::optional<Tensor> top_logit,
+                             const std::optional<Tensor>& lm_head_table) {
   Checker check("exit_confidence_softmax");
   check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"hidden_size"});
-  const float* scale = check.weight(lm_head, "lm_head", {"vocab_size", "hidden_size"},
-                                    lm_head_scale, "lm_head_scale", {"vocab_size"});
+  const WeightCoding coding =
+      check_weight(check, {"lm_head", "lm_head_scale", "lm_head_table"}, lm_head,
+                   {"vocab_size", "hidden_size"}, lm_head_scale, lm_head_table, {"vocab_size"});
   check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
   check(token, "token", Accept::kInt64, {"num_seqs"});
   check(logsumexp, "logsumexp", Accept::kFloat32, {"num_seqs"});
@@ -26,7 +29,8 @@ void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& 
   params.hidden = data<const void>(hidden);
   params.norm_weight = data_or_null<const void>(norm_weight);
   params.lm_head = data<const void>(lm_head);
-  params.lm_head_scale = scale;
+  params.lm_head_scale = coding.scale;
+  params.lm_head_table = coding.table;
   params.confidence = data<float>(confidence);
   params.token = data<int64_t>(token);
   params.logsumexp = data_or_null<float>(logsumexp);
@@ -40,6 +44,7 @@ void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& 
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(lm_head_scale, "lm_head_scale");
+  no_packed(check, lm_head_table, "lm_head_table");
   const Tensor memory = workspace(
       hidden, cuda::exit_confidence_softmax_workspace(params, current_stream(hidden).device));
   params.workspace = data<void>(memory);

@@ -1,6 +1,7 @@
 // kv_fill: norm, K/V projection, k-norm, rotary and cache write of every layer that a row skipped.
 #include "backend.h"
 #include "index_checks.h"
+#include "packed_check.h"
 
 namespace eecore {
 namespace {
@@ -19,7 +20,8 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
              const Tensor& kv_weight, const std::optional<Tensor>& kv_bias,
              const std::optional<Tensor>& kv_scale, const std::optional<Tensor>& k_norm_weight,
              const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
-             Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping, double eps) {
+             Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping, double eps,
+             const std::optional<Tensor>& kv_table) {
   Checker check("kv_fill");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
@@ -29,8 +31,9 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   check(v_cache, "v_cache", Accept::kModel,
         {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
   const int64_t head_dim = check["head_dim"], kv_size = 2 * check["num_kv_heads"] * head_dim;
-  const float* scale = check.weight(kv_weight, "kv_weight", {"num_layers", kv_size, "hidden_size"},
-                                    kv_scale, "kv_scale", {"num_layers", kv_size});
+  const WeightCoding coding = check_weight(check, {"kv_weight", "kv_scale", "kv_table"}, kv_weight,
+                                           {"num_layers", kv_size, "hidden_size"}, kv_scale,
+                                           kv_table, {"num_layers", kv_size});
   check(kv_bias, "kv_bias", Accept::kModel, {"num_layers", kv_size}, 1);
   check(k_norm_weight, "k_norm_weight", Accept::kModel, {"num_layers", "head_dim"}, 1);
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
@@ -64,7 +67,8 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.exit_layer = data<const int32_t>(exit_layer);
   params.norm_weight = data<const void>(norm_weight);
   params.kv_weight = data<const void>(kv_weight);
-  params.kv_scale = scale;
+  params.kv_scale = coding.scale;
+  params.kv_table = coding.table;
   params.kv_bias = data_or_null<const void>(kv_bias);
   params.k_norm_weight = data_or_null<const void>(k_norm_weight);
   params.positions = data_or_null<const int64_t>(positions);
@@ -80,9 +84,10 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.rotary_dim = rotary_dim;
   params.hidden_stride = hidden.stride(0);
   params.norm_layer_stride = norm_weight.stride(0);
-  params.weight_layer_stride = kv_weight.stride(0);
-  params.weight_row_stride = kv_weight.stride(1);
+  params.weight_layer_stride = kv_table ? 0 : kv_weight.stride(0);
+  params.weight_row_stride = kv_table ? 0 : kv_weight.stride(1);
   params.scale_layer_stride = kv_scale ? kv_scale->stride(0) : 0;
+  params.table_layer_stride = kv_table ? kv_table->stride(0) : 0;
   params.bias_layer_stride = kv_bias ? kv_bias->stride(0) : 0;
   params.k_norm_layer_stride = k_norm_weight ? k_norm_weight->stride(0) : 0;
   params.k_cache_layer_stride = k_cache.stride(0);
@@ -91,6 +96,7 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(kv_scale, "kv_scale");
+  no_packed(check, kv_table, "kv_table");
   const Tensor memory =
       workspace(hidden, cuda::kv_fill_workspace(params, current_stream(hidden).device));
   params.workspace = data<void>(memory);

@@ -1,6 +1,7 @@
 // skinny_gated_linear: norm, gate and up projections and activation(gate) * up.
 #include "activation_name.h"
 #include "backend.h"
+#include "packed_check.h"
 
 namespace eecore {
 namespace {
@@ -8,14 +9,15 @@ namespace {
 void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                          const Tensor& weight, const std::optional<Tensor>& weight_scale,
                          const std::optional<Tensor>& bias, Tensor out,
-                         const std::string& activation) {
+                         const std::string& activation, const std::optional<Tensor>& weight_table) {
   Checker check("skinny_gated_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
   check(out, "out", Accept::kModel, {"num_tokens", "inner_size"}, 1);
   const int64_t inner_size = check["inner_size"];
-  const float* scale = check.weight(weight, "weight", {2 * inner_size, "in_features"}, weight_scale,
-                                    "weight_scale", {2 * inner_size});
+  const WeightCoding coding =
+      check_weight(check, {"weight", "weight_scale", "weight_table"}, weight,
+                   {2 * inner_size, "in_features"}, weight_scale, weight_table, {2 * inner_size});
   check(bias, "bias", Accept::kModel, {2 * inner_size});
   check.require(check["in_features"] >= 1, "x: expected in_features >= 1, got 0");
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
@@ -26,7 +28,8 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.x = data<const void>(x);
   params.norm_weight = data_or_null<const void>(norm_weight);
   params.weight = data<const void>(weight);
-  params.weight_scale = scale;
+  params.weight_scale = coding.scale;
+  params.weight_table = coding.table;
   params.bias = data_or_null<const void>(bias);
   params.out = data<void>(out);
   params.num_tokens = check["num_tokens"];
@@ -41,6 +44,7 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(weight_scale, "weight_scale");
+  no_packed(check, weight_table, "weight_table");
   const Tensor memory =
       workspace(x, cuda::skinny_gated_linear_workspace(params, current_stream(x).device));
   params.workspace = data<void>(memory);

@@ -1,6 +1,7 @@
 // skinny_linear: norm, linear layer, activation and residual.
 #include "activation_name.h"
 #include "backend.h"
+#include "packed_check.h"
 
 namespace eecore {
 namespace {
@@ -8,12 +9,14 @@ namespace {
 void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                    const Tensor& weight, const std::optional<Tensor>& weight_scale,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                   Tensor out, const std::optional<std::string>& activation) {
+                   Tensor out, const std::optional<std::string>& activation,
+                   const std::optional<Tensor>& weight_table) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
-  const float* scale = check.weight(weight, "weight", {"out_features", "in_features"}, weight_scale,
-                                    "weight_scale", {"out_features"});
+  const WeightCoding coding =
+      check_weight(check, {"weight", "weight_scale", "weight_table"}, weight,
+                   {"out_features", "in_features"}, weight_scale, weight_table, {"out_features"});
   check(bias, "bias", Accept::kModel, {"out_features"});
   check(residual, "residual", Accept::kModel, {"num_tokens", "out_features"}, 1);
   check(out, "out", Accept::kModel, {"num_tokens", "out_features"}, 1);
@@ -28,7 +31,8 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.x = data<const void>(x);
   params.norm_weight = data_or_null<const void>(norm_weight);
   params.weight = data<const void>(weight);
-  params.weight_scale = scale;
+  params.weight_scale = coding.scale;
+  params.weight_table = coding.table;
   params.bias = data_or_null<const void>(bias);
   params.residual = data_or_null<const void>(residual);
   params.out = data<void>(out);
@@ -44,6 +48,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
                                  : Activation::kNone;
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(weight_scale, "weight_scale");
+  no_packed(check, weight_table, "weight_table");
   const Tensor memory =
       workspace(x, cuda::skinny_linear_workspace(params, current_stream(x).device));
   params.workspace = data<void>(memory);

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "eecore/packed_weight.h"
+
 namespace eecore {
 
 enum class DType : int8_t { kFloat32, kBFloat16, kFloat16 };
@@ -32,14 +34,15 @@ struct AcceptMaskParams {
 
 // Final norm + LM head + gap of the two largest probabilities + argmax, logits never in memory.
 struct ExitConfidenceSoftmaxParams {
-  const void* hidden;          // [num_seqs, hidden_size], row stride hidden_stride
-  const void* norm_weight;     // [hidden_size]; may be null: hidden is normed already
-  const void* lm_head;         // [vocab_size, hidden_size], row stride lm_head_stride
-  const float* lm_head_scale;  // [vocab_size]; may be null, else the head is int8 times this
-  float* confidence;           // [num_seqs]
-  int64_t* token;              // [num_seqs], the lowest index among equal maxima
-  float* logsumexp;            // [num_seqs]; may be null
-  float* top_logit;            // [num_seqs]; may be null
+  const void* hidden;            // [num_seqs, hidden_size], row stride hidden_stride
+  const void* norm_weight;       // [hidden_size]; may be null: hidden is normed already
+  const void* lm_head;           // [vocab_size, hidden_size], row stride lm_head_stride
+  const float* lm_head_scale;    // [vocab_size]; may be null, else the head is int8 times this
+  const int64_t* lm_head_table;  // [vocab_size]; may be null, else the head is packed
+  float* confidence;             // [num_seqs]
+  int64_t* token;                // [num_seqs], the lowest index among equal maxima
+  float* logsumexp;              // [num_seqs]; may be null
+  float* top_logit;              // [num_seqs]; may be null
   int64_t num_seqs, hidden_size, vocab_size;
   int64_t hidden_stride, lm_head_stride;
   float eps;
@@ -80,6 +83,7 @@ struct EmbedTokensParams {
   const int32_t* sources;    // [num_tokens], the token's place in previous; -1: token_ids has it
   const void* weight;        // [vocab_size, hidden_size], row stride weight_stride
   const float* scale;        // [vocab_size]; may be null, else the weight is int8 times this
+  const int64_t* table;      // [vocab_size]; may be null, else the weight is packed
   void* out;                 // [num_tokens, hidden_size], row stride out_stride
   int64_t num_tokens, hidden_size, row_bytes;  // row_bytes: of a row of out
   int64_t weight_stride, out_stride;           // in bytes
@@ -354,6 +358,8 @@ struct KvFillParams {
   const void* kv_weight;        // [num_layers, 2 * num_kv_heads * head_dim, hidden_size]
   const float* kv_scale;        // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
                                 // weight is int8 times this
+  const int64_t* kv_table;      // [num_layers, 2 * num_kv_heads * head_dim]; may be null, else the
+                                // weight is packed
   const void* kv_bias;          // [num_layers, 2 * num_kv_heads * head_dim]; may be null
   const void* k_norm_weight;    // [num_layers, head_dim]; may be null
   const int64_t* positions;     // [num_tokens]; may be null: no rotary
@@ -364,7 +370,7 @@ struct KvFillParams {
   int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim;
   int64_t hidden_stride;
   int64_t norm_layer_stride, weight_layer_stride, weight_row_stride;
-  int64_t scale_layer_stride, bias_layer_stride;
+  int64_t scale_layer_stride, table_layer_stride, bias_layer_stride;
   int64_t k_norm_layer_stride;
   int64_t k_cache_layer_stride, k_cache_slot_stride;  // heads of a slot are contiguous
   int64_t v_cache_layer_stride, v_cache_slot_stride;
@@ -375,11 +381,12 @@ struct KvFillParams {
 
 // out = norm(x) weight^T + bias + residual; for few rows of x weight is read once.
 struct SkinnyLinearParams {
-  const void* x;              // [num_tokens, in_features], row stride x_stride
-  const void* norm_weight;    // [in_features]; may be null: x is not normed
-  const void* weight;         // [out_features, in_features], row stride weight_stride
-  const float* weight_scale;  // [out_features]; may be null, else the weight is int8 times this
-  const void* bias;           // [out_features]; may be null
+  const void* x;                // [num_tokens, in_features], row stride x_stride
+  const void* norm_weight;      // [in_features]; may be null: x is not normed
+  const void* weight;           // [out_features, in_features], row stride weight_stride
+  const float* weight_scale;    // [out_features]; may be null, else the weight is int8 times this
+  const int64_t* weight_table;  // [out_features]; may be null, else the weight is packed
+  const void* bias;             // [out_features]; may be null
   const void* residual;  // [num_tokens, out_features], row stride residual_stride; may be null,
                          // may be out itself
   void* out;             // [num_tokens, out_features], row stride out_stride
@@ -396,9 +403,10 @@ struct SkinnyGatedLinearParams {
   const void* x;            // [num_tokens, in_features], row stride x_stride
   const void* norm_weight;  // [in_features]; may be null: x is not normed
   const void* weight;  // [2 * inner_size, in_features], row stride weight_stride: gate, then up
-  const float* weight_scale;  // [2 * inner_size]; may be null, else the weight is int8 times this
-  const void* bias;           // [2 * inner_size]; may be null
-  void* out;                  // [num_tokens, inner_size], row stride out_stride
+  const float* weight_scale;    // [2 * inner_size]; may be null, else the weight is int8 times this
+  const int64_t* weight_table;  // [2 * inner_size]; may be null, else the weight is packed
+  const void* bias;             // [2 * inner_size]; may be null
+  void* out;                    // [num_tokens, inner_size], row stride out_stride
   int64_t num_tokens, in_features, inner_size;
   int64_t x_stride, weight_stride, out_stride;
   float eps;
@@ -411,10 +419,12 @@ struct SkinnyGatedLinearParams {
 struct StackedLinear {
   const void* weight;  // [num_layers, out_features, in_features], strides layer_stride, row_stride
   const float*
-      scale;         // [num_layers, out_features]; may be null, else the weight is int8 times this
-  const void* bias;  // [num_layers, out_features]; may be null
+      scale;  // [num_layers, out_features]; may be null, else the weight is int8 times this
+  const int64_t* table;  // [num_layers, out_features], row stride table_stride; may be null, else
+                         // the weight is packed
+  const void* bias;      // [num_layers, out_features]; may be null
   int64_t in_features, out_features;
-  int64_t layer_stride, row_stride;
+  int64_t layer_stride, row_stride, table_stride;
 };
 
 // Layers [begin_layer, end_layer) of a decoder. Each adds to the rows what attention over their
@@ -447,6 +457,24 @@ struct DecoderLayersParams {
   int64_t k_cache_layer_stride, v_cache_layer_stride;
   float eps;
   DType dtype;
+};
+
+// A weight in a file's blocks into panels, and where its rows came to lie.
+struct PackWeightParams {
+  const uint8_t* blocks;  // [num_rows, blocks of `columns` numbers], row stride blocks_stride
+  uint8_t* packed;        // [from offset on, planes_of(format, columns).bytes for each panel]
+  int64_t* table;         // [num_rows]
+  int64_t num_rows, columns, blocks_stride;
+  int64_t offset;  // in packed, a multiple of 64
+  BlockFormat format;
+};
+
+// Rows of a packed weight as float32.
+struct UnpackWeightParams {
+  const uint8_t* packed;
+  const int64_t* table;  // [num_rows]
+  float* out;            // [num_rows, columns], row stride out_stride
+  int64_t num_rows, columns, out_stride;
 };
 
 // A token for each row of logits: drawn from the distribution that its request asks for, or the

@@ -27,6 +27,7 @@ if torch.cuda.is_available() and _C.build_info()["cuda"]:
     from eecore import _cuda  # importing it registers the CUDA kernels
 
 __all__ = [
+    "BLOCK_FORMATS",
     "AcceptMask",
     "AcceptRows",
     "ActiveRows",
@@ -64,6 +65,8 @@ __all__ = [
     "gather_states",
     "kv_fill",
     "missing_cuda_ops",
+    "pack_weight",
+    "packed_bytes",
     "paged_attention",
     "place_head",
     "sample_tokens",
@@ -71,6 +74,7 @@ __all__ = [
     "skinny_gated_linear",
     "skinny_linear",
     "speculative_accept",
+    "unpack_weight",
 ]
 
 
@@ -90,6 +94,7 @@ OP_NAMES = (
     "exit_rows",
     "gather_states",
     "kv_fill",
+    "pack_weight",
     "paged_attention",
     "place_head",
     "sample_tokens",
@@ -97,11 +102,13 @@ OP_NAMES = (
     "skinny_gated_linear",
     "skinny_linear",
     "speculative_accept",
+    "unpack_weight",
 )
 
 # Ops for the CPU alone: what decoder_layers saves is waking threads between kernels; rows that are
-# out are masked on CUDA, where compact_rows and select_rows would change the shapes of a graph.
-CPU_ONLY_OPS = ("compact_rows", "decoder_layers", "select_rows")
+# out are masked on CUDA, where compact_rows and select_rows would change the shapes of a graph;
+# CUDA has no packed weights.
+CPU_ONLY_OPS = ("compact_rows", "decoder_layers", "pack_weight", "select_rows", "unpack_weight")
 
 
 def build_info() -> dict[str, Any]:
@@ -374,6 +381,7 @@ _exit_confidence_softmax = torch.ops.eecore.exit_confidence_softmax.default
 _exit_rows = torch.ops.eecore.exit_rows.default
 _gather_states = torch.ops.eecore.gather_states.default
 _kv_fill = torch.ops.eecore.kv_fill.default
+_pack_weight = torch.ops.eecore.pack_weight.default
 _paged_attention = torch.ops.eecore.paged_attention.default
 _place_head = torch.ops.eecore.place_head.default
 _sample_tokens = torch.ops.eecore.sample_tokens.default
@@ -381,6 +389,7 @@ _select_rows = torch.ops.eecore.select_rows.default
 _skinny_gated_linear = torch.ops.eecore.skinny_gated_linear.default
 _skinny_linear = torch.ops.eecore.skinny_linear.default
 _speculative_accept = torch.ops.eecore.speculative_accept.default
+_unpack_weight = torch.ops.eecore.unpack_weight.default
 
 
 def embed_tokens(
@@ -388,6 +397,7 @@ def embed_tokens(
     weight: Tensor,
     *,
     scale: Tensor | None = None,
+    table: Tensor | None = None,
     previous: Tensor | None = None,
     sources: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -397,12 +407,14 @@ def embed_tokens(
 
     Args:
         token_ids: int64 [num_tokens], in [0, vocab_size) where they are looked at.
-        weight: [vocab_size, hidden_size], any row stride; int8 with ``scale``.
+        weight: [vocab_size, hidden_size], any row stride; int8 with ``scale``; packed bytes with
+            ``table``.
         scale: float32 [vocab_size], see :func:`skinny_linear`; the product is rounded to float32,
             then to out's dtype.
+        table: int64 [vocab_size], see :func:`pack_weight`; rounded to out's dtype.
         previous: int64 [num_previous], with ``sources``.
         sources: int32 [num_tokens]: the token is ``previous[sources[i]]``; -1: ``token_ids[i]``.
-        dtype: of out where it is allocated; weight's when None.
+        dtype: of out where it is allocated; weight's when None. With ``table`` out must be given.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart.
 
     Returns:
@@ -411,7 +423,7 @@ def embed_tokens(
     if out is None:
         shape = (token_ids.shape[0], weight.shape[1])
         out = torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
-    _embed_tokens(token_ids, weight, scale, previous, sources, out)
+    _embed_tokens(token_ids, weight, scale, previous, sources, out, table)
     return out
 
 
@@ -495,6 +507,7 @@ def exit_confidence_softmax(
     eps: float,
     *,
     lm_head_scale: Tensor | None = None,
+    lm_head_table: Tensor | None = None,
 ) -> SoftmaxConfidence:
     """Final RMS norm, LM head, top-2 gap, argmax and log-sum-exp; no logits in memory.
 
@@ -504,9 +517,11 @@ def exit_confidence_softmax(
     Args:
         hidden: [num_seqs, hidden_size], the residual stream before the final norm.
         norm_weight: [hidden_size]; None when ``hidden`` is normed already.
-        lm_head: [vocab_size, hidden_size], vocab_size >= 2; int8 with ``lm_head_scale``.
+        lm_head: [vocab_size, hidden_size], vocab_size >= 2; int8 with ``lm_head_scale``, packed
+            bytes with ``lm_head_table``.
         eps: of the RMS norm.
         lm_head_scale: float32 [vocab_size], see :func:`skinny_linear`.
+        lm_head_table: int64 [vocab_size], see :func:`pack_weight`.
     """
     num_seqs, device = hidden.shape[0], hidden.device
     confidence = torch.empty(num_seqs, dtype=torch.float32, device=device)
@@ -523,6 +538,7 @@ def exit_confidence_softmax(
         token,
         logsumexp,
         top_logit,
+        lm_head_table,
     )
     return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
 
@@ -1234,33 +1250,119 @@ class Matrix(NamedTuple):
 
     weight: Tensor
     """[num_layers, out_features, in_features], any layer and row stride; int8 with a scale. Of one
-    layer [out_features, in_features]."""
+    layer [out_features, in_features]. With a table uint8 [num_bytes], of all layers."""
     bias: Tensor | None = None
     """[num_layers, out_features]"""
     scale: Tensor | None = None
     """float32 [num_layers, out_features], see :func:`skinny_linear`."""
+    table: Tensor | None = None
+    """int64 [num_layers, out_features], see :func:`pack_weight`."""
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.scale is not None or self.table is not None
 
     def rows(self, rows: slice) -> Matrix:
         """Those of each layer's outputs: a view."""
         bias = None if self.bias is None else self.bias[..., rows]
+        if self.table is not None:
+            return Matrix(self.weight, bias, None, self.table[..., rows])
         scale = None if self.scale is None else self.scale[..., rows]
         return Matrix(self.weight[..., rows, :], bias, scale)
 
     def unbind(self) -> list[Matrix]:
         """Layer by layer: views."""
-        layers = self.weight.unbind(0)
-        biases = [None] * len(layers) if self.bias is None else self.bias.unbind(0)
-        scales = [None] * len(layers) if self.scale is None else self.scale.unbind(0)
-        return [Matrix(*parts) for parts in zip(layers, biases, scales, strict=True)]
+        num_layers = len(self.weight if self.table is None else self.table)
+        weights = [self.weight] * num_layers if self.table is not None else self.weight.unbind(0)
+        each = (
+            [None] * num_layers if part is None else part.unbind(0)
+            for part in (self.bias, self.scale, self.table)
+        )
+        return [Matrix(*parts) for parts in zip(weights, *each, strict=True)]
 
 
 def _arguments(fields: Iterable[Tensor | Matrix | None]) -> Iterator[Tensor | None]:
-    """As a schema has them: a matrix is its tensors."""
+    """As a schema has them: a matrix is its tensors, of which the tables come at the end."""
     for field in fields:
         if isinstance(field, Matrix):
-            yield from field
+            yield from field[:3]
         else:
             yield field
+
+
+def _tables(fields: Iterable[Tensor | Matrix | None]) -> list[Tensor | None]:
+    """Those of the matrices, in their order."""
+    return [field.table for field in fields if isinstance(field, Matrix)]
+
+
+BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Block formats of GGUF files that :func:`pack_weight` takes."""
+
+
+def packed_bytes(format: str, num_rows: int, in_features: int) -> int:
+    """How many bytes :func:`pack_weight` fills, a multiple of 64.
+
+    Raises:
+        ValueError: an unknown format, or rows that its blocks do not fill.
+    """
+    return int(_C.packed_bytes(format, num_rows, in_features))
+
+
+def pack_weight(
+    blocks: Tensor,
+    format: str,
+    *,
+    offset: int = 0,
+    packed: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Matrix:
+    """A weight in the blocks of a GGUF file, laid out for the products; nothing is rounded.
+
+    What comes back is a :class:`Matrix` without a bias: bytes that 16 rows at a time lie in, and a
+    table that says of every row where it lies, in what format, and how wide it is. Rows of a table
+    may be taken apart and put together at will, so one weight may hold rows of several formats::
+
+        packed = ops.pack_weight(blocks, "Q4_0")
+        y = ops.skinny_linear(x, packed.weight, weight_table=packed.table)
+
+    In products each (normed) row of x is quantised to 8 bits with a scale per 32 columns, at 1/127
+    of their largest magnitude. Products within 32 columns (16 of Q6_K) are summed as exact
+    integers, those sums in float32 in ascending order of columns. A row that holds NaN or infinity
+    gives NaN throughout. On the CPU only.
+
+    Args:
+        blocks: uint8 [num_rows, row_bytes], whole blocks, any row stride.
+        format: one of :data:`BLOCK_FORMATS`.
+        offset: where in ``packed`` the rows go, a multiple of 64.
+        packed: uint8 [num_bytes], allocated when left out.
+        table: int64 [num_rows], contiguous; allocated when left out.
+    """
+    num_rows, row_bytes = blocks.shape
+    if packed is None:
+        in_features = int(_C.block_columns(format, row_bytes))
+        packed = blocks.new_empty(offset + packed_bytes(format, num_rows, in_features))
+    if table is None:
+        table = blocks.new_empty(num_rows, dtype=torch.int64)
+    _pack_weight(blocks, format, offset, packed, table)
+    return Matrix(packed, None, None, table)
+
+
+def unpack_weight(packed: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rows of a packed weight as the float32 numbers that their format defines, bit for bit.
+
+    Args:
+        packed: uint8 [num_bytes], see :func:`pack_weight`.
+        table: int64 [num_rows], any rows of one width.
+        out: float32 [num_rows, in_features], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        in_features = 32 * (int(table[0]) >> 8 & 0xFFFFFF) if len(table) else 0
+        out = torch.empty(len(table), in_features, dtype=torch.float32, device=packed.device)
+    _unpack_weight(packed, table, out)
+    return out
 
 
 def kv_fill(
@@ -1301,7 +1403,9 @@ def kv_fill(
         hidden,
         exit_layer,
         norm_weight,
-        *kv,
+        kv.weight,
+        kv.bias,
+        kv.scale,
         k_norm_weight,
         positions,
         cos_sin,
@@ -1309,6 +1413,7 @@ def kv_fill(
         v_cache,
         slot_mapping,
         eps,
+        kv.table,
     )
 
 
@@ -1317,6 +1422,7 @@ def skinny_linear(
     weight: Tensor,
     *,
     weight_scale: Tensor | None = None,
+    weight_table: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
@@ -1333,12 +1439,14 @@ def skinny_linear(
     With ``weight_scale`` the weight is int8 and row r of it stands for ``weight[r] *
     weight_scale[r]``. Each (normed) row of x is then quantised to 16 bits, at 1/32767 of its
     largest magnitude, and the products are summed as integers; a row that holds NaN or
-    infinity gives NaN throughout.
+    infinity gives NaN throughout. With ``weight_table`` the weight is packed: :func:`pack_weight`.
 
     Args:
         x: [num_tokens, in_features], any row stride.
-        weight: [out_features, in_features], any row stride; int8 with ``weight_scale``.
+        weight: [out_features, in_features], any row stride; int8 with ``weight_scale``; uint8
+            [num_bytes] with ``weight_table``.
         weight_scale: float32 [out_features].
+        weight_table: int64 [out_features].
         norm_weight: [in_features].
         eps: of the RMS norm.
         bias: [out_features].
@@ -1350,8 +1458,20 @@ def skinny_linear(
         ``out``, allocated when left out.
     """
     if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0])
-    _skinny_linear(x, norm_weight, eps, weight, weight_scale, bias, residual, out, activation)
+        rows = weight if weight_table is None else weight_table
+        out = x.new_empty(x.shape[0], rows.shape[0])
+    _skinny_linear(
+        x,
+        norm_weight,
+        eps,
+        weight,
+        weight_scale,
+        bias,
+        residual,
+        out,
+        activation,
+        weight_table,
+    )
     return out
 
 
@@ -1360,6 +1480,7 @@ def skinny_gated_linear(
     weight: Tensor,
     *,
     weight_scale: Tensor | None = None,
+    weight_table: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     bias: Tensor | None = None,
@@ -1375,8 +1496,9 @@ def skinny_gated_linear(
     Args:
         x: [num_tokens, in_features], any row stride.
         weight: [2 * inner_size, in_features], any row stride; gate rows, then up rows; int8 with
-            ``weight_scale``.
+            ``weight_scale``, uint8 [num_bytes] with ``weight_table``.
         weight_scale: float32 [2 * inner_size], see :func:`skinny_linear`.
+        weight_table: int64 [2 * inner_size], see :func:`pack_weight`.
         norm_weight: [in_features].
         eps: of the RMS norm.
         bias: [2 * inner_size].
@@ -1387,8 +1509,11 @@ def skinny_gated_linear(
         ``out``, allocated when left out.
     """
     if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _skinny_gated_linear(x, norm_weight, eps, weight, weight_scale, bias, out, activation)
+        rows = weight if weight_table is None else weight_table
+        out = x.new_empty(x.shape[0], rows.shape[0] // 2)
+    _skinny_gated_linear(
+        x, norm_weight, eps, weight, weight_scale, bias, out, activation, weight_table
+    )
     return out
 
 
@@ -1439,7 +1564,8 @@ class CrossAttention(NamedTuple):
     """int32 [num_seqs], keys of the encoder; with 0 the attention adds nothing."""
 
 
-_NO_CROSS_ATTENTION = (None,) * (3 + 2 * len(Matrix._fields))
+_NO_CROSS_ATTENTION = (None,) * 9
+_NO_CROSS_TABLES = (None, None)
 
 
 def decoder_layers(
@@ -1537,6 +1663,8 @@ def decoder_layers(
         position_bias,
         max_distance,
         activation,
+        *_tables(weights),
+        *(_NO_CROSS_TABLES if cross is None else _tables(cross)),
     )
     return out
 

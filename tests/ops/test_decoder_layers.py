@@ -161,8 +161,10 @@ def with_own_caches(call: dict[str, Any]) -> dict[str, Any]:
 
 def linear_of(matrix: ops.Matrix, x: torch.Tensor, **options: Any) -> torch.Tensor:
     """By the single op."""
-    weight, bias, scale = matrix
-    return ops.skinny_linear(x, weight, bias=bias, weight_scale=scale, **options)
+    weight, bias, scale, table = matrix
+    return ops.skinny_linear(
+        x, weight, bias=bias, weight_scale=scale, weight_table=table, **options
+    )
 
 
 def compose_cross(call: dict[str, Any], hidden: torch.Tensor, layer: int) -> torch.Tensor:
@@ -223,7 +225,7 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 fixed_split_size=call["fixed_split_size"],
                 position_bias=call["position_bias"],
                 max_distance=call["max_distance"],
-            ).view(num_tokens, w.o.weight.shape[1])
+            ).flatten(1)
             hidden = linear_of(w.o, attended, residual=hidden)
             if call["cross"] is not None:
                 hidden = compose_cross(call, hidden, layer)
@@ -234,6 +236,7 @@ def compose(call: dict[str, Any]) -> torch.Tensor:
                 hidden,
                 w.gate_up.weight,
                 weight_scale=w.gate_up.scale,
+                weight_table=w.gate_up.table,
                 norm_weight=w.mlp_norm,
                 eps=eps,
                 bias=w.gate_up.bias,

@@ -44,12 +44,13 @@ class Linear:
 
         ``few``: by eecore's product, however many rows there are.
         """
-        weight, bias, scale = matrix
+        weight, bias, scale, table = matrix
         if few or self.is_skinny(x):
             return ops.skinny_linear(
                 x,
                 weight,
                 weight_scale=scale,
+                weight_table=table,
                 norm_weight=norm,
                 eps=self._eps,
                 bias=bias,

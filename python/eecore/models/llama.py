@@ -171,9 +171,15 @@ class LlamaModel:
         Token i is ``previous[sources[i]]`` instead where there are sources, int32 [num_tokens], and
         it is not -1.
         """
-        weight, _, scale = self.weights.embed_tokens
+        table = self.weights.embed_tokens
         return ops.embed_tokens(
-            token_ids, weight, scale=scale, previous=previous, sources=sources, dtype=self.dtype
+            token_ids,
+            table.weight,
+            scale=table.scale,
+            table=table.table,
+            previous=previous,
+            sources=sources,
+            out=self.weights.final_norm.new_empty(len(token_ids), self.config.hidden_size),
         )
 
     def layers(
@@ -239,6 +245,7 @@ class LlamaModel:
             weights.lm_head.weight,
             self.config.rms_norm_eps,
             lm_head_scale=weights.lm_head.scale,
+            lm_head_table=weights.lm_head.table,
         )
 
     def fill_kv(
@@ -314,6 +321,7 @@ class LlamaModel:
                 hidden,
                 layer.gate_up.weight,
                 weight_scale=layer.gate_up.scale,
+                weight_table=layer.gate_up.table,
                 bias=layer.gate_up.bias,
                 norm_weight=layer.mlp_norm,
                 eps=self.config.rms_norm_eps,

@@ -67,9 +67,15 @@ class T5Model:
         Token i is ``previous[sources[i]]`` instead where there are sources, int32 [num_tokens], and
         it is not -1.
         """
-        weight, _, scale = self.weights.embed_tokens
+        table = self.weights.embed_tokens
         return ops.embed_tokens(
-            token_ids, weight, scale=scale, previous=previous, sources=sources, dtype=self.dtype
+            token_ids,
+            table.weight,
+            scale=table.scale,
+            table=table.table,
+            previous=previous,
+            sources=sources,
+            out=self._head_norm.new_empty(len(token_ids), self.config.hidden_size),
         )
 
     def encode(self, token_ids: Tensor, lengths: list[int], kv: KVCache, slots: Tensor) -> None:
@@ -156,7 +162,12 @@ class T5Model:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
         lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
         return ops.exit_confidence_softmax(
-            hidden, self._head_norm, lm_head.weight, eps, lm_head_scale=lm_head.scale
+            hidden,
+            self._head_norm,
+            lm_head.weight,
+            eps,
+            lm_head_scale=lm_head.scale,
+            lm_head_table=lm_head.table,
         )
 
     def fill_kv(
@@ -283,7 +294,6 @@ class T5Model:
 
     def _mlp(self, layer: ops.DecoderWeights, hidden: Tensor) -> Tensor:
         activation, norm = self.config.activation, layer.mlp_norm
-        weight, _, scale = layer.gate_up
         if not self.linear.is_skinny(hidden):
             inner = self.linear(hidden, layer.gate_up, norm=norm)
             inner = _activated(inner, activation)
@@ -291,8 +301,9 @@ class T5Model:
             into_inner = ops.skinny_linear if activation == "relu" else ops.skinny_gated_linear
             inner = into_inner(
                 hidden,
-                weight,
-                weight_scale=scale,
+                layer.gate_up.weight,
+                weight_scale=layer.gate_up.scale,
+                weight_table=layer.gate_up.table,
                 norm_weight=norm,
                 eps=self.config.rms_norm_eps,
                 activation=activation,

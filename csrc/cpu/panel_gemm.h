@@ -1,0 +1,116 @@
+// out[b, r] = sum_k x[b, k] * w[r, k] for packed weights (eecore/packed_weight.h): a panel's rows
+// are the lanes of a vector, so that there are no sums across one.
+//
+// x is quantised to 8 bits, with a scale for each 32 columns. Products within such a block are
+// summed as exact integers, blocks in float32 in ascending order: a result depends on nothing but
+// its row of x and its row of the weight. A block that holds NaN or infinity makes its row NaN
+// throughout.
+#pragma once
+
+#include "skinny_gemm.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+// 32 columns of a row of x: x = q * scale.
+struct XBlock {
+  float scale;
+  float scaled_sum;     // scale * the sum of q
+  int32_t minus_8;      // -8 times the sum of q
+  int32_t minus_8_low;  // of the first half of q
+  int8_t q[kBlockColumns];
+};
+
+// v: [32]
+inline void quantise_block(const float* v, XBlock* out) {
+  uint32_t largest = 0;
+  for (int i = 0; i < kBlockColumns; ++i) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, v + i, 4);
+    bits &= 0x7fffffffu;
+    largest = bits > largest ? bits : largest;
+  }
+  float bound;
+  __builtin_memcpy(&bound, &largest, 4);
+  const bool finite = largest < 0x7f800000u;
+  // Below this the factor could be infinite.
+  const bool usable = finite && bound >= 1.17549435e-36f;
+  const float to_q = usable ? 127.0f / bound : 0.0f;
+  int32_t low = 0, high = 0;
+  int32_t whole[kBlockColumns];
+  for (int i = 0; i < kBlockColumns; ++i) {
+    const float value = usable ? v[i] * to_q : 0.0f;
+    whole[i] = static_cast<int32_t>((value + 12582912.0f) - 12582912.0f);  // to nearest even
+  }
+  for (int i = 0; i < kBlockColumns; ++i) out->q[i] = static_cast<int8_t>(whole[i]);
+  for (int i = 0; i < kBlockColumns / 2; ++i) low += whole[i];
+  for (int i = kBlockColumns / 2; i < kBlockColumns; ++i) high += whole[i];
+  out->scale = usable ? bound / 127.0f : finite ? 0.0f : __builtin_nanf("");
+  out->scaled_sum = out->scale * static_cast<float>(low + high);
+  out->minus_8 = -8 * (low + high);
+  out->minus_8_low = -8 * low;
+}
+
+template <>
+struct Format<Panel> {
+  using PackedX = XBlock;
+
+  template <typename T>
+  static void pack(const T* row, int64_t n, XBlock* x) {
+    for (int64_t k = 0; k < n; k += kBlockColumns) {
+      alignas(64) float values[kBlockColumns];
+      for (int i = 0; i < kBlockColumns; i += kWidth) store(values + i, load(row + k + i));
+      quantise_block(values, x + k / kBlockColumns);
+    }
+  }
+};
+template <>
+inline int64_t packed_stride<Panel>(int64_t n) {
+  return n / kBlockColumns;
+}
+
+template <>
+struct WeightRows<Panel> {
+  const uint8_t* bytes;
+  const int64_t* table;  // [num_rows]
+
+  // The panel that row i is in.
+  const Panel* row(int64_t i) const {
+    return reinterpret_cast<const Panel*>(bytes + row_place(table[i]).offset);
+  }
+  WeightRows from(int64_t i) const { return {bytes, table + i}; }
+};
+template <>
+inline WeightRows<Panel> weight_rows(const void* data, int64_t, const float*,
+                                     const int64_t* table) {
+  return {static_cast<const uint8_t*>(data), table};
+}
+
+// A panel's rows first..first + count and rows of x, into out[b * out_stride + r].
+struct PanelProduct {
+  const uint8_t* panel;
+  int64_t columns, first, count;
+  const XBlock* x;  // row stride x_stride
+  int64_t x_stride, num_batch;
+  const uint8_t* ahead;
+  float* out;
+  int64_t out_stride;
+};
+void multiply_panel(BlockFormat format, const PanelProduct& product);
+
+// out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:
+// [num_batch, n packed]. `next`: the panel that will be read after these; may be null.
+inline void multiply(const WeightRows<Panel>& w, int64_t num_rows, const XBlock* x,
+                     int64_t x_stride, int64_t num_batch, int64_t n, const Panel* next, float* out,
+                     int64_t out_stride) {
+  for (int64_t r = 0; r < num_rows;) {
+    const RowPlace place = row_place(w.table[r]);
+    const int64_t count = min_of(kPanelRows - place.lane, num_rows - r);
+    const Panel* ahead = r + count < num_rows ? w.row(r + count) : next;
+    multiply_panel(place.format,
+                   {w.bytes + place.offset, n, place.lane, count, x, x_stride, num_batch,
+                    reinterpret_cast<const uint8_t*>(ahead), out + r, out_stride});
+    r += count;
+  }
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -1,0 +1,94 @@
+"""unpack_weight: any rows of a packed weight, as float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import reference
+from eecore import ops
+from packed_blocks import random_blocks
+
+
+@pytest.mark.parametrize("format", ops.BLOCK_FORMATS)
+def test_matches_the_reference(format: str, device: torch.device) -> None:
+    blocks = random_blocks(format, 100, 512).to(device)
+    packed = ops.pack_weight(blocks, format)
+    for rows in ([3], [99, 0, 50, 50], list(range(100)), list(range(20, 40))):
+        index = torch.tensor(rows, device=device)
+        got = ops.unpack_weight(packed.weight, packed.table[index])
+        assert torch.equal(got, reference.unpack_weight(blocks, format, index))
+
+
+def test_rows_of_several_weights(device: torch.device) -> None:
+    blocks = random_blocks("Q8_0", 40, 64).to(device)
+    packed = ops.pack_weight(blocks, "Q8_0")
+    wide = torch.full((40, 70), 9.0, device=device)
+    ops.unpack_weight(packed.weight, packed.table, out=wide[:, :64])
+    assert torch.equal(wide[:, :64], reference.pack_weight(blocks, "Q8_0"))
+    assert (wide[:, 64:] == 9).all()
+
+
+def test_no_rows() -> None:
+    packed = torch.zeros(0, dtype=torch.uint8)
+    table = torch.zeros(0, dtype=torch.int64)
+    assert ops.unpack_weight(packed, table, out=torch.zeros(0, 64)).shape == (0, 64)
+
+
+def place(offset: int, columns: int, format: int, lane: int) -> int:
+    return lane | format << 4 | columns // 32 << 8 | offset // 64 << 32
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([0, -1], "expected places that pack_weight wrote, got -1"),
+        ([place(0, 64, 8, 0)] * 2, "expected places that pack_weight wrote, got 640"),
+        ([place(0, 64, 0, 0), place(0, 96, 0, 1)], "expected rows of 64 columns .*, got 96"),
+        ([place(0, 64, 5, 0)] * 2, "expected rows of 64 columns in blocks of 256, got 64"),
+        ([place(64, 64, 0, 0)] * 2, "expected rows within 576 packed bytes, got .* ends at 640"),
+        ([place(0, 64, 0, 15), place(0, 64, 0, 15) + 1], "expected places that pack_weight wrote|"
+         "expected rows of 64 columns"),
+    ],
+)  # fmt: skip
+def test_tables_are_not_followed_out_of_memory(entries: list[int], message: str) -> None:
+    packed = torch.zeros(576, dtype=torch.uint8)
+    out = torch.full((2, 64), 9.0)
+    table = torch.tensor(entries)
+    if entries[0] == 0:  # of a good row
+        table[0] = place(0, 64, 0, 0)
+    bad = table.clone()
+    if entries[-1] == place(0, 64, 0, 15) + 1:
+        bad[1] = place(0, 64, 0, 15) + 16 * 9
+    with pytest.raises(RuntimeError, match=f"unpack_weight: table: .*{message}"):
+        ops.unpack_weight(packed, bad, out=out)
+    assert (out == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("packed", "table", "out", "message"),
+    [
+        (torch.zeros(9, 64).byte(), [0], torch.zeros(1, 64), r"packed: expected uint8 \[576\], go"),
+        (torch.zeros(576).char(), [0], torch.zeros(1, 64), r"packed: expected uint8 \[576\], got"),
+        (torch.zeros(576).byte(), [0, 1], torch.zeros(1, 64), r"table: expected int64 \[num_rows="),
+        (torch.zeros(576).byte(), [0], torch.zeros(1, 65), r"table: expected rows of 65 columns"),
+        (torch.zeros(576).byte(), [0], torch.zeros(1, 64).double(), r"out: expected float32"),
+        (torch.zeros(576).byte(), [0, 1], torch.zeros(64).expand(2, 64), r"out: expected rows th"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(
+    packed: torch.Tensor, table: list[int], out: torch.Tensor, message: str
+) -> None:
+    entries = torch.tensor([place(0, 64, 0, lane) for lane in table])
+    with pytest.raises(RuntimeError, match=f"unpack_weight: {message}"):
+        ops.unpack_weight(packed, entries, out=out)
+
+
+def test_opcheck(device: torch.device) -> None:
+    packed = ops.pack_weight(random_blocks("Q5_1", 3, 64).to(device), "Q5_1")
+    call = {
+        "packed": packed.weight,
+        "table": packed.table,
+        "out": torch.zeros(3, 64, device=device),
+    }
+    torch.library.opcheck(torch.ops.eecore.unpack_weight.default, (), call)
