@@ -26,7 +26,8 @@ def eecore(directory: str, bits: str, threads: int) -> Generate:
     import eecore
 
     torch.set_num_threads(threads)
-    settings = {"weights": "int8"} if bits == "int8" else {"dtype": DTYPES[bits]}
+    by_bits = {"int8": {"weights": "int8"}, "file": {}}  # "file": those of a GGUF file
+    settings = by_bits[bits] if bits in by_bits else {"dtype": DTYPES[bits]}
     model = eecore.load(directory, device="cpu", kv_cache_tokens=4096, **settings)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:

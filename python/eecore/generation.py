@@ -77,24 +77,27 @@ def load(
     kv_cache_tokens: int | None = None,
     engine: EngineConfig | None = None,
 ) -> Model:
-    """Load a model directory in Hugging Face layout.
+    """Load a model directory in Hugging Face layout, or a GGUF file.
 
     Args:
-        path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. Without
+        path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. A GGUF
+            file (llama, qwen2, qwen3) runs as it is, on the CPU: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+            Q4_K, Q5_K, Q6_K, F16, BF16 and F32, mixed as the file mixes them. Without
             one it is the model that ships with eecore: what somebody says to a home, into a parse.
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.
         weights: ``int8`` quantises the linear layers' weights as they are read, a scale per row,
             which halves or quarters the bytes that each token reads. States and the KV cache keep
-            ``dtype``. On the CPU only; every exit mode works with it.
+            ``dtype``. On the CPU only; every exit mode works with it. A GGUF file has its own.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
             ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.
         engine: batching limits.
 
     Raises:
-        ModelError: for a directory that is missing, corrupt, or of an unsupported architecture.
+        ModelError: for a directory or file that is missing, corrupt, or of an unsupported
+            architecture.
     """
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)

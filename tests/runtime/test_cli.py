@@ -337,7 +337,7 @@ def test_a_model_that_cannot_be_loaded(
     fails(str(tmp_path / "nowhere"), "nowhere", "got nothing")
     fails("owner/name", "eecore downloads nothing")
     (tmp_path / "file.gguf").write_text("")
-    fails(str(tmp_path / "file.gguf"), "convert")
+    fails(str(tmp_path / "file.gguf"), "expected a GGUF file")
     (tmp_path / "empty").mkdir()
     fails(str(tmp_path / "empty"), "config.json")
     other = write_model(tmp_path / "other", architectures=["MambaForCausalLM"])

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from eecore.config import RopeConfig
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.models import Tokenizer, load_model
-from eecore.models.gguf_convert import TENSOR_NAMES, convert_gguf
+from eecore.models.gguf_checkpoint import TENSOR_NAMES
+from eecore.models.gguf_convert import convert_gguf
 from eecore.models.rope import frequencies
 from get_smollm2 import find_installed
 from tiny_models import CHAT_TEMPLATE, FAMILIES, write_model
@@ -47,10 +48,14 @@ def write_gguf(
     *,
     architecture: str = "llama",
     quantization: gguf.GGMLQuantizationType | None = None,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """The model of a Hugging Face directory as a GGUF file, with a byte-level tokenizer."""
+    """The model of a Hugging Face directory as a GGUF file, with a byte-level tokenizer.
+
+    Matrices are of one kind, those with a name in ``kinds`` of that one.
+    """
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
@@ -85,9 +90,10 @@ def write_gguf(
             heads = "num_attention_heads" if "q_proj" in part else "num_key_value_heads"
             values = interleaved(values, config[heads])
         stored = f"{f'blk.{layer}.' if layer else ''}{GGUF_NAMES[part]}.{kind}"
-        if quantization is not None and values.ndim == 2:
-            packed = gguf.quants.quantize(values, quantization)
-            writer.add_tensor(stored, packed, raw_dtype=quantization)
+        chosen = (kinds or {}).get(stored.removesuffix(".weight"), quantization)
+        if chosen is not None and values.ndim == 2:
+            packed = gguf.quants.quantize(values, chosen)
+            writer.add_tensor(stored, packed, raw_dtype=chosen)
         else:
             writer.add_tensor(stored, values)
     for name, values in (extra or {}).items():

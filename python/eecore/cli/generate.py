@@ -192,7 +192,7 @@ def generate(
     if logprobs is not None and not json:
         raise UsageError("--logprobs: goes with --json")
     model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
-    directory = check_path(model)
+    directory = check_path(model, takes_gguf=True)
     prompts = read_prompts(prompt, file)
 
     from eecore.config import SamplingParams

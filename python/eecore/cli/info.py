@@ -1,12 +1,13 @@
-"""``eecore info``: what a model directory holds and what eecore would make of it."""
+"""``eecore info``: what a model directory or GGUF file holds, and what eecore makes of it."""
 
 from __future__ import annotations
 
 import json as json_format
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +16,12 @@ from rich.table import Table
 from eecore.builtin import BUILTIN
 from eecore.cli.loading import Debug, ModelPath, check_path, spinner
 from eecore.cli.streams import says_all
+
+if TYPE_CHECKING:
+    import torch
+
+    from eecore.config import AnyModelConfig
+    from eecore.models.tokenizer import Tokenizer
 
 FORMATS = ("float32", "bfloat16", "float16")
 
@@ -25,7 +32,7 @@ def info(
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Show a model's sizes, tokenizer, exit layers and what this build runs it with."""
-    directory = check_path(model)
+    directory = check_path(model, takes_gguf=True)
     with spinner(f"reading {model}"):
         facts = model_facts(directory)
     if json:
@@ -40,33 +47,18 @@ def info(
 
 def model_facts(directory: Path) -> dict[str, Any]:
     """Everything, as JSON can say it; reads headers, no weights."""
-    import torch
-
     from eecore import build_info
     from eecore.models import KVCache
-    from eecore.models.checkpoint import Checkpoint
-    from eecore.models.config_json import read_model_config
-    from eecore.models.load import choose_device, choose_model_dtype
-    from eecore.models.tokenizer import Tokenizer
 
-    config = read_model_config(directory)
-    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
-    with Checkpoint(directory) as checkpoint:
-        stored = sorted({checkpoint.dtype(name) for name in checkpoint.names}, key=str)
-        files = {checkpoint.path_of(name) for name in checkpoint.names}
-    device = choose_device(None)
-    main = getattr(torch, config.dtype) if config.dtype in FORMATS else stored[0]
-    dtype = choose_model_dtype(None, device, main, config)
+    read = _file_facts if directory.is_file() else _directory_facts
+    config, tokenizer, dtype, stored = read(directory)
     return {
         "path": str(directory),
         "config": asdict(config),
         "num_parameters": config.num_parameters,
         "exit_layers": [1, config.num_layers],
-        "stored_dtypes": [str(kind).removeprefix("torch.") for kind in stored],
-        "bytes_on_disk": sum(path.stat().st_size for path in files),
-        "device": str(device),
+        **stored,
         "dtype": str(dtype).removeprefix("torch."),
-        "weight_bytes": config.num_parameters * dtype.itemsize,
         "kv_bytes_per_token": KVCache.bytes_per_token(config, dtype),
         "tokenizer": None
         if tokenizer is None
@@ -80,6 +72,77 @@ def model_facts(directory: Path) -> dict[str, Any]:
         },
         "build": build_info(),
     }
+
+
+def _directory_facts(
+    directory: Path,
+) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, dict[str, Any]]:
+    import torch
+
+    from eecore.models.checkpoint import Checkpoint
+    from eecore.models.config_json import read_model_config
+    from eecore.models.load import choose_device, choose_model_dtype
+    from eecore.models.tokenizer import Tokenizer
+
+    config = read_model_config(directory)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    with Checkpoint(directory) as checkpoint:
+        stored = sorted({checkpoint.dtype(name) for name in checkpoint.names}, key=str)
+        files = {checkpoint.path_of(name) for name in checkpoint.names}
+    device = choose_device(None)
+    main = getattr(torch, config.dtype) if config.dtype in FORMATS else stored[0]
+    dtype = choose_model_dtype(None, device, main, config)
+    facts = {
+        "stored_dtypes": [str(kind).removeprefix("torch.") for kind in stored],
+        "bytes_on_disk": sum(path.stat().st_size for path in files),
+        "device": str(device),
+        "weight_bytes": config.num_parameters * dtype.itemsize,
+    }
+    return config, tokenizer, dtype, facts
+
+
+def _file_facts(
+    path: Path,
+) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, dict[str, Any]]:
+    """Of a GGUF file: besides the bits of each tensor, and what a token reads of them."""
+    import torch
+
+    from eecore.models.gguf_checkpoint import GGUFCheckpoint
+    from eecore.models.gguf_load import check_kinds, gguf_tokenizer, stored_dtype
+    from eecore.models.load import choose_dtype
+
+    checkpoint = GGUFCheckpoint(path)
+    check_kinds(checkpoint)
+    config, names = checkpoint.config, checkpoint.names
+    sizes = {name: checkpoint.num_bytes(name) for name in names}
+    numbers = {name: math.prod(checkpoint.shape(name)) for name in names}
+    looked_up = 0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
+    dtype = choose_dtype(None, torch.device("cpu"), stored_dtype(checkpoint))
+    facts = {
+        "stored_dtypes": sorted({checkpoint.kind(name) for name in names}),
+        "bytes_on_disk": path.stat().st_size,
+        "device": "cpu",
+        "weight_bytes": sum(sizes.values()),
+        "bytes_per_token": sum(sizes.values()) - looked_up,
+        "tensors": {
+            name: {"type": checkpoint.kind(name), "bits": 8 * sizes[name] / numbers[name]}
+            for name in names
+        },
+    }
+    return config, gguf_tokenizer(checkpoint), dtype, facts
+
+
+def _bits(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Type and bits of the matrices, those of all layers together."""
+    kinds: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        part = name.removesuffix(".weight").split(".")[-1]
+        if "norm" in part or name.endswith(".bias"):
+            continue
+        text = f"{tensor['type']} ({tensor['bits']:.3g} bits)"
+        if text not in kinds.setdefault(part, []):
+            kinds[part].append(text)
+    return [(f"  {part}", ", ".join(sorted(texts))) for part, texts in kinds.items()]
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -109,6 +172,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("on disk", f"{_size(facts['bytes_on_disk'])}, {', '.join(facts['stored_dtypes'])}"),
         ("runs as", f"{facts['dtype']} on {facts['device']}"),
         ("weights", _size(facts["weight_bytes"])),
+        *_bits(facts.get("tensors", {})),
+        *([("read a token", _size(facts["bytes_per_token"]))] if "tensors" in facts else []),
         ("KV cache", f"{_size(facts['kv_bytes_per_token'])} a token"),
         ("eecore", f"{build['version']}, built with torch {build['built_with_torch']}"),
         ("CPU kernels", f"{build['cpu_capability']} of {', '.join(build['cpu_capabilities'])}"),

@@ -38,7 +38,10 @@ __all__ = [
 
 SEEDS = 2**63 - 1
 """The largest."""
-MODEL_HELP = "A model directory in Hugging Face layout; intent: the model that ships with eecore."
+MODEL_HELP = (
+    "A model directory in Hugging Face layout, or a GGUF file; intent: the model that ships with "
+    "eecore."
+)
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 # Of the commands that go on with a prompt.
 OptionalModel = Annotated[
@@ -64,13 +67,15 @@ Threads = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def check_path(path: str) -> Path:
-    """The directory, or a ModelError that says what to do; needs no heavy import."""
+def check_path(path: str, *, takes_gguf: bool = False) -> Path:
+    """The directory, or file, or a ModelError that says what to do; needs no heavy import."""
     directory = model_directory(path)
     found = kind_of(directory)
     if found == "a directory":
         return directory
     if found == "a file" and directory.suffix == ".gguf":
+        if takes_gguf:
+            return directory
         raise ModelError(f"{path}: expected a model directory, got a GGUF file: convert it first")
     if found == "nothing" and path.count("/") == 1 and not path.startswith((".", "/", "~")):
         raise ModelNotFoundError(
@@ -100,17 +105,17 @@ def model_and_prompt(
 
 def load(path: str, *, threads: int | None, policy: Exit | None = None, **options: Any) -> Model:
     """The model; its shape is checked against the exit policy before weights are read."""
-    directory = check_path(path)
+    directory = check_path(path, takes_gguf=True)
     with spinner(f"loading {path}"):
         import torch
 
         import eecore
-        from eecore.models.config_json import read_model_config
+        from eecore.models.load import read_config
 
         if threads is not None:
             torch.set_num_threads(threads)
         if policy is not None:
-            config = read_model_config(directory)
+            config = read_config(directory)
             policy.check(config.num_layers, config.hidden_size)
             calibration = getattr(policy, "calibration", None)
             for name in ("dtype", "weights"):  # its guarantee holds in no other

@@ -163,15 +163,27 @@ class GGUFFile:
         """Of a tensor, as torch counts dimensions: the one that changes fastest comes last."""
         return self._tensors[name].shape
 
+    def kind(self, name: str) -> str:
+        """What a tensor is stored in, "Q4_0" or "F16" for one."""
+        return str(self._type(self._tensors[name].kind).name)
+
+    def num_bytes(self, name: str) -> int:
+        """That a tensor takes."""
+        return self._tensors[name].num_bytes
+
+    def blocks(self, name: str) -> Tensor:
+        """uint8 [..., row_bytes]: a tensor as it is stored, in the file's own memory."""
+        stored = self._tensors[name]
+        flat = np.frombuffer(self._data, np.uint8, stored.num_bytes, stored.offset)
+        return torch.from_numpy(flat.reshape(*stored.shape[:-1], -1))
+
     def read(self, name: str) -> Tensor:
         """A tensor, dequantised to float32."""
         stored = self._tensors[name]
-        flat = np.frombuffer(self._data, np.uint8, stored.num_bytes, stored.offset)
-        rows = flat.reshape(*stored.shape[:-1], -1)
         kind = self._type(stored.kind)
         try:
             with np.errstate(all="ignore"):
-                values = self._quants.dequantize(rows, kind)
+                values = self._quants.dequantize(self.blocks(name).numpy(), kind)
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"{self.path}: {name}: expected a type that gguf dequantises, got {kind.name}"
@@ -186,7 +198,7 @@ class GGUFFile:
                     raise CheckpointError(
                         f"{self.path}: expected a GGUF file (magic GGUF), got {magic!r}"
                     )
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}") from None
 

@@ -16,13 +16,15 @@ from eecore.models.checkpoint import (
     with_stored_tying,
 )
 from eecore.models.config_json import read_model_config
+from eecore.models.gguf_checkpoint import GGUFCheckpoint
+from eecore.models.gguf_load import check_kinds, gguf_tokenizer, gguf_weights, stored_dtype
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.tokenizer import Tokenizer
-from eecore.readable import path_of
+from eecore.readable import kind_of, path_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,10 +35,11 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
 ) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
-    """Load a Hugging Face model directory; the tokenizer is None when the directory has none.
+    """Load a model; the tokenizer is None when there is none.
 
     Args:
-        path: a directory with config.json and safetensors files.
+        path: a directory with config.json and safetensors files, or a GGUF file, which runs as it
+            is: its matrices in their own bits, on the CPU.
         device: by default the current GPU where there is one and the build has CUDA, else the CPU.
         dtype: by default that of the checkpoint on a GPU. On the CPU a bfloat16 checkpoint stays so
             only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.
@@ -49,6 +52,8 @@ def load_model(
             allocated; the weights' numbers themselves are not looked at.
     """
     directory = path_of(path, ModelError)
+    if kind_of(directory) == "a file":
+        return _load_gguf(directory, device, dtype, weights)
     config = read_model_config(directory)
     where = choose_device(device)
     int8 = choose_int8(weights, where)
@@ -59,6 +64,33 @@ def load_model(
         loaded = load_weights(checkpoint, config, where, what, int8=int8)
     source = ModelSource(directory, str(what).removeprefix("torch."), "int8" if int8 else None)
     return config, _network(config, loaded, source), tokenizer
+
+
+def _load_gguf(
+    path: Path,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    weights: str | None,
+) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
+    if weights is not None:
+        raise ModelError(
+            f"weights: expected None with a GGUF file, which has its own, got {weights!r}"
+        )
+    where = choose_device("cpu" if device is None else device)
+    if where.type != "cpu":
+        raise ModelError(f"device: expected cpu for a GGUF file, got {where}: convert it first")
+    checkpoint = GGUFCheckpoint(path)
+    check_kinds(checkpoint)
+    what = choose_dtype(dtype, where, stored_dtype(checkpoint))
+    tokenizer = gguf_tokenizer(checkpoint)
+    loaded = gguf_weights(checkpoint, what)
+    source = ModelSource(path, str(what).removeprefix("torch."), None)
+    return checkpoint.config, LlamaModel(checkpoint.config, loaded, source), tokenizer
+
+
+def read_config(path: Path) -> AnyModelConfig:
+    """Of a model directory, or of a GGUF file."""
+    return GGUFCheckpoint(path).config if kind_of(path) == "a file" else read_model_config(path)
 
 
 def _network(

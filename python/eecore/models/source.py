@@ -15,13 +15,13 @@ __all__ = ["ModelSource", "model_digest"]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model directory, and the numbers that it is run in."""
+    """A model directory or GGUF file, and the numbers that it is run in."""
 
     directory: Path
     dtype: str
     """``float32``, ``bfloat16`` or ``float16``"""
     weights: str | None
-    """``int8``, or None for those of the dtype."""
+    """``int8``, or None for those of the dtype, or of a GGUF file."""
 
     @cached_property
     def sha256(self) -> str:
@@ -30,9 +30,13 @@ class ModelSource:
 
 
 def model_digest(directory: Path) -> str:
-    """The SHA-256 of a model directory's weight files, in the order of their names."""
+    """The SHA-256 of a model directory's weight files, in the order of their names.
+
+    Of a GGUF file its own.
+    """
     digest = hashlib.sha256()
-    for path in sorted(directory.glob("model*.safetensors")):
+    files = directory.glob("model*.safetensors") if directory.is_dir() else [directory]
+    for path in sorted(files):
         with regular_file(path, ModelError).open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)

