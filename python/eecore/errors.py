@@ -34,6 +34,10 @@ class ExitError(RequestError):
     """An exit policy that contradicts itself or that the model cannot run."""
 
 
+class NotFiniteError(EecoreError, ArithmeticError):
+    """The model gave NaN or infinity where a request's next token was to come from."""
+
+
 class TrainingError(RequestError):
     """Training data, settings or a checkpoint of a training run that cannot be used."""
 

@@ -177,7 +177,7 @@ def test_a_failing_step_reaches_every_consumer_and_the_engine_lives_on(
         return [*failed, await engine.generate(PROMPTS[0], sampling=SAMPLING)]
 
     first, second, good = run(main())
-    assert [str(first), str(second)] == ["broken"] * 2
+    assert [str(first), str(second)] == ["RuntimeError: broken"] * 2
     assert good.token_ids == expected[0].token_ids
     assert_idle(engine)
 

@@ -21,6 +21,8 @@ import eecore
 from eecore.cli.app import run
 from eecore.cli.depth import DepthPainter, depth_style, runs
 from eecore.cli.exit_options import ExitOptions, parse_layers
+from eecore.decoding.prefill import Prefill
+from eecore.scheduling.scheduler import Work
 from tiny_models import write_model
 
 FAILED, USAGE, MODEL, REQUEST, INTERRUPTED, NO_READER = 1, 2, 3, 4, 130, 141
@@ -574,3 +576,26 @@ def test_each_token_has_the_colour_of_its_own_layer(model: str) -> None:
     spans = [(text.plain[s.start : s.end], s.style) for text in late for s in text.spans]
     colours = [("a", 1), ("é", 3), (" ", 4), ("b", 2)]
     assert spans == [(char, depth_style(layer, 1, 4)) for char, layer in colours]
+
+
+def test_a_prompt_that_fails_is_reported_and_the_others_are_served(
+    model: str,
+    lines: Callable[[str, str], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunk = Prefill._chunk
+
+    def broken(prefill: Prefill, work: Work) -> Any:
+        if work.sequence.request_id == "request-1":
+            raise ValueError("no b today")
+        return chunk(prefill, work)
+
+    monkeypatch.setattr(Prefill, "_chunk", broken)
+    file = lines("prompts.txt", "a\nb\nc\n")
+    assert run(["generate", model, "-f", file, "-n", "3", "--ignore-eos", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "error: prompt 2: ValueError: no b today\n"
+    records = [json.loads(line) for line in captured.out.splitlines()]
+    assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
+    assert [record.get("error") for record in records] == [None, "ValueError: no b today", None]

@@ -190,11 +190,31 @@ def test_a_threshold_of_one_is_not_measured(tiny: eecore.Model, measure: Measure
     assert stretches(second_step(tiny, policy)) == Counter(expected)
 
 
-def test_a_confidence_of_nan_never_accepts(tiny: eecore.Model) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_classifiers_of_any_dtype(tiny: eecore.Model, dtype: torch.dtype) -> None:
+    weight = torch.linspace(-1.0, 1.0, 128).view(2, 64).bfloat16()
+    outputs = [
+        eecore.generate(
+            tiny,
+            [[1, 2, 3]],
+            exit=ConfidentExit(0.5, measure="classifier", classifier=ExitClassifier(given)),
+            max_tokens=6,
+            ignore_eos=True,
+        )[0]
+        for given in (weight.float(), weight.to(dtype))
+    ]
+    assert outputs[1].error is None
+    assert outputs[1].confidences == outputs[0].confidences
+
+
+def test_a_confidence_of_nan_decides_nothing(tiny: eecore.Model) -> None:
     broken = ExitClassifier(torch.full((2, 64), torch.nan))
     policy = ConfidentExit(0.0, measure="classifier", classifier=broken)
     (output,) = eecore.generate(tiny, [[1, 2, 3]], exit=policy, max_tokens=4, ignore_eos=True)
-    assert output.exit_layers == [4] * 4
+    assert output.finish_reason == "error"
+    assert output.error is not None
+    assert output.error.startswith("expected finite logits and confidences from the model")
+    assert output.exit_layers == [4]
 
 
 def test_all_means_all_rows_that_asked_for_it(tiny: eecore.Model) -> None:

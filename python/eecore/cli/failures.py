@@ -15,7 +15,7 @@ from eecore.cli.signals import INTERRUPTED, SIGNALS
 from eecore.cli.streams import OUTPUT_LOST, flush_output, say
 from eecore.errors import EecoreError, ModelError, RequestError
 
-__all__ = ["EXIT_CODES", "UsageError", "failure", "reports_failures"]
+__all__ = ["EXIT_CODES", "FAILED", "UsageError", "failure", "reports_failures"]
 
 FAILED, USAGE, MODEL, REQUEST, NO_READER = 1, 2, 3, 4, 141
 MOST_LETTERS = 2000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eecore.cli.exit_options import EXIT_HELP, ExitOptions
-from eecore.cli.failures import UsageError
+from eecore.cli.failures import FAILED, UsageError
 from eecore.cli.loading import (
     Debug,
     Device,
@@ -28,6 +29,7 @@ from eecore.cli.loading import (
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
 from eecore.cli.signals import INTERRUPTED, SIGNALS
+from eecore.cli.streams import say
 
 if TYPE_CHECKING:
     from eecore.config import SamplingParams
@@ -168,7 +170,7 @@ def generate(
     kv_cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Positions in the KV cache.")
     ] = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+    debug: Debug = False,
 ) -> int:
     """Continue prompts: text as it comes, or JSON lines."""
     options = ExitOptions(
@@ -209,6 +211,8 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
+    if not debug:  # an error of a prompt is reported in a line
+        logging.getLogger("eecore").addHandler(logging.NullHandler())
     policy = options.policy(directory)
     loaded = load(
         model,
@@ -246,6 +250,14 @@ def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:
         messages.insert(0, {"role": "system", "content": system})
     text = model.tokenizer.apply_chat_template(messages)
     return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _report(index: int, output: Output) -> int:
+    """Say on stderr why a prompt failed, if it did; the exit code that this makes."""
+    if output.error is None:
+        return 0
+    say(f"error: prompt {index + 1}: {output.error}")
+    return FAILED
 
 
 def _results(
@@ -307,6 +319,7 @@ def _run(
                 results.step(order[step.request_id], step)
                 if step.output is not None:
                     outputs.append(step.output)
+                    code = max(code, _report(order[step.request_id], step.output))
                 if progress is not None and task is not None:
                     speed = f"{num_tokens / (time.perf_counter() - started):.0f} tokens/s"
                     progress.update(task, completed=len(outputs), speed=speed)

@@ -72,6 +72,8 @@ class JsonLines(Results):
             record["logprobs"] = output.logprobs
         if output.top_logprobs is not None:
             record["top_logprobs"] = output.top_logprobs
+        if output.error is not None:
+            record["error"] = output.error
         record["stats"] = stats_dict(output)
         ascii_alone = not says_all(sys.stdout)
         self.line(json.dumps(_finite(record), ensure_ascii=ascii_alone, allow_nan=False))

@@ -11,6 +11,7 @@ with left-out sublayers wrote any, are overwritten by the verification.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from eecore.decoding.sampling import (
     top_logprobs,
 )
 from eecore.decoding.step import Row, Sizes, Step, sizes_for
+from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, Network
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
@@ -362,12 +364,15 @@ class DraftStep(Step):
         drafted, accepted = got["num_drafted"][i], got["num_accepted"][i]
         drafts = got["tokens"][i][1 : drafted + 1]
         emitted = [*drafts[:accepted], got["next_token"][i]]
-        if emitted[-1] < 0:
-            raise RuntimeError(NO_TOKEN)
         ends = drafted > 0 and sequence.stops_at(drafts[-1])
         if accepted == drafted and ends:
             emitted.pop()
-        outcome = Outcome(sequence, sequence.num_computed + len(emitted))
+        good = self._num_good(emitted, accepted, i, start, got)
+        if not good:
+            return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))
+        is_cut = good < len(emitted)
+        emitted, accepted = emitted[:good], min(accepted, good)
+        outcome = Outcome(sequence, sequence.num_computed + good, is_cut=is_cut)
         outcome.kv_exit_layers = [num_layers] * len(emitted)
         # Drafted positions go through what they share with the draft once.
         runs = drafted * (path.layers_run - path.shared_layers) + (drafted + 1) * num_layers
@@ -390,6 +395,17 @@ class DraftStep(Step):
                 drafted, accepted, sequence.max_drafts
             )
         return outcome
+
+    def _num_good(
+        self, emitted: list[int], accepted: int, i: int, start: int, got: dict[str, list[Any]]
+    ) -> int:
+        """How many tokens come before the first of logits or confidences of NaN."""
+        confidences, logprobs = got["draft_confidences"][i], got["logprob"]
+        for k, token in enumerate(emitted):
+            drafted_badly = k < accepted and isnan(confidences[k])
+            if token < 0 or drafted_badly or isnan(logprobs[start + k]):
+                return k
+        return len(emitted)
 
     def _logprobs(
         self, sequence: Sequence, token: int, at: int, got: dict[str, list[Any]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from eecore.decoding.sampling import (
     top_logprobs,
 )
 from eecore.decoding.step import Row, Sizes, Step, sizes_for
+from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, Network
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
@@ -82,6 +84,9 @@ class ExitStep(Step):
     def __init__(self, model: Network, kv: KVCache, kind: ExitKind) -> None:
         self.kind = kind
         self._checks = [(point, check) for point, checks in kind.points for check in checks]
+        for _, check in self._checks:
+            if check.classifier is not None:
+                check.classifier.on(model.device)  # no program can move it while it is recorded
         num_rows = kind.sizes.num_rows
         super().__init__(model, kv, kind.sizes, self._given_fields(), self._result_fields())
         self.rows: list[Row] = []
@@ -161,8 +166,8 @@ class ExitStep(Step):
 
     def load(self, rows: list[Row]) -> None:
         """Say who decodes next: at most ``sizes.num_rows`` rows."""
+        self.rows, self._sequences, self._thresholds_of = [], [], None  # until all is written
         self._write_rows(rows)
-        self.rows, self._sequences = rows, [row.sequence for row in rows]
         num_rows, count = self.sizes.num_rows, len(rows)
         routes = [row.route for row in rows]
         self._host.write(
@@ -175,7 +180,9 @@ class ExitStep(Step):
             gone=[False] * count + [True] * (num_rows - count),
         )
         self._host.arrays["fill_from"][:] = self._model.config.num_layers
-        self._write_state([row.position for row in rows])
+        sequences = [row.sequence for row in rows]
+        self._write_state(rows, sequences, [row.position for row in rows])
+        self.rows, self._sequences = rows, sequences
 
     def goes_on(self, works: list[Work]) -> bool:
         """Have the rows of the last run go on, each behind the token that it got there.
@@ -183,19 +190,21 @@ class ExitStep(Step):
         False, and nothing has happened, where these works are not they, or do not fit any more.
         """
         rows = self.rows
-        if self.sizes.follows or self.sizes.heads.logits or len(works) != len(rows):
+        if self.sizes.follows or self.sizes.heads.logits or not 0 < len(works) == len(rows):
             return False
         sequences = [work.sequence for work in works]
         if any(work.is_prefill for work in works) or sequences != self._sequences:
             return False
         if max(len(sequence.pages) for sequence in sequences) > self.sizes.num_pages:
             return False
-        self._write_state([sequence.num_computed for sequence in sequences])
+        self._write_state(rows, sequences, [sequence.num_computed for sequence in sequences])
         return True
 
-    def _write_state(self, positions: list[int]) -> None:
+    def _write_state(
+        self, rows: list[Row], sequences: list[Sequence], positions: list[int]
+    ) -> None:
         """Where each row is, and that it has not left yet."""
-        sequences, host = self._sequences, self._host
+        host = self._host
         count = len(sequences)
         arrays = host.arrays
         arrays["token_ids"][:count] = [sequence.output_ids[-1] for sequence in sequences]
@@ -217,14 +226,14 @@ class ExitStep(Step):
         arrays["num_active"][0] = count
         self._write_inputs(sequences, "open_")
         if self._checks:
-            self._write_thresholds(arrays["thresholds"], self.rows)
+            self._write_thresholds(arrays["thresholds"], rows)
         self.send()
 
     def _write_thresholds(self, thresholds: Array, rows: list[Row]) -> None:
         """Of every check; infinity where a row is not asked, 1 where it is for the record alone."""
         if self._thresholds_of is rows:
             return
-        self._thresholds_of = None if any(row.route.decays for row in rows) else rows
+        self._thresholds_of = None
         thresholds[:] = np.inf
         for i, row in enumerate(rows):
             route, sequence = row.route, row.sequence
@@ -239,6 +248,8 @@ class ExitStep(Step):
             for k, (point, check) in enumerate(self._checks):
                 if check == route.check and point in at:
                     thresholds[k, i] = at[point]
+        if not any(row.route.decays for row in rows):
+            self._thresholds_of = rows
 
     # The program
 
@@ -333,8 +344,6 @@ class ExitStep(Step):
     def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide, count: int) -> list[Outcome]:
         """Of some of the ``count`` rows of a run; waits for what was fetched to come."""
         got = arrived.wait().numbers(count)
-        if min(got["token"], default=0) < 0:
-            raise RuntimeError(NO_TOKEN)
         return [self._outcome(row, i, got) for i, row in rows]
 
     def _outcome(self, row: Row, i: int, got: dict[str, list[Any]]) -> Outcome:
@@ -344,6 +353,8 @@ class ExitStep(Step):
         if route.check is not None and route.check.measure != "softmax":
             is_measured = exit_layer in route.points or exit_layer == route.depth
         confidence = got["confidence" if is_measured else "gap"][i]
+        if got["token"][i] < 0 or isnan(got["logprob"][i]) or isnan(confidence):
+            return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))
         logprob = best = None
         if sequence.sampling.logprobs is not None:
             top = [got[name][i] if name in got else [] for name in ("top_ids", "top_logprobs")]

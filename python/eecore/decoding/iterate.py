@@ -96,10 +96,12 @@ class Iterations:
     @torch.inference_mode()
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
-        last = self._last
+        last, self._last = self._last, None  # a run that fails leaves nothing to go on from
         if last is not None and last.goes_on(works):
             self.run(last)
+            self._last = last
             return Flight(last, last.rows, last.fetch()).land()
+        self._last = last
         outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]
         if prompts:
@@ -162,6 +164,7 @@ class Iterations:
         if only is not None and only.kind != kind:
             return None
         step = self._program(kind)
+        self._last = None if self._last is step else self._last
         step.load(rows)
         self.run(step)
         if isinstance(step, ExitStep):

@@ -23,3 +23,7 @@ class Outcome:
     counters: Counters = field(default_factory=Counters)
     draft_stop: Any = None
     """The next adaptive draft threshold, of a round that had one."""
+    is_cut: bool = False
+    """Less of it stands than what the device would go on from."""
+    error: Exception | None = None
+    """Why the sequence cannot go on; nothing else of the outcome stands then."""

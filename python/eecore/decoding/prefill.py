@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from math import isnan
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from eecore.decoding.sampling import (
     top_logprobs,
     write_sampling,
 )
+from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
@@ -147,9 +149,13 @@ class Prefill:
             )
         outcomes = []
         for i, chunk in enumerate(self._chunks):
-            counters = Counters(prompt_layers_run=sum(chunk.leave))
-            kept = [records[i]] if i in records else []
-            outcomes.append(Outcome(chunk.sequence, chunk.stop, kept, [], counters))
+            outcome = Outcome(chunk.sequence, chunk.stop)
+            outcome.counters = Counters(prompt_layers_run=sum(chunk.leave))
+            if i in records:
+                record = records[i]
+                outcome.records = [] if record is None else [record]
+                outcome.error = NotFiniteError(NO_TOKEN) if record is None else None
+            outcomes.append(outcome)
         return outcomes
 
     def _layers(self) -> Tensor:
@@ -208,8 +214,10 @@ class Prefill:
             cross=cross,
         )
 
-    def _records(self, emitting: list[int], hidden: Tensor) -> list[TokenRecord]:
-        """First tokens, of the last rows of whole prompts: [num_emitting, hidden_size]."""
+    def _records(self, emitting: list[int], hidden: Tensor) -> list[TokenRecord | None]:
+        """First tokens, of the last rows of whole prompts: [num_emitting, hidden_size]; None where
+        the model gives none.
+        """
         sequences = [self._chunks[i].sequence for i in emitting]
         sizes, count = head_sizes(sequences), len(sequences)
         device = self._model.device
@@ -232,13 +240,14 @@ class Prefill:
         )
         return self._read(emitting, results.fetch())
 
-    def _read(self, emitting: list[int], side: HostSide) -> list[TokenRecord]:
+    def _read(self, emitting: list[int], side: HostSide) -> list[TokenRecord | None]:
         got = side.wait().numbers(len(emitting))
-        records = []
+        records: list[TokenRecord | None] = []
         for k, i in enumerate(emitting):
             chunk = self._chunks[i]
-            if got["token"][k] < 0:
-                raise RuntimeError(NO_TOKEN)
+            if got["token"][k] < 0 or isnan(got["logprob"][k]):
+                records.append(None)
+                continue
             logprob, best = top_logprobs(
                 chunk.sequence.sampling.logprobs,
                 got["logprob"][k],

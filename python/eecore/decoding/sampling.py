@@ -35,7 +35,7 @@ __all__ = [
 DRAWS_TOKEN = 0
 DRAWS_DRAFT = 1
 
-NO_TOKEN = "expected a probability above 0 for some token, got logits of NaN from the model"
+NO_TOKEN = "expected finite logits and confidences from the model, got NaN or infinity"
 
 
 def needs_logits(sampling: SamplingParams) -> bool:

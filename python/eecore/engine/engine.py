@@ -1,36 +1,50 @@
 """The engine: requests come in, each step moves all of them, tokens come out.
 
-A step that fails changes no request: nothing of an iteration is committed before all of it is done.
+What a call makes of the requests is worked out while nothing has changed, stored as one plan, and
+put in place. A call that is interrupted, wherever it is, has done nothing or will have done all of
+it: whatever is called next completes the plan first.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
 
-from eecore.config import EngineConfig, SamplingParams, T5Config
+from eecore.config import EngineConfig, SamplingParams
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
 from eecore.decoding.iterate import Flight, Iterations
 from eecore.decoding.outcome import Outcome
-from eecore.decoding.route import route_of
-from eecore.engine.text import TextStream
+from eecore.engine.changes import Change, Changes
+from eecore.engine.faults import LOGGER, isolated
+from eecore.engine.intake import Intake
 from eecore.errors import RequestError
-from eecore.exits import Exit, Full
+from eecore.exits import Exit
 from eecore.models import KVCache, Network, Tokenizer
-from eecore.output import Output, RequestStats, StepOutput
+from eecore.output import Output, StepOutput
 from eecore.scheduling.pages import PageAllocator
-from eecore.scheduling.scheduler import Scheduler
-from eecore.scheduling.sequence import Sequence, TokenRecord
-from eecore.values import as_index, shown
+from eecore.scheduling.scheduler import ScheduleError, Scheduler, Work
+from eecore.scheduling.sequence import Sequence, SequenceStatus
+from eecore.values import shown
 
 __all__ = ["Engine", "RunProgram"]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a call does to the engine, as values that may be put in place twice."""
+
+    changes: list[Change]
+    outbox: list[list[StepOutput]]
+    cancelled: dict[str, Output]
+    flight: Flight | None
+
+
 class Engine:
     """Continuous batching over one model, with an exit policy per request.
+
+    It is for one thread at a time.
 
     Args:
         network: the model.
@@ -60,38 +74,49 @@ class Engine:
             device=network.device,
             dtype=network.dtype,
         )
-        self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead
         )
-        self._num_layers = network.config.num_layers
-        self._flight: Flight | None = None
-        self.scheduler = Scheduler(self.config, self.pages)
-        self._sequences: dict[str, Sequence] = {}
-        self._texts: dict[str, TextStream] = {}
+        self.scheduler = Scheduler(
+            self.config, PageAllocator(self.config.num_pages, self.config.page_size)
+        )
+        self._intake = Intake(network, tokenizer, self.config)
+        self._changes = Changes(network.config.num_layers, self.config.page_size)
         self._arrivals = 0
-        self._seeds = random.Random()
+        self._flight: Flight | None = None
+        self._plan: Plan | None = None
+        self._outbox: list[list[StepOutput]] = []
+        """What the next step returns, if anything: taking it is one operation."""
+        self._cancelled: dict[str, Output] = {}
+        """Outputs for those who cancel, and may have to ask once more."""
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        """Whether :meth:`step` has anything left to do or to give."""
+        return bool(self._plan or self._outbox or self.scheduler.requests)
 
     @property
     def has_runnable(self) -> bool:
         """Whether a step would get anywhere: not with requests alone that are on hold."""
-        return self.scheduler.has_runnable
+        return bool(self._plan or self._outbox or self.scheduler.has_runnable)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.waiting)
+        return self._count(SequenceStatus.WAITING)
 
     @property
     def num_running(self) -> int:
-        return len(self.scheduler.running)
+        return self._count(SequenceStatus.RUNNING)
 
     @property
     def num_held(self) -> int:
-        return len(self.scheduler.held)
+        return self._count(SequenceStatus.HELD)
+
+    @property
+    def pages(self) -> PageAllocator:
+        """Of the cache, as the requests hold them."""
+        self._settle()
+        return self.scheduler.pages
 
     @property
     def kv(self) -> KVCache:
@@ -106,7 +131,8 @@ class Engine:
     @property
     def requests(self) -> dict[str, Sequence]:
         """Those that are unfinished, by id."""
-        return dict(self._sequences)
+        self._settle()
+        return dict(self.scheduler.requests)
 
     def add_request(
         self,
@@ -116,7 +142,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request and return its id.
+        """Queue a request and return its id. If it raises anything, there is no such request.
 
         Raises:
             RequestError: for a prompt, setting or length that this engine can never serve.
@@ -138,32 +164,7 @@ class Engine:
             RequestError: for a prompt, setting or length that this engine can never serve.
             ExitError: for an exit policy that the model cannot run.
         """
-        sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
-        policy = Full() if exit is None else exit
-        if not isinstance(policy, Exit) or type(policy) is Exit:
-            raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
-        prompt_ids = self._tokenize(prompt)
-        config = self.network.config
-        policy.check(config.num_layers, config.hidden_size)
-        policy.check_request(self.network.source, sampling.temperature)
-        input_ids = None
-        if isinstance(config, T5Config):
-            prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids
-        self._check_length(len(prompt_ids), input_ids, sampling.max_tokens)
-        self._check_sampling(sampling)
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
-        return Sequence(
-            request_id="",
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            exit=policy,
-            arrival=-1,
-            eos_token_ids=frozenset(config.eos_token_ids),
-            input_ids=input_ids,
-        )
+        return self._intake.sequence(prompt, exit, sampling)
 
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
         """Queue what :meth:`prepare` made, once, and return its id.
@@ -171,60 +172,59 @@ class Engine:
         Raises:
             RequestError: for an id that is in use, or is no string.
         """
-        if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
-        if request_id is None:
-            request_id = self._unused_id()
-        if request_id in self._sequences:
-            raise RequestError(f"request_id: {request_id!r} is in use")
+        self._settle()
+        request_id = self._own_id(request_id)
+        self._cancelled.pop(request_id, None)  # of an earlier one, for which nobody asked again
         sequence.request_id, sequence.arrival = request_id, self._arrivals
         self._arrivals += 1
-        self._sequences[request_id] = sequence
-        if self.tokenizer is not None:
-            before = sequence.prompt_ids if sequence.input_ids is None else []
-            self._texts[request_id] = TextStream(self.tokenizer, before, sequence.sampling.stop)
-        self.scheduler.add(sequence)
-        return request_id
+        return self.scheduler.add(sequence).request_id
 
     def step(self) -> list[StepOutput]:
         """One iteration for everybody who can run; returns what each request got.
 
+        A request that makes it fail ends with ``finish_reason`` "error", and so does one for whose
+        next token the model gives NaN or infinity; the others go on. KeyboardInterrupt and its like
+        pass through: nothing is lost, and what the call would have returned the next one returns.
+
         On a GPU the next iteration may be under way when it returns: requests that turn out to be
         finished have its outcome discarded.
         """
-        flight, self._flight = self._flight, None
-        if flight is None or flight.is_over:
-            works = self.scheduler.schedule()
-            if not works:
-                return []
-            flight = self.iterations.launch(works)
-            if flight is None:
-                return self._commit_all(self.iterations.iterate(works))
-        try:
-            works = self.scheduler.schedule_ahead(flight.works)
-            self._flight = self.iterations.launch(works, flight) if works else None
-            return self._commit_all(flight.land())
-        except BaseException:
-            self._flight = None  # it goes on from tokens that nobody has taken over
-            raise
+        self._settle()
+        if not self._outbox:
+            self._advance()
+        return self._outbox.pop() if self._outbox else []
 
     def cancel(self, request_id: str) -> Output | None:
-        """End a request now; its pages go back. None when it is not (or no longer) known."""
-        sequence = self._sequences.get(request_id)
-        return None if sequence is None else self._finish(sequence, "cancelled")
+        """End a request now; its pages go back. None when it is not (or no longer) known.
+
+        If it raises anything, it can be called again.
+        """
+        self._settle()
+        sequence = self.scheduler.requests.get(request_id)
+        if sequence is not None:
+            change = self._changes.ending(sequence, time.perf_counter())
+            assert change.output is not None
+            self._plan_cancel(request_id, change.output, [change])
+        else:
+            for step in itertools.chain.from_iterable(self._outbox):
+                if step.request_id == request_id and step.output is not None:
+                    self._plan_cancel(request_id, step.output, [])
+        return self._cancelled.pop(request_id, None)
 
     def hold(self, request_id: str) -> None:
         """Leave a request out of the next steps until :meth:`resume`, if it is unfinished.
 
         It keeps its pages as long as nobody else needs them, and stands in nobody's way.
         """
-        sequence = self._sequences.get(request_id)
+        self._settle()
+        sequence = self.scheduler.requests.get(request_id)
         if sequence is not None:
             self.scheduler.hold(sequence)
 
     def resume(self, request_id: str) -> None:
         """Let a request go on that was on hold; its output is what it would have been anyway."""
-        sequence = self._sequences.get(request_id)
+        self._settle()
+        sequence = self.scheduler.requests.get(request_id)
         if sequence is not None:
             self.scheduler.resume(sequence)
 
@@ -233,180 +233,138 @@ class Engine:
         while self.has_runnable:
             yield from self.step()
 
-    def _tokenize(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "prompt: expected token ids, since the model has no tokenizer; got a string"
-                )
-            if not prompt:
-                raise RequestError("prompt: expected some text, got an empty string")
+    def _count(self, status: SequenceStatus) -> int:
+        return sum(s.status is status for s in list(self.scheduler.requests.values()))
+
+    def _own_id(self, request_id: str | None) -> str:
+        """The id that a new request asks for, or one that nobody has."""
+        given = {step.request_id for step in itertools.chain.from_iterable(self._outbox)}
+        if request_id is None:
+            names = (f"request-{number}" for number in itertools.count(self._arrivals))
+            return next(n for n in names if n not in self.scheduler.requests and n not in given)
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
+        request_id = str.__str__(request_id)
+        if request_id in self.scheduler.requests or request_id in given:
+            raise RequestError(f"request_id: {request_id!r} is in use")
+        return request_id
+
+    # A step
+
+    def _advance(self) -> None:
+        """An iteration, and in a plan what came of it."""
+        flight, self._flight = self._flight, None  # lost, it would only have to be flown again
+        behind = None
+        if flight is None or flight.is_over:
+            works = self._schedule()
+            flight = self._launch(works) if works else None
+        else:
+            works = flight.works
+        outcomes = None
+        if flight is not None:
+            behind = self._launch_behind(flight)
+            outcomes = self._land(flight)
+        if outcomes is None:
+            behind, works = None, [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
+            outcomes = isolated(self.iterations.iterate, works) if works else []
+        self._take_over(outcomes, behind)
+
+    def _schedule(self) -> list[Work]:
+        """The next iteration's work, of requests that can be scheduled; the others end."""
+        suspect: Sequence | None = None
+        while True:
             try:
-                prompt = self.tokenizer.encode(prompt)
-            except Exception as error:  # half of a surrogate pair, for one
-                raise RequestError(
-                    f"prompt: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
-                ) from error
-        if not isinstance(prompt, (list, tuple)):
-            raise RequestError(
-                f"prompt: expected a string or a list of token ids, got {shown(prompt)}"
-            )
-        if not prompt:
-            raise RequestError("prompt: expected at least one token, got none")
-        return [self._token_id(token) for token in prompt]
+                return self.scheduler.schedule()
+            except ScheduleError as error:
+                self.scheduler.reconcile()
+                sequence, cause = error.sequence, error.__cause__
+                LOGGER.warning("%s", error, exc_info=True)
+                if suspect is sequence and isinstance(cause, Exception):
+                    self._take_over([Outcome(sequence, sequence.num_computed, error=cause)], None)
+                suspect = sequence
 
-    def _token_id(self, token: object) -> int:
-        vocab_size = self.network.config.vocab_size
-        number = token if type(token) is int else as_index(token)
-        if number is None or not 0 <= number < vocab_size:
-            raise RequestError(
-                f"prompt: expected token ids 0..{vocab_size - 1}, got {shown(token)}"
-            )
-        return number
-
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        """Of what only the model tells whether it can be."""
-        vocab_size = self.network.config.vocab_size
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop: expected a model with a tokenizer for stop strings")
-        if sampling.logprobs is not None and sampling.logprobs > vocab_size:
-            raise RequestError(
-                f"logprobs: expected at most {vocab_size}, the size of the vocabulary, "
-                f"got {sampling.logprobs}"
-            )
-
-    def _unused_id(self) -> str:
-        names = (f"request-{number}" for number in itertools.count(self._arrivals))
-        return next(name for name in names if name not in self._sequences)
-
-    def _check_length(
-        self, prompt_tokens: int, input_ids: list[int] | None, max_tokens: int
-    ) -> None:
-        total = prompt_tokens + max_tokens
-        given, config = f"prompt of {prompt_tokens} tokens", self.network.config
-        if total > config.max_position:
-            raise RequestError(
-                f"{given} and max_tokens={max_tokens}: expected at most {config.max_position} "
-                f"together, the size of the model's context, got {total}"
-            )
-        pages = self.pages.pages_for(total)
-        if input_ids is not None:
-            assert isinstance(config, T5Config)
-            most, given = self.config.max_input_tokens, f"input of {len(input_ids)} tokens"
-            if len(input_ids) > (most or config.max_input):
-                what = "max_input_tokens" if most else "what the model was made for"
-                raise RequestError(
-                    f"{given}: expected at most {most or config.max_input}, {what}"
-                    + ("" if most else " (max_input_tokens of the engine sets another limit)")
-                )
-            pages += self.pages.pages_for(len(input_ids))
-            total += len(input_ids)
-        if pages > self.pages.num_pages:
-            room = self.pages.num_pages * self.pages.page_size
-            raise RequestError(
-                f"{given} and max_tokens={max_tokens}: expected at most {room} together, the size "
-                f"of the KV cache (kv_cache_tokens), got {total}"
-            )
-
-    def _commit_all(self, outcomes: list[Outcome]) -> list[StepOutput]:
-        now = time.perf_counter()
-        return [step for outcome in outcomes if (step := self._commit(outcome, now)) is not None]
-
-    def _commit(self, outcome: Outcome, now: float) -> StepOutput | None:
-        """Take over what an iteration did for a sequence; None when no token came out."""
-        sequence, records = outcome.sequence, outcome.records
-        sequence.counters.add(outcome.counters)
-        if outcome.draft_stop is not None:
-            sequence.draft_stop = outcome.draft_stop
-        computed = range(sequence.num_computed, outcome.num_computed)
-        sequence.num_computed = outcome.num_computed
-        sequence.is_encoded = sequence.input_ids is not None
-        sequence.kv_exit_layers += outcome.kv_exit_layers
-        if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:
-            self._mark_approximate(sequence, computed)
-        if not records:
+    def _launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
+        """An iteration that is under way; None where it has to be waited for, or fails."""
+        try:
+            return self.iterations.launch(works, after)
+        except Exception:
+            LOGGER.warning("an iteration could not be launched", exc_info=True)
             return None
-        if sequence.times.first_token is None:
-            sequence.times.first_token = now
 
-        text = self._texts.get(sequence.request_id)
-        reason = None
-        for added, record in enumerate(records, 1):
-            reason = self._append(sequence, record, text)
-            if reason is not None:
-                records = records[:added]
-                break
-        output = None
-        if reason is not None:
-            output = self._finish(sequence, reason)
-        elif sequence.max_drafts and (self._flight is None or sequence not in self._flight.places):
-            self.scheduler.crop(sequence)
-        return StepOutput(
-            request_id=sequence.request_id,
-            token_ids=[record.token_id for record in records],
-            exit_layers=[record.exit_layer for record in records],
-            confidences=[record.confidence for record in records],
-            output=output,
-            piece=None if text is None else text.piece(final=reason is not None),
-        )
+    def _launch_behind(self, flight: Flight) -> Flight | None:
+        """The iteration behind one that is under way, if there can be one."""
+        try:
+            works = self.scheduler.schedule_ahead(flight.works)
+        except Exception:
+            LOGGER.warning("an iteration could not be scheduled ahead", exc_info=True)
+            return None
+        return self._launch(works, flight) if works else None
 
-    def _mark_approximate(self, sequence: Sequence, computed: range) -> None:
-        """Remember which pages of newly computed positions lack a layer's own work."""
-        size, prompt = self.pages.page_size, sequence.num_prompt_tokens
-        num_layers = self._num_layers
-        if route_of(sequence, num_layers).depth < num_layers:
-            for position in computed:
-                self.pages.mark_approximate([sequence.pages[position // size]])
-            return
-        for position in range(max(prompt, computed.start), computed.stop):
-            if sequence.kv_exit_layers[position - prompt] < num_layers:
-                self.pages.mark_approximate([sequence.pages[position // size]])
+    def _land(self, flight: Flight) -> list[Outcome] | None:
+        """What a flight did; None where that has to be found out request by request."""
+        try:
+            outcomes = flight.land()
+        except Exception:
+            LOGGER.warning("an iteration that was under way failed", exc_info=True)
+            return None
+        fails = any(outcome.error is not None or outcome.is_cut for outcome in outcomes)
+        return None if fails else outcomes
 
-    def _append(
-        self, sequence: Sequence, record: TokenRecord, text: TextStream | None
-    ) -> str | None:
-        """One more token; returns why the sequence ends, or None."""
-        token = record.token_id
-        sequence.records.append(record)
-        sequence.output_ids.append(token)
-        if token in sequence.stop_ids or (text is not None and text.push(token)):
-            return "stop"
-        return "length" if sequence.tokens_left == 0 else None
+    def _take_over(self, outcomes: list[Outcome], behind: Flight | None) -> None:
+        """Make the outcome of an iteration the state of the requests."""
+        now = time.perf_counter()
+        going_on: Container[Sequence] = () if behind is None else behind.places
+        changes = [self._change(outcome, now, going_on) for outcome in outcomes]
+        steps = [change.step for change in changes if change.step is not None]
+        before = itertools.chain.from_iterable(self._outbox)
+        self._plan = Plan(changes, [[*before, *steps]], self._cancelled, behind)
+        self._complete(self._plan)
 
-    def _finish(self, sequence: Sequence, reason: str) -> Output:
-        self.scheduler.finish(sequence)
-        del self._sequences[sequence.request_id]
-        text = self._texts.pop(sequence.request_id, None)
-        if text is not None:
-            text.finish()
-        sequence.times.finished = time.perf_counter()
-        records = sequence.records
-        asked = sequence.sampling.logprobs
-        return Output(
-            request_id=sequence.request_id,
-            prompt_token_ids=sequence.given_ids,
-            token_ids=list(sequence.output_ids),
-            text=None if text is None else text.text,
-            finish_reason=reason,
-            exit_layers=[record.exit_layer for record in records],
-            confidences=[record.confidence for record in records],
-            logprobs=None if asked is None else [r.logprob or 0.0 for r in records],
-            top_logprobs=None if not asked else [r.top_logprobs or {} for r in records],
-            stats=self._stats(sequence),
-        )
+    def _change(self, outcome: Outcome, now: float, going_on: Container[Sequence]) -> Change:
+        """What an outcome makes of its request; its end where that fails, once more too."""
+        sequence, error = outcome.sequence, outcome.error
+        for _ in range(2):
+            if outcome.error is None:
+                try:
+                    return self._changes.of(outcome, now, going_on)
+                except Exception as its:
+                    error = its
+        LOGGER.error("request %r ends by an error", sequence.request_id, exc_info=error)
+        return self._changes.ending(sequence, now, error)
 
-    def _stats(self, sequence: Sequence) -> RequestStats:
-        times, count = sequence.times, len(sequence.records)
-        assert times.finished is not None
-        first = times.first_token if times.first_token is not None else times.finished
-        depth = sum(record.exit_layer for record in sequence.records)
-        return RequestStats(
-            contract=sequence.exit.contract,
-            num_layers=self.network.config.num_layers,
-            prompt_tokens=len(sequence.given_ids),
-            generated_tokens=count,
-            time_to_first_token_s=first - times.arrived,
-            total_s=times.finished - times.arrived,
-            mean_exit_layer=depth / count if count else 0.0,
-            **asdict(sequence.counters),
-        )
+    # Plans
+
+    def _plan_cancel(self, request_id: str, output: Output, changes: list[Change]) -> None:
+        """Nothing of a request is left but its output, for whoever cancels it."""
+        before = itertools.chain.from_iterable(self._outbox)
+        left = [step for step in before if step.request_id != request_id]
+        cancelled = {**self._cancelled, request_id: output}
+        self._plan = Plan(changes, [left] if left else [], cancelled, self._flight)
+        self._complete(self._plan)
+
+    def _settle(self) -> None:
+        """Complete what was interrupted, if anything was."""
+        if self._plan is not None:
+            self.scheduler.is_dirty = True
+            self._complete(self._plan)
+        elif self.scheduler.is_dirty:
+            self.scheduler.reconcile()
+
+    def _complete(self, plan: Plan) -> None:
+        """Put a plan in place. Where a change was interrupted, all that follows is found anew."""
+        scheduler = self.scheduler
+        anew, scheduler.is_dirty = scheduler.is_dirty, True
+        for change in plan.changes:
+            change.put_in_place()
+            scheduler.pages.mark_approximate(change.approximate)
+            if anew:
+                continue
+            if change.output is not None:
+                scheduler.finish(change.sequence)
+            elif change.crops:
+                scheduler.crop(change.sequence)
+        self._outbox, self._cancelled, self._flight = plan.outbox, plan.cancelled, plan.flight
+        if anew:
+            scheduler.reconcile()
+        scheduler.is_dirty = False
+        self._plan = None

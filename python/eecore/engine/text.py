@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import Lock
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from eecore.models import Tokenizer
+from eecore.models.tokenizer import IncrementalDecoder
 
-__all__ = ["TextStream"]
+__all__ = ["Decoded", "TextStream"]
+
+
+class Decoded(NamedTuple):
+    """The text of a request's first tokens; decoding more of them makes another one."""
+
+    decoder: IncrementalDecoder
+    num_tokens: int = 0
+    text: str = ""
+    stops: bool = False
+    """A stop string has appeared; the text ends before it."""
+    is_whole: bool = False
+    """Nothing is held back any more."""
 
 
 class TextStream:
@@ -15,89 +28,114 @@ class TextStream:
 
     Text that may still turn out to begin a stop string is held back. Tokens are decoded when
     somebody asks for the text, at once where there are stop strings: most requests are never read
-    step by step, and decoding takes as long as much else of a step. Whoever asks may do so in
-    another thread.
+    step by step, and decoding takes as long as much else of a step. Who reads the steps of a
+    request may do so in another thread: nothing is ever half changed.
+
+    Args:
+        tokenizer: decodes.
+        prompt_ids: what the text comes behind.
+        stop: strings that end it.
+        token_ids: of the request, which grow.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], stop: tuple[str, ...]) -> None:
-        self._decoder = tokenizer.incremental(prompt_ids)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: list[int],
+        stop: tuple[str, ...],
+        token_ids: list[int],
+    ) -> None:
         self._stop = stop
+        self._longest = max(map(len, stop), default=1)
+        self._token_ids = token_ids
+        self._decoded = Decoded(tokenizer.incremental(prompt_ids))
         self._shown = 0
-        self._ended = False
-        self._text = ""
-        self._lock = Lock()
-        self._tokens: list[int] = []
-        self._decoded = 0
-        """Of the tokens, how many have been."""
 
     @property
-    def text(self) -> str:
-        """Of all tokens so far."""
-        with self._lock:
-            self._decode(len(self._tokens))
-            return self._text
+    def watches(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stop)
 
-    def push(self, token_id: int) -> bool:
-        """Adds a token; True when a stop string has appeared (the text then ends before it)."""
-        self._tokens.append(token_id)
-        if not self._stop:
-            return False
-        with self._lock:
-            return self._decode(len(self._tokens))
+    @property
+    def decoded(self) -> Decoded:
+        """As far as anybody has asked."""
+        return self._decoded
 
-    def finish(self) -> None:
-        """Adds what the decoder still holds back."""
-        with self._lock:
-            self._decode(len(self._tokens))
-            self._append(self._decoder.finish())
+    def after(self, decoded: Decoded, token_ids: Sequence[int]) -> Decoded:
+        """With more tokens."""
+        if not token_ids:
+            return decoded
+        decoder = decoded.decoder.copy()
+        piece = decoder.extend(token_ids)
+        count = decoded.num_tokens + len(token_ids)
+        return self._with(Decoded(decoder, count, decoded.text, decoded.stops), piece)
 
-    def piece(self, *, final: bool) -> Callable[[], str]:
-        """What gives the text that is new by now, up to what can be shown for certain, once."""
-        if self._stop:
-            with self._lock:
-                taken = self._take(final=final)
-            return lambda: taken
-        count = len(self._tokens)
-        return lambda: self._piece(count, final=final)
+    def whole(self, decoded: Decoded) -> Decoded:
+        """With what the decoder still holds back."""
+        if decoded.is_whole:
+            return decoded
+        decoder = decoded.decoder.copy()
+        piece = decoder.finish()
+        known = Decoded(decoder, decoded.num_tokens, decoded.text, decoded.stops, is_whole=True)
+        return self._with(known, piece)
 
-    def _piece(self, count: int, *, final: bool) -> str:
-        with self._lock:
-            self._decode(count)
-            return self._take(final=final)
+    def keep(self, decoded: Decoded) -> None:
+        """Remember what was decoded, unless more has been since."""
+        if not self._decoded.is_whole and decoded.num_tokens >= self._decoded.num_tokens:
+            self._decoded = decoded
 
-    def _decode(self, count: int) -> bool:
-        """Up to so many tokens; whether a stop string has appeared."""
-        fresh = self._tokens[self._decoded : count]
-        self._decoded = max(self._decoded, count)
-        return bool(fresh) and self._append(self._decoder.extend(fresh))
+    def shows(self, decoded: Decoded, *, final: bool) -> tuple[str, int]:
+        """New text, up to what can be shown for certain, and how much will have been shown then."""
+        end = len(decoded.text) if final else len(decoded.text) - self._held_back(decoded.text)
+        return decoded.text[self._shown : end], max(self._shown, end)
 
-    def _append(self, piece: str) -> bool:
-        if not piece or self._ended:
-            return False
-        longest = max((len(s) for s in self._stop), default=1)
-        search_from = max(0, len(self._text) - longest + 1)
-        self._text += piece
-        found = [at for s in self._stop if (at := self._text.find(s, search_from)) >= 0]
+    def mark_shown(self, shown: int) -> None:
+        """So much of the text has been."""
+        self._shown = shown
+
+    def piece(self, num_tokens: int, *, final: bool) -> Callable[[], str]:
+        """What gives, once it is asked for, the text that is new with the first ``num_tokens``."""
+        return _Piece(self, num_tokens, final)
+
+    def _with(self, decoded: Decoded, piece: str) -> Decoded:
+        if not piece or decoded.stops:
+            return decoded
+        search_from = max(0, len(decoded.text) - self._longest + 1)
+        text = decoded.text + piece
+        found = [at for s in self._stop if (at := text.find(s, search_from)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
-            self._ended = True
-        return bool(found)
+            return decoded._replace(text=text[: min(found)], stops=True)
+        return decoded._replace(text=text)
 
-    def _take(self, *, final: bool) -> str:
-        """New text since the last call, up to what can be shown for certain."""
-        end = len(self._text) if final else len(self._text) - self._held_back()
-        if end <= self._shown:
-            return ""
-        piece = self._text[self._shown : end]
-        self._shown = end
-        return piece
-
-    def _held_back(self) -> int:
+    def _held_back(self, text: str) -> int:
         """Length of the longest tail that begins a stop string."""
         longest = 0
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
                     longest = length
                     break
         return longest
+
+
+class _Piece:
+    """New text that is decoded when it is first asked for."""
+
+    __slots__ = ("_final", "_num_tokens", "_stream", "_text")
+
+    def __init__(self, stream: TextStream, num_tokens: int, final: bool) -> None:
+        self._stream, self._num_tokens, self._final = stream, num_tokens, final
+        self._text: str | None = None
+
+    def __call__(self) -> str:
+        if self._text is None:
+            stream = self._stream
+            decoded = stream._decoded
+            decoded = stream.after(
+                decoded, stream._token_ids[decoded.num_tokens : self._num_tokens]
+            )
+            if self._final:
+                decoded = stream.whole(decoded)
+            text, shown = stream.shows(decoded, final=self._final)
+            self._text, stream._decoded, stream._shown = text, decoded, shown
+        return self._text

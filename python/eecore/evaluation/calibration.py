@@ -17,9 +17,10 @@ from typing import Literal
 from eecore.calibration_file import Calibration, CalibrationStep
 from eecore.errors import RequestError
 from eecore.evaluation.examples import Example
+from eecore.evaluation.generated import generated
 from eecore.evaluation.similarity import SIMILARITIES
 from eecore.exits import ConfidentExit, ExitClassifier, Full, Measure
-from eecore.generation import Model, generate
+from eecore.generation import Model
 from eecore.values import is_whole, is_within
 
 __all__ = [
@@ -226,6 +227,6 @@ def _generate(
 ) -> tuple[list[str], float]:
     """The greedy texts, and the mean exit layer of their tokens."""
     prompts = [example.prompt for example in examples]
-    outputs = generate(model, prompts, exit=policy, max_tokens=max_tokens)
+    outputs = generated(model, prompts, exit=policy, max_tokens=max_tokens)
     layers = [layer for output in outputs for layer in output.exit_layers]
     return [output.text or "" for output in outputs], sum(layers) / max(len(layers), 1)

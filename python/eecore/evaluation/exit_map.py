@@ -17,8 +17,9 @@ from eecore.decoding.heads import measure_states
 from eecore.depth_colours import depth_colour
 from eecore.errors import RequestError
 from eecore.evaluation.exit_scores import Scored, forced_states
+from eecore.evaluation.generated import generated
 from eecore.exits import ConfidentExit, Exit, FixedExit
-from eecore.generation import Model, generate
+from eecore.generation import Model
 from eecore.models import Network
 
 __all__ = ["ExitMap", "MapToken", "map_exits"]
@@ -145,7 +146,7 @@ def map_exits(
         raise RequestError("prompt: expected one token or more, got none")
     exit_layers: list[int] | None = None
     if max_tokens:
-        (output,) = generate(model, prompt, exit=policy, max_tokens=max_tokens)
+        (output,) = generated(model, prompt, exit=policy, max_tokens=max_tokens)
         learnt, exit_layers = output.token_ids, output.exit_layers
     else:
         learnt = tokenizer.encode(text, add_special_tokens=False)

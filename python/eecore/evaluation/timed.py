@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from eecore.errors import RequestError
+from eecore.evaluation.generated import generated
 from eecore.exits import ConfidentExit, DraftAndVerify, Exit, FixedExit, Full, SelfSpeculative
-from eecore.generation import Model, generate
+from eecore.generation import Model
 from eecore.output import Output
 
 __all__ = ["TimedRun", "median_ratio", "time_policies"]
@@ -110,13 +111,13 @@ def time_policies(
         list(prompts[first : first + batch_size]) for first in range(0, len(prompts), batch_size)
     ]
     runs = [TimedRun(policy) for policy in (Full(), *policies)]
-    generate(model, groups[0], max_tokens=1)
+    generated(model, groups[0], max_tokens=1)
     for number in range(rounds):
         for run in runs:
             outputs: list[list[Output]] = []
             begin = time.perf_counter()
             for group in groups:
-                outputs.append(generate(model, group, exit=run.policy, max_tokens=max_tokens))
+                outputs.append(generated(model, group, exit=run.policy, max_tokens=max_tokens))
             run.record(outputs, time.perf_counter() - begin)
             if progress is not None:
                 progress(number, run)

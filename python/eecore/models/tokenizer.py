@@ -206,6 +206,16 @@ class IncrementalDecoder:
         self._num_given = len(self._window)
         self._given: str | None = None  # the text of the window's given tokens, once it is known
 
+    def copy(self) -> IncrementalDecoder:
+        """One that goes on from here by itself."""
+        other = IncrementalDecoder(self._decode)
+        other._window, other._num_given, other._given = (
+            list(self._window),
+            self._num_given,
+            self._given,
+        )
+        return other
+
     def add(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is not whole."""
         return self.extend((token_id,))

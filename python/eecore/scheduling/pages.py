@@ -52,6 +52,13 @@ class PageAllocator:
         self._approximate.difference_update(given)
         self._free += given
 
+    def hold(self, pages: Iterable[int]) -> None:
+        """Count these pages as given out, and no others: what their owners say is the truth."""
+        held = set(pages)
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in held]
+        self._approximate &= held
+        self._used = held
+
     def mark_approximate(self, pages: Iterable[int]) -> None:
         """Remember that these pages hold KV filled from exit states."""
         self._approximate.update(pages)

@@ -8,19 +8,31 @@ read in one iteration, and counts; one that is larger than the budget has an ite
 
 A request on hold is in neither queue. It keeps its pages until others run out of them: its own are
 the first to go.
+
+The truth is with the requests: which there are, in what state, and the pages that each says are its
+own. Queues and free pages follow from it, and are found anew after a change that was interrupted.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import deque
+from itertools import chain, islice
 from typing import NamedTuple
 
 from eecore.config import EngineConfig
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 
-__all__ = ["Scheduler", "Work"]
+__all__ = ["ScheduleError", "Scheduler", "Work"]
+
+
+class ScheduleError(Exception):
+    """A request made scheduling fail."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__(f"request {sequence.request_id!r} could not be scheduled")
+        self.sequence = sequence
 
 
 class Work(NamedTuple):
@@ -46,33 +58,84 @@ class Work(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queues and the pages."""
+    """Owns the requests, the queues and the pages.
+
+    Attributes:
+        requests: those that are unfinished by id, in the order of their arrival.
+        running: those that are running, in the same order.
+        held: those out of scheduling until they are resumed.
+        is_dirty: a change was begun, and what follows from the requests may not agree with them.
+    """
 
     def __init__(self, config: EngineConfig, pages: PageAllocator) -> None:
         self._config = config
         self.pages = pages
-        self.waiting: deque[Sequence] = deque()
+        self.requests: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
-        """By arrival."""
         self.held: list[Sequence] = []
-        """Out of scheduling until they are resumed."""
+        self.is_dirty = False
+        self._waiting: deque[Sequence] = deque()
+        self._considered: Sequence | None = None
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, sequence: Sequence) -> Sequence:
+        """Take a request in; one that is there already under its id stays, and is returned."""
+        return self.requests.setdefault(sequence.request_id, sequence)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running or self.held)
+        return bool(self.requests)
 
     @property
     def has_runnable(self) -> bool:
-        return bool(self.waiting or self.running)
+        return any(s.status is not SequenceStatus.HELD for s in list(self.requests.values()))
+
+    @property
+    def waiting(self) -> deque[Sequence]:
+        """Those that wait, in the order of their arrival, which is that of their turn."""
+        fresh = len(self.requests) - len(self.running) - len(self.held) - len(self._waiting)
+        if fresh > 0:
+            newest = list(islice(reversed(self.requests.values()), fresh))
+            self._waiting.extend(reversed(newest))
+        return self._waiting
+
+    def reconcile(self) -> None:
+        """Find what follows from the requests anew, after a change that was interrupted."""
+        self.is_dirty = True
+        for sequence in list(self.requests.values()):
+            if sequence.status is SequenceStatus.FINISHED:
+                del self.requests[sequence.request_id]
+            elif sequence.status is SequenceStatus.WAITING:
+                _forget_pages(sequence)
+        unfinished = list(self.requests.values())
+        self.running = [s for s in unfinished if s.status is SequenceStatus.RUNNING]
+        self.held = [s for s in unfinished if s.status is SequenceStatus.HELD]
+        self._waiting = deque(s for s in unfinished if s.status is SequenceStatus.WAITING)
+        self.pages.hold(chain.from_iterable((*s.pages, *s.input_pages) for s in unfinished))
+        self.is_dirty = False
 
     def schedule(self) -> list[Work]:
-        """The next iteration's work, with pages allocated for all of it."""
+        """The next iteration's work, with pages allocated for all of it.
+
+        Raises:
+            ScheduleError: names the request at which it failed; :meth:`reconcile` has to follow.
+        """
+        self.is_dirty, self._considered = True, None
+        try:
+            works, budget = self._go_on(self._config.max_batch_tokens)
+            works += self._admit(budget, is_first=not works)
+        except Exception as error:
+            if self._considered is None:
+                raise
+            raise ScheduleError(self._considered) from error
+        self.is_dirty = False
+        return works
+
+    def _go_on(self, budget: int) -> tuple[list[Work], int]:
+        """The work of those that are running, and what is left of the budget."""
         works: list[Work] = []
-        budget, page_size = self._config.max_batch_tokens, self.pages.page_size
+        page_size = self.pages.page_size
         for sequence in list(self.running):
+            self._considered = sequence
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
             if (
@@ -90,7 +153,7 @@ class Scheduler:
                 continue
             works.append(self._with_drafts(work))
             budget -= works[-1].num_rows
-        return works + self._admit(budget, is_first=not works)
+        return works, budget
 
     def schedule_ahead(self, running: list[Work]) -> list[Work]:
         """The iteration behind one of decoding sequences that is still running, with pages for it.
@@ -118,8 +181,10 @@ class Scheduler:
         most_tokens = sum(work.most_tokens for work in works)
         if missing > self.pages.num_free or most_tokens > self._config.max_batch_tokens:
             return []
+        self.is_dirty = True
         for work, most in zip(works, positions, strict=True):
             self._grow(work.sequence, most)
+        self.is_dirty = False
         return works
 
     def _work_for(self, sequence: Sequence, budget: int) -> Work:
@@ -165,8 +230,9 @@ class Scheduler:
 
     def _admit(self, budget: int, *, is_first: bool) -> list[Work]:
         works: list[Work] = []
-        while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
-            sequence = self.waiting[0]
+        waiting = self.waiting
+        while waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
+            sequence = self._considered = waiting[0]
             # Room for all its tokens and the next ones, so that it is not preempted at once.
             needed = self.pages.pages_for(sequence.num_tokens + 1 + _required_drafts(sequence))
             inputs = self._input_pages(sequence)
@@ -174,7 +240,7 @@ class Scheduler:
                 break
             if not self._reclaim(needed + inputs):
                 break
-            self.waiting.popleft()
+            waiting.popleft()
             sequence.input_pages += self.pages.allocate(inputs)
             self._run(sequence)
             work = self._work_for(sequence, budget)
@@ -185,48 +251,51 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages; it will replay from position 0."""
+        waiting = self.waiting
         self.running.remove(sequence)
+        self._wait(sequence, waiting)
         self._evict(sequence)
-        self._wait(sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """Take a sequence out of scheduling; nothing else of it changes."""
-        if sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
-        elif sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-        else:
+        waiting, before = self.waiting, sequence.status
+        if before not in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
             return
+        self.is_dirty = True
         sequence.status = SequenceStatus.HELD
+        queue = self.running if before is SequenceStatus.RUNNING else waiting
+        queue.remove(sequence)
         self.held.append(sequence)
+        self.is_dirty = False
 
     def resume(self, sequence: Sequence) -> None:
         """Let a sequence on hold go on where it was, or replay if its pages or place are gone."""
+        waiting = self.waiting
         if sequence.status is not SequenceStatus.HELD:
             return
+        self.is_dirty = True
         self.held.remove(sequence)
         if sequence.has_pages and len(self.running) < self._config.max_num_seqs:
             self._run(sequence)
-            return
-        if sequence.has_pages:
-            self._evict(sequence)
-        self._wait(sequence)
+        else:
+            if sequence.has_pages:
+                self._evict(sequence)
+            self._wait(sequence, waiting)
+        self.is_dirty = False
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
         bisect.insort(self.running, sequence, key=lambda s: s.arrival)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: Sequence, waiting: deque[Sequence]) -> None:
         """Before all that came later, as if it had waited ever since it arrived."""
         sequence.status = SequenceStatus.WAITING
-        at = bisect.bisect(self.waiting, sequence.arrival, key=lambda s: s.arrival)
-        self.waiting.insert(at, sequence)
+        waiting.insert(bisect.bisect(waiting, sequence.arrival, key=lambda s: s.arrival), sequence)
 
     def _evict(self, sequence: Sequence) -> None:
         """Take a sequence's pages, and with them all that it has computed."""
-        self._release(sequence)
-        sequence.num_computed = 0
-        sequence.counters.preemptions += 1
+        self.pages.free([*sequence.pages, *sequence.input_pages])
+        _forget_pages(sequence, preemptions=1)
 
     def _reclaim(self, count: int) -> bool:
         """Have ``count`` pages free, at the cost of those on hold; False, and nothing taken, when
@@ -254,20 +323,23 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence from wherever it is; its pages go back."""
+        sequence.status = SequenceStatus.FINISHED
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
         elif sequence in self.held:
             self.held.remove(sequence)
-        self._release(sequence)
-        sequence.status = SequenceStatus.FINISHED
-
-    def _release(self, sequence: Sequence) -> None:
+        del self.requests[sequence.request_id]
         self.pages.free([*sequence.pages, *sequence.input_pages])
-        sequence.pages.clear()
-        sequence.input_pages.clear()
-        sequence.is_encoded = False
+        _forget_pages(sequence)
+
+
+def _forget_pages(sequence: Sequence, preemptions: int = 0) -> None:
+    """All that it has computed is gone with its pages, in one go."""
+    s = sequence
+    s.counters.preemptions += preemptions
+    s.pages, s.input_pages, s.num_computed, s.is_encoded = [], [], 0, False
 
 
 def _wanted_drafts(sequence: Sequence) -> int:

@@ -47,15 +47,17 @@ class Counters:
     accepted: int = 0
     preemptions: int = 0
 
-    def add(self, more: Counters) -> None:
-        """Count more work."""
-        self.layers_run += more.layers_run
-        self.prompt_layers_run += more.prompt_layers_run
-        self.layers_filled += more.layers_filled
-        self.fill_calls += more.fill_calls
-        self.drafted += more.drafted
-        self.accepted += more.accepted
-        self.preemptions += more.preemptions
+    def plus(self, more: Counters) -> Counters:
+        """With more work."""
+        return Counters(
+            self.layers_run + more.layers_run,
+            self.prompt_layers_run + more.prompt_layers_run,
+            self.layers_filled + more.layers_filled,
+            self.fill_calls + more.fill_calls,
+            self.drafted + more.drafted,
+            self.accepted + more.accepted,
+            self.preemptions + more.preemptions,
+        )
 
 
 @dataclass(slots=True)
@@ -72,7 +74,8 @@ class Sequence:
     """A request inside the engine.
 
     ``num_computed`` positions have valid KV. While it is below :attr:`prefill_target` the sequence
-    is in its prefill (or, after a preemption, in its replay); then it decodes.
+    is in its prefill (or, after a preemption, in its replay); then it decodes. Pages belong to it
+    while it is running or on hold; one that waits or has finished has none, whatever it says.
     """
 
     request_id: str
@@ -99,8 +102,13 @@ class Sequence:
     """What the policy means to decoding, which makes it once."""
     draft_stop: Any = None
     """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
+    text: Any = None
+    """The text of its tokens, which the engine makes; None without a tokenizer."""
+    contract: str = field(init=False)
+    """The promise of its policy."""
     stop_ids: list[int] = field(init=False)
     """Tokens that end the request, ascending."""
+    stop_set: frozenset[int] = field(init=False)
     max_drafts: int = field(init=False)
     """Most tokens drafted a round; 0 for a request that does not speculate."""
 
@@ -108,7 +116,8 @@ class Sequence:
         stops = set(self.sampling.stop_token_ids)
         if not self.sampling.ignore_eos:
             stops |= self.eos_token_ids
-        self.stop_ids = sorted(stops)
+        self.stop_ids, self.stop_set = sorted(stops), frozenset(stops)
+        self.contract = self.exit.contract
         self.max_drafts = min(self.exit.max_drafts, MAX_DRAFTS)
 
     @property
@@ -156,4 +165,4 @@ class Sequence:
 
     def stops_at(self, token_id: int) -> bool:
         """Whether this token ends the request."""
-        return token_id in self.stop_ids
+        return token_id in self.stop_set

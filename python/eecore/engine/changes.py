@@ -1,0 +1,257 @@
+"""What a step makes of a request: worked out beforehand, then put in place, twice if need be.
+
+Whatever can fail does so while nothing has changed yet. What is left to do are assignments of
+values that do not depend on what they replace, so that a change which was interrupted is simply
+made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from collections.abc import Sequence as Ordered
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from eecore.decoding.outcome import Outcome
+from eecore.decoding.route import route_of
+from eecore.engine.faults import described
+from eecore.engine.text import Decoded, TextStream
+from eecore.output import Output, RequestStats, StepOutput
+from eecore.scheduling.sequence import Counters, Sequence, SequenceStatus, TokenRecord
+
+__all__ = ["Change", "Changes"]
+
+Piece = Callable[[], str]
+
+
+@dataclass(slots=True)
+class Change:
+    """The next state of one request."""
+
+    sequence: Sequence
+    num_computed: int
+    is_encoded: bool
+    counters: Counters
+    first_token: float | None
+    """When it came."""
+    num_before: int
+    """Tokens before the new ones."""
+    num_kv_before: int
+    """Exit layers before those of newly computed positions."""
+    draft_stop: object
+    kv_exit_layers: Ordered[int] = ()
+    """Of newly computed positions."""
+    records: Ordered[TokenRecord] = ()
+    """Of the new tokens."""
+    token_ids: Ordered[int] = ()
+    decoded: Decoded | None = None
+    """As far as the text had to be, or None."""
+    shown: int | None = None
+    approximate: Iterable[int] = ()
+    """Pages with positions that lack a layer's own work."""
+    crops: bool = False
+    """Pages behind the computed positions go back."""
+    step: StepOutput | None = None
+    """What the caller gets to see of it."""
+    output: Output | None = None
+    """Of the request, which ends."""
+
+    def put_in_place(self) -> None:
+        """Make it the request's state; once more changes nothing."""
+        sequence, before = self.sequence, self.num_before
+        sequence.num_computed = self.num_computed
+        sequence.is_encoded = self.is_encoded
+        sequence.counters = self.counters
+        sequence.draft_stop = self.draft_stop
+        sequence.times.first_token = self.first_token
+        sequence.kv_exit_layers[self.num_kv_before :] = self.kv_exit_layers
+        sequence.output_ids[before:] = self.token_ids
+        sequence.records[before:] = self.records
+        if self.decoded is not None:
+            sequence.text.keep(self.decoded)
+        if self.shown is not None:
+            sequence.text.mark_shown(self.shown)
+        if self.output is not None:
+            sequence.status = SequenceStatus.FINISHED
+
+
+class Changes:
+    """Works changes out.
+
+    Args:
+        num_layers: of the model.
+        page_size: of its cache.
+    """
+
+    def __init__(self, num_layers: int, page_size: int) -> None:
+        self._num_layers, self._page_size = num_layers, page_size
+
+    def of(self, outcome: Outcome, now: float, going_on: Container[Sequence]) -> Change:
+        """What an iteration did for a request.
+
+        Args:
+            outcome: without an error.
+            now: the time, in seconds of ``time.perf_counter``.
+            going_on: requests whose next iteration is under way, and needs its pages.
+        """
+        sequence, records = outcome.sequence, outcome.records
+        change = Change(
+            sequence,
+            outcome.num_computed,
+            sequence.input_ids is not None,
+            sequence.counters.plus(outcome.counters),
+            sequence.times.first_token,
+            len(sequence.output_ids),
+            len(sequence.kv_exit_layers),
+            outcome.draft_stop or sequence.draft_stop,
+            outcome.kv_exit_layers,
+        )
+        num_layers = self._num_layers
+        if not records or min(outcome.kv_exit_layers, default=0) < num_layers:
+            change.approximate = self._approximate(outcome)
+        if records:
+            if change.first_token is None:
+                change.first_token = now
+            self._take_tokens(change, records, now)
+            change.crops = sequence.max_drafts > 0 and sequence not in going_on
+        return change
+
+    def ending(self, sequence: Sequence, now: float, error: Exception | None = None) -> Change:
+        """A request that ends as it is: cancelled, or by an error."""
+        change = Change(
+            sequence,
+            sequence.num_computed,
+            sequence.is_encoded,
+            sequence.counters,
+            sequence.times.first_token,
+            len(sequence.output_ids),
+            len(sequence.kv_exit_layers),
+            sequence.draft_stop,
+        )
+        text: TextStream | None = sequence.text
+        piece: Piece | None = None
+        if text is not None:
+            change.decoded = text.decoded  # has to do if there is no more to be had of it
+            for _ in range(2):
+                with suppress(Exception):
+                    piece = self._end_text(change, text, None, len(sequence.output_ids))
+                    break
+        reason = "cancelled" if error is None else "error"
+        self._end(change, reason, now, None if error is None else described(error))
+        change.step = StepOutput(sequence.request_id, [], [], [], change.output, piece)
+        return change
+
+    def _approximate(self, outcome: Outcome) -> set[int]:
+        """Pages of newly computed positions that lack a layer's own work."""
+        sequence, num_layers = outcome.sequence, self._num_layers
+        first, stop = sequence.num_computed, outcome.num_computed
+        if route_of(sequence, num_layers).depth == num_layers:
+            prompt = sequence.num_prompt_tokens
+            before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
+            split = prompt + len(before)
+            replayed = range(max(prompt, first), min(split, stop))
+            positions: Iterable[int] = [
+                *(p for p in replayed if before[p - prompt] < num_layers),
+                *(p for p in range(max(split, first), stop) if fresh[p - split] < num_layers),
+            ]
+        else:
+            positions = range(first, stop)
+        return {sequence.pages[position // self._page_size] for position in positions}
+
+    def _take_tokens(self, change: Change, records: list[TokenRecord], now: float) -> None:
+        """As many of the new tokens as stand, and the end of the request if it is there."""
+        sequence = change.sequence
+        text: TextStream | None = sequence.text
+        decoded = text.decoded if text is not None and text.watches else None
+        num_text = change.num_before
+        left, reason = sequence.tokens_left, None
+        for added, record in enumerate(records, 1):
+            token = record.token_id
+            if token in sequence.stop_set:
+                reason = "stop"
+            else:
+                num_text += 1
+                if decoded is not None:
+                    assert text is not None
+                    decoded = text.after(decoded, (token,))
+                    reason = "stop" if decoded.stops else None
+            if reason is None and added == left:
+                reason = "length"
+            if reason is not None:
+                records = records[:added]
+                break
+        change.records = records
+        change.token_ids = token_ids = [record.token_id for record in records]
+        piece: Piece | None = None
+        if text is not None:
+            if reason is not None:
+                piece = self._end_text(change, text, decoded, num_text)
+            elif decoded is not None:
+                piece = self._show(change, text, decoded)
+            else:
+                piece = text.piece(num_text, final=False)
+        if reason is not None:
+            self._end(change, reason, now)
+        change.step = StepOutput(
+            sequence.request_id,
+            token_ids,
+            [record.exit_layer for record in records],
+            [record.confidence for record in records],
+            change.output,
+            piece,
+        )
+
+    def _end_text(
+        self, change: Change, text: TextStream, decoded: Decoded | None, num_tokens: int
+    ) -> Piece:
+        """The whole text, of the first ``num_tokens``; returns what gives what is new of it."""
+        if decoded is None:
+            decoded = text.decoded
+            tokens = [*change.sequence.output_ids[: change.num_before], *change.token_ids]
+            decoded = text.after(decoded, tokens[decoded.num_tokens : num_tokens])
+        change.decoded = text.whole(decoded)
+        if not text.watches:
+            return text.piece(num_tokens, final=True)
+        return self._show(change, text, change.decoded, final=True)
+
+    def _show(
+        self, change: Change, text: TextStream, decoded: Decoded, *, final: bool = False
+    ) -> Piece:
+        """Text that is new by now; it is known already."""
+        piece, change.shown = text.shows(decoded, final=final)
+        change.decoded = decoded
+        return lambda: piece
+
+    def _end(self, change: Change, reason: str, now: float, error: str | None = None) -> None:
+        """The whole output, of a request that ends."""
+        sequence = change.sequence
+        records = [*sequence.records[: change.num_before], *change.records]
+        asked = sequence.sampling.logprobs
+        change.output = Output(
+            request_id=sequence.request_id,
+            prompt_token_ids=sequence.given_ids,
+            token_ids=[record.token_id for record in records],
+            text=None if change.decoded is None else change.decoded.text,
+            finish_reason=reason,
+            exit_layers=[record.exit_layer for record in records],
+            confidences=[record.confidence for record in records],
+            logprobs=None if asked is None else [r.logprob or 0.0 for r in records],
+            top_logprobs=None if not asked else [r.top_logprobs or {} for r in records],
+            stats=self._stats(change, records, now),
+            error=error,
+        )
+
+    def _stats(self, change: Change, records: list[TokenRecord], now: float) -> RequestStats:
+        sequence, count = change.sequence, len(records)
+        arrived = sequence.times.arrived
+        first = now if change.first_token is None else change.first_token
+        return RequestStats(
+            contract=sequence.contract,
+            num_layers=self._num_layers,
+            prompt_tokens=len(sequence.given_ids),
+            generated_tokens=count,
+            time_to_first_token_s=first - arrived,
+            total_s=now - arrived,
+            mean_exit_layer=sum(record.exit_layer for record in records) / count if count else 0.0,
+            **asdict(change.counters),
+        )

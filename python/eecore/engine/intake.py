@@ -1,0 +1,138 @@
+"""From what a user asks for to a request that the engine can serve, or to a sentence why not."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from eecore.config import EngineConfig, SamplingParams, T5Config
+from eecore.engine.text import TextStream
+from eecore.errors import RequestError
+from eecore.exits import Exit, Full
+from eecore.models import Network, Tokenizer
+from eecore.scheduling.sequence import Sequence
+from eecore.values import as_index, shown
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """Checks requests to one model, and makes sequences of them."""
+
+    def __init__(self, network: Network, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+        self._network, self._tokenizer, self._limits = network, tokenizer, config
+        self._seeds = random.Random()
+
+    def sequence(
+        self,
+        prompt: str | list[int],
+        exit: Exit | None,
+        sampling: SamplingParams | None,
+    ) -> Sequence:
+        """The request, which has no id and no place in the queue yet.
+
+        Raises:
+            RequestError: for a prompt, setting or length that can never be served.
+            ExitError: for an exit policy that the model cannot run.
+        """
+        config = self._network.config
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
+        policy = Full() if exit is None else exit
+        if not isinstance(policy, Exit) or type(policy) is Exit:
+            raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
+        prompt_ids = self._tokens(prompt)
+        policy.check(config.num_layers, config.hidden_size)
+        policy.check_request(self._network.source, sampling.temperature)
+        input_ids = None
+        if isinstance(config, T5Config):
+            prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids
+        self._check_length(len(prompt_ids), input_ids, sampling.max_tokens)
+        self._check_sampling(sampling)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
+        sequence = Sequence(
+            request_id="",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            exit=policy,
+            arrival=-1,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            input_ids=input_ids,
+        )
+        if self._tokenizer is not None:
+            before = prompt_ids if input_ids is None else []
+            sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)
+        return sequence
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    "prompt: expected token ids, since the model has no tokenizer; got a string"
+                )
+            if not prompt:
+                raise RequestError("prompt: expected some text, got an empty string")
+            try:
+                prompt = self._tokenizer.encode(prompt)
+            except Exception as error:  # half of a surrogate pair, for one
+                raise RequestError(
+                    f"prompt: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
+                ) from error
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(
+                f"prompt: expected a string or a list of token ids, got {shown(prompt)}"
+            )
+        if not prompt:
+            raise RequestError("prompt: expected at least one token, got none")
+        return [self._token_id(token) for token in prompt]
+
+    def _token_id(self, token: object) -> int:
+        vocab_size = self._network.config.vocab_size
+        number = token if type(token) is int else as_index(token)
+        if number is None or not 0 <= number < vocab_size:
+            raise RequestError(
+                f"prompt: expected token ids 0..{vocab_size - 1}, got {shown(token)}"
+            )
+        return number
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        """Of what only the model tells whether it can be."""
+        vocab_size = self._network.config.vocab_size
+        if sampling.stop and self._tokenizer is None:
+            raise RequestError("stop: expected a model with a tokenizer for stop strings")
+        if sampling.logprobs is not None and sampling.logprobs > vocab_size:
+            raise RequestError(
+                f"logprobs: expected at most {vocab_size}, the size of the vocabulary, "
+                f"got {sampling.logprobs}"
+            )
+
+    def _check_length(
+        self, prompt_tokens: int, input_ids: list[int] | None, max_tokens: int
+    ) -> None:
+        total = prompt_tokens + max_tokens
+        given, config = f"prompt of {prompt_tokens} tokens", self._network.config
+        if total > config.max_position:
+            raise RequestError(
+                f"{given} and max_tokens={max_tokens}: expected at most {config.max_position} "
+                f"together, the size of the model's context, got {total}"
+            )
+        pages = -(-total // self._limits.page_size)
+        if input_ids is not None:
+            assert isinstance(config, T5Config)
+            most, given = self._limits.max_input_tokens, f"input of {len(input_ids)} tokens"
+            if len(input_ids) > (most or config.max_input):
+                what = "max_input_tokens" if most else "what the model was made for"
+                raise RequestError(
+                    f"{given}: expected at most {most or config.max_input}, {what}"
+                    + ("" if most else " (max_input_tokens of the engine sets another limit)")
+                )
+            pages += -(-len(input_ids) // self._limits.page_size)
+            total += len(input_ids)
+        if pages > self._limits.num_pages:
+            room = self._limits.num_pages * self._limits.page_size
+            raise RequestError(
+                f"{given} and max_tokens={max_tokens}: expected at most {room} together, the size "
+                f"of the KV cache (kv_cache_tokens), got {total}"
+            )

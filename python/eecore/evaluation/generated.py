@@ -1,0 +1,23 @@
+"""Outputs to measure: one that failed is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eecore.generation import Model, generate
+from eecore.output import Output
+
+__all__ = ["generated"]
+
+
+def generated(model: Model, prompts: Any, **settings: Any) -> list[Output]:
+    """What :func:`eecore.generate` gives.
+
+    Raises:
+        RuntimeError: a request failed while it ran.
+    """
+    outputs = generate(model, prompts, **settings)
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"a prompt of {len(output.prompt_token_ids)} tokens: {output.error}")
+    return outputs

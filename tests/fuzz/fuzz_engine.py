@@ -1,0 +1,154 @@
+"""Workloads of one engine with faults at random lines: nothing is lost, done twice or half done.
+
+Requests of every policy over few pages come, are cancelled, put on hold and preempted, while calls
+raise at lines that chance picks. Whatever happened, each gives in the end what it gives alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+import eecore
+from devices import engine_of
+from eecore import (
+    ConfidentExit,
+    DraftAndVerify,
+    Engine,
+    EngineConfig,
+    ExitClassifier,
+    FixedExit,
+    Full,
+    Output,
+    SamplingParams,
+    SelfSpeculative,
+)
+from eecore.exits import Exit
+from tiny_models import scale_layers, write_model
+from tiny_t5 import write_t5
+from tripwire import Fault, Interrupt
+from workloads import Driver, Request, same, serve
+
+SHARE = 120
+
+CLASSIFIER = ExitClassifier(torch.linspace(-1.0, 1.0, 128).view(2, 64))
+POLICIES: list[Exit] = [
+    Full(),
+    FixedExit(1),
+    ConfidentExit(0.35, decay_tau=1.0),
+    ConfidentExit(0.96, measure="state", exit_points=(1, 2)),
+    ConfidentExit(0.5, measure="classifier", classifier=CLASSIFIER, min_exit_layer=2),
+    ConfidentExit(0.0, batch="all", min_exit_layer=2),
+    SelfSpeculative(2, 4),
+    SelfSpeculative(1, 2, draft_threshold=0.2),
+    DraftAndVerify({2}, {1, 2}),
+]
+CONFIGS = [
+    EngineConfig(kv_cache_tokens=32, page_size=4, max_num_seqs=4, max_prefill_chunk=5),
+    EngineConfig(kv_cache_tokens=36, page_size=1, max_batch_tokens=9, max_num_seqs=4),
+    EngineConfig(kv_cache_tokens=48, page_size=16, max_num_seqs=4),
+    EngineConfig(kv_cache_tokens=96, page_size=2, max_num_seqs=4, max_batch_tokens=24),
+]
+NUM_REQUESTS = 64
+
+MODELS: list[eecore.Model] = []
+REQUESTS: list[list[Request]] = []
+ENGINES: dict[tuple[int, int, bool], Engine] = {}
+ALONE: dict[tuple[int, int], Output] = {}
+
+
+def prepare() -> None:
+    """Two tiny models, with and without an encoder, and what is asked of them."""
+    logging.getLogger("eecore").addHandler(logging.NullHandler())
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp())
+    llama = write_model(folder / "llama", num_hidden_layers=3, seed=8)
+    t5 = write_t5(folder / "t5")
+    for directory in (scale_layers(llama, {1: 0.3, 2: 0.3}), t5):
+        MODELS.append(eecore.load(directory, kv_cache_tokens=128))
+        random = Random(4)
+        REQUESTS.append([make_request(random) for _ in range(NUM_REQUESTS)])
+
+
+def make_request(random: Random) -> Request:
+    """One that fits into the smallest of the caches."""
+    prompt = [random.randrange(256) for _ in range(random.choice((1, 2, 3, 5, 9, 14)))]
+    sampling = SamplingParams(
+        max_tokens=random.randint(1, 14),
+        temperature=random.choice((0.0, 0.0, 0.9)),
+        top_p=random.choice((1.0, 0.8)),
+        repetition_penalty=random.choice((1.0, 1.0, 1.3)),
+        logprobs=random.choice((None, None, 0, 2)),
+        stop=random.choice(((), (), ("e",), ("\0never", "zz"))),
+        stop_token_ids=random.choice(((), tuple(range(0, 320, 9)))),
+        seed=random.getrandbits(60),
+    )
+    return Request(prompt, random.choice(POLICIES), sampling)
+
+
+def faults(random: Random, kind: type[BaseException]) -> Iterator[Any]:
+    """For each call a line at which it raises, or none; sometimes several in a row."""
+    rate = random.choice((0.05, 0.3, 0.9))
+    most = random.choice((30, 300, 3000))
+    for _ in range(random.randint(1, 40)):
+        yield (random.randint(1, most), kind) if random.random() < rate else None
+
+
+def alone(model: int, number: int) -> Output:
+    """What a request gives when nobody else is there and nothing happens."""
+    key = model, number
+    if key not in ALONE:
+        (ALONE[key],) = serve(engine_of(MODELS[model]), [REQUESTS[model][number]])
+    return ALONE[key]
+
+
+def check(output: Output, expected: Output) -> None:
+    """The same, or as much of it as there was by its end."""
+    if output.finish_reason in ("cancelled", "error"):
+        assert output.token_ids == expected.token_ids[: len(output.token_ids)]
+    else:
+        assert same(output, expected), (output, expected)
+
+
+def one(random: Random) -> bool:
+    """A workload."""
+    model, config, ahead = (
+        random.randrange(2),
+        random.randrange(len(CONFIGS)),
+        random.random() < 0.5,
+    )
+    chosen = [random.randrange(NUM_REQUESTS) for _ in range(random.randint(1, 6))]
+    kind = random.choice((Interrupt, Fault))
+    expected = {str(i): alone(model, number) for i, number in enumerate(chosen)}
+    key = model, config, ahead
+    if key not in ENGINES or random.random() < 0.02:  # programs are captured anew
+        ENGINES[key] = engine_of(MODELS[model], CONFIGS[config], ahead=ahead)
+    driver = Driver(ENGINES[key], faults(random, kind))
+    waiting = list(expected)
+    while waiting or random.random() < 0.7:
+        happens = random.random()
+        name = random.choice(list(expected))
+        if waiting and happens < 0.5:
+            added = waiting.pop(0)
+            driver.add(REQUESTS[model][chosen[int(added)]], added)
+        elif happens < 0.55 and name in driver.given and name not in driver.outputs:
+            driver.cancel(name)
+        elif happens < 0.62:
+            driver.hold(name)
+        elif happens < 0.7:
+            driver.resume(name)
+        else:
+            driver.step()
+    for name in expected:
+        driver.resume(name)
+    driver.finish()
+    for name, output in driver.outputs.items():
+        assert kind is Fault or output.error is None
+        check(output, expected[name])
+    return True

@@ -1,0 +1,179 @@
+"""Requests served with faults in between, and what has to hold whatever happened.
+
+A driver plays a client that calls again whatever raised: nothing may be lost or done twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from eecore import Engine, Output, SamplingParams
+from eecore.exits import Exit
+from eecore.output import StepOutput
+from eecore.scheduling.sequence import Sequence, SequenceStatus
+from tripwire import Fault, Interrupt, Tripwire
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks for."""
+
+    prompt: list[int]
+    exit: Exit
+    sampling: SamplingParams
+
+
+def check_books(engine: Engine) -> None:
+    """Nothing is lost, held twice or half done."""
+    unfinished = engine.requests.values()
+    held = [page for s in unfinished for page in (*s.pages, *s.input_pages)]
+    pages = engine.pages
+    assert len(held) == len(set(held)), "a page belongs to two requests"
+    assert pages.num_free == pages.num_pages - len(held), "a page is lost"
+    assert sorted([*held, *pages._free]) == list(range(pages.num_pages))
+    assert pages._used == set(held)
+    assert pages._approximate <= set(held)
+    scheduler = engine.scheduler
+    queues = (scheduler.waiting, scheduler.running, scheduler.held)
+    queued = Counter(s.request_id for queue in queues for s in queue)
+    assert queued == Counter(list(engine.requests))
+    for queue in (scheduler.waiting, scheduler.running):
+        assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
+    for sequence in unfinished:
+        check_sequence(sequence, pages.page_size)
+
+
+def check_sequence(sequence: Sequence, page_size: int) -> None:
+    """A request agrees with itself."""
+    count = len(sequence.output_ids)
+    assert sequence.status is not SequenceStatus.FINISHED
+    assert [record.token_id for record in sequence.records] == sequence.output_ids
+    assert len(sequence.kv_exit_layers) == max(count - 1, 0)
+    assert sequence.num_computed <= max(sequence.num_tokens - 1, sequence.num_prompt_tokens)
+    assert len(sequence.pages) * page_size >= sequence.num_computed
+    if sequence.status is SequenceStatus.WAITING:
+        assert not sequence.pages
+        assert not sequence.input_pages
+        assert sequence.num_computed == 0
+
+
+@dataclass
+class Driver:
+    """A client of one engine.
+
+    Args:
+        engine: to be driven.
+        faults: for each call the line at which it raises and what, or None; calls behind its end
+            go undisturbed.
+    """
+
+    engine: Engine
+    faults: Iterator[tuple[int, type[BaseException]] | None] = field(
+        default_factory=lambda: iter(())
+    )
+    outputs: dict[str, Output] = field(default_factory=dict)
+    given: dict[str, list[int]] = field(default_factory=dict)
+    text: dict[str, str] = field(default_factory=dict)
+    tripped: int = 0
+
+    def add(self, request: Request, request_id: str) -> None:
+        """A request, which is not there when the call raises."""
+
+        def call() -> str:
+            assert request_id not in self.engine.requests
+            return self.engine.add_request(
+                request.prompt, exit=request.exit, sampling=request.sampling, request_id=request_id
+            )
+
+        assert self._called(call) == request_id
+        assert request_id in self.engine.requests
+        self.given[request_id], self.text[request_id] = [], ""
+
+    def step(self) -> None:
+        """A step, of which nothing is lost when the call raises."""
+        for step in self._called(self.engine.step):
+            self._take(step)
+
+    def cancel(self, request_id: str) -> Output | None:
+        """The output, however often it takes to get it."""
+        output = self._called(lambda: self.engine.cancel(request_id))
+        assert request_id not in self.engine.requests
+        if output is not None:
+            assert request_id not in self.outputs
+            self.outputs[request_id] = output
+        return output
+
+    def hold(self, request_id: str) -> None:
+        """For a while."""
+        self._called(lambda: self.engine.hold(request_id))
+
+    def resume(self, request_id: str) -> None:
+        """No longer on hold."""
+        self._called(lambda: self.engine.resume(request_id))
+
+    def finish(self) -> None:
+        """Step until nothing is left, then see that nothing is."""
+        while self._called(lambda: self.engine.has_unfinished):
+            self.step()
+        check_books(self.engine)
+        assert self.engine.pages.num_free == self.engine.pages.num_pages
+        assert set(self.outputs) == set(self.given)
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """What a call returns, which is made until it does."""
+        while True:
+            fault = next(self.faults, None)
+            if fault is None:
+                return call()
+            wire = Tripwire(*fault)
+            try:
+                with wire:
+                    return call()
+            except (Fault, Interrupt):
+                check_books(self.engine)
+            finally:
+                self.tripped += wire.tripped
+
+    def _take(self, step: StepOutput) -> None:
+        name = step.request_id
+        assert name not in self.outputs, "tokens behind the end"
+        self.given[name] += step.token_ids
+        self.text[name] += self._called(lambda: step.text)
+        assert len(step.token_ids) == len(step.exit_layers) == len(step.confidences)
+        if step.output is not None:
+            assert step.output.token_ids == self.given[name], "a token is lost, or came twice"
+            assert step.output.text == self.text[name]
+            self.outputs[name] = step.output
+
+
+def same(output: Output, expected: Output) -> bool:
+    """Equal in all but what depends on free pages: which tokens were drafted."""
+    drafts = output.stats.drafted or expected.stats.drafted
+    layers = bool(drafts) or output.exit_layers == expected.exit_layers
+    return (
+        output.token_ids == expected.token_ids
+        and output.text == expected.text
+        and output.finish_reason == expected.finish_reason
+        and layers
+    )
+
+
+def serve(engine: Engine, requests: Iterable[Request]) -> list[Output]:
+    """What they give, undisturbed, in order."""
+    driver = Driver(engine)
+    names = []
+    for number, request in enumerate(requests):
+        driver.add(request, str(number))
+        names.append(str(number))
+    driver.finish()
+    return [driver.outputs[name] for name in names]
+
+
+def numbers(request_ids: Iterable[str]) -> list[Any]:
+    """Of requests named by numbers."""
+    return sorted(map(int, request_ids))
