@@ -1,4 +1,4 @@
-"""skinny_linear of real layers: 128 MB of them in turn, and 8 MB that stay in cache."""
+"""skinny_linear of real layers: 128 MB of them in turn, 8 MB that stay in cache; many rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import harness
 from eecore import ops
+from eecore.models.int8 import quantise_rows
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
@@ -45,3 +46,29 @@ def bench_skinny_linear(
 
     benchmark(composed if peer else fused)
     harness.report(benchmark, moved_bytes=weights.nbytes)
+
+
+@pytest.mark.parametrize("num_tokens", [32, 72, 128, 512])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("sizes", [(576, 3072), (1536, 576)], ids=["576x3072", "1536x576"])
+@pytest.mark.parametrize("peer", [False, True], ids=["eecore", "torch"])
+def bench_skinny_linear_of_many_rows(
+    benchmark, peer: bool, sizes: tuple[int, int], weights: str, num_tokens: int
+) -> None:
+    """Bound by multiplying; the peer of int8 is torch in bfloat16."""
+    in_features, out_features = sizes
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    x = torch.randn(num_tokens, in_features).to(dtype)
+    weight, scale = torch.randn(out_features, in_features).to(dtype), None
+    if weights == "int8" and not peer:
+        weight, scale = quantise_rows(weight)
+    if peer:
+        benchmark(lambda: functional.linear(x, weight))
+    else:
+        benchmark(lambda: ops.skinny_linear(x, weight, weight_scale=scale))
+    harness.report(
+        benchmark,
+        moved_bytes=weight.nbytes + x.nbytes + num_tokens * out_features * x.element_size(),
+        flops=2 * num_tokens * in_features * out_features,
+        dtype=dtype,
+    )
