@@ -5,10 +5,11 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz lint format bench clean
+.PHONY: help demo test fuzz soak lint format bench clean
 
 ARGS ?=
 MINUTES ?= 10
+STEPS ?= 1000000
 SETUP := scripts/setup_venv.sh
 PYTHON_IN_VENV := .venv/bin/python
 CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
@@ -27,6 +28,10 @@ test:  ## the whole test suite
 fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
 	@$(SETUP) test
 	@$(PYTHON_IN_VENV) tests/fuzz/campaign.py --minutes $(MINUTES) $(ARGS)
+
+soak:  ## an engine for STEPS=1000000 steps: pages and memory stay where they are
+	@$(SETUP) test
+	@$(PYTHON_IN_VENV) tests/fuzz/soak.py --steps $(STEPS) $(ARGS)
 
 lint:  ## ruff, mypy and clang-format: changes nothing
 	@$(SETUP) lint

@@ -118,11 +118,8 @@ def check(output: Output, expected: Output) -> None:
 
 def one(random: Random) -> bool:
     """A workload."""
-    model, config, ahead = (
-        random.randrange(2),
-        random.randrange(len(CONFIGS)),
-        random.random() < 0.5,
-    )
+    model, config = random.randrange(len(MODELS)), random.randrange(len(CONFIGS))
+    ahead = random.random() < 0.5
     chosen = [random.randrange(NUM_REQUESTS) for _ in range(random.randint(1, 6))]
     kind = random.choice((Interrupt, Fault))
     expected = {str(i): alone(model, number) for i, number in enumerate(chosen)}
@@ -131,7 +128,7 @@ def one(random: Random) -> bool:
         ENGINES[key] = engine_of(MODELS[model], CONFIGS[config], ahead=ahead)
     driver = Driver(ENGINES[key], faults(random, kind))
     waiting = list(expected)
-    while waiting or random.random() < 0.7:
+    for _ in range(len(waiting) + random.randrange(24)):
         happens = random.random()
         name = random.choice(list(expected))
         if waiting and happens < 0.5:
@@ -146,6 +143,8 @@ def one(random: Random) -> bool:
         else:
             driver.step()
     for name in expected:
+        if name in waiting:
+            driver.add(REQUESTS[model][chosen[int(name)]], name)
         driver.resume(name)
     driver.finish()
     for name, output in driver.outputs.items():
