@@ -11,11 +11,11 @@ inline AcceptMaskParams accept_params(Checker& check, const Tensor& confidence,
                                       const Tensor& exit_layer, const Tensor& survivors,
                                       const Tensor& num_survivors, const Tensor& all_accepted) {
   check(thresholds, "thresholds", Accept::kFloat32, {"num_seqs"});
-  check(status, "status", Accept::kBool, {"num_seqs"});
-  check(exit_layer, "exit_layer", Accept::kInt32, {"num_seqs"});
-  check(survivors, "survivors", Accept::kInt32, {"num_seqs"});
-  check(num_survivors, "num_survivors", Accept::kInt32, {1});
-  check(all_accepted, "all_accepted", Accept::kBool, {1});
+  check.written(status, "status", Accept::kBool, {"num_seqs"});
+  check.written(exit_layer, "exit_layer", Accept::kInt32, {"num_seqs"});
+  check.written(survivors, "survivors", Accept::kInt32, {"num_seqs"});
+  check.written(num_survivors, "num_survivors", Accept::kInt32, {1});
+  check.written(all_accepted, "all_accepted", Accept::kBool, {1});
   check.require(layer >= 1 && layer <= INT32_MAX,
                 "layer: expected a positive number of layers that have run, got ", layer);
 

@@ -73,12 +73,10 @@ const char* accept_name(Accept accept) {
   return "";
 }
 
-std::string sizes_text(const Tensor& tensor) {
-  std::string text = "[";
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    text += (i ? ", " : "") + std::to_string(tensor.size(i));
-  }
-  return text + "]";
+std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef numbers) {
+  std::string text;
+  for (const int64_t number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+  return "[" + text + "]";
 }
 
 // The text of a device, "cpu" or "cuda:0".
@@ -126,27 +124,14 @@ int64_t Checker::slot_stride(const Tensor& cache, const char* name) const {
   return stride;
 }
 
-void Checker::same_or_apart(const Tensor& rows, const char* name, const Tensor& out) const {
-  if (out.numel() == 0) return;
-  const int64_t element_size = size_of(dtype());
-  const auto end_of = [element_size](const Tensor& tensor) {
-    const int64_t elements = (tensor.size(0) - 1) * tensor.stride(0) + tensor.size(1);
-    return data<const char>(tensor) + elements * element_size;
-  };
-  const bool same =
-      rows.data_ptr() == out.data_ptr() && (out.size(0) == 1 || rows.stride(0) == out.stride(0));
-  const bool apart = end_of(rows) <= data<const char>(out) || end_of(out) <= data<const char>(rows);
-  require(same || apart, name, ": expected out itself or memory apart from it, got an overlap");
-}
-
 const float* Checker::weight(const Tensor& tensor, const char* name,
                              std::initializer_list<Dim> shape, const std::optional<Tensor>& scale,
                              const char* scale_name, std::initializer_list<Dim> scale_shape) {
   if (!scale.has_value()) {
-    (*this)(tensor, name, Accept::kModel, shape, 1);
+    apart(tensor, name, Accept::kModel, shape, 1);
     return nullptr;
   }
-  (*this)(tensor, name, Accept::kInt8, shape, 1);
+  apart(tensor, name, Accept::kInt8, shape, 1);
   (*this)(*scale, scale_name, Accept::kFloat32, scale_shape, 1);
   return data<const float>(*scale);
 }
@@ -174,22 +159,74 @@ void Checker::mismatch(const Tensor& tensor, const char* name, Accept accept,
     if (const Binding* binding = find(dim.name)) expected += "=" + std::to_string(binding->size);
   }
   fail(std::string(name) + ": expected " + expected + "], got " + dtype_name(tensor.scalar_type()) +
-       " " + sizes_text(tensor));
+       " " + list_text(tensor.sizes()));
+}
+
+const Elements& Checker::give(const Tensor& tensor, const char* name, bool is_written,
+                              const char* over) {
+  if (num_given_ == static_cast<int>(given_.size())) fail("too many tensors");
+  Given& given = given_[static_cast<size_t>(num_given_)];
+  given = {name, Elements(tensor), is_written};
+  require(given.elements.have_memory(tensor), name,
+          ": expected elements in memory of their own size, got ",
+          list_text(tensor.sizes()).c_str(), " beyond it or off its grid");
+  for (int i = 0; i < num_given_; ++i) {
+    const Given& other = given_[static_cast<size_t>(i)];
+    if (!is_written && !other.is_written) continue;
+    if (given.elements.are_apart_from(other.elements)) [[likely]]
+      continue;
+    const bool may_be = over != nullptr && std::strcmp(over, other.name) == 0;
+    if (may_be && given.elements.are(other.elements)) continue;
+    fail(std::string(name) + ": expected memory apart from " + other.name +
+         (may_be ? ", or all of it" : "") + ", got an overlap");
+  }
+  ++num_given_;
+  return given.elements;
+}
+
+void Checker::require_apart(const Tensor& tensor, const char* name,
+                            const Elements& elements) const {
+  if (elements.are_apart()) [[likely]]
+    return;
+  fail(std::string(name) + ": expected elements that do not overlap, got strides " +
+       list_text(tensor.strides()) + " of " + list_text(tensor.sizes()));
 }
 
 void Checker::operator()(const Tensor& tensor, const char* name, Accept accept,
                          std::initializer_list<Dim> shape, int contiguous_dims) {
+  check_form(tensor, name, accept, shape, contiguous_dims);
+  give(tensor, name, false, nullptr);
+}
+
+void Checker::apart(const Tensor& tensor, const char* name, Accept accept,
+                    std::initializer_list<Dim> shape, int contiguous_dims) {
+  check_form(tensor, name, accept, shape, contiguous_dims);
+  require_apart(tensor, name, give(tensor, name, false, nullptr));
+}
+
+void Checker::written(const Tensor& tensor, const char* name, Accept accept,
+                      std::initializer_list<Dim> shape, int contiguous_dims, const char* over) {
+  check_form(tensor, name, accept, shape, contiguous_dims);
+  require_apart(tensor, name, give(tensor, name, true, over));
+}
+
+void Checker::check_form(const Tensor& tensor, const char* name, Accept accept,
+                         const std::initializer_list<Dim>& shape, int contiguous_dims) {
   // Type and shape; sizes are bound only once the whole shape fits.
   const int64_t rank = static_cast<int64_t>(shape.size());
   const ScalarType type = tensor.scalar_type();
   bool ok = tensor.dim() == rank && dtype_matches(type, accept);
   if (accept == Accept::kModel && has_dtype_ && type != model_dtype_) ok = false;
   int64_t axis = 0;
-  int64_t numel = 1;
+  bool is_empty = false;
   for (const Dim& dim : shape) {
     if (!ok) break;
     const int64_t size = tensor.size(axis++);
-    numel *= size;
+    is_empty |= size == 0;
+    if (size > INT32_MAX) {  // so that a product of two sizes is a number too
+      fail(std::string(name) + ": expected sizes of at most " + std::to_string(INT32_MAX) +
+           ", got " + list_text(tensor.sizes()));
+    }
     if (dim.name == nullptr) {
       ok = size == dim.size;
     } else if (const Binding* binding = find(dim.name)) {
@@ -222,13 +259,13 @@ void Checker::operator()(const Tensor& tensor, const char* name, Accept accept,
 
   // Unit-stride contiguity of the trailing dimensions.
   int64_t expected_stride = 1;
-  for (int64_t i = rank - 1; i >= 0 && i >= rank - contiguous_dims && numel > 0; --i) {
+  for (int64_t i = rank - 1; i >= 0 && i >= rank - contiguous_dims && !is_empty; --i) {
     if (tensor.size(i) != 1 && tensor.stride(i) != expected_stride) {
       const int64_t inner = contiguous_dims < rank ? contiguous_dims : rank;
       fail(std::string(name) + ": expected the last " + std::to_string(inner) +
            " dimension(s) contiguous, got stride " + std::to_string(tensor.stride(i)) +
            " instead of " + std::to_string(expected_stride) + " in dimension " + std::to_string(i) +
-           " of " + sizes_text(tensor));
+           " of " + list_text(tensor.sizes()));
     }
     expected_stride *= tensor.size(i);
   }

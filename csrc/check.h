@@ -4,9 +4,11 @@
 //   Checker check("accept_mask");
 //   check(confidence, "confidence", kFloat32, {"num_seqs"});
 //   check(thresholds, "thresholds", kFloat32, {"num_seqs"});
+//   check.written(status, "status", kBool, {"num_seqs"});
 //   params.num_seqs = check["num_seqs"];
 //
-// A failed check throws "accept_mask: thresholds: expected float32 [num_seqs=4], got float32 [3]".
+// What is written must lie apart from all else that the call is given. A failed check throws
+// "accept_mask: thresholds: expected float32 [num_seqs=4], got float32 [3]".
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -19,6 +21,7 @@
 #include <string>
 
 #include "eecore/params.h"
+#include "elements.h"
 
 namespace eecore {
 
@@ -41,8 +44,8 @@ class Checker {
  public:
   explicit Checker(const char* op) : op_(op) {}
 
-  // Holds `tensor` to a dtype, a shape, the call's device, and unit-stride contiguity of its last
-  // `contiguous_dims` dimensions (all of them by default).
+  // Holds `tensor`, which the op reads, to a dtype, a shape, the call's device, and unit-stride
+  // contiguity of its last `contiguous_dims` dimensions (all of them by default).
   void operator()(const Tensor& tensor, const char* name, Accept accept,
                   std::initializer_list<Dim> shape, int contiguous_dims = 8);
 
@@ -53,8 +56,25 @@ class Checker {
     return tensor.has_value();
   }
 
-  // Holds a weight [..., num_rows, n] with contiguous rows to kModel or, where there is a `scale`,
-  // to int8, and the scale to float32 [..., num_rows]. Returns the scale's data, or null.
+  // And holds its elements to share no memory with each other, as those of a tensor do of which the
+  // op looks at every row, whatever else is given.
+  void apart(const Tensor& tensor, const char* name, Accept accept,
+             std::initializer_list<Dim> shape, int contiguous_dims = 8);
+
+  // Of a tensor that the op writes: its elements share no memory with each other, nor with any
+  // other tensor of the call, but that it may be the tensor `over`, which has been checked.
+  void written(const Tensor& tensor, const char* name, Accept accept,
+               std::initializer_list<Dim> shape, int contiguous_dims = 8,
+               const char* over = nullptr);
+  bool written(const std::optional<Tensor>& tensor, const char* name, Accept accept,
+               std::initializer_list<Dim> shape, int contiguous_dims = 8) {
+    if (tensor.has_value()) written(*tensor, name, accept, shape, contiguous_dims);
+    return tensor.has_value();
+  }
+
+  // Holds a weight [..., num_rows, n] with contiguous rows, all apart, to kModel or, where there is
+  // a `scale`, to int8, and the scale to float32 [..., num_rows]. Returns the scale's data, or
+  // null.
   const float* weight(const Tensor& tensor, const char* name, std::initializer_list<Dim> shape,
                       const std::optional<Tensor>& scale, const char* scale_name,
                       std::initializer_list<Dim> scale_shape);
@@ -73,9 +93,6 @@ class Checker {
   // Elements between the slots of a cache [..., num_pages, page_size, num_kv_heads, head_dim],
   // whose slots must be evenly spaced across its pages.
   int64_t slot_stride(const Tensor& cache, const char* name) const;
-
-  // Holds rows [num_rows, num_columns] to be `out` itself or memory apart from it.
-  void same_or_apart(const Tensor& rows, const char* name, const Tensor& out) const;
 
   // The dtype shared by every tensor checked with Accept::kModel.
   DType dtype() const;
@@ -97,18 +114,30 @@ class Checker {
     const char* name;
     int64_t size;
   };
+  struct Given {
+    const char* name;
+    Elements elements;
+    bool is_written;
+  };
   static void append(std::string& message, const char* text) { message += text; }
   template <typename Number>
   static void append(std::string& message, Number number) {
     message += std::to_string(number);
   }
   const Binding* find(const char* name) const;
+  // Adds a tensor that has been checked but for its memory, and returns its elements.
+  const Elements& give(const Tensor& tensor, const char* name, bool is_written, const char* over);
+  void require_apart(const Tensor& tensor, const char* name, const Elements& elements) const;
+  void check_form(const Tensor& tensor, const char* name, Accept accept,
+                  const std::initializer_list<Dim>& shape, int contiguous_dims);
   [[noreturn]] void mismatch(const Tensor& tensor, const char* name, Accept accept,
                              const std::initializer_list<Dim>& shape) const;
 
   const char* op_;
   std::array<Binding, 16> bindings_{};
   int num_bindings_ = 0;
+  std::array<Given, 48> given_;
+  int num_given_ = 0;
   bool has_device_ = false;
   int32_t device_type_ = 0, device_index_ = 0;
   bool has_dtype_ = false;

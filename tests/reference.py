@@ -540,7 +540,7 @@ def exit_confidence_softmax(
 def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotary embedding of x: float64 [num_tokens, num_heads, head_dim] in its first rotary_dim."""
     half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin.double()[positions, None].split(half, dim=-1)
+    cos, sin = cos_sin.double()[positions, None].split_with_sizes((half, half), dim=-1)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
@@ -659,7 +659,7 @@ def paged_attention(
         if causal:
             seen &= keys <= positions[:, None]
         if sliding_window:
-            seen &= keys > positions[:, None] - sliding_window
+            seen &= keys - positions[:, None] > -sliding_window
         used = seen.any(0).nonzero().flatten()
         rows = seen.any(1).nonzero().flatten()
         pages = page_table[seq, used // page_size].long()
@@ -671,9 +671,20 @@ def paged_attention(
             num_buckets = position_bias.shape[0]
             bucket = position_bucket(relative.cpu(), num_buckets, max_distance, bidirectional)
             scores = scores + position_bias.double()[bucket.to(q.device)].permute(2, 0, 1)
-        weights = scores.masked_fill(~seen[rows][:, used], -torch.inf).softmax(-1)
-        out[begin:end][rows] = torch.einsum("hqk,khd->qhd", weights, v)
+        unseen = ~seen[rows][:, used]
+        scores = scores.masked_fill(unseen, -torch.inf)
+        shut_out = (scores == -torch.inf).all(-1, keepdim=True)
+        weights = scores.softmax(-1).masked_fill(shut_out, 0.0)
+        out[begin:end][rows] = _weighted_values(weights, v, unseen)
     return out
+
+
+def _weighted_values(weights: Tensor, v: Tensor, unseen: Tensor) -> Tensor:
+    """weights [heads, queries, keys] times v [keys, heads, head_dim], but for unseen keys."""
+    if v.isfinite().all():
+        return torch.einsum("hqk,khd->qhd", weights, v)
+    products = weights.permute(1, 2, 0)[..., None] * v  # [queries, keys, heads, head_dim]
+    return products.masked_fill(unseen[..., None, None], 0.0).sum(1)
 
 
 def skinny_linear(

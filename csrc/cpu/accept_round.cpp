@@ -34,8 +34,8 @@ void accept(const AcceptRoundParams& params, int64_t row) {
   }
   params.num_accepted[row] = accepted;
   params.next_token[row] = token;
-  params.next_position[row] = params.first_position[row] + accepted + 1;
-  params.next_left[row] = params.left[row] - accepted - 1;
+  params.next_position[row] = wrapping_add(params.first_position[row], accepted + 1);
+  params.next_left[row] = wrapping_add(params.left[row], -accepted - 1);
 }
 
 }  // namespace

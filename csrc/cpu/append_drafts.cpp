@@ -26,7 +26,7 @@ void run_append_drafts(const AppendDraftsParams& params, const Parallel&) {
       __builtin_memcpy(states + step * params.states_step_stride, hidden + i * params.hidden_stride,
                        params.row_bytes);
     }
-    const int64_t token = params.token[i], position = params.positions[i] + 1;
+    const int64_t token = params.token[i], position = wrapping_add(params.positions[i], 1);
     params.tokens[row * width + step + 1] = token;
     params.confidences[row * params.num_steps + step] = params.confidence[i];
     params.num_drafted[row] = step + 1;
@@ -36,7 +36,7 @@ void run_append_drafts(const AppendDraftsParams& params, const Parallel&) {
     params.active_token_ids[i] = max_of(token, 0);  // -1, no token, is not embedded
     params.positions[i] = position;
     params.slot_mapping[i] = goes_on ? params.round_slots[row * width + step + 1] : -1;
-    params.seq_lens[i] = goes_on ? static_cast<int32_t>(position + 1) : 1;
+    params.seq_lens[i] = goes_on ? static_cast<int32_t>(wrapping_add(position, 1)) : 1;
     if (goes_on) all_done = false;
   }
   *params.all_done = all_done;

@@ -13,8 +13,8 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     const int64_t token = follows ? params.next_token[source] : params.token_ids[row];
     const int64_t position = follows ? params.next_position[source] : params.start[row];
     const int64_t left = follows ? params.next_left[source] : params.tokens_left[row];
-    const int64_t most =
-        max_of(min_of(min_of(params.max_drafts[row], left - 1), params.num_steps), -1);
+    const int64_t most = max_of(
+        min_of(min_of(params.max_drafts[row], wrapping_add(left, -1)), params.num_steps), -1);
     const bool done = most <= 0;
     params.first_position[row] = position;
     params.left[row] = left;
@@ -28,7 +28,7 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     const int32_t* pages = params.page_table + row * params.page_table_stride;
     int64_t* slots = params.round_slots + row * width;
     for (int64_t k = 0; k < width; ++k) {
-      const int64_t at = position + k;
+      const int64_t at = wrapping_add(position, k);
       const int64_t page = max_of(min_of(at / size, params.max_pages - 1), 0);
       slots[k] = k <= most ? pages[page] * size + at % size : -1;
     }
@@ -37,7 +37,7 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     params.active_token_ids[row] = max_of(token, 0);  // -1, no token, is not embedded
     params.positions[row] = position;
     params.slot_mapping[row] = done ? -1 : slots[0];
-    params.seq_lens[row] = done ? 1 : static_cast<int32_t>(position + 1);
+    params.seq_lens[row] = done ? 1 : static_cast<int32_t>(wrapping_add(position, 1));
   }
   *params.all_done = all_done;
 }

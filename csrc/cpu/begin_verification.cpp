@@ -12,9 +12,9 @@ void run_begin_verification(const BeginVerificationParams& params, const Paralle
     const int64_t first_position = params.first_position[row];
     const int64_t* tokens = params.tokens + row * width;
     const int64_t* slots = params.round_slots + row * width;
-    const int64_t length = first_position + last + 1;
+    const int64_t length = wrapping_add(first_position, last + 1);
     params.last_tokens[row] = has_round ? max_of(tokens[last], 0) : 0;
-    params.last_positions[row] = has_round ? length - 1 : 0;
+    params.last_positions[row] = has_round ? wrapping_add(length, -1) : 0;
     params.last_slots[row] = has_round ? slots[last] : -1;
     params.last_seq_lens[row] = has_round ? static_cast<int32_t>(length) : 1;
     params.seq_lens[row] = has_round ? static_cast<int32_t>(length) : 0;
@@ -22,7 +22,7 @@ void run_begin_verification(const BeginVerificationParams& params, const Paralle
     params.query_start_loc[row] = static_cast<int32_t>(at);
     for (int64_t k = 0; has_round && k <= last; ++k, ++at) {
       params.token_ids[at] = max_of(tokens[k], 0);  // -1, no token, is not embedded
-      params.positions[at] = first_position + k;
+      params.positions[at] = wrapping_add(first_position, k);
       params.slot_mapping[at] = slots[k];
       params.sequence[at] = static_cast<int32_t>(row);
     }

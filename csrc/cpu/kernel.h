@@ -31,6 +31,10 @@ void parallel_for(const Parallel& parallel, int64_t n, int64_t grain, const Body
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+// Of numbers that come from tensors: what does not fit wraps around.
+inline int64_t wrapping_add(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+}
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -4,8 +4,9 @@
 // pass.
 //
 // A row's arithmetic depends on its own keys and split_size alone: blocks start at multiples of the
-// block size within a split, every score is summed in one order whatever the tile, and keys that
-// only a neighbour sees weigh exactly 0.
+// block size within a split, every score is summed in one order whatever the tile, and values that
+// only a neighbour sees are not added. What is not a number comes out as of softmax(q k) v: in the
+// whole row where it is in the query or in a key that the row sees, in its column where in a value.
 #include "attention_plan.h"
 #include "pair.h"
 #include "scratch.h"
@@ -220,16 +221,18 @@ void add_values(const float* scores, const Vec* correction, HeadBlock<T> block, 
   if (d < head_dim) columns.template operator()<1, true>(d, head_dim - d);
 }
 
+// What scores are taken relative to: the largest so far, of rows without one 0 and not -inf.
+inline float base_of(float maximum) { return maximum == -kInfinity ? 0.0f : maximum; }
+
 // Turns a row's scores into weights relative to its new maximum; returns what its earlier weights
-// are to be multiplied by.
+// are to be multiplied by. A score of NaN is never the maximum, and its weight is NaN.
 inline Vec softmax_row(float* scores, int64_t begin, int64_t end, float* maximum,
                        float* weight_sum) {
   Vec largest = broadcast(-kInfinity);
   for (int64_t j = begin; j < end; j += kWidth) largest = max(largest, load(scores + j));
   const float block_maximum = max_element(largest);
   const float new_maximum = block_maximum > *maximum ? block_maximum : *maximum;
-  // A row that has seen no key yet keeps weights of 0 rather than exp(-inf + inf).
-  const float base = new_maximum == -kInfinity ? 0.0f : new_maximum;
+  const float base = base_of(new_maximum);
   const Vec correction = exp(broadcast(*maximum - base));
   Vec weights = load(weight_sum) * correction;
   for (int64_t j = begin; j < end; j += kWidth) {
@@ -242,25 +245,56 @@ inline Vec softmax_row(float* scores, int64_t begin, int64_t end, float* maximum
   return correction;
 }
 
+// add_values for rows of which row r sees the keys visible[r] of the block, and all see `shared`.
+// What not all of them see is added row by row: a weight of 0 does not undo a value of NaN.
+template <int kRows, typename T>
+void add_values_seen(const float* scores, const Vec* correction, HeadBlock<T> block,
+                     HeadBlock<T> next, int64_t head_dim, const Range* visible, Range shared,
+                     int64_t width, float* acc) {
+  const auto add_row = [&](int r, Vec factor, int64_t begin, int64_t end) {
+    add_values<1>(scores + r * kMaxBlock, &factor, block, HeadBlock<T>{nullptr, 0}, head_dim, begin,
+                  end, width, acc + r * width);
+  };
+  if (shared.empty()) {
+    for (int r = 0; r < kRows; ++r) add_row(r, correction[r], visible[r].begin, visible[r].end);
+    return;
+  }
+  const Vec one = broadcast(1.0f);
+  Vec factors[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const bool sees_earlier = visible[r].begin < shared.begin;
+    if (sees_earlier) add_row(r, correction[r], visible[r].begin, shared.begin);
+    factors[r] = sees_earlier ? one : correction[r];
+  }
+  add_values<kRows>(scores, factors, block, next, head_dim, shared.begin, shared.end, width, acc);
+  for (int r = 0; r < kRows; ++r) {
+    if (shared.end < visible[r].end) add_row(r, one, shared.end, visible[r].end);
+  }
+}
+
 // One block of keys for kRows rows of one kv head: rows `row`.. of the head, `at`.. of the scratch.
 template <int kRows, typename T>
 void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim, Range keys,
                  HeadBlock<T> block, HeadBlock<T> next) {
-  // The keys of this block that any row sees; scores start at a whole vector.
-  Range seen{keys.end, keys.begin};
+  // The keys of this block, counted from its first, that each row sees, any row sees, all rows see.
+  const int64_t num_keys = keys.end - keys.begin;
+  Range visible[kRows], seen{num_keys, 0}, shared{0, num_keys};
   for (int r = 0; r < kRows; ++r) {
-    const Range visible = intersect(scratch.visible[row + r], keys);
-    if (visible.empty()) continue;
-    seen = {min_of(seen.begin, visible.begin), max_of(seen.end, visible.end)};
+    const Range of_row = intersect(scratch.visible[row + r], keys);
+    visible[r] =
+        of_row.empty() ? Range{0, 0} : Range{of_row.begin - keys.begin, of_row.end - keys.begin};
+    shared = intersect(shared, visible[r]);
+    if (of_row.empty()) continue;
+    seen = {min_of(seen.begin, visible[r].begin), max_of(seen.end, visible[r].end)};
   }
   if (seen.empty()) return;
   const int64_t width = row_width(head_dim);
-  const int64_t begin = seen.begin - keys.begin, end = seen.end - keys.begin;
-  const int64_t vector_begin = begin / kWidth * kWidth;
-  const int64_t vector_end = ceil_div(end, kWidth) * kWidth;
+  // Scores start at a whole vector.
+  const int64_t vector_begin = seen.begin / kWidth * kWidth;
+  const int64_t vector_end = ceil_div(seen.end, kWidth) * kWidth;
 
   score_keys<kRows>(scratch.q + at * width, width, head_dim, block, next, vector_begin,
-                    ceil_div(end, kGroupKeys) * kGroupKeys, scratch.scores);
+                    ceil_div(seen.end, kGroupKeys) * kGroupKeys, scratch.scores);
   Vec correction[kRows];
   for (int r = 0; r < kRows; ++r) {
     float* scores = scratch.scores + r * kMaxBlock;
@@ -268,16 +302,23 @@ void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim
       scratch.bias.add(scratch.bias_row[at + r], keys.begin - scratch.position[row + r],
                        vector_begin, vector_end, scores);
     }
-    const Range visible = intersect(scratch.visible[row + r], keys);
-    const int64_t first = min_of(visible.begin - keys.begin, vector_end);
-    for (int64_t i = vector_begin; i < first; ++i) scores[i] = -kInfinity;
-    const int64_t past = max_of(visible.end - keys.begin, vector_begin);
-    for (int64_t i = past; i < vector_end; ++i) scores[i] = -kInfinity;
+    for (int64_t i = vector_begin; i < min_of(visible[r].begin, vector_end); ++i) {
+      scores[i] = -kInfinity;
+    }
+    for (int64_t i = max_of(visible[r].end, vector_begin); i < vector_end; ++i) {
+      scores[i] = -kInfinity;
+    }
     correction[r] = softmax_row(scores, vector_begin, vector_end, &scratch.maximum[at + r],
                                 scratch.weight_sum + (at + r) * kWidth);
   }
-  add_values<kRows>(scratch.scores, correction, block, next, head_dim, begin, end, width,
-                    scratch.acc + at * width);
+  float* acc = scratch.acc + at * width;
+  if (shared.begin == seen.begin && shared.end == seen.end) [[likely]] {
+    add_values<kRows>(scratch.scores, correction, block, next, head_dim, seen.begin, seen.end,
+                      width, acc);
+  } else {
+    add_values_seen<kRows>(scratch.scores, correction, block, next, head_dim, visible, shared,
+                           width, acc);
+  }
 }
 
 // All rows of one kv head; the first of them ask for the next block.
@@ -396,9 +437,9 @@ void attend_split(const AttentionPlan& params, const Tile& tile, Range split,
 inline void merge_split(const float* acc, float maximum, float weight, int64_t width, float* total,
                         float* total_maximum, float* total_weight) {
   const float new_maximum = maximum > *total_maximum ? maximum : *total_maximum;
-  if (new_maximum == -kInfinity) return;
-  const Vec before = exp(broadcast(*total_maximum - new_maximum));
-  const Vec now = exp(broadcast(maximum - new_maximum));
+  const float base = base_of(new_maximum);
+  const Vec before = exp(broadcast(*total_maximum - base));
+  const Vec now = exp(broadcast(maximum - base));
   for (int64_t d = 0; d < width; d += kWidth) {
     store(total + d, fma(load(acc + d), now, load(total + d) * before));
   }
@@ -409,10 +450,10 @@ inline void merge_split(const float* acc, float maximum, float weight, int64_t w
   *total_maximum = new_maximum;
 }
 
-// out = total / weight; zeros for a row that saw no key.
+// out = total / weight; zeros for a row that saw no key, or nothing but scores of -inf.
 template <typename T>
 void write_row(const float* total, float weight, int64_t head_dim, T* out) {
-  const Vec inverse = broadcast(weight > 0.0f ? 1.0f / weight : 0.0f);
+  const Vec inverse = broadcast(weight == 0.0f ? 0.0f : 1.0f / weight);
   int64_t d = 0;
   for (; d + kPairWidth <= head_dim; d += kPairWidth) {
     store_pair(out + d, load_kept(total + d) * inverse);
@@ -549,7 +590,7 @@ void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t i
 // finds all of a thread's items.
 template <typename T>
 void run_items(const AttentionPlan& params, int64_t num_items, int64_t* next_item) {
-  TileScratch scratch;
+  TileScratch& scratch = kept_by_thread<TileScratch>();
   int64_t index = 0, items_before = 0;
   SequenceItems items(params, 0);
   while (true) {

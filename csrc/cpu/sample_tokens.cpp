@@ -149,9 +149,15 @@ void write_top(int64_t num_top, Row& row, int64_t* ids, float* top) {
   }
 }
 
+// The place of output row w in its request's round.
+int64_t step_of(const SampleTokensParams& params, int64_t w, int64_t request) {
+  const int64_t first = params.first_position[request];
+  return wrapping_add(wrapping_add(params.positions[w], ~first), 1);
+}
+
 // Seen tokens count once: each value is made from the logit itself.
 template <typename T>
-void penalise(const SampleTokensParams& params, const T* logits, int64_t request, int64_t position,
+void penalise(const SampleTokensParams& params, const T* logits, int64_t w, int64_t request,
               Row& row) {
   const float penalty = params.repetition_penalty[request];
   const auto see = [&](int64_t token) {
@@ -163,7 +169,7 @@ void penalise(const SampleTokensParams& params, const T* logits, int64_t request
   for (int64_t i = 0; i < params.num_seen; ++i) see(seen[i]);
   if (params.round_tokens == nullptr) return;
   const int64_t* drafts = params.round_tokens + request * params.round_width;
-  const int64_t last = min_of(position - params.first_position[request], params.round_width - 1);
+  const int64_t last = min_of(step_of(params, w, request), params.round_width - 1);
   for (int64_t i = 1; i <= last; ++i) see(drafts[i]);
 }
 
@@ -326,7 +332,7 @@ void write_probs(const Row& row, double total, float* probs) {
 float* probs_row(const SampleTokensParams& params, int64_t w, int64_t request) {
   if (params.probs == nullptr) return nullptr;
   if (params.probs_by_step == 0) return params.probs + w * params.vocab_size;
-  const int64_t step = params.positions[w] - params.first_position[request];
+  const int64_t step = step_of(params, w, request);
   if (step < 0 || step >= params.probs_by_step) return nullptr;
   return params.probs + (request * params.probs_by_step + step) * params.vocab_size;
 }
@@ -370,7 +376,7 @@ void sample_row(const SampleTokensParams& params, int64_t j, Row& row) {
   if (params.kind != nullptr && params.kind[request] != params.wanted) return;
   const T* logits = static_cast<const T*>(params.logits) + j * params.logits_stride;
   float* probs = probs_row(params, w, request);
-  const int64_t seed = params.seed[request], position = params.positions[w] + 1;
+  const int64_t seed = params.seed[request], position = wrapping_add(params.positions[w], 1);
   if (params.uniform != nullptr) {
     const RandomWords random = random_words(seed, position, kAcceptancePurpose);
     for (int i = 0; i < 2; ++i) params.uniform[2 * w + i] = uniform_float(random, i);
@@ -397,7 +403,7 @@ void sample_row(const SampleTokensParams& params, int64_t j, Row& row) {
   const bool penalises = params.repetition_penalty[request] != 1.0f;
   TopTwo best = raw;
   if (penalises) {
-    penalise(params, logits, request, position - 1, row);
+    penalise(params, logits, w, request, row);
     find_largest_of_blocks(row);
     best = top_two(row);
   }

@@ -1,4 +1,4 @@
-// Memory of one kernel call, aligned for vectors and not initialised.
+// Memory of one kernel call, or of a thread, aligned for vectors and not initialised.
 #pragma once
 
 #include <new>
@@ -23,5 +23,13 @@ class Scratch {
  private:
   T* data_;
 };
+
+// A T that a thread makes on first use and keeps for its later calls: threads may have small
+// stacks.
+template <typename T>
+T& kept_by_thread() {
+  thread_local const Scratch<T> kept(1);
+  return kept[0];
+}
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -233,7 +233,7 @@ inline Vec round_to_int(Vec x) {
 inline Vec scale_by_power_of_two(Vec x, Vec n) {
   Vec r;
   EECORE_LANES {
-    const int32_t whole = static_cast<int32_t>(n.v[i]);
+    const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;  // x is NaN too
     const int32_t low = whole >> 1;
     const uint32_t a_bits = static_cast<uint32_t>(low + 127) << 23;
     const uint32_t b_bits = static_cast<uint32_t>(whole - low + 127) << 23;
@@ -289,9 +289,10 @@ inline void sum_four(const Vec* v, float* out) {
 }
 
 // e^x, within 2 ulp for x in [-87, 88]; smaller x go to 0 (through denormals), larger x to
-// infinity, -inf to 0. NaN is not kept: callers test for it where it matters.
+// infinity, -inf to 0, NaN to NaN.
 inline Vec exp(Vec x) {
-  const Vec bounded = max(min(x, broadcast(88.8f)), broadcast(-104.0f));
+  // Of a NaN max and min give their second operand: it passes both.
+  const Vec bounded = max(broadcast(-104.0f), min(broadcast(88.8f), x));
   const Vec n = round_to_int(bounded * broadcast(1.44269504f));
   Vec r = fma(n, broadcast(-0.693145752f), bounded);
   r = fma(n, broadcast(-1.42860677e-6f), r);

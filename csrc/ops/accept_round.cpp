@@ -48,10 +48,10 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
   check(left, "left", Accept::kInt64, {"num_rows"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {"num_rows + 1"});
   check(target, "target", Accept::kInt64, {"max_tokens"});
-  check(next_token, "next_token", Accept::kInt64, {"num_rows"});
-  check(next_position, "next_position", Accept::kInt64, {"num_rows"});
-  check(next_left, "next_left", Accept::kInt64, {"num_rows"});
-  check(num_accepted, "num_accepted", Accept::kInt64, {"num_rows"});
+  check.written(next_token, "next_token", Accept::kInt64, {"num_rows"});
+  check.written(next_position, "next_position", Accept::kInt64, {"num_rows"});
+  check.written(next_left, "next_left", Accept::kInt64, {"num_rows"});
+  check.written(num_accepted, "num_accepted", Accept::kInt64, {"num_rows"});
   const int given =
       check(sampled, "sampled", Accept::kBool, {"num_rows"}) +
       check(draft_probs, "draft_probs", Accept::kFloat32, {"num_rows * num_steps", "vocab_size"}) +

@@ -15,26 +15,26 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
   Checker check("append_drafts");
   check(token, "token", Accept::kInt64, {"num_active"});
   check(confidence, "confidence", Accept::kFloat32, {"num_active"});
-  check(confidences, "confidences", Accept::kFloat32, {"num_rows", "num_steps"});
+  check.written(confidences, "confidences", Accept::kFloat32, {"num_rows", "num_steps"});
   const int64_t num_steps = check["num_steps"];
   check.bind("num_steps + 1", num_steps + 1);
   const bool keeps = check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
   check.require(keeps == states.has_value(), "states: expected with hidden alone, got ",
                 keeps ? "none with it" : "some without it");
-  check(states, "states", Accept::kModel, {"num_rows", "num_steps + 1", "hidden_size"}, 1);
+  check.written(states, "states", Accept::kModel, {"num_rows", "num_steps + 1", "hidden_size"}, 1);
   check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
   check(stop_tokens, "stop_tokens", Accept::kInt64, {"num_rows", "num_stop_tokens"});
   check(most, "most", Accept::kInt64, {"num_rows"});
   check(round_slots, "round_slots", Accept::kInt64, {"num_rows", "num_steps + 1"});
   check(row, "row", Accept::kInt32, {"num_active"});
-  check(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
-  check(num_drafted, "num_drafted", Accept::kInt64, {"num_rows"});
-  check(done, "done", Accept::kBool, {"num_rows"});
-  check(all_done, "all_done", Accept::kBool, {1});
-  check(active_token_ids, "active_token_ids", Accept::kInt64, {"num_active"});
-  check(positions, "positions", Accept::kInt64, {"num_active"});
-  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
-  check(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
+  check.written(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
+  check.written(num_drafted, "num_drafted", Accept::kInt64, {"num_rows"});
+  check.written(done, "done", Accept::kBool, {"num_rows"});
+  check.written(all_done, "all_done", Accept::kBool, {1});
+  check.written(active_token_ids, "active_token_ids", Accept::kInt64, {"num_active"});
+  check.written(positions, "positions", Accept::kInt64, {"num_active"});
+  check.written(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
+  check.written(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
   check.require(step >= 0 && step < num_steps, "step: expected 0..num_steps-1=", num_steps - 1,
                 ", got ", step);
 

@@ -14,9 +14,11 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
   Checker check("append_kv");
   check(k, "k", Accept::kModel, {"num_tokens", "num_kv_heads", "head_dim"}, 1);
   check(v, "v", Accept::kModel, {"num_tokens", "num_kv_heads", "head_dim"}, 1);
-  const bool has_q = check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
+  const bool has_q =
+      check.written(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
-    check(*cache, name, Accept::kModel, {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+    check.written(*cache, name, Accept::kModel,
+                  {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
   }
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   const bool has_positions = check(positions, "positions", Accept::kInt64, {"num_tokens"});
@@ -30,8 +32,9 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
   params.num_q_heads = has_q ? check["num_q_heads"] : 0;
   params.num_kv_heads = check["num_kv_heads"];
   params.head_dim = check["head_dim"];
-  check.require(params.head_dim <= kMaxHeadDim, "k: expected head_dim of at most ", kMaxHeadDim,
-                ", got ", params.head_dim);
+  check.require(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim,
+                "k: expected head_dim of 1 to ", kMaxHeadDim, ", got ", params.head_dim);
+  check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
   check.require(!has_positions || has_cos_sin,
                 "cos_sin: expected float32 [max_position, rotary_dim] with positions, got None");
   if (has_positions) {

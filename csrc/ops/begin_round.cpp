@@ -28,23 +28,24 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
                 "sources: expected all of sources, next_token, next_position and next_left, or "
                 "none, got ",
                 given, " of them");
-  check(first_position, "first_position", Accept::kInt64, {"num_rows"});
-  check(left, "left", Accept::kInt64, {"num_rows"});
-  check(round_slots, "round_slots", Accept::kInt64, {"num_rows", "num_steps + 1"});
-  check(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
-  check(num_drafted, "num_drafted", Accept::kInt64, {"num_rows"});
-  check(most, "most", Accept::kInt64, {"num_rows"});
-  check(done, "done", Accept::kBool, {"num_rows"});
-  check(all_done, "all_done", Accept::kBool, {1});
-  check(row, "row", Accept::kInt32, {"num_rows"});
-  check(active_token_ids, "active_token_ids", Accept::kInt64, {"num_rows"});
-  check(positions, "positions", Accept::kInt64, {"num_rows"});
-  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_rows"});
-  check(seq_lens, "seq_lens", Accept::kInt32, {"num_rows"});
+  check.written(first_position, "first_position", Accept::kInt64, {"num_rows"});
+  check.written(left, "left", Accept::kInt64, {"num_rows"});
+  check.written(round_slots, "round_slots", Accept::kInt64, {"num_rows", "num_steps + 1"});
+  check.written(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
+  check.written(num_drafted, "num_drafted", Accept::kInt64, {"num_rows"});
+  check.written(most, "most", Accept::kInt64, {"num_rows"});
+  check.written(done, "done", Accept::kBool, {"num_rows"});
+  check.written(all_done, "all_done", Accept::kBool, {1});
+  check.written(row, "row", Accept::kInt32, {"num_rows"});
+  check.written(active_token_ids, "active_token_ids", Accept::kInt64, {"num_rows"});
+  check.written(positions, "positions", Accept::kInt64, {"num_rows"});
+  check.written(slot_mapping, "slot_mapping", Accept::kInt64, {"num_rows"});
+  check.written(seq_lens, "seq_lens", Accept::kInt32, {"num_rows"});
   check.require(check["num_steps + 1"] >= 1, "round_slots: expected num_steps + 1 >= 1, got 0");
   check.require(check["num_rows"] == 0 || check["max_pages"] >= 1,
                 "page_table: expected max_pages >= 1, got 0");
-  check.require(page_size >= 1, "page_size: expected a positive number, got ", page_size);
+  check.require(page_size >= 1 && page_size <= INT32_MAX,
+                "page_size: expected a number of 1 to 2147483647, got ", page_size);
 
   BeginRoundParams params{};
   params.token_ids = data<const int64_t>(token_ids);

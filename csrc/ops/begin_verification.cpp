@@ -19,17 +19,17 @@ void begin_verification(const Tensor& first_position, const Tensor& round_slots,
   check(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
   check(num_drafted, "num_drafted", Accept::kInt64, {"num_rows"});
   check(most, "most", Accept::kInt64, {"num_rows"});
-  check(last_tokens, "last_tokens", Accept::kInt64, {"num_rows"});
-  check(last_positions, "last_positions", Accept::kInt64, {"num_rows"});
-  check(last_slots, "last_slots", Accept::kInt64, {"num_rows"});
-  check(last_seq_lens, "last_seq_lens", Accept::kInt32, {"num_rows"});
-  check(token_ids, "token_ids", Accept::kInt64, {"max_tokens"});
-  check(positions, "positions", Accept::kInt64, {"max_tokens"});
-  check(slot_mapping, "slot_mapping", Accept::kInt64, {"max_tokens"});
-  check(sequence, "sequence", Accept::kInt32, {"max_tokens"});
-  check(seq_lens, "seq_lens", Accept::kInt32, {"num_rows"});
-  check(query_start_loc, "query_start_loc", Accept::kInt32, {"num_rows + 1"});
-  check(num_tokens, "num_tokens", Accept::kInt32, {1});
+  check.written(last_tokens, "last_tokens", Accept::kInt64, {"num_rows"});
+  check.written(last_positions, "last_positions", Accept::kInt64, {"num_rows"});
+  check.written(last_slots, "last_slots", Accept::kInt64, {"num_rows"});
+  check.written(last_seq_lens, "last_seq_lens", Accept::kInt32, {"num_rows"});
+  check.written(token_ids, "token_ids", Accept::kInt64, {"max_tokens"});
+  check.written(positions, "positions", Accept::kInt64, {"max_tokens"});
+  check.written(slot_mapping, "slot_mapping", Accept::kInt64, {"max_tokens"});
+  check.written(sequence, "sequence", Accept::kInt32, {"max_tokens"});
+  check.written(seq_lens, "seq_lens", Accept::kInt32, {"num_rows"});
+  check.written(query_start_loc, "query_start_loc", Accept::kInt32, {"num_rows + 1"});
+  check.written(num_tokens, "num_tokens", Accept::kInt32, {1});
   const int64_t most_tokens = num_rows * check["num_steps + 1"];
   check.require(check["max_tokens"] >= most_tokens,
                 "token_ids: expected at least num_rows * (num_steps + 1)=", most_tokens,

@@ -11,17 +11,18 @@ void compact_rows(const Tensor& leaving, Tensor row, Tensor positions, Tensor sl
                   std::optional<Tensor> cross_seq_lens, std::optional<Tensor> hidden) {
   Checker check("compact_rows");
   check(leaving, "leaving", Accept::kBool, {"num_rows"});
-  check(row, "row", Accept::kInt32, {"num_active"});
-  check(positions, "positions", Accept::kInt64, {"num_active"});
-  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
-  check(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
-  check(page_table, "page_table", Accept::kInt32, {"num_active", "max_pages"}, 1);
-  check(num_active, "num_active", Accept::kInt32, {1});
-  check(token_ids, "token_ids", Accept::kInt64, {"num_active"});
-  const bool has_cross = check(cross_page_table, "cross_page_table", Accept::kInt32,
-                               {"num_active", "max_cross_pages"}, 1);
-  check(cross_seq_lens, "cross_seq_lens", Accept::kInt32, {"num_active"});
-  const bool has_hidden = check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
+  check.written(row, "row", Accept::kInt32, {"num_active"});
+  check.written(positions, "positions", Accept::kInt64, {"num_active"});
+  check.written(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
+  check.written(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
+  check.written(page_table, "page_table", Accept::kInt32, {"num_active", "max_pages"}, 1);
+  check.written(num_active, "num_active", Accept::kInt32, {1});
+  check.written(token_ids, "token_ids", Accept::kInt64, {"num_active"});
+  const bool has_cross = check.written(cross_page_table, "cross_page_table", Accept::kInt32,
+                                       {"num_active", "max_cross_pages"}, 1);
+  check.written(cross_seq_lens, "cross_seq_lens", Accept::kInt32, {"num_active"});
+  const bool has_hidden =
+      check.written(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
 
   CompactRowsParams params{};
   params.leaving = data<const uint8_t>(leaving);

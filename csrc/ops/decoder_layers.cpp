@@ -168,8 +168,8 @@ void decoder_layers(
   check(attention_norm, "attention_norm", Accept::kModel, {"num_layers", "hidden_size"});
   check(mlp_norm, "mlp_norm", Accept::kModel, {"num_layers", "hidden_size"});
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
-    check(*cache, name, Accept::kModel,
-          {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+    check.written(*cache, name, Accept::kModel,
+                  {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
   }
   const int64_t num_kv_heads = check["num_kv_heads"], head_dim = check["head_dim"];
   check(q_norm, "q_norm", Accept::kModel, {"num_layers", "head_dim"});
@@ -196,7 +196,7 @@ void decoder_layers(
   check(sliding_window, "sliding_window", Accept::kInt32, {"num_layers"});
   check(skip_attention, "skip_attention", Accept::kBool, {"num_layers"});
   check(skip_mlp, "skip_mlp", Accept::kBool, {"num_layers"});
-  check(out, "out", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
+  check.written(out, "out", Accept::kModel, {"num_tokens", "hidden_size"}, 1, "hidden");
 
   const int64_t num_layers = check["num_layers"];
   check.require(!has_positions || has_cos_sin,
@@ -220,9 +220,6 @@ void decoder_layers(
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
   check.require(fixed_split_size >= 0 && fixed_split_size <= INT32_MAX,
                 "fixed_split_size: expected 0 or more keys, got ", fixed_split_size);
-  check.require(check["num_tokens"] <= 1 || out.stride(0) >= check["hidden_size"],
-                "out: expected rows that do not overlap, got row stride ", out.stride(0));
-  check.same_or_apart(hidden, "hidden", out);
 
   params.hidden = data<const void>(hidden);
   params.attention_norm = data<const void>(attention_norm);

@@ -13,7 +13,7 @@ void exit_confidence_cosine(const Tensor& previous, const Tensor& hidden, Tensor
   Checker check("exit_confidence_cosine");
   check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
   check(previous, "previous", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
-  check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
+  check.written(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
 
   ExitConfidenceCosineParams params{};
   params.previous = previous.data_ptr();

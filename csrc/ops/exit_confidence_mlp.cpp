@@ -18,7 +18,7 @@ void exit_confidence_mlp(const Tensor& hidden, const Tensor& weight1,
   check(bias1, "bias1", Accept::kFloat32, {"inner_size"});
   const bool has_hidden_layer = check(weight2, "weight2", Accept::kFloat32, {2, "inner_size"});
   check(bias2, "bias2", Accept::kFloat32, {2});
-  check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
+  check.written(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
   check.require(check["inner_size"] >= 1, "weight1: expected inner_size >= 1, got 0");
   check.require(has_hidden_layer || check["inner_size"] == 2,
                 "weight1: expected inner_size=2 without weight2 (one linear layer), got ",

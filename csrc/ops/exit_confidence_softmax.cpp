@@ -16,10 +16,10 @@ void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& 
   const WeightCoding coding =
       check_weight(check, {"lm_head", "lm_head_scale", "lm_head_table"}, lm_head,
                    {"vocab_size", "hidden_size"}, lm_head_scale, lm_head_table, {"vocab_size"});
-  check(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
-  check(token, "token", Accept::kInt64, {"num_seqs"});
-  check(logsumexp, "logsumexp", Accept::kFloat32, {"num_seqs"});
-  check(top_logit, "top_logit", Accept::kFloat32, {"num_seqs"});
+  check.written(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
+  check.written(token, "token", Accept::kInt64, {"num_seqs"});
+  check.written(logsumexp, "logsumexp", Accept::kFloat32, {"num_seqs"});
+  check.written(top_logit, "top_logit", Accept::kFloat32, {"num_seqs"});
   check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
   check.require(check["vocab_size"] >= 2 && check["vocab_size"] <= INT32_MAX,
                 "lm_head: expected vocab_size of 2 to 2147483647, got ", check["vocab_size"]);

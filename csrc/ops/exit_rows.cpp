@@ -20,8 +20,8 @@ void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>&
   check.require(layer >= 1 && layer <= INT32_MAX,
                 "layer: expected a positive number of layers that have run, got ", layer);
   check(row, "row", Accept::kInt32, {"num_active"});
-  check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
-  check(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
+  check.written(slot_mapping, "slot_mapping", Accept::kInt64, {"num_active"});
+  check.written(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
   const bool has_asked = check(asked, "asked", Accept::kInt32, {"num_asked"});
   const char* measured = has_asked ? "num_asked" : "num_active";
   const bool has_confidence = check(confidence, "confidence", Accept::kFloat32, {measured});
@@ -39,18 +39,18 @@ void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>&
   check(together, "together", Accept::kBool, {"num_rows"});
   check(fills, "fills", Accept::kBool, {"num_rows"});
   check(kind, "kind", Accept::kInt32, {"num_rows"});
-  check(accepted, "accepted", Accept::kBool, {"num_rows"});
-  check(gone, "gone", Accept::kBool, {"num_rows"});
-  check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
-  check(fill_from, "fill_from", Accept::kInt32, {"num_rows"});
-  check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
-  check(final_confidence, "final_confidence", Accept::kFloat32, {"num_rows"});
-  check(final_token, "final_token", Accept::kInt64, {"num_rows"});
-  check(final_logprob, "final_logprob", Accept::kFloat32, {"num_rows"});
-  check(token_at, "token_at", Accept::kInt32, {"num_rows"});
-  check(pending, "pending", Accept::kInt32, {"num_rows"});
-  check(final_hidden, "final_hidden", Accept::kModel, {"num_rows", "hidden_size"}, 1);
-  check(all_gone, "all_gone", Accept::kBool, {1});
+  check.written(accepted, "accepted", Accept::kBool, {"num_rows"});
+  check.written(gone, "gone", Accept::kBool, {"num_rows"});
+  check.written(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
+  check.written(fill_from, "fill_from", Accept::kInt32, {"num_rows"});
+  check.written(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
+  check.written(final_confidence, "final_confidence", Accept::kFloat32, {"num_rows"});
+  check.written(final_token, "final_token", Accept::kInt64, {"num_rows"});
+  check.written(final_logprob, "final_logprob", Accept::kFloat32, {"num_rows"});
+  check.written(token_at, "token_at", Accept::kInt32, {"num_rows"});
+  check.written(pending, "pending", Accept::kInt32, {"num_rows"});
+  check.written(final_hidden, "final_hidden", Accept::kModel, {"num_rows", "hidden_size"}, 1);
+  check.written(all_gone, "all_gone", Accept::kBool, {1});
 
   const int64_t element = size_of(check.dtype());
   ExitRowsParams params{};

@@ -28,7 +28,7 @@ void gather_states(const Tensor& states, const Tensor& last, const Tensor& seque
   check(sequence, "sequence", Accept::kInt32, {"max_tokens"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {"num_seqs + 1"});
   check(num_tokens, "num_tokens", Accept::kInt32, {1});
-  check(out, "out", Accept::kModel, {"max_tokens", "hidden_size"}, 1);
+  check.written(out, "out", Accept::kModel, {"max_tokens", "hidden_size"}, 1);
 
   const int64_t element = size_of(check.dtype());
   GatherStatesParams params{};

@@ -26,10 +26,10 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
   check(norm_weight, "norm_weight", Accept::kModel, {"num_layers", "hidden_size"}, 1);
-  check(k_cache, "k_cache", Accept::kModel,
-        {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
-  check(v_cache, "v_cache", Accept::kModel,
-        {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+  check.written(k_cache, "k_cache", Accept::kModel,
+                {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+  check.written(v_cache, "v_cache", Accept::kModel,
+                {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
   const int64_t head_dim = check["head_dim"], kv_size = 2 * check["num_kv_heads"] * head_dim;
   const WeightCoding coding = check_weight(check, {"kv_weight", "kv_scale", "kv_table"}, kv_weight,
                                            {"num_layers", kv_size, "hidden_size"}, kv_scale,

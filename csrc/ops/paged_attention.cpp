@@ -17,12 +17,13 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   Checker check("paged_attention");
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
-    check(*cache, name, Accept::kModel, {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+    check.apart(*cache, name, Accept::kModel,
+                {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
   }
   check(page_table, "page_table", Accept::kInt32, {"num_seqs", "max_pages_per_seq"}, 1);
   check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {check["num_seqs"] + 1});
-  check(out, "out", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
+  check.written(out, "out", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   const auto require_size = [&](bool ok, const char* expected, int64_t got) {
     if (!ok) check.fail(std::string(expected) + ", got " + std::to_string(got));
   };
@@ -62,7 +63,9 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.k_slot_stride = k_cache.stride(1);
   params.v_page_stride = v_cache.stride(0);
   params.v_slot_stride = v_cache.stride(1);
-  params.sliding_window = sliding_window;
+  // A window of all the keys that there is room for is none.
+  const int64_t most_keys = check["max_pages_per_seq"] * check["page_size"];
+  params.sliding_window = sliding_window < most_keys ? sliding_window : 0;
   params.fixed_split_size = fixed_split_size;
   params.max_pages_per_seq = check["max_pages_per_seq"];
   params.scale = static_cast<float>(scale);

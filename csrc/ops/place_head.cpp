@@ -16,9 +16,9 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
   check(logsumexp, "logsumexp", Accept::kFloat32, {"num_selected"});
   check(top_logit, "top_logit", Accept::kFloat32, {"num_selected"});
   const bool has_index = check(index, "index", Accept::kInt32, {"num_selected"});
-  check(out_token, "out_token", Accept::kInt64, {"num_rows"});
-  check(out_confidence, "out_confidence", Accept::kFloat32, {"num_rows"});
-  check(out_logprob, "out_logprob", Accept::kFloat32, {"num_rows"});
+  check.written(out_token, "out_token", Accept::kInt64, {"num_rows"});
+  check.written(out_confidence, "out_confidence", Accept::kFloat32, {"num_rows"});
+  check.written(out_logprob, "out_logprob", Accept::kFloat32, {"num_rows"});
   check(kind, "kind", Accept::kInt32, {"num_rows"});
   const bool has_measured = check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
   const bool has_exit_layer = check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});

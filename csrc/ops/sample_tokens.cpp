@@ -34,14 +34,14 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   check(kind, "kind", Accept::kInt32, {"num_requests"});
   check(round_tokens, "round_tokens", Accept::kInt64, {"num_requests", "round_width"});
   check(first_position, "first_position", Accept::kInt64, {"num_requests"});
-  check(token, "token", Accept::kInt64, {"num_outputs"});
-  check(confidence, "confidence", Accept::kFloat32, {"num_outputs"});
-  check(logprob, "logprob", Accept::kFloat32, {"num_outputs"});
-  check(logsumexp, "logsumexp", Accept::kFloat32, {"num_outputs"});
-  check(probs, "probs", Accept::kFloat32, {"num_probs", "vocab_size"});
-  check(uniform, "uniform", Accept::kFloat32, {"num_outputs", 2});
-  check(top_ids, "top_ids", Accept::kInt64, {"num_outputs", "num_top"});
-  check(top_logprobs, "top_logprobs", Accept::kFloat32, {"num_outputs", "num_top"});
+  check.written(token, "token", Accept::kInt64, {"num_outputs"});
+  check.written(confidence, "confidence", Accept::kFloat32, {"num_outputs"});
+  check.written(logprob, "logprob", Accept::kFloat32, {"num_outputs"});
+  check.written(logsumexp, "logsumexp", Accept::kFloat32, {"num_outputs"});
+  check.written(probs, "probs", Accept::kFloat32, {"num_probs", "vocab_size"});
+  check.written(uniform, "uniform", Accept::kFloat32, {"num_outputs", 2});
+  check.written(top_ids, "top_ids", Accept::kInt64, {"num_outputs", "num_top"});
+  check.written(top_logprobs, "top_logprobs", Accept::kFloat32, {"num_outputs", "num_top"});
   const int64_t num_requests = check["num_requests"], num_outputs = check["num_outputs"];
   check.require(check["vocab_size"] >= 1 && check["vocab_size"] <= kMaxVocabSize,
                 "logits: expected vocab_size of 1 to 1073741824, got ", check["vocab_size"]);
@@ -55,7 +55,10 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
                 "purpose: expected a number in [0, 4294967295], got ", purpose);
   check.require(first_position.has_value() || (!round_tokens.has_value() && probs_by_step == 0),
                 "first_position: expected it with round_tokens and with probs_by_step, got none");
-  check.require(probs_by_step >= 0, "probs_by_step: expected a number >= 0, got ", probs_by_step);
+  check.require(probs_by_step >= 0 && probs_by_step <= INT32_MAX,
+                "probs_by_step: expected a number of 0 to 2147483647, got ", probs_by_step);
+  check.require(wanted >= INT32_MIN && wanted <= INT32_MAX,
+                "wanted: expected a kind of 32 bits, got ", wanted);
   if (probs.has_value()) {
     const int64_t needed = probs_by_step > 0 ? num_requests * probs_by_step : num_outputs;
     check.require(check["num_probs"] >= needed, "probs: expected num_probs >= ", needed, ", got ",

@@ -77,8 +77,8 @@ void speculative_accept(const Tensor& draft_tokens, const Tensor& draft_start_lo
   check(draft_probs, "draft_probs", Accept::kFloat32, {"num_drafts", "vocab_size"});
   check(target_probs, "target_probs", Accept::kFloat32, {"num_drafts + num_seqs", "vocab_size"});
   check(uniform, "uniform", Accept::kFloat32, {"num_drafts + num_seqs"});
-  check(num_accepted, "num_accepted", Accept::kInt32, {"num_seqs"});
-  check(next_token, "next_token", Accept::kInt64, {"num_seqs"});
+  check.written(num_accepted, "num_accepted", Accept::kInt32, {"num_seqs"});
+  check.written(next_token, "next_token", Accept::kInt64, {"num_seqs"});
 
   SpeculativeAcceptParams params{};
   params.draft_tokens = data<const int64_t>(draft_tokens);

@@ -1,5 +1,9 @@
 // Rows of queries in the registers of a warp, and their online softmax in base 2 over the keys that
 // lie in shared memory: 16-bit elements on the tensor cores, float32 on the CUDA cores.
+//
+// What is not a number comes out as of softmax(q k) v: in the whole row where it is in the query or
+// in a key that the row sees, in its column where in a value. A weight of 0 does not undo a value
+// of NaN, so where rows see different keys such values are added row by row.
 #pragma once
 
 #include "eecore/attention_tile.cuh"
@@ -17,11 +21,6 @@ __device__ __forceinline__ float attention_score(float dot, float scale, float b
   return fmaf(dot, scale, bias);
 }
 
-// exp2(x - maximum) with nothing seen yet, of which the maximum is -inf, as 0.
-__device__ __forceinline__ float reference_of(float maximum) {
-  return maximum == -INFINITY ? 0.0f : maximum;
-}
-
 // A warp's 16 rows on the tensor cores; rows past the tile's last repeat it and are never stored.
 // Lane l has rows l / 4 and l / 4 + 8.
 template <typename T, int kHeadDim, bool kBiased>
@@ -34,7 +33,11 @@ class TensorCoreRows {
   __device__ __forceinline__ TensorCoreRows(const PagedAttentionParams& params,
                                             const AttentionPlan& plan, const AttentionTile& tile,
                                             int first_row, Shared<float> bias_table)
-      : params_(params), plan_(plan), lane_(threadIdx.x % 32), length_(tile.seq.length) {
+      : params_(params),
+        plan_(plan),
+        lane_(threadIdx.x % 32),
+        length_(tile.seq.length),
+        used_begin_(tile.used.begin) {
     const int last = tile.first_row + tile.num_rows - 1;
     const auto position = [&](int row) {
       return tile.seq.position(min(row, last) / plan.group_size);
@@ -172,19 +175,13 @@ class TensorCoreRows {
     }
 
     const Shared<T> v_lane = v + (matrix % 2 * 8 + matrix_row) * kRowStride + matrix / 2 * 8;
-#pragma unroll
-    for (int j = 0; j < kStepKeys / 16; ++j) {
-      const float (&low)[4] = scores[2 * j];
-      const float (&high)[4] = scores[2 * j + 1];
-      const uint32_t weights[4] = {pack_pair<T>(low[0], low[1]), pack_pair<T>(low[2], low[3]),
-                                   pack_pair<T>(high[0], high[1]), pack_pair<T>(high[2], high[3])};
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d) {
-        uint32_t values[4];
-        ldmatrix_x4_transposed(values, v_lane + j * 16 * kRowStride + d * 16);
-        mma_m16n8k16<T>(sums_[2 * d], weights, {values[0], values[1]});
-        mma_m16n8k16<T>(sums_[2 * d + 1], weights, {values[2], values[3]});
-      }
+    // Keys that no row of the tile uses are zeros.
+    const bool all_see_all =
+        max(first_key, used_begin_) >= last.begin && min(first_key + kStepKeys, end) <= first.end;
+    if (all_see_all) {
+      add_values<false>(scores, v_lane);
+    } else if (add_values<true>(scores, v_lane)) {
+      add_not_finite(v, first_key, end);
     }
   }
 
@@ -209,6 +206,57 @@ class TensorCoreRows {
  private:
   __device__ __forceinline__ KeyRange visible(int position) const {
     return visible_keys(params_, plan_, length_, position);
+  }
+
+  // Weights times values; kFinite: of those that are numbers. Whether any of the warp's was left
+  // out.
+  template <bool kFinite>
+  __device__ __forceinline__ bool add_values(const float (&scores)[kStepKeys / 8][4],
+                                             Shared<T> v_lane) {
+    bool left_out = false;
+#pragma unroll
+    for (int j = 0; j < kStepKeys / 16; ++j) {
+      const float (&low)[4] = scores[2 * j];
+      const float (&high)[4] = scores[2 * j + 1];
+      const uint32_t weights[4] = {pack_pair<T>(low[0], low[1]), pack_pair<T>(low[2], low[3]),
+                                   pack_pair<T>(high[0], high[1]), pack_pair<T>(high[2], high[3])};
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        uint32_t values[4];
+        ldmatrix_x4_transposed(values, v_lane + j * 16 * kRowStride + d * 16);
+        if constexpr (kFinite) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t finite = finite_pair<T>(values[i]);
+            left_out |= finite != values[i];
+            values[i] = finite;
+          }
+        }
+        mma_m16n8k16<T>(sums_[2 * d], weights, {values[0], values[1]});
+        mma_m16n8k16<T>(sums_[2 * d + 1], weights, {values[2], values[3]});
+      }
+    }
+    return kFinite && __any_sync(kWholeWarp, left_out);
+  }
+
+  // The values of a step that are no numbers, to the rows that see them.
+  __device__ __forceinline__ void add_not_finite(Shared<T> v, int first_key, int end) {
+    const KeyRange seen[2] = {visible(position_[0]), visible(position_[1])};
+#pragma unroll 1
+    for (int j = 0; j < kStepKeys; ++j) {
+      const int key = first_key + j;
+      const Shared<T> row = v + j * kRowStride + lane_ % 4 * 2;
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const T element = row[d * 8 + i % 2];
+          const float value = to_float(element);
+          const bool sees = key >= seen[i / 2].begin && key < min(seen[i / 2].end, end);
+          if (sees && !is_finite(value)) sums_[d][i] += value;
+        }
+      }
+    }
   }
 
   // The key of this lane's score [j][i] of a step.
@@ -239,7 +287,7 @@ class TensorCoreRows {
 
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
-  int lane_, length_;
+  int lane_, length_, used_begin_;
   bool has_rows_;
   int position_[2], first_position_, last_position_;  // of this lane's rows, of the warp's
   RowBias bias_[2];
@@ -365,6 +413,13 @@ class PlainRows {
     }
 #pragma unroll
     for (int j = 0; j < kGroupKeys; ++j) {
+      const int key = first_key + j * kGroups + group_;
+      bool sees[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const KeyRange seen = visible(position_[r]);
+        sees[r] = key >= seen.begin && key < min(seen.end, end);
+      }
       const Shared<float> row = v + (j * kGroups + group_) * Sizes::kRowStride;
 #pragma unroll
       for (int i = 0; i < kLanePieces; ++i) {
@@ -374,7 +429,7 @@ class PlainRows {
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            sums_[r][i][e] = fmaf(scores[j][r], values.values[e], sums_[r][i][e]);
+            if (sees[r]) sums_[r][i][e] = fmaf(scores[j][r], values.values[e], sums_[r][i][e]);
           }
         }
       }

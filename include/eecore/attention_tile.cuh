@@ -169,7 +169,13 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   return tile;
 }
 
-// Weighted values of a row, relative to its largest score, which is in base 2.
+// What scores are taken relative to: the largest so far, of rows without one 0 and not -inf.
+__device__ __forceinline__ float reference_of(float maximum) {
+  return maximum == -INFINITY ? 0.0f : maximum;
+}
+
+// Weighted values of a row, relative to its largest score, which is in base 2 and never NaN: of a
+// score of NaN the weight is.
 template <int kSize>
 struct PartialRow {
   float values[kSize] = {};
@@ -177,19 +183,20 @@ struct PartialRow {
 
   // Adds the keys of the next split.
   __device__ __forceinline__ void merge(const PartialRow& next) {
-    const float largest = fmaxf(maximum, next.maximum);
-    if (largest == -INFINITY) return;
-    const float before = exp2_fast(maximum - largest), now = exp2_fast(next.maximum - largest);
+    const float largest = fmaxf(maximum, next.maximum), reference = reference_of(largest);
+    const float before = exp2_fast(maximum - reference);
+    const float now = exp2_fast(next.maximum - reference);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[i] = fmaf(next.values[i], now, values[i] * before);
     weight = fmaf(next.weight, now, weight * before);
     maximum = largest;
   }
 
-  // Writes the row's `kSize` elements of the result; zeros where no key was seen.
+  // Writes the row's `kSize` elements of the result; zeros where no key was seen, or nothing but
+  // scores of -inf.
   template <typename T>
   __device__ __forceinline__ void store(T* out, bool aligned) const {
-    const float inverse = weight > 0.0f ? 1.0f / weight : 0.0f;
+    const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
     float results[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) results[i] = values[i] * inverse;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "eecore/ptx.cuh"
 
@@ -34,6 +35,18 @@ template <typename T>
 __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
+
+// Two 16-bit elements, 0 in place of what is infinite or NaN.
+template <typename T>
+__device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
+  constexpr uint32_t kExponent = std::is_same_v<T, BFloat16> ? 0x7f80u : 0x7c00u;
+  uint32_t kept = (pair & kExponent) != kExponent ? 0xffffu : 0u;
+  if ((pair >> 16 & kExponent) != kExponent) kept |= 0xffff0000u;
+  return pair & kept;
+}
+
+// Not infinite, not NaN.
+__device__ __forceinline__ bool is_finite(float x) { return x - x == 0.0f; }
 
 // 16 bytes of elements, the widest access of one thread.
 template <typename T>

@@ -4,8 +4,8 @@ Shapes are given as ``[num_tokens, num_q_heads, head_dim]``. Every op runs on th
 bfloat16) and, where the CUDA module has it, on CUDA (also float16). An op writes into tensors that
 it is given and returns nothing that aliases them; the wrappers allocate outputs that were left out.
 A tensor of the wrong shape, dtype, device or stride is a ``RuntimeError`` that names the argument,
-what was expected and what came, raised before anything is written. Zero tokens or sequences are
-legal.
+what was expected and what came, raised before anything is written. So is memory that is written and
+shared with another argument, or with itself. Zero tokens or sequences are legal.
 
 The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, so they work under
 ``torch.compile``.
@@ -13,7 +13,7 @@ The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
@@ -359,12 +359,28 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept[id(tensor)] = tensor
 
 
-def _no_output(*_args: Any) -> None:
-    """The fake kernel of an op that only writes into its arguments."""
+def _fake_of(op: str) -> Callable[..., None]:
+    """The fake kernel of an op, which only writes into its arguments: there is nothing to do.
+
+    Torch calls it for tensors of whatever devices as soon as one of them is on ``meta``.
+    """
+    names = [argument.name for argument in getattr(torch.ops.eecore, op).default._schema.arguments]
+
+    def fake(*arguments: Any, **by_name: Any) -> None:
+        given = {**dict(zip(names, arguments, strict=False)), **by_name}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        first = next(iter(tensors.values()))
+        for name, tensor in tensors.items():
+            if tensor.device != first.device:
+                raise RuntimeError(
+                    f"{op}: {name}: expected a tensor on {first.device}, got one on {tensor.device}"
+                )
+
+    return fake
 
 
 for _name in OP_NAMES:
-    torch.library.register_fake(f"eecore::{_name}", _no_output)
+    torch.library.register_fake(f"eecore::{_name}", _fake_of(_name))
 
 _accept_mask = torch.ops.eecore.accept_mask.default
 _accept_round = torch.ops.eecore.accept_round.default

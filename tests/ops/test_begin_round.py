@@ -74,7 +74,7 @@ def test_rows_go_on_where_another_round_ended(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"page_size": 0}, "page_size: expected a positive number, got 0"),
+        ({"page_size": 0}, "page_size: expected a number of 1 to 2147483647, got 0"),
         (
             {"sources": torch.tensor([0, -1, 3], dtype=torch.int32)},
             r"sources: expected values in \[-1, 3\), got 3 at row 2",

@@ -563,7 +563,7 @@ def replaced(**weights: Any) -> dict[str, Any]:
         ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
         ({"fixed_split_size": -1}, r"fixed_split_size: expected 0 or more keys, got -1"),
         ({"out": torch.zeros(3, 63)}, r"out: expected float32 \[num_tokens=3, hidden_size=64\], g"),
-        ({"out": torch.zeros(64).expand(3, 64)}, r"out: expected rows that do not overlap, got ro"),
+        ({"out": torch.zeros(64).expand(3, 64)}, r"out: expected elements that do not overlap"),
         ({"cos_sin": None}, r"cos_sin: expected float32 \[max_position, rotary_dim\] with posit"),
         ({"activation": "gelu"}, r"activation: expected silu or gelu_tanh or relu, got gelu"),
         ({"activation": "relu"}, r"gate_up_weight: expected float32 \[num_layers=3, 96, hidden_si"),
@@ -641,7 +641,7 @@ def test_hidden_that_overlaps_out_is_refused() -> None:
     call = random_call(DecoderLayersCase((2,), (2,)))
     memory = torch.zeros(300)
     call["hidden"] = memory[:128].view(2, 64)
-    with pytest.raises(RuntimeError, match="hidden: expected out itself or memory apart from it"):
+    with pytest.raises(RuntimeError, match="out: expected memory apart from hidden, or"):
         ops.decoder_layers(**call, out=memory[8:136].view(2, 64))
     assert not memory.any()
 

@@ -114,7 +114,7 @@ def test_many_rows_are_shared_by_threads() -> None:
             "weight: expected float32, .* got int8",
         ),
         ({"out": torch.zeros(3, 9)}, r"out: expected float32 \[num_tokens=3, hidden_size=8\]"),
-        ({"out": torch.zeros(1, 8).expand(3, 8)}, "out: expected rows that do not overlap"),
+        ({"out": torch.zeros(1, 8).expand(3, 8)}, "out: expected elements that do not overlap"),
         ({"out": torch.zeros(3, 8).bfloat16()}, "out: expected float32 .* got bfloat16"),
     ],
 )

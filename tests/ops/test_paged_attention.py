@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -104,6 +105,65 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     torch.testing.assert_close(
         ops.paged_attention(**call).double(), expected_of(call), rtol=1e-3, atol=1e-3
     )
+
+
+# Short and split contexts, windows, rows of a tile that see different keys, position biases.
+POISONED_CASES = (
+    AttentionCase((1, 1), (70, 9), 4, 2, 64, 8),
+    AttentionCase((7, 40), (30, 90), 6, 2, 64, 8),
+    AttentionCase((1, 30), (700, 250), 4, 4, 72, 16, sliding_window=37),
+    AttentionCase((9, 2), (9, 400), 9, 3, 128, 3, fixed_split_size=32),
+    AttentionCase((70,), (100,), 4, 1, 256, 16, fixed_split_size=40),
+    AttentionCase((12, 3), (9, 40), 4, 2, 8, 4, causal=False, sliding_window=5),
+    AttentionCase((1,), (3000,), 2, 1, 80, 16),
+    AttentionCase((5, 20), (200, 90), 4, 2, 64, 16, num_buckets=32),
+)
+
+
+def key_of(call: dict[str, Any], name: str, seq: int, key: int) -> torch.Tensor:
+    """A view of what a cache holds of a sequence's key: [num_kv_heads, head_dim]."""
+    cache: torch.Tensor = call[name]
+    page, offset = divmod(key, cache.shape[1])
+    return cache[int(call["page_table"][seq, page]), offset]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", POISONED_CASES, ids=str)
+def test_what_is_not_a_number_comes_out_where_it_went_in(
+    case: AttentionCase, dtype: torch.dtype, value: float, device: torch.device
+) -> None:
+    tolerance = dataclasses.asdict(TOLERANCES[dtype])
+    seq = len(case.seq_lens) - 1
+    length, num_queries = case.seq_lens[seq], case.num_queries[seq]
+    window = case.sliding_window or length
+    first = max(length - num_queries + 1 - window, 0)
+    keys = (length - 1, first + (length - first) // 17, length - 2)
+    columns = (0, case.head_dim - 1, case.head_dim // 2)
+    for name, key, column in zip(("q", "k_cache", "v_cache"), keys, columns, strict=True):
+        call = random_call(case, dtype, device)
+        if name == "q":
+            call["q"][-1 - key % num_queries, -1, column] = value
+        else:
+            key_of(call, name, seq, key)[-1, column] = value
+        expected = expected_of(call)
+        assert expected.isnan().any() or not math.isnan(value)
+        for num_threads in (1, 8):
+            got = with_threads(num_threads, call).double()
+            torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
+
+
+def test_scores_of_minus_infinity_alone_weigh_nothing(device: torch.device) -> None:
+    call = random_call(AttentionCase((2, 1), (9, 70), 4, 2, 64, 8), torch.float32, device)
+    call["q"][2, 0] = 1.0
+    for key in range(70):
+        key_of(call, "k_cache", 1, key)[0] = -torch.inf
+    key_of(call, "v_cache", 1, 40)[0, 5] = torch.nan
+    for num_threads in (1, 8):
+        got = with_threads(num_threads, call)
+        expected = expected_of(call)
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+        assert got[2, 0].isnan().sum() == 1
 
 
 @pytest.mark.parametrize("num_buckets", [8, 30, 32, 64])

@@ -473,7 +473,7 @@ def call(arguments: dict[str, Any]) -> None:
         ),
         ({"kind": torch.zeros(3, dtype=torch.int64)}, "kind: expected int32 .* got int64"),
         ({"first_position": None}, "first_position: expected it with round_tokens .* got none"),
-        ({"probs_by_step": -1}, "probs_by_step: expected a number >= 0, got -1"),
+        ({"probs_by_step": -1}, "probs_by_step: expected a number of 0 to 2147483647, got -1"),
         ({"probs_by_step": 5}, "probs: expected num_probs >= 15, got 12"),
         ({"probs": torch.zeros(12, 4)}, r"probs: .*vocab_size=5\], got float32 \[12, 4\]"),
         ({"top_ids": None}, "top_ids: expected both of top_ids and top_logprobs"),

@@ -76,7 +76,10 @@ def test_states_may_be_where_they_were(device: torch.device) -> None:
         ({"index": torch.zeros(4).long()}, "index: expected int32 .* got int64"),
         ({"count": torch.zeros(2).int()}, r"count: expected int32 \[1\], got int32 \[2\]"),
         ({"states": torch.zeros(4, 8).bfloat16()}, "states: expected float32 .* got bfloat16"),
-        ({"states": torch.zeros(1, 8).expand(4, 8)}, "states: expected rows that do not overlap"),
+        (
+            {"states": torch.zeros(1, 8).expand(4, 8)},
+            "states: expected elements that do not overlap",
+        ),
     ],
 )
 def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
@@ -95,7 +98,7 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
 
 def test_states_that_lie_across_the_given_ones_are_refused() -> None:
     memory = torch.zeros(6, 8)
-    with pytest.raises(RuntimeError, match="select_rows: hidden: expected out itself or memory"):
+    with pytest.raises(RuntimeError, match="states: expected memory apart from hidden, or"):
         ops.select_rows(memory[:5], states=memory[1:])
 
 

@@ -174,7 +174,7 @@ def test_the_number_of_threads_changes_nothing(dtype: torch.dtype, device: torch
         ({"weight": torch.zeros(8, 12).T}, r"weight: expected the last 1 .* contiguous"),
         ({"bias": torch.zeros(6)}, r"bias: expected float32 \[12\], got"),
         ({"out": torch.zeros(3, 6)}, r"out: expected float32 \[num_tokens=2, inner_size\], got"),
-        ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected rows that do not overlap, got row "),
+        ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected elements that do not overlap"),
         ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
         ({"activation": "relu"}, r"activation: expected silu or gelu_tanh, got relu"),
     ],

@@ -196,7 +196,7 @@ def test_the_number_of_threads_changes_nothing(dtype: torch.dtype, device: torch
         ({"residual": torch.zeros(3, 6)}, r"residual: expected float32 \[num_tokens=2, out_featur"),
         ({"residual": torch.zeros(6, 2).T}, r"residual: expected the last 1 .* contiguous"),
         ({"out": torch.zeros(2, 5)}, r"out: expected float32 \[num_tokens=2, out_features=6\], go"),
-        ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected rows that do not overlap, got row "),
+        ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected elements that do not overlap"),
         ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
         ({"activation": "silu"}, r"activation: expected relu, got silu"),
     ],
@@ -217,7 +217,7 @@ def test_a_residual_that_overlaps_out_is_refused() -> None:
         memory[21:33].view(2, 6),
         memory[10:26].view(2, 8)[:, :6],
     ):
-        with pytest.raises(RuntimeError, match="residual: expected out itself or memory apart"):
+        with pytest.raises(RuntimeError, match="out: expected memory apart from residual, or"):
             ops.skinny_linear(**{**call, "residual": residual}, out=out)
     assert not memory.any()
     for residual in (memory[22:34].view(2, 6), memory[:10].as_strided((2, 6), (4, 1))):

@@ -1,0 +1,112 @@
+"""What every op refuses alike: tensors of several devices, and memory that it writes shared."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+import fuzz_ops
+import op_calls
+from eecore import ops
+from op_calls import Call
+
+WRITTEN = [(op, name) for op in ops.OP_NAMES for name in op_calls.written(op)]
+
+
+def call_of(op: str, *needed: str) -> Call:
+    """A call in which some arguments are tensors with elements."""
+    for seed in range(2000):
+        call = op_calls.random_call(op, Random(seed))
+        if all(name in call.tensors and call.tensors[name].numel() > 1 for name in needed):
+            return call
+    # One element is all that these have.
+    return next(
+        call
+        for call in (op_calls.random_call(op, Random(seed)) for seed in range(2000))
+        if all(name in call.tensors and call.tensors[name].numel() > 0 for name in needed)
+    )
+
+
+def assert_refused(call: Call, message: str) -> None:
+    memory = fuzz_ops.Memory(call.arguments.values())
+    with pytest.raises(RuntimeError, match=message):
+        call.run()
+    memory.assert_unchanged()
+
+
+@pytest.mark.parametrize("op", ops.OP_NAMES)
+def test_calls_of_random_sizes_are_right(op: str) -> None:
+    for seed in range(20):
+        call = op_calls.random_call(op, Random(seed))
+        before = op_calls.copied(call.arguments)
+        call.run()
+        call.check(before, call.arguments)
+
+
+@pytest.mark.parametrize("op", ops.OP_NAMES)
+def test_tensors_of_several_devices_are_refused(op: str) -> None:
+    names = [a.name for a in op_calls.overload(op)._schema.arguments]
+    seen = set()
+    for seed in range(30):
+        for name in set(op_calls.random_call(op, Random(seed)).tensors) - seen:
+            call = op_calls.random_call(op, Random(seed))
+            call.arguments[name] = call.arguments[name].to("meta")
+            first = next(iter(call.tensors))
+            where, other = ("meta", "cpu") if name == first else ("cpu", "meta")
+            assert_refused(call, f"{op}: \\w+: expected a tensor on {where}, got one on {other}")
+            seen.add(name)
+    assert seen <= set(names)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("op", ops.OP_NAMES)
+def test_tensors_of_no_memory_at_all_are_served_by_nothing(op: str) -> None:
+    call = op_calls.random_call(op, Random(3))
+    for name, tensor in call.tensors.items():
+        call.arguments[name] = tensor.to("meta")
+    call.run()
+
+
+@pytest.mark.parametrize(("op", "name"), WRITTEN)
+def test_what_is_written_shares_no_memory_with_itself(op: str, name: str) -> None:
+    call = call_of(op, name)
+    tensor = call.tensors[name]
+    axes = [axis for axis, size in enumerate(tensor.shape) if size > 1]
+    if not axes:
+        pytest.skip("one element")
+    call.arguments[name] = tensor.narrow(axes[0], 0, 1).expand(tensor.shape)
+    assert_refused(call, f"{op}: {name}: expected ")
+
+
+@pytest.mark.parametrize(("op", "name"), WRITTEN)
+def test_what_is_written_shares_no_memory_with_anything_else(op: str, name: str) -> None:
+    others = call_of(op, name).tensors
+    tried = 0
+    for other in others:
+        call = call_of(op, name)
+        tensor, beside = call.tensors[name], call.tensors[other]
+        if other == name or beside.numel() == 0:
+            continue
+        # Its memory, and the first element of the other at its last one.
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size, other_size = tensor.element_size(), beside.element_size()
+        last = (extent - 1) * size // other_size * other_size
+        reach = 1 + sum((n - 1) * s for n, s in zip(beside.shape, beside.stride(), strict=True))
+        memory = torch.zeros(last + reach * other_size + extent * size + 16, dtype=torch.uint8)
+        values, beside_values = tensor.clone(), beside.clone()
+        call.arguments[name] = placed(memory, 0, tensor)
+        call.arguments[other] = placed(memory, last, beside)
+        call.arguments[name].copy_(values)
+        call.arguments[other].copy_(beside_values)
+        assert_refused(call, f"{op}: \\w+: expected memory apart from \\w+(, or all of it)?, got")
+        tried += 1
+    assert tried > 0
+
+
+def placed(memory: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
+    """A view of bytes with the dtype, sizes and strides of a tensor."""
+    size = like.element_size()
+    room = memory[: len(memory) // size * size].view(like.dtype)
+    return room.as_strided(like.shape, like.stride(), at // size)
