@@ -2,6 +2,7 @@
 // one with a ReLU hidden layer, threaded over slices of that layer so that each weight is read once
 // per group of rows. The slices depend on inner_size alone: a row's result depends neither on the
 // other rows nor on the number of threads.
+#include "scratch.h"
 #include "vec.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -110,14 +111,19 @@ void add_units(const ExitConfidenceMlpParams& params, const T* hidden, int64_t n
   }
 }
 
+// What one slice of the hidden layer gives to both logits of the rows of a group.
+struct SliceLogits {
+  float rows[kRowGroup][2];
+};
+
 template <typename T>
 void run_hidden_layer(const ExitConfidenceMlpParams& params, const Parallel& parallel) {
   const T* hidden = static_cast<const T*>(params.hidden);
   const int64_t slice_size = max_of(8, ceil_div(params.inner_size, kMaxSlices));
   const int64_t num_slices = ceil_div(params.inner_size, slice_size);
+  const Scratch<SliceLogits> partial(num_slices);
   for (int64_t first_row = 0; first_row < params.num_seqs; first_row += kRowGroup) {
     const int64_t num_rows = min_of(kRowGroup, params.num_seqs - first_row);
-    float partial[kMaxSlices][kRowGroup][2];
     const int64_t work = num_rows * slice_size * params.hidden_size;
     const int64_t grain = ceil_div(int64_t{1} << 16, max_of(work, 1));
     parallel_for(parallel, num_slices, grain, [&](int64_t begin, int64_t end) {
@@ -127,10 +133,10 @@ void run_hidden_layer(const ExitConfidenceMlpParams& params, const Parallel& par
         for (int64_t row = 0; row < num_rows; row += kRowBlock) {
           const int64_t block = min_of(kRowBlock, num_rows - row);
           for (int64_t r = 0; r < block; ++r) {
-            partial[slice][row + r][0] = partial[slice][row + r][1] = 0.0f;
+            partial[slice].rows[row + r][0] = partial[slice].rows[row + r][1] = 0.0f;
           }
           add_units(params, hidden + (first_row + row) * params.hidden_stride, block, unit,
-                    last_unit, partial[slice] + row);
+                    last_unit, partial[slice].rows + row);
         }
       }
     });
@@ -139,8 +145,8 @@ void run_hidden_layer(const ExitConfidenceMlpParams& params, const Parallel& par
       float logits[2] = {params.bias2 ? params.bias2[0] : 0.0f,
                          params.bias2 ? params.bias2[1] : 0.0f};
       for (int64_t slice = 0; slice < num_slices; ++slice) {
-        logits[0] += partial[slice][row][0];
-        logits[1] += partial[slice][row][1];
+        logits[0] += partial[slice].rows[row][0];
+        logits[1] += partial[slice].rows[row][1];
       }
       params.confidence[first_row + row] = softmax_of_second(logits[0], logits[1]);
     }

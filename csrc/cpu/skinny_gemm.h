@@ -9,6 +9,7 @@
 // memory between them.
 #pragma once
 
+#include "scratch.h"
 #include "weight_format.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
@@ -160,6 +161,12 @@ inline void scale_tile(const WeightRows<W>& w, int64_t num_rows, const PackedX<W
   }
 }
 
+// Of a block of rows of w and all rows of x, between chunks of columns.
+template <typename W>
+struct alignas(64) WaitingSums {
+  typename Format<W>::Sums sums[kTileBatch * kRows];
+};
+
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, from rows of w and packed
 // x: [num_batch, n packed], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows
 // of w that will be read after these; may be null.
@@ -172,8 +179,7 @@ inline void multiply(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>*
   const int64_t chunk = min_of(chunk_of<W>(num_batch, n), F::kMaxColumns);
   // Groups of rows of x, as equal as can be. Each prefetches its share, so that memory never idles.
   const int64_t num_groups = ceil_div(num_batch, F::kMaxBatch);
-  alignas(64) char memory[kTileBatch * kRows * sizeof(Sums)];
-  Sums* const waiting = reinterpret_cast<Sums*>(memory);
+  Sums* const waiting = chunk < n ? kept_by_thread<WaitingSums<W>>().sums : nullptr;
   for (int64_t r = 0; r < num_rows; r += kRows) {
     for (int64_t begin = 0, end; begin < n; begin = end) {
       // Sums wait for the next chunk unless they must not take in more columns.
