@@ -223,7 +223,8 @@ void Checker::check_form(const Tensor& tensor, const char* name, Accept accept,
     if (!ok) break;
     const int64_t size = tensor.size(axis++);
     is_empty |= size == 0;
-    if (size > INT32_MAX) {  // so that a product of two sizes is a number too
+    // A product of two sizes is a number too; packed bytes are no size of anything else.
+    if (size > INT32_MAX && accept != Accept::kUint8) {
       fail(std::string(name) + ": expected sizes of at most " + std::to_string(INT32_MAX) +
            ", got " + list_text(tensor.sizes()));
     }

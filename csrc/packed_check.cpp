@@ -44,7 +44,7 @@ const int64_t* check_packed(Checker& check, const Tensor& packed, const char* na
                             const Tensor& table, const char* table_name,
                             std::initializer_list<Dim> table_shape, Dim columns) {
   check(packed, name, Accept::kUint8, {packed.numel()});
-  check(table, table_name, Accept::kInt64, table_shape, 1);
+  check.apart(table, table_name, Accept::kInt64, table_shape, 1);
   if (table.numel() == 0) return data<const int64_t>(table);
   const int64_t num_rows = table.size(table.dim() - 1);
   int64_t wanted = columns.size;
@@ -72,6 +72,9 @@ WeightCoding check_weight(Checker& check, const WeightNames& names, const Tensor
   if (!table.has_value()) {
     return {check.weight(weight, names.weight, shape, scale, names.scale, row_shape), nullptr};
   }
+#ifdef EECORE_BACKEND_CUDA
+  no_packed(check, table, names.table);  // the table is not to be looked at
+#endif
   check.require(!scale.has_value(), names.scale, ": expected None with ", names.table,
                 ", got a tensor");
   const Dim columns = *(shape.end() - 1);

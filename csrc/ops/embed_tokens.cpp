@@ -37,7 +37,6 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
   params.out_stride = out.stride(0) * element;
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(scale, "scale");
-  no_packed(check, table, "table");
 #else
   check_tokens(check, params, has_previous ? check["num_previous"] : 0, check["vocab_size"]);
 #endif

@@ -96,7 +96,6 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(kv_scale, "kv_scale");
-  no_packed(check, kv_table, "kv_table");
   const Tensor memory =
       workspace(hidden, cuda::kv_fill_workspace(params, current_stream(hidden).device));
   params.workspace = data<void>(memory);

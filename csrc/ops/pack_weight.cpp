@@ -9,8 +9,8 @@ void pack_weight(const Tensor& blocks, const std::string& format, int64_t offset
                  Tensor table) {
   Checker check("pack_weight");
   check(blocks, "blocks", Accept::kUint8, {"num_rows", "row_bytes"}, 1);
-  check(packed, "packed", Accept::kUint8, {"num_bytes"});
-  check(table, "table", Accept::kInt64, {"num_rows"});
+  check.written(packed, "packed", Accept::kUint8, {"num_bytes"});
+  check.written(table, "table", Accept::kInt64, {"num_rows"});
   PackWeightParams params{};
   params.format = block_format_of(check, format);
   const BlockTraits& traits = traits_of(params.format);

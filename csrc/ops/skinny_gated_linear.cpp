@@ -42,7 +42,6 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(weight_scale, "weight_scale");
-  no_packed(check, weight_table, "weight_table");
   const Tensor memory =
       workspace(x, cuda::skinny_gated_linear_workspace(params, current_stream(x).device));
   params.workspace = data<void>(memory);

@@ -27,6 +27,7 @@ SHARE = 400
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EXTREMES = (-(2**63), -(2**31), -2, -1, 0, 1, 2**30, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 1e38, 1e300)
+MOST_ELEMENTS = 1 << 20
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -114,7 +115,7 @@ def bytes_within(tensor: Tensor) -> Tensor:
 def _assert_apart(written: list[Tensor], arguments: Arguments, op: str) -> None:
     """That a call which has run wrote to no byte twice, nor to one that it read."""
     for tensor in written:
-        if tensor.numel() > 1 << 20:
+        if tensor.numel() > MOST_ELEMENTS:
             continue
         inside = bytes_within(tensor)
         assert int(inside.sum()) == tensor.numel() * tensor.element_size(), "an overlap with itself"
@@ -144,8 +145,10 @@ Change = Callable[[Call, Random], None]
 
 
 def _some_tensor(call: Call, random: Random) -> tuple[str, Tensor]:
-    name = random.choice(list(call.tensors))
-    return name, call.tensors[name]
+    """One with memory of its own, and not too much of it."""
+    tensors = {n: t for n, t in call.tensors.items() if not t.is_meta and t.numel() < MOST_ELEMENTS}
+    name = random.choice(list(tensors) or list(call.tensors))
+    return name, tensors.get(name, torch.zeros(()))
 
 
 def another_dtype(call: Call, random: Random) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 import reference
 from cases import TOLERANCES, Tolerance
 from eecore import ops
+from packed_blocks import SCALES, SMALL_FORMATS, block_sizes, packed_layers, random_blocks
 
 Arguments = dict[str, Any]
 EXACT = Tolerance(0.0, 0.0)
@@ -151,13 +152,28 @@ class Maker:
     def states(self, rows: int, size: int, dtype: torch.dtype, deviation: float = 1.0) -> Tensor:
         return self.placed((self.normal(rows, size) * deviation).to(dtype), 1)
 
-    def weight(self, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor | None]:
-        """[..., out_features, in_features] and perhaps its scale."""
-        if self.chance(0.3):
-            scale = (self.uniform(*shape[:-1]) + 0.1) * shape[-1] ** -0.5 / 127
+    def columns(self, most: int) -> int:
+        """The width of a weight, one that blocks fill now and then."""
+        return self.one_of(32, 64, 256) if self.chance(0.2) else self.size(most, 1)
+
+    def weight(self, dtype: torch.dtype, *shape: int) -> ops.Matrix:
+        """[..., out_features, in_features] in the dtype, int8 with a scale, or in blocks."""
+        deviation = shape[-1] ** -0.5
+        kind = self.random.random()
+        if kind < 0.3:
+            scale = (self.uniform(*shape[:-1]) + 0.1) * deviation / 127
             whole = (self.whole(255, *shape) - 127).to(torch.int8)
-            return self.placed(whole, 1), self.placed(scale)
-        return self.placed((self.normal(*shape) * shape[-1] ** -0.5).to(dtype), 1), None
+            return ops.Matrix(self.placed(whole, 1), None, self.placed(scale))
+        if kind < 0.6 and shape[-1] % 32 == 0 and all(shape):
+            formats = SCALES if shape[-1] % 256 == 0 else SMALL_FORMATS
+            layers = [[(self.one_of(*formats), shape[-2])] for _ in range(shape[0])]
+            seed = self.random.getrandbits(30)
+            if len(shape) == 3:
+                return packed_layers(layers, shape[-1], size=deviation, seed=seed)
+            made = packed_layers(layers[:1], shape[-1], size=deviation, seed=seed)
+            assert made.table is not None
+            return made._replace(table=made.table[0])
+        return ops.Matrix(self.placed((self.normal(*shape) * deviation).to(dtype), 1))
 
     def rotary(self, positions: int, head_dim: int) -> Tensor:
         half = self.size(head_dim // 2)
@@ -289,25 +305,27 @@ class _Calls:
 
     @staticmethod
     def exit_confidence_softmax(m: Maker) -> Checked:
-        rows, size, vocab = m.size(40), m.size(90, 1), m.size(700, 2)
+        rows, size, vocab = m.size(40), m.columns(90), m.size(700, 2)
         dtype = m.dtype()
-        head, scale = m.weight(dtype, vocab, size)
+        head = m.weight(dtype, vocab, size)
         given = {
             "hidden": m.states(rows, size, dtype, 3.0),
             "norm_weight": m.maybe(lambda: m.placed((1 + m.normal(size) / 8).to(dtype))),
-            "lm_head": head,
-            "lm_head_scale": scale,
+            "lm_head": head.weight,
+            "lm_head_scale": head.scale,
             "eps": 1e-5,
             "confidence": m.placed(m.uniform(rows)),
             "token": m.placed(m.whole(9, rows)),
             "logsumexp": m.maybe(lambda: m.placed(m.uniform(rows))),
             "top_logit": m.maybe(lambda: m.placed(m.uniform(rows))),
+            "lm_head_table": head.table,
         }
 
         def check(before: Arguments, after: Arguments) -> None:
             confidence, logsumexp, logits = reference.exit_confidence_softmax(
                 *(before[n] for n in ("hidden", "norm_weight", "lm_head", "eps")),
                 lm_head_scale=before["lm_head_scale"],
+                lm_head_table=before["lm_head_table"],
             )
             loose = Tolerance(2e-3, 2e-3)
             assert_close(after["confidence"], confidence, loose, "confidence")
@@ -698,22 +716,24 @@ class _Calls:
 
     @staticmethod
     def embed_tokens(m: Maker) -> Checked:
-        tokens, vocab, size, dtype = m.size(20), m.size(60, 1), m.size(70), m.dtype()
-        weight, scale = m.weight(dtype, vocab, size) if size else (m.states(vocab, 0, dtype), None)
+        tokens, vocab, size, dtype = m.size(20), m.size(60, 1), m.columns(70), m.dtype()
+        matrix = m.weight(dtype, vocab, size)
         follows = m.chance()
         previous = m.size(5, 1)
         given = {
             "token_ids": m.placed(m.whole(vocab, tokens)),
-            "weight": weight,
-            "scale": scale,
+            "weight": matrix.weight,
+            "scale": matrix.scale,
             "previous": m.placed(m.whole(vocab, previous)) if follows else None,
             "sources": m.placed((m.whole(previous + 1, tokens) - 1).int()) if follows else None,
             "out": m.states(tokens, size, dtype),
+            "table": matrix.table,
         }
-        names = ("token_ids", "weight", "scale", "previous", "sources")
+        names = ("token_ids", "weight", "scale", "previous", "sources", "table")
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
-            return {"out": reference.embed_tokens(*(before[n] for n in names), dtype=dtype)}
+            given = {n: before[n] for n in names}
+            return {"out": reference.embed_tokens(**given, dtype=dtype)}
 
         return given, _compare(oracle)
 
@@ -763,6 +783,51 @@ class _Calls:
         }
         return given, _check_samples
 
+    # Weights in blocks
+
+    @staticmethod
+    def pack_weight(m: Maker) -> Checked:
+        format = m.one_of(*SCALES)
+        block = block_sizes(format)[0]
+        rows, columns = m.size(40), block * m.size(3, 1)
+        blocks = random_blocks(format, rows, columns, seed=m.random.getrandbits(30))
+        offset = 64 * m.size(3)
+        room = offset + ops.packed_bytes(format, rows, columns) + m.size(70)
+        given = {
+            "blocks": m.placed(blocks, 1),
+            "format": format,
+            "offset": offset,
+            "packed": m.placed(m.whole(256, room).to(torch.uint8)),
+            "table": m.placed(m.whole(9, rows)),
+        }
+
+        def check(before: Arguments, after: Arguments) -> None:
+            assert torch.equal(before["packed"][:offset], after["packed"][:offset])
+            if rows > 0:
+                got = ops.unpack_weight(after["packed"], after["table"])
+                assert_close(got, reference.pack_weight(before["blocks"], format), EXACT, "packed")
+
+        return given, check
+
+    @staticmethod
+    def unpack_weight(m: Maker) -> Checked:
+        format = m.one_of(*SCALES)
+        rows, columns = m.size(40, 1), block_sizes(format)[0] * m.size(3, 1)
+        blocks = random_blocks(format, rows, columns, seed=m.random.getrandbits(30))
+        packed = ops.pack_weight(blocks, format)
+        assert packed.table is not None
+        some = m.shuffled(rows)[: m.size(rows)]
+        given = {
+            "packed": m.placed(packed.weight),
+            "table": m.placed(packed.table[some]),
+            "out": m.placed(m.normal(len(some), columns), 1),
+        }
+
+        def oracle(_: Arguments) -> dict[str, Tensor]:
+            return {"out": reference.unpack_weight(blocks, format, some)}
+
+        return given, _compare(oracle)
+
     # Layers
 
     @staticmethod
@@ -800,19 +865,20 @@ class _Calls:
 
     @staticmethod
     def kv_fill(m: Maker) -> Checked:
-        layers, heads, width, size = m.size(3), m.size(2, 1), m.size(40, 1), m.size(70, 1)
+        layers, heads, width, size = m.size(3), m.size(2, 1), m.size(40, 1), m.columns(70)
         dtype, rotates = m.dtype(), m.chance()
         cache = (layers, m.size(5, 1), m.size(9, 1), heads, width)
         k_cache, v_cache = m.caches(*cache, dtype=dtype)
         tokens = min(m.size(40), cache[1] * cache[2])
-        weight, scale = m.weight(dtype, layers, 2 * heads * width, size)
+        kv = m.weight(dtype, layers, 2 * heads * width, size)
         given = {
             "hidden": m.states(tokens, size, dtype, 3.0),
             "exit_layer": m.placed(m.whole(layers + 1, tokens).int()),
             "norm_weight": m.placed((1 + m.normal(layers, size) / 8).to(dtype), 1),
-            "kv_weight": weight,
+            "kv_weight": kv.weight,
             "kv_bias": m.maybe(lambda: m.placed(m.normal(layers, 2 * heads * width).to(dtype), 1)),
-            "kv_scale": scale,
+            "kv_scale": kv.scale,
+            "kv_table": kv.table,
             "k_norm_weight": m.maybe(
                 lambda: m.placed((1 + m.normal(layers, width) / 8).to(dtype), 1)
             ),
@@ -834,22 +900,31 @@ class _Calls:
 
     @staticmethod
     def skinny_linear(m: Maker) -> Checked:
-        tokens, columns, rows, dtype = m.size(40), m.size(200, 1), m.size(70), m.dtype()
-        weight, scale = m.weight(dtype, rows, columns)
+        tokens, columns, rows, dtype = m.size(40), m.columns(200), m.size(70), m.dtype()
+        matrix = m.weight(dtype, rows, columns)
         residual = m.maybe(lambda: m.states(tokens, rows, dtype))
         own = residual is None or m.chance()
         given = {
             "x": m.states(tokens, columns, dtype),
             "norm_weight": m.maybe(lambda: m.placed((1 + m.normal(columns) / 8).to(dtype))),
             "eps": 1e-6,
-            "weight": weight,
-            "weight_scale": scale,
+            "weight": matrix.weight,
+            "weight_scale": matrix.scale,
+            "weight_table": matrix.table,
             "bias": m.maybe(lambda: m.placed(m.normal(rows).to(dtype))),
             "residual": residual,
             "out": m.states(tokens, rows, dtype) if own else residual,
             "activation": m.one_of(None, "relu"),
         }
-        names = ("weight_scale", "norm_weight", "eps", "bias", "activation", "residual")
+        names = (
+            "weight_scale",
+            "weight_table",
+            "norm_weight",
+            "eps",
+            "bias",
+            "activation",
+            "residual",
+        )
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
             options = {n: before[n] for n in names}
@@ -859,19 +934,20 @@ class _Calls:
 
     @staticmethod
     def skinny_gated_linear(m: Maker) -> Checked:
-        tokens, columns, inner, dtype = m.size(40), m.size(200, 1), m.size(40), m.dtype()
-        weight, scale = m.weight(dtype, 2 * inner, columns)
+        tokens, columns, inner, dtype = m.size(40), m.columns(200), m.size(40), m.dtype()
+        matrix = m.weight(dtype, 2 * inner, columns)
         given = {
             "x": m.states(tokens, columns, dtype),
             "norm_weight": m.maybe(lambda: m.placed((1 + m.normal(columns) / 8).to(dtype))),
             "eps": 1e-6,
-            "weight": weight,
-            "weight_scale": scale,
+            "weight": matrix.weight,
+            "weight_scale": matrix.scale,
+            "weight_table": matrix.table,
             "bias": m.maybe(lambda: m.placed(m.normal(2 * inner).to(dtype))),
             "out": m.states(tokens, inner, dtype),
             "activation": m.one_of("silu", "gelu_tanh"),
         }
-        names = ("weight_scale", "norm_weight", "eps", "bias", "activation")
+        names = ("weight_scale", "weight_table", "norm_weight", "eps", "bias", "activation")
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
             options = {n: before[n] for n in names}
@@ -1131,7 +1207,7 @@ def _decoder_layers(m: Maker) -> Checked:
     def oracle(before: Arguments) -> dict[str, Tensor]:
         made = dict(before)
         parts = {
-            name: ops.Matrix(*(made.pop(f"{name}_{part}") for part in ops.Matrix._fields))
+            name: ops.Matrix(*(made.pop(f"{name}_{part}") for part in ("weight", "bias", "scale")))
             for name in ("qkv", "o", "gate_up", "down", *(("cross_q", "cross_o") * has_cross))
         }
         weights = ops.DecoderWeights(
