@@ -733,7 +733,7 @@ class _Calls:
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
             given = {n: before[n] for n in names}
-            return {"out": reference.embed_tokens(**given, dtype=dtype)}
+            return {"out": reference.embed_tokens(**given, dtype=dtype).view(tokens, size)}
 
         return given, _compare(oracle)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import eecore
+from eecore.cli import signals
 from eecore.cli.app import run
 from tiny_models import write_model
 
@@ -188,6 +190,23 @@ def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: f
     else:
         assert command.returncode in (TERMINATED, -signal.SIGTERM), error
         assert error == b""
+
+
+def test_a_signal_that_a_library_swallows_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "AGAIN_SECONDS", 0.05)
+    heard = signals._Signals()
+    before = signal.signal(signal.SIGINT, heard._interrupt)
+    try:
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                time.sleep(20)
+            assert heard.waiting
+            heard.arrived()
+            time.sleep(0.2)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # Arguments of all kinds

@@ -24,6 +24,7 @@ from eecore import (
 )
 from eecore.decoding import iterate
 from eecore.decoding.control import Program
+from eecore.decoding.memory import HostSide
 from eecore.decoding.step import Step
 from eecore.exits import Exit
 from tiny_models import random_prompts
@@ -439,3 +440,38 @@ def test_on_cuda_a_captured_run_waits_for_nothing_and_allocates_nothing(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_program_that_was_loaded_halfway_is_loaded_again(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """One more row comes into a program whose rows would go on otherwise."""
+    policy, prompts = ConfidentExit(0.35), random_prompts(4, 4, 4, 4, seed=6)
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True)
+    expected = [
+        eecore.generate(agreeing, [prompt], exit=policy, sampling=sampling)[0] for prompt in prompts
+    ]
+    engine = engine_of(agreeing, ahead=False)
+    for prompt in prompts[:3]:
+        engine.add_request(prompt, exit=policy, sampling=sampling)
+    for _ in range(3):
+        engine.step()
+    engine.add_request(prompts[3], exit=policy, sampling=sampling)
+    engine.step()
+    write, left = HostSide.write, [writes]
+
+    def interrupted(side: HostSide, **columns: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        write(side, **columns)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostSide, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    outputs = {step.request_id: step.output for step in engine.run() if step.output is not None}
+    for request_id, alone in zip(sorted(outputs), expected, strict=True):
+        assert outputs[request_id].token_ids == alone.token_ids
+        assert outputs[request_id].exit_layers == alone.exit_layers

@@ -48,6 +48,7 @@ class _Signals:
         """What comes now comes too late to change anything."""
         self.arrived()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         self._remind(number)
