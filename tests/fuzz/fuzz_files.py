@@ -35,7 +35,8 @@ from eecore.evaluation.examples import read_examples
 from eecore.evaluation.skip_search import SkipSearch
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, Full
 from eecore.models import Tokenizer, load_model
-from eecore.models.gguf_convert import TENSOR_NAMES, convert_gguf
+from eecore.models.gguf_checkpoint import TENSOR_NAMES
+from eecore.models.gguf_convert import convert_gguf
 from eecore.models.source import model_digest
 from eecore.training.data import read_data
 from eecore.training.loading import load_starting_point

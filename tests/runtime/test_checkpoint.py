@@ -241,7 +241,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
         load_model(tmp_path / "nowhere")
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ModelNotFoundError, match=r"file: expected a model directory .*got a file"):
+    with pytest.raises(CheckpointError, match=r"file: expected a GGUF file .*got b''"):
         load_model(file)
     assert issubclass(ModelNotFoundError, FileNotFoundError)
     assert issubclass(ModelNotFoundError, ValueError)

@@ -101,8 +101,8 @@ def read_model_config(directory: Path) -> AnyModelConfig:
     """The model's sizes and switches; a ModelError says which file is missing or wrong, and how."""
     if (kind := kind_of(directory)) != "a directory":
         raise ModelNotFoundError(
-            f"{shown_path(directory)}: expected a model directory (config.json, *.safetensors), "
-            f"got {kind}"
+            f"{shown_path(directory)}: expected a model directory (config.json, *.safetensors) "
+            f"or a GGUF file, got {kind}"
         )
     return read_config_file(directory / "config.json")
 
