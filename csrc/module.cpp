@@ -65,6 +65,13 @@ int64_t packed_bytes(const std::string& format, int64_t num_rows, int64_t column
   return num_panels * eecore::planes_of(kind, columns).bytes;
 }
 
+// Bytes of a row in a file.
+int64_t row_bytes(const std::string& format, int64_t columns) {
+  packed_bytes(format, 1, columns);  // throws where its blocks do not fill a row
+  const eecore::BlockTraits& traits = eecore::traits_of(block_format(format));
+  return columns / traits.columns * traits.bytes;
+}
+
 // Columns that so many bytes of whole blocks hold.
 int64_t block_columns(const std::string& format, int64_t num_bytes) {
   const eecore::BlockTraits& traits = eecore::traits_of(block_format(format));
@@ -104,6 +111,7 @@ PYBIND11_MODULE(_C, module) {
              [](const std::string& name) { eecore::cpu::set_capability(name.c_str()); });
   module.def("packed_bytes", &packed_bytes, py::arg("format"), py::arg("num_rows"),
              py::arg("columns"));
+  module.def("row_bytes", &row_bytes, py::arg("format"), py::arg("columns"));
   module.def("block_columns", &block_columns, py::arg("format"), py::arg("num_bytes"));
   using eecore::Tape;
   py::class_<Tape>(module, "Tape")

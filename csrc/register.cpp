@@ -126,6 +126,7 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
   m.def(
       "pack_weight(Tensor blocks, str format, int offset, Tensor(a!) packed, Tensor(b!) table) "
       "-> ()");
+  m.def("quantise_weight(Tensor weight, str format, Tensor(a!) blocks) -> ()");
   m.def("unpack_weight(Tensor packed, Tensor table, Tensor(a!) out) -> ()");
   m.def(
       "speculative_accept(Tensor draft_tokens, Tensor draft_start_loc, Tensor? target_tokens, "

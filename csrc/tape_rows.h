@@ -40,6 +40,7 @@ inline RowCounts row_counts(KvFillParams& p) { return {{&p.num_tokens}, {}}; }
 inline RowCounts row_counts(PackWeightParams&) { return {}; }
 inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
 inline RowCounts row_counts(PlaceHeadParams& p) { return {{&p.num_selected}, {}}; }
+inline RowCounts row_counts(QuantiseWeightParams&) { return {}; }
 inline RowCounts row_counts(SampleTokensParams& p) { return {{&p.num_rows}, {}}; }
 inline RowCounts row_counts(SelectRowsParams& p) { return {{&p.num_active}, {}, true}; }
 inline RowCounts row_counts(SkinnyGatedLinearParams& p) { return {{&p.num_tokens}, {}}; }

@@ -493,6 +493,54 @@ def pack_weight(blocks: Tensor, format: str) -> Tensor:
         return torch.from_numpy(gguf.quants.dequantize(blocks.contiguous().numpy(), kind))
 
 
+def _counting(weight: Tensor) -> Tensor:
+    """What each number of a block counts for in its error: [..., 32] blocks in float64."""
+    blocks = weight.double().unflatten(-1, (-1, 32))
+    return blocks.abs() + blocks.square().mean(-1, keepdim=True).sqrt()
+
+
+def weighted_error(weight: Tensor, got: Tensor) -> Tensor:
+    """[..., blocks]: the weighted squared error of each block of 32."""
+    difference = (got.double() - weight.double()).unflatten(-1, (-1, 32))
+    return (_counting(weight) * difference.square()).sum(-1)
+
+
+def quantise_weight(weight: Tensor, format: str) -> Tensor:
+    """What is left of a weight [rows, columns] of finite numbers in Q4_1, Q5_1 or Q8_0; float64."""
+    x = weight.double().unflatten(-1, (-1, 32))
+    if format == "Q8_0":
+        scale = (x.abs().amax(-1, keepdim=True) / 127).half().double()
+        return ((x / scale.where(scale > 0, torch.inf)).round() * scale).flatten(-2)
+    most = {"Q4_1": 15, "Q5_1": 31}[format]
+    least, reach = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
+    counts = _counting(weight)
+    best = torch.full_like(least, torch.inf)
+    scale, minimum = reach / most, least
+
+    def keep_better(whole: Tensor) -> None:
+        """The straight line through the numbers over their whole numbers, if it is nearer."""
+        nonlocal best, scale, minimum
+        total, mean_q = counts.sum(-1, keepdim=True), (counts * whole).sum(-1, keepdim=True)
+        mean_q, mean_x = mean_q / total, (counts * x).sum(-1, keepdim=True) / total
+        spread = (counts * (whole - mean_q).square()).sum(-1, keepdim=True)
+        slope = (counts * (whole - mean_q) * (x - mean_x)).sum(-1, keepdim=True) / spread
+        start = mean_x - slope * mean_q
+        error = (counts * (slope * whole + start - x).square()).sum(-1, keepdim=True)
+        better = (error < best) & (slope > 0)
+        best = error.where(better, best)
+        scale, minimum = slope.where(better, scale), start.where(better, minimum)
+
+    def whole(scale: Tensor, minimum: Tensor) -> Tensor:
+        return ((x - minimum) / scale.where(scale > 0, torch.inf)).round().clamp(0, most)
+
+    for cut in range(11):
+        keep_better(whole(reach / (most - 1.2 + 0.2 * cut), least))
+    for _ in range(2):
+        keep_better(whole(scale, minimum))
+    scale, minimum = scale.half().double(), minimum.half().double()
+    return (whole(scale, minimum) * scale + minimum).flatten(-2)
+
+
 def unpack_weight(blocks: Tensor, format: str, rows: Tensor) -> Tensor:
     """Some rows of the same."""
     return pack_weight(blocks, format)[rows]

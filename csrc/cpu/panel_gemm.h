@@ -20,6 +20,45 @@ struct XBlock {
   int8_t q[kBlockColumns];
 };
 
+// What makes whole numbers of a block whose largest magnitude has these bits, and floats of them.
+struct BlockScale {
+  float to_q, scale;
+};
+inline BlockScale block_scale(uint32_t largest) {
+  float bound;
+  __builtin_memcpy(&bound, &largest, 4);
+  if (largest >= 0x7f800000u) return {0.0f, __builtin_nanf("")};
+  // Below this the factor could be infinite.
+  if (bound < 1.17549435e-36f) return {0.0f, 0.0f};
+  return {127.0f / bound, bound / 127.0f};
+}
+inline void set_scale(float scale, int32_t low, int32_t high, XBlock* out) {
+  out->scale = scale;
+  out->scaled_sum = scale * static_cast<float>(low + high);
+  out->minus_8 = -8 * (low + high);
+  out->minus_8_low = -8 * low;
+}
+
+#if defined(__AVX512F__)
+
+// v: [32]
+inline void quantise_block(const float* v, XBlock* out) {
+  const __m512 first = _mm512_loadu_ps(v), second = _mm512_loadu_ps(v + 16);
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512i larger = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(first), magnitude),
+                                          _mm512_and_si512(_mm512_castps_si512(second), magnitude));
+  const BlockScale scale = block_scale(_mm512_reduce_max_epu32(larger));
+  const __m512 to_q = _mm512_set1_ps(scale.to_q);
+  const __mmask16 usable = scale.to_q > 0.0f ? 0xffff : 0;
+  const __m512i low = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, first, to_q));
+  const __m512i high = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, second, to_q));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q), _mm512_cvtepi32_epi8(low));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q + 16), _mm512_cvtepi32_epi8(high));
+  set_scale(scale.scale, _mm512_reduce_add_epi32(low), _mm512_reduce_add_epi32(high), out);
+}
+
+#else
+
 // v: [32]
 inline void quantise_block(const float* v, XBlock* out) {
   uint32_t largest = 0;
@@ -29,26 +68,20 @@ inline void quantise_block(const float* v, XBlock* out) {
     bits &= 0x7fffffffu;
     largest = bits > largest ? bits : largest;
   }
-  float bound;
-  __builtin_memcpy(&bound, &largest, 4);
-  const bool finite = largest < 0x7f800000u;
-  // Below this the factor could be infinite.
-  const bool usable = finite && bound >= 1.17549435e-36f;
-  const float to_q = usable ? 127.0f / bound : 0.0f;
+  const BlockScale scale = block_scale(largest);
   int32_t low = 0, high = 0;
   int32_t whole[kBlockColumns];
   for (int i = 0; i < kBlockColumns; ++i) {
-    const float value = usable ? v[i] * to_q : 0.0f;
+    const float value = scale.to_q > 0.0f ? v[i] * scale.to_q : 0.0f;
     whole[i] = static_cast<int32_t>((value + 12582912.0f) - 12582912.0f);  // to nearest even
   }
   for (int i = 0; i < kBlockColumns; ++i) out->q[i] = static_cast<int8_t>(whole[i]);
   for (int i = 0; i < kBlockColumns / 2; ++i) low += whole[i];
   for (int i = kBlockColumns / 2; i < kBlockColumns; ++i) high += whole[i];
-  out->scale = usable ? bound / 127.0f : finite ? 0.0f : __builtin_nanf("");
-  out->scaled_sum = out->scale * static_cast<float>(low + high);
-  out->minus_8 = -8 * (low + high);
-  out->minus_8_low = -8 * low;
+  set_scale(scale.scale, low, high, out);
 }
+
+#endif
 
 template <>
 struct Format<Panel> {

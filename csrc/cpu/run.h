@@ -26,6 +26,7 @@
   X(pack_weight, PackWeightParams) \
   X(paged_attention, PagedAttentionParams) \
   X(place_head, PlaceHeadParams) \
+  X(quantise_weight, QuantiseWeightParams) \
   X(sample_tokens, SampleTokensParams) \
   X(select_rows, SelectRowsParams) \
   X(skinny_gated_linear, SkinnyGatedLinearParams) \

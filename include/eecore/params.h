@@ -459,6 +459,15 @@ struct DecoderLayersParams {
   DType dtype;
 };
 
+// A weight in floats into a file's blocks.
+struct QuantiseWeightParams {
+  const void* weight;  // [num_rows, columns], row stride weight_stride
+  uint8_t* blocks;     // [num_rows, blocks of `columns` numbers], row stride blocks_stride
+  int64_t num_rows, columns, weight_stride, blocks_stride;
+  BlockFormat format;
+  DType dtype;
+};
+
 // A weight in a file's blocks into panels, and where its rows came to lie.
 struct PackWeightParams {
   const uint8_t* blocks;  // [num_rows, blocks of `columns` numbers], row stride blocks_stride

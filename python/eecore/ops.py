@@ -69,6 +69,7 @@ __all__ = [
     "packed_bytes",
     "paged_attention",
     "place_head",
+    "quantise_weight",
     "sample_tokens",
     "select_rows",
     "skinny_gated_linear",
@@ -97,6 +98,7 @@ OP_NAMES = (
     "pack_weight",
     "paged_attention",
     "place_head",
+    "quantise_weight",
     "sample_tokens",
     "select_rows",
     "skinny_gated_linear",
@@ -108,7 +110,14 @@ OP_NAMES = (
 # Ops for the CPU alone: what decoder_layers saves is waking threads between kernels; rows that are
 # out are masked on CUDA, where compact_rows and select_rows would change the shapes of a graph;
 # CUDA has no packed weights.
-CPU_ONLY_OPS = ("compact_rows", "decoder_layers", "pack_weight", "select_rows", "unpack_weight")
+CPU_ONLY_OPS = (
+    "compact_rows",
+    "decoder_layers",
+    "pack_weight",
+    "quantise_weight",
+    "select_rows",
+    "unpack_weight",
+)
 
 
 def build_info() -> dict[str, Any]:
@@ -400,6 +409,7 @@ _kv_fill = torch.ops.eecore.kv_fill.default
 _pack_weight = torch.ops.eecore.pack_weight.default
 _paged_attention = torch.ops.eecore.paged_attention.default
 _place_head = torch.ops.eecore.place_head.default
+_quantise_weight = torch.ops.eecore.quantise_weight.default
 _sample_tokens = torch.ops.eecore.sample_tokens.default
 _select_rows = torch.ops.eecore.select_rows.default
 _skinny_gated_linear = torch.ops.eecore.skinny_gated_linear.default
@@ -1315,6 +1325,10 @@ BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """Block formats of GGUF files that :func:`pack_weight` takes."""
 
 
+FLOAT_BLOCK_FORMATS = ("Q4_1", "Q5_1", "Q8_0")
+"""Of these, what :func:`quantise_weight` makes."""
+
+
 def packed_bytes(format: str, num_rows: int, in_features: int) -> int:
     """How many bytes :func:`pack_weight` fills, a multiple of 64.
 
@@ -1361,6 +1375,32 @@ def pack_weight(
         table = blocks.new_empty(num_rows, dtype=torch.int64)
     _pack_weight(blocks, format, offset, packed, table)
     return Matrix(packed, None, None, table)
+
+
+def quantise_weight(weight: Tensor, format: str, *, blocks: Tensor | None = None) -> Tensor:
+    """Round a weight to blocks of 4, 5 or 8 bits, as GGUF files have them, for :func:`pack_weight`.
+
+    Of 32 numbers Q4_1 and Q5_1 keep whole numbers, a scale and a minimum, both float16. Several
+    ranges of the block are tried, then the scale and minimum that fit the whole numbers best, with
+    which they are rounded again; kept is what has the least squared error, each number counting by
+    its magnitude plus the root mean square of the 32. Q8_0 has a scale, 1/127 of the largest.
+    A block with NaN, infinity or more than float16 can say becomes NaN. On the CPU only.
+
+    Args:
+        weight: float32 or bfloat16 [num_rows, in_features], any row stride; in_features a multiple
+            of 32.
+        format: one of :data:`FLOAT_BLOCK_FORMATS`.
+        blocks: uint8 [num_rows, row_bytes], any row stride; allocated when left out.
+
+    Returns:
+        ``blocks``.
+    """
+    if blocks is None:
+        num_rows, in_features = weight.shape
+        row_bytes = int(_C.row_bytes(format, in_features))
+        blocks = weight.new_empty(num_rows, row_bytes, dtype=torch.uint8)
+    _quantise_weight(weight, format, blocks)
+    return blocks
 
 
 def unpack_weight(packed: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:

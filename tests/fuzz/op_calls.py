@@ -810,6 +810,28 @@ class _Calls:
         return given, check
 
     @staticmethod
+    def quantise_weight(m: Maker) -> Checked:
+        format = m.one_of(*ops.FLOAT_BLOCK_FORMATS)
+        rows, columns, dtype = m.size(20), 32 * m.size(5, 1), m.dtype()
+        row_bytes = columns // 32 * block_sizes(format)[1]
+        weight = m.normal(rows, columns) * m.one_of(1e-3, 0.05, 1.0, 300.0)
+        given = {
+            "weight": m.placed(weight.to(dtype), 1),
+            "format": format,
+            "blocks": m.placed(m.whole(256, rows, row_bytes).to(torch.uint8), 1),
+        }
+
+        def check(before: Arguments, after: Arguments) -> None:
+            weight = before["weight"]
+            if rows > 0:
+                got = reference.pack_weight(after["blocks"], format)
+                limit = reference.weighted_error(weight, reference.quantise_weight(weight, format))
+                error = reference.weighted_error(weight, got)
+                assert (error <= 1.2 * limit + 1e-9 * weight.double().abs().amax() ** 3).all()
+
+        return given, check
+
+    @staticmethod
     def unpack_weight(m: Maker) -> Checked:
         format = m.one_of(*SCALES)
         rows, columns = m.size(40, 1), block_sizes(format)[0] * m.size(3, 1)

@@ -1,0 +1,147 @@
+"""quantise_weight: a weight in blocks of 4 to 8 bits, rounded with care."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+import reference
+from eecore import ops
+from packed_blocks import block_sizes
+
+FORMATS = ops.FLOAT_BLOCK_FORMATS
+
+
+def unpacked(weight: Tensor, format: str) -> Tensor:
+    """What is left of a weight."""
+    return reference.pack_weight(ops.quantise_weight(weight, format), format)
+
+
+def weight_of(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_matches_the_reference(format: str, dtype: torch.dtype, device: torch.device) -> None:
+    """No block's weighted squared error is larger than that of the same search in float64."""
+    for num_rows, columns in ((1, 32), (7, 96), (40, 576)):
+        weight = (weight_of(num_rows, columns) * 0.05).to(dtype).to(device)
+        expected = reference.quantise_weight(weight, format)
+        error = reference.weighted_error(weight, unpacked(weight, format))
+        limit = reference.weighted_error(weight, expected)
+        # Ranges that do equally well may differ, by what float32 and float16 round.
+        assert (error <= 1.1 * limit + 1e-12).all()
+        assert error.sum() <= 1.001 * limit.sum()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_is_no_worse_than_the_format_s_own_package(format: str) -> None:
+    weight = weight_of(64, 512, seed=1) * 0.02
+    theirs = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[format])
+    ours = (unpacked(weight, format) - weight).square().mean()
+    error = (reference.pack_weight(torch.from_numpy(theirs), format) - weight).square().mean()
+    assert ours <= {"Q4_1": 0.82, "Q5_1": 0.82, "Q8_0": 1.01}[format] * error
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "block",
+    [
+        torch.zeros(32),
+        torch.full((32,), 0.7),
+        torch.full((32,), -3e-9),
+        torch.arange(32.0) / 31,
+        -torch.arange(32.0),
+        torch.cat((torch.zeros(31), torch.tensor([5.0]))),
+        torch.cat((torch.tensor([-65504.0, 65504.0]), torch.zeros(30))),
+        weight_of(32, seed=2) * 1e-20,
+        weight_of(32, seed=3) * 1e-6,
+        weight_of(32, seed=4) * 1e4,
+    ],
+)
+def test_blocks_of_every_kind(block: Tensor, format: str, device: torch.device) -> None:
+    """Each number within a step of itself: of a block's range, and of float16's numbers."""
+    got = unpacked(block[None].to(device), format)[0]
+    steps = {"Q4_1": 15, "Q5_1": 31, "Q8_0": 127}[format]
+    reach = block.abs().max() if format == "Q8_0" else block.max() - block.min()
+    rounding = block.abs().max() * 2e-3 + (steps + 1) * 2.0**-25  # of scale and minimum
+    limit = 1.5 * reach / steps + rounding
+    assert ((got - block).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 65536.0, -1e30])
+def test_what_is_no_number_spoils_its_block_alone(
+    bad: float, format: str, device: torch.device
+) -> None:
+    weight = weight_of(3, 96).to(device)
+    expected = unpacked(weight, format)
+    weight[1, 40] = bad
+    got = unpacked(weight, format)
+    assert got[1, 32:64].isnan().all()
+    got[1, 32:64] = expected[1, 32:64]
+    assert torch.equal(got, expected)
+
+
+def test_rows_may_have_strides_and_threads_change_nothing(device: torch.device) -> None:
+    wide = weight_of(600, 256).to(device)
+    expected = ops.quantise_weight(wide[:, :128].contiguous(), "Q4_1")
+    room = torch.full((600, 100), 7, dtype=torch.uint8, device=device)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            ops.quantise_weight(wide[:, :128], "Q4_1", blocks=room[:, :80])
+            assert torch.equal(room[:, :80], expected)
+            assert (room[:, 80:] == 7).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_rows(format: str, device: torch.device) -> None:
+    columns, num_bytes = block_sizes(format)
+    got = ops.quantise_weight(torch.zeros(0, columns, device=device), format)
+    assert got.shape == (0, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(3, 64).half()}, r"weight: expected float32 or bfloat16"),
+        ({"weight": torch.zeros(3, 64).int()}, r"weight: expected "),
+        ({"weight": torch.zeros(64, 3).T}, r"weight: expected the last 1 .* contiguous"),
+        ({"weight": torch.zeros(3, 48)}, r"weight: expected rows of whole blocks of 32 columns, "),
+        ({"weight": torch.zeros(3, 0)}, r"weight: expected rows of whole blocks of 32 columns, "),
+        ({"format": "Q4_K"}, r"format: expected one of Q4_1, Q5_1, Q8_0, got Q4_K"),
+        ({"format": "Q9"}, r"format: expected one of .*, got Q9"),
+        ({"blocks": torch.zeros(3, 39).byte()}, r"blocks: expected rows of 40 bytes, got 39"),
+        ({"blocks": torch.zeros(2, 40).byte()}, r"blocks: expected uint8 \[num_rows=3, row_bytes"),
+        ({"blocks": torch.zeros(3, 40).char()}, r"blocks: expected uint8 \[num_rows=3, row_bytes"),
+        ({"blocks": torch.zeros(40).byte().expand(3, 40)}, r"blocks: expected "),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    call: dict[str, Any] = {
+        "weight": weight_of(3, 64),
+        "format": "Q4_1",
+        "blocks": torch.zeros(3, 40, dtype=torch.uint8),
+        **change,
+    }
+    with pytest.raises(RuntimeError, match=f"quantise_weight: {message}"):
+        ops.quantise_weight(call["weight"], call["format"], blocks=call["blocks"])
+    assert not call["blocks"].any()
+
+
+def test_opcheck(device: torch.device) -> None:
+    call = {
+        "weight": weight_of(3, 64).to(device),
+        "format": "Q4_1",
+        "blocks": torch.zeros(3, 40, dtype=torch.uint8, device=device),
+    }
+    torch.library.opcheck(torch.ops.eecore.quantise_weight.default, (), call)
