@@ -175,6 +175,32 @@ class Maker:
             return made._replace(table=made.table[0])
         return ops.Matrix(self.placed((self.normal(*shape) * deviation).to(dtype), 1))
 
+    def inputs(
+        self, matrix: ops.Matrix, rows: int, columns: int, dtype: torch.dtype, size: float = 1.0
+    ) -> Tensor:
+        """What a matrix is multiplied with.
+
+        A packed product sees float32 in 8 bits. Here rounding them is no matter of the last bit
+        before, so that the oracle's are the same.
+        """
+        if matrix.table is None or dtype != torch.float32:
+            return self.states(rows, columns, dtype, size)
+        blocks = (self.whole(253, rows, columns) - 126).float().view(rows, columns // 32, 32)
+        blocks += 0.8 * self.uniform(*blocks.shape) - 0.4
+        largest = self.whole(32, *blocks.shape[:2], 1)
+        blocks.scatter_(-1, largest, self._signs(*largest.shape) * 127)
+        blocks[self.uniform(*blocks.shape[:2]) < 0.05] = 0
+        return self.placed(blocks.view(rows, columns) * (size / 64), 1)
+
+    def norm_of(self, matrix: ops.Matrix, dtype: torch.dtype, *shape: int) -> Tensor:
+        """The weight of a norm before a matrix; see :meth:`inputs`."""
+        if matrix.table is None or dtype != torch.float32:
+            return self.placed((1 + self.normal(*shape) / 8).to(dtype), 1)
+        return self.placed((1 + self.normal(1) / 8) * self._signs(*shape), 1)
+
+    def _signs(self, *shape: int) -> Tensor:
+        return 1.0 - 2 * self.whole(2, *shape)
+
     def rotary(self, positions: int, head_dim: int) -> Tensor:
         half = self.size(head_dim // 2)
         angles = self.normal(positions, half) * 10
@@ -309,8 +335,8 @@ class _Calls:
         dtype = m.dtype()
         head = m.weight(dtype, vocab, size)
         given = {
-            "hidden": m.states(rows, size, dtype, 3.0),
-            "norm_weight": m.maybe(lambda: m.placed((1 + m.normal(size) / 8).to(dtype))),
+            "hidden": m.inputs(head, rows, size, dtype, 3.0),
+            "norm_weight": m.maybe(lambda: m.norm_of(head, dtype, size)),
             "lm_head": head.weight,
             "lm_head_scale": head.scale,
             "eps": 1e-5,
@@ -894,9 +920,9 @@ class _Calls:
         tokens = min(m.size(40), cache[1] * cache[2])
         kv = m.weight(dtype, layers, 2 * heads * width, size)
         given = {
-            "hidden": m.states(tokens, size, dtype, 3.0),
+            "hidden": m.inputs(kv, tokens, size, dtype, 3.0),
             "exit_layer": m.placed(m.whole(layers + 1, tokens).int()),
-            "norm_weight": m.placed((1 + m.normal(layers, size) / 8).to(dtype), 1),
+            "norm_weight": m.norm_of(kv, dtype, layers, size),
             "kv_weight": kv.weight,
             "kv_bias": m.maybe(lambda: m.placed(m.normal(layers, 2 * heads * width).to(dtype), 1)),
             "kv_scale": kv.scale,
@@ -927,8 +953,8 @@ class _Calls:
         residual = m.maybe(lambda: m.states(tokens, rows, dtype))
         own = residual is None or m.chance()
         given = {
-            "x": m.states(tokens, columns, dtype),
-            "norm_weight": m.maybe(lambda: m.placed((1 + m.normal(columns) / 8).to(dtype))),
+            "x": m.inputs(matrix, tokens, columns, dtype),
+            "norm_weight": m.maybe(lambda: m.norm_of(matrix, dtype, columns)),
             "eps": 1e-6,
             "weight": matrix.weight,
             "weight_scale": matrix.scale,
@@ -959,8 +985,8 @@ class _Calls:
         tokens, columns, inner, dtype = m.size(40), m.columns(200), m.size(40), m.dtype()
         matrix = m.weight(dtype, 2 * inner, columns)
         given = {
-            "x": m.states(tokens, columns, dtype),
-            "norm_weight": m.maybe(lambda: m.placed((1 + m.normal(columns) / 8).to(dtype))),
+            "x": m.inputs(matrix, tokens, columns, dtype),
+            "norm_weight": m.maybe(lambda: m.norm_of(matrix, dtype, columns)),
             "eps": 1e-6,
             "weight": matrix.weight,
             "weight_scale": matrix.scale,

@@ -488,7 +488,10 @@ def with_arguments(fields: Any, changed: dict[str, Any]) -> Any:
 
 
 def test_the_schema_lists_what_the_wrapper_is_given() -> None:
-    """The stable ABI has no structs: a matrix is three arguments, its field's name before each."""
+    """The stable ABI has no structs: a matrix is four arguments, its field's name before each.
+
+    Those of its table stand at the end of the schema.
+    """
 
     def names(fields: type, prefix: str = "") -> list[str]:
         listed = []
@@ -497,9 +500,16 @@ def test_the_schema_lists_what_the_wrapper_is_given() -> None:
             listed += names(ops.Matrix, f"{prefix}{name}_") if is_matrix else [prefix + name]
         return listed
 
+    def tables(listed: list[str]) -> list[str]:
+        return [name for name in listed if name.endswith("_table") and name != "cross_page_table"]
+
     schema = torch.ops.eecore.decoder_layers.default._schema
     given = [argument.name for argument in schema.arguments]
     weights, cross = names(ops.DecoderWeights), names(ops.CrossAttention, "cross_")
+    at_the_end = tables(weights) + tables(cross)
+    assert len(at_the_end) == 6
+    assert given[-len(at_the_end) :] == at_the_end
+    weights, cross = ([n for n in each if n not in at_the_end] for each in (weights, cross))
     assert given[1 : 1 + len(weights)] == weights
     begin = given.index("cross_norm")
     assert given[begin : begin + len(cross)] == cross
@@ -507,7 +517,7 @@ def test_the_schema_lists_what_the_wrapper_is_given() -> None:
 
 def test_the_schema_of_kv_fill_lists_a_matrix_too() -> None:
     given = [argument.name for argument in torch.ops.eecore.kv_fill.default._schema.arguments]
-    assert given[3:6] == [f"kv_{part}" for part in ops.Matrix._fields]
+    assert [*given[3:6], given[-1]] == [f"kv_{part}" for part in ops.Matrix._fields]
 
 
 def replaced(**weights: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_tables_are_not_followed_out_of_memory(entries: list[int], message: str)
         (torch.zeros(576).byte(), [0, 1], torch.zeros(1, 64), r"table: expected int64 \[num_rows="),
         (torch.zeros(576).byte(), [0], torch.zeros(1, 65), r"table: expected rows of 65 columns"),
         (torch.zeros(576).byte(), [0], torch.zeros(1, 64).double(), r"out: expected float32"),
-        (torch.zeros(576).byte(), [0, 1], torch.zeros(64).expand(2, 64), r"out: expected rows th"),
+        (torch.zeros(576).byte(), [0, 1], torch.zeros(64).expand(2, 64), r"out: expected elements"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(
