@@ -126,7 +126,7 @@ class Calibration:
             min_exit_layer=read.integer("min_exit_layer", 1, MOST_LAYERS),
             model_sha256=_digest(read, "model_sha256") or "",
             dtype=read.text("dtype", one_of=("float32", "bfloat16", "float16")),
-            weights=read.text("weights", None, one_of=("int8",)),
+            weights=read.text("weights", None, one_of=("int8", "int4")),
             classifier_sha256=classifier,
             grid=read.numbers("grid", 0.0, 1.0),
             steps=tuple(_step(step) for step in read.objects("steps")),

@@ -35,8 +35,8 @@ NUMBERS = [
 ]  # fmt: skip
 WORDS = [
     "", "a", "hi there", "ü🎉", "\udcff", "\ud800", "\0", "-", "--", "-x", "[bold]", "[/x]", "%s",
-    "{}", "a" * 5000, "none", "null", "float32", "bfloat16", "int8", "cpu", "cuda", "cuda:99",
-    "softmax", "state", "rougeL", "textual", "../..", "~", "~nobody/x", "\n", "\x1b[31m",
+    "{}", "a" * 5000, "none", "null", "float32", "bfloat16", "int8", "int4", "cpu", "cuda",
+    "cuda:99", "softmax", "state", "rougeL", "textual", "../..", "~", "~nobody/x", "\n", "\x1b[31m",
 ]  # fmt: skip
 LAYERS = ["1", "1,2", "0-3", "3-1", "0-99999999999", "-", ",", "1-", "a", "9", "-1", "1,,2"]
 EXITS = [
@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 VALID: dict[str, list[str]] = {
     "--measure": ["softmax", "state"], "--batch-mode": ["each", "all"], "--dtype": ["float32"],
-    "--weights": ["int8"], "--device": ["cpu"], "--metric": ["rouge2", "exact"],
+    "--weights": ["int8", "int4"], "--device": ["cpu"], "--metric": ["rouge2", "exact"],
     "--loss": ["textual", "risk", "layerskip", "calm", "last"], "--similarity": ["exact"],
     "--batch": ["each", "all", "both"], "--precision": ["float32"], "--grid": ["1,0.5"],
     "--curriculum": ["gradual", "rotational:2", "all"], "--thresholds": ["softmax=0.5"],

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_coded_weights import HEADS, rounded
 from test_confident_exit import MEASURES, SETTINGS, check_against_reference, policy_of
 from test_cuda_path import POLICIES
 
 import eecore
 import emulated
 from devices import as_on_cuda, cpu_only, load
-from eecore import ConfidentExit, FixedExit, SamplingParams, SelfSpeculative
+from eecore import ConfidentExit, FixedExit, SamplingParams, SelfSpeculative, ops
 from eecore.cli.app import run
 from eecore.errors import CheckpointError, ExitError, ModelError, RequestError
 from eecore.evaluation import Scored, map_exits, score_exits
@@ -153,6 +154,25 @@ def test_bfloat16_and_int8_come_close(t5: eecore.Model, t5_directory: Path) -> N
     for other in states[1:]:
         difference = (other - states[0]).norm() / states[0].norm()
         assert 0 < difference < 0.05
+
+
+@cpu_only
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int4_is_what_is_left_of_the_weights(family: str, tmp_path: Path) -> None:
+    directory = write_t5(tmp_path, family)
+    stored = load_file(directory / "model.safetensors")
+    model = eecore.load(directory, kv_cache_tokens=256, weights="int4")
+    views = model.network.weights.by_checkpoint_name(model.config, "shared.weight")
+    packed = {name: view for name, view in views.items() if view.table is not None}
+    assert len(packed) > 8 * model.config.num_layers
+    for name, view in packed.items():
+        expected = rounded(stored[name], "int4", is_head=name in HEADS)
+        assert torch.equal(ops.unpack_weight(view.weight, view.table), expected)
+    outputs = eecore.generate(model, INPUTS, max_tokens=6, ignore_eos=True)
+    drafted = eecore.generate(
+        model, INPUTS, exit=SelfSpeculative(1, 3), max_tokens=6, ignore_eos=True
+    )
+    assert tokens_of(outputs) == tokens_of(drafted)
 
 
 # Modes

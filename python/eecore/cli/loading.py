@@ -59,7 +59,9 @@ Dtype = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(help="int8: quantised as they are read (CPU).", show_default="those of the dtype"),
+    typer.Option(
+        help="int8, int4: quantised as they are read (CPU).", show_default="those of the dtype"
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="torch's choice")

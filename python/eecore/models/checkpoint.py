@@ -23,7 +23,7 @@ from eecore.errors import (
 from eecore.json_fields import read_fields
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
-from eecore.models.weights import WeightView
+from eecore.models.weights import Coding, Filling, WeightView
 from eecore.readable import kind_of
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
@@ -208,7 +208,7 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    int8: bool = False,
+    coding: Coding | None = None,
 ) -> LlamaWeights | T5Weights:
     """The config's weights from the checkpoint: checked first, then allocated, then filled.
 
@@ -218,15 +218,16 @@ def load_weights(
     check_tensors(checkpoint, config)
     embeddings = embeddings_name(config, checkpoint)
     try:
-        weights, views = _weights(config, embeddings, device, dtype, int8=int8)
+        weights, views = _weights(config, embeddings, device, dtype, coding=coding)
     except RuntimeError as error:  # of torch, which is out of memory
         size = config.num_parameters * dtype.itemsize / 2**30
         raise ModelError(
             f"{checkpoint.directory}: expected memory for about {size:.2f} GiB of weights on "
             f"{device}, got: {str(error).splitlines()[0]}"
         ) from None
+    filling = Filling()
     for name, view in views.items():
-        view.fill(checkpoint.tensor(name))
+        filling.fill(view, checkpoint.tensor(name))
     return weights
 
 
@@ -236,13 +237,13 @@ def _weights(
     device: torch.device | str,
     dtype: torch.dtype,
     *,
-    int8: bool = False,
+    coding: Coding | None = None,
 ) -> tuple[LlamaWeights | T5Weights, dict[str, WeightView]]:
     """Uninitialised weights, and what each tensor of a checkpoint fills."""
     if isinstance(config, T5Config):
-        t5 = T5Weights.empty(config, device, dtype, int8=int8)
+        t5 = T5Weights.empty(config, device, dtype, coding=coding)
         return t5, t5.by_checkpoint_name(config, embeddings)
-    llama = LlamaWeights.empty(config, device, dtype, int8=int8)
+    llama = LlamaWeights.empty(config, device, dtype, coding=coding)
     return llama, llama.by_checkpoint_name(config)
 
 

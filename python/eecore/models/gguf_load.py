@@ -19,7 +19,7 @@ from eecore.models.gguf_checkpoint import GGUFCheckpoint
 from eecore.models.gguf_tokenizer import build_tokenizer
 from eecore.models.llama import LlamaWeights
 from eecore.models.tokenizer import Tokenizer
-from eecore.models.weights import WeightView
+from eecore.models.weights import Filling
 from eecore.ops import Matrix
 
 __all__ = ["check_kinds", "gguf_tokenizer", "gguf_weights", "stored_dtype"]
@@ -60,15 +60,13 @@ def stored_dtype(checkpoint: GGUFCheckpoint) -> torch.dtype:
 def gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> LlamaWeights:
     """The weights of a file whose kinds have been checked; norms and biases in ``dtype``."""
     weights = _empty(checkpoint, dtype)
-    filled: dict[int, int] = {}
+    filling = Filling()
     for name, view in weights.by_checkpoint_name(checkpoint.config).items():
         if view.table is None:
             view.fill(checkpoint.tensor(name))
             continue
-        memory = view.weight.data_ptr()
-        offset = filled.get(memory, 0)
-        _pack(checkpoint, name, view, offset)
-        filled[memory] = offset + _packed_bytes(checkpoint, name)
+        in_features = checkpoint.shape(name)[-1]
+        filling.pack(view, checkpoint.blocks(name), checkpoint.kind(name), in_features)
     return weights
 
 
@@ -96,16 +94,6 @@ def _field_of(name: str) -> str | None:
 
 def _packed_bytes(checkpoint: GGUFCheckpoint, name: str) -> int:
     return ops.packed_bytes(checkpoint.kind(name), *checkpoint.shape(name))
-
-
-def _pack(checkpoint: GGUFCheckpoint, name: str, view: WeightView, offset: int) -> None:
-    ops.pack_weight(
-        checkpoint.blocks(name),
-        checkpoint.kind(name),
-        offset=offset,
-        packed=view.weight,
-        table=view.table,
-    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Layers run in stretches: on the CPU a whole stretch is one op, elsewhere they go layer by layer.
 Weights of all layers are stacked, and a layer works on views: the K/V projections that
 ``kv_fill`` reads for every layer at once are the very ones that the layers use. No weight needs a
-gradient. Weights of linear layers may be int8 with a scale per row; states and caches never are.
+gradient. Weights of linear layers may be int8 with a scale per row, or packed; states and caches
+never are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
 from eecore.models.rope import RopeTable
 from eecore.models.source import ModelSource
-from eecore.models.weights import NewWeights, WeightView
+from eecore.models.weights import Coding, NewWeights, WeightView
 from eecore.ops import Matrix
 
 
@@ -31,11 +32,11 @@ class LlamaWeights:
     """Every parameter; Q rows come before K rows before V rows, gate rows before up rows.
 
     Where a matrix has a scale it is int8, and each of its rows times its scale is what the
-    checkpoint holds.
+    checkpoint holds; where it has a table it is packed, in blocks of 4 to 8 bits.
     """
 
     embed_tokens: Matrix
-    """[vocab_size, hidden_size]; int8 only where it is the LM head too."""
+    """[vocab_size, hidden_size]; quantised only where it is the LM head too."""
     lm_head: Matrix
     """[vocab_size, hidden_size]; the same as embed_tokens when they are tied."""
     final_norm: Tensor
@@ -64,12 +65,13 @@ class LlamaWeights:
         device: torch.device | str,
         dtype: torch.dtype,
         *,
-        int8: bool = False,
+        coding: Coding | None = None,
     ) -> LlamaWeights:
         """Uninitialised weights of the config's sizes; on device "meta" they take no memory."""
         layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
-        new = NewWeights(device, dtype, int8=int8)
-        lm_head = new.matrix(config.vocab_size, hidden)
+        new = NewWeights(device, dtype, coding)
+        lm_head = new.matrix(config.vocab_size, hidden, is_head=True)
+        qkv = (config.q_size, config.kv_size, config.kv_size)
         tied = config.tie_word_embeddings
         head_norm = (layers, config.head_dim)
         return cls(
@@ -78,11 +80,11 @@ class LlamaWeights:
             final_norm=new.tensor(hidden),
             attention_norm=new.tensor(layers, hidden),
             mlp_norm=new.tensor(layers, hidden),
-            qkv=new.matrix(
-                layers, config.q_size + 2 * config.kv_size, hidden, bias=config.attention_bias
-            ),
+            qkv=new.matrix(layers, sum(qkv), hidden, parts=qkv, bias=config.attention_bias),
             o=new.matrix(layers, hidden, config.q_size, bias=config.output_bias),
-            gate_up=new.matrix(layers, 2 * inner, hidden, bias=config.mlp_bias),
+            gate_up=new.matrix(
+                layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
+            ),
             down=new.matrix(layers, hidden, inner, bias=config.mlp_bias),
             q_norm=new.tensor(*head_norm) if config.qk_norm else None,
             k_norm=new.tensor(*head_norm) if config.qk_norm else None,
@@ -111,11 +113,11 @@ class LlamaWeights:
             "post_attention_layernorm": self.mlp_norm,
         }
         views = {
-            "model.embed_tokens.weight": WeightView.of(self.embed_tokens),
+            "model.embed_tokens.weight": WeightView.of(self.embed_tokens, is_head=True),
             "model.norm.weight": WeightView(self.final_norm),
         }
         if not config.tie_word_embeddings:
-            views["lm_head.weight"] = WeightView.of(self.lm_head)
+            views["lm_head.weight"] = WeightView.of(self.lm_head, is_head=True)
         by_layer: dict[str, list[WeightView]] = {}
         for name, matrix in matrices.items():
             by_layer[f"{name}.weight"] = [WeightView.of(part) for part in matrix.unbind()]

@@ -24,8 +24,10 @@ from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.tokenizer import Tokenizer
+from eecore.models.weights import Coding
 from eecore.readable import kind_of, path_of
 
+CODINGS: dict[str, Coding] = {"int8": "int8", "int4": "int4"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,7 +46,10 @@ def load_model(
         dtype: by default that of the checkpoint on a GPU. On the CPU a bfloat16 checkpoint stays so
             only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.
         weights: ``int8`` quantises the linear layers' weights, a scale per row, as they are read;
-            states, the KV cache and norms stay in ``dtype``. On the CPU only.
+            ``int4`` to blocks of 32, see :func:`eecore.ops.quantise_weight`, of 8 bits in the LM
+            head; matrices whose rows
+            are no multiple of 32 stay floats then. States, the KV cache and norms stay in
+            ``dtype``. On the CPU only.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
@@ -56,13 +61,13 @@ def load_model(
         return _load_gguf(directory, device, dtype, weights)
     config = read_model_config(directory)
     where = choose_device(device)
-    int8 = choose_int8(weights, where)
+    coding = choose_coding(weights, where)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     with Checkpoint(directory) as checkpoint:
         config = with_stored_tying(config, checkpoint)
         what = choose_model_dtype(dtype, where, _stored_dtype(checkpoint, config), config)
-        loaded = load_weights(checkpoint, config, where, what, int8=int8)
-    source = ModelSource(directory, str(what).removeprefix("torch."), "int8" if int8 else None)
+        loaded = load_weights(checkpoint, config, where, what, coding=coding)
+    source = ModelSource(directory, str(what).removeprefix("torch."), coding)
     return config, _network(config, loaded, source), tokenizer
 
 
@@ -161,13 +166,19 @@ def choose_model_dtype(
     return torch.bfloat16
 
 
-def choose_int8(weights: str | None, device: torch.device) -> bool:
-    """Whether the weights asked for are int8."""
-    if weights not in (None, "int8"):
-        raise ModelError(f"weights: expected int8 or None (those of the dtype), got {weights!r}")
-    if weights == "int8" and device.type != "cpu":
-        raise ModelError(f"weights: expected None on {device}, got int8: only the CPU has kernels")
-    return weights == "int8"
+def choose_coding(weights: str | None, device: torch.device) -> Coding | None:
+    """What the matrices are to be quantised to."""
+    if weights is None:
+        return None
+    if weights not in CODINGS:
+        raise ModelError(
+            f"weights: expected {', '.join(CODINGS)} or None (those of the dtype), got {weights!r}"
+        )
+    if device.type != "cpu":
+        raise ModelError(
+            f"weights: expected None on {device}, got {weights}: only the CPU has kernels"
+        )
+    return CODINGS[weights]
 
 
 def _stored_dtype(checkpoint: Checkpoint, config: AnyModelConfig) -> torch.dtype:

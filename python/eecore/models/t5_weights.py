@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import T5Config
-from eecore.models.weights import NewWeights, WeightView
+from eecore.models.weights import Coding, NewWeights, WeightView
 from eecore.ops import Matrix
 
 __all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
@@ -40,15 +40,16 @@ class T5StackWeights:
     @classmethod
     def empty(cls, config: T5Config, num_layers: int, new: NewWeights) -> T5StackWeights:
         """Uninitialised."""
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner, size = config.hidden_size, config.intermediate_size, config.q_size
+        halves = (inner,) * (2 if config.is_gated else 1)
         return cls(
             attention_norm=new.tensor(num_layers, hidden),
             mlp_norm=new.tensor(num_layers, hidden),
             final_norm=new.tensor(hidden),
             position_bias=new.tensor(config.num_buckets, config.num_heads, dtype=torch.float32),
-            qkv=new.matrix(num_layers, 3 * config.q_size, hidden),
-            o=new.matrix(num_layers, hidden, config.q_size),
-            gate_up=new.matrix(num_layers, inner * (2 if config.is_gated else 1), hidden),
+            qkv=new.matrix(num_layers, 3 * size, hidden, parts=(size,) * 3),
+            o=new.matrix(num_layers, hidden, size),
+            gate_up=new.matrix(num_layers, sum(halves), hidden, parts=halves),
             down=new.matrix(num_layers, hidden, inner),
         )
 
@@ -119,7 +120,7 @@ class T5CrossWeights:
         return cls(
             norm=new.tensor(layers, hidden),
             q=new.matrix(layers, size, hidden),
-            kv=new.matrix(layers, 2 * size, hidden),
+            kv=new.matrix(layers, 2 * size, hidden, parts=(size, size)),
             o=new.matrix(layers, hidden, size),
         )
 
@@ -146,7 +147,8 @@ class T5Weights:
     """Every parameter."""
 
     embed_tokens: Matrix
-    """[vocab_size, hidden_size], of encoder and decoder; int8 only where it is the LM head too."""
+    """[vocab_size, hidden_size], of encoder and decoder; quantised only where it is the LM head
+    too."""
     lm_head: Matrix
     """[vocab_size, hidden_size]; the same as embed_tokens when they are tied."""
     encoder: T5StackWeights
@@ -160,12 +162,12 @@ class T5Weights:
         device: torch.device | str,
         dtype: torch.dtype,
         *,
-        int8: bool = False,
+        coding: Coding | None = None,
     ) -> T5Weights:
         """Uninitialised weights of the config's sizes; on device "meta" they take no memory."""
 
-        new = NewWeights(device, dtype, int8=int8)
-        lm_head = new.matrix(config.vocab_size, config.hidden_size)
+        new = NewWeights(device, dtype, coding)
+        lm_head = new.matrix(config.vocab_size, config.hidden_size, is_head=True)
         untied = Matrix(new.tensor(config.vocab_size, config.hidden_size))
         return cls(
             embed_tokens=lm_head if config.tie_word_embeddings else untied,
@@ -183,11 +185,11 @@ class T5Weights:
             embeddings: what the checkpoint calls them.
         """
         views = {
-            embeddings: WeightView.of(self.embed_tokens),
+            embeddings: WeightView.of(self.embed_tokens, is_head=True),
             **self.encoder.by_checkpoint_name(config, "encoder", mlp=1),
             **self.decoder.by_checkpoint_name(config, "decoder", mlp=2),
             **self.cross.by_checkpoint_name(config),
         }
         if not config.tie_word_embeddings:
-            views["lm_head.weight"] = WeightView.of(self.lm_head)
+            views["lm_head.weight"] = WeightView.of(self.lm_head, is_head=True)
         return views
