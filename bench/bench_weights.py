@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import eecore
 from eecore.models import AttentionBatch, KVCache, LlamaModel
@@ -35,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8, float32 states": {"dtype": "float32", "weights": "int8"},
     "int8, bfloat16 states": {"dtype": "bfloat16", "weights": "int8"},
+    "int4, float32 states": {"dtype": "float32", "weights": "int4"},
 }
 PROMPT_LENGTH = 32
 
@@ -96,7 +98,8 @@ def same_prefix(a: list[int], b: list[int]) -> int:
 
 def weight_bytes(model: LlamaModel) -> int:
     """Bytes of all parameters, each counted once."""
-    tensors = [value for value in vars(model.weights).values() if value is not None]
+    tensors = tree_leaves(list(vars(model.weights).values()))
+    tensors = [tensor for tensor in tensors if tensor is not None]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
@@ -113,9 +116,10 @@ def markdown(result: dict[str, Any]) -> str:
         )
     about = (
         f"SmolLM2-135M-Instruct on {result['num_tokens']} tokens of Python {result['python']}'s "
-        "language reference, against float32 weights. int8: a float32 scale per row, states "
-        "quantised to 16 bits within each product. Greedy: mean length of the common beginning "
-        f"with the float32 text, {result['num_texts']} texts. `python bench/bench_weights.py`"
+        "language reference, against float32 weights, which come from blocks of 4 bits: int4 finds "
+        "them again. int8 and int4: blocks of 32 numbers, states quantised to 8 bits within each "
+        "product. Greedy: mean length of the common beginning with the float32 text, "
+        f"{result['num_texts']} texts. `python bench/bench_weights.py`"
     )
     return "\n".join([*lines, "", about])
 

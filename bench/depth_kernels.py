@@ -26,13 +26,13 @@ class Kernels:
 
     Args:
         config: the model's.
-        weights: "float32", "bfloat16" or "int8", whose states are float32.
+        weights: "float32", "bfloat16", or "int8" or "int4", whose states are float32.
         most_rows: that are asked for.
     """
 
     def __init__(self, config: Any, weights: str, most_rows: int) -> None:
         self._config = config
-        self._is_int8 = weights == "int8"
+        self._format = {"int8": "Q8_0", "int4": "Q4_1"}.get(weights)
         self._dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
         layers, hidden, q_size = config.num_layers, config.hidden_size, config.q_size
         is_gated = getattr(config, "is_gated", True)
@@ -59,11 +59,13 @@ class Kernels:
         """The least time of each op, by rows; that of filling is a layer's."""
 
     def _linear(self, *shape: int) -> ops.Matrix:
-        scale = shape[-1] ** -0.5
-        if not self._is_int8:
-            return ops.Matrix(torch.randn(shape).mul_(scale).to(self._dtype))
-        weight = torch.randint(-127, 128, shape, dtype=torch.int8)
-        return ops.Matrix(weight, scale=torch.full(shape[:-1], scale / 64))
+        weight = torch.randn(shape).mul_(shape[-1] ** -0.5)
+        if self._format is None:
+            return ops.Matrix(weight.to(self._dtype))
+        blocks = ops.quantise_weight(weight.flatten(0, -2), self._format)
+        packed = ops.pack_weight(blocks, self._format)
+        assert packed.table is not None
+        return packed._replace(table=packed.table.view(shape[:-1]))
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +99,7 @@ class Kernels:
         calls["layers"] = self._layers(rows)
         norm = self._weights.attention_norm[0]
         calls["head"] = lambda: ops.exit_confidence_softmax(
-            states, norm, self._head.weight, config.rms_norm_eps, lm_head_scale=self._head.scale
+            states, norm, self._head.weight, config.rms_norm_eps, lm_head_table=self._head.table
         )
         calls["state"] = lambda: ops.exit_confidence_cosine(states, states)
         calls["classifier"] = lambda: ops.exit_confidence_mlp(states, self._classifier)

@@ -87,11 +87,11 @@ def load(
         device: ``cpu`` or ``cuda``; cuda where there is one when None.
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.
-        weights: ``int8`` quantises the linear layers' weights as they are read, a scale per row,
-            which halves or quarters the bytes that each token reads; ``int4`` takes 5 bits a
-            number, 8.5 in the LM head, see :func:`eecore.ops.quantise_weight`. States and the KV
-            cache keep ``dtype``. On the CPU only; every exit mode works with it. A GGUF file has its
-            own.
+        weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to 8.5
+            bits a number, or to 5 but for those of the LM head, see
+            :func:`eecore.ops.quantise_weight`: so many fewer bytes to read for each token. States
+            and the KV cache keep ``dtype``. On the CPU only; every exit mode works with it. A GGUF
+            file has its own.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
             ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.

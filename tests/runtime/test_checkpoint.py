@@ -224,7 +224,9 @@ def refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """Loading the directory fails with the error and message, before weights are allocated."""
     empty = LlamaWeights.empty
 
-    def no_allocation(config: Any, device: Any, dtype: torch.dtype, *, coding: Any = None) -> LlamaWeights:
+    def no_allocation(
+        config: Any, device: Any, dtype: torch.dtype, *, coding: Any = None
+    ) -> LlamaWeights:
         assert device == "meta", "weights were allocated before the checkpoint was checked"
         return empty(config, device, dtype, coding=coding)
 

@@ -153,7 +153,7 @@ def test_bfloat16_and_int8_come_close(t5: eecore.Model, t5_directory: Path) -> N
             states.append(model.network.logits(hidden))
     for other in states[1:]:
         difference = (other - states[0]).norm() / states[0].norm()
-        assert 0 < difference < 0.05
+        assert 0 < difference < 0.1
 
 
 @cpu_only

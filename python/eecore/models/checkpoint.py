@@ -225,7 +225,7 @@ def load_weights(
             f"{checkpoint.directory}: expected memory for about {size:.2f} GiB of weights on "
             f"{device}, got: {str(error).splitlines()[0]}"
         ) from None
-    filling = Filling()
+    filling = Filling(coding)
     for name, view in views.items():
         filling.fill(view, checkpoint.tensor(name))
     return weights

@@ -45,11 +45,10 @@ def load_model(
         device: by default the current GPU where there is one and the build has CUDA, else the CPU.
         dtype: by default that of the checkpoint on a GPU. On the CPU a bfloat16 checkpoint stays so
             only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.
-        weights: ``int8`` quantises the linear layers' weights, a scale per row, as they are read;
-            ``int4`` to blocks of 32, see :func:`eecore.ops.quantise_weight`, of 8 bits in the LM
-            head; matrices whose rows
-            are no multiple of 32 stay floats then. States, the KV cache and norms stay in
-            ``dtype``. On the CPU only.
+        weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to
+            blocks of 32 numbers, see :func:`eecore.ops.quantise_weight`: of 8 bits, or of 4 but for
+            an LM head of 8. Rows that are no multiple of 32 become int8 with a scale of their own.
+            States, the KV cache and norms stay in ``dtype``. On the CPU only.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is

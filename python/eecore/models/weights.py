@@ -16,15 +16,16 @@ from eecore.ops import Matrix
 
 Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
-INT4 = "Q4_1"
-"""The block format of int4."""
-INT4_HEAD = "Q8_0"
-"""That of its LM head, which rounding harms most."""
+BLOCK_FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}
+"""Of matrices whose rows the blocks' columns fill; others get a scale per row of int8."""
+HEAD_FORMAT = "Q8_0"
+"""That of the LM head, which rounding harms most."""
 BLOCK_COLUMNS = 32
 
 
-def _int4(is_head: bool) -> str:
-    return INT4_HEAD if is_head else INT4
+def block_format(coding: Coding, *, is_head: bool) -> str:
+    """What a matrix is rounded to."""
+    return HEAD_FORMAT if is_head else BLOCK_FORMATS[coding]
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,15 @@ class NewWeights:
         """
         *layers, out_features, in_features = shape
         given = self.tensor(*shape[:-1]) if bias else None
-        if self.coding == "int4" and in_features % BLOCK_COLUMNS == 0:
-            each = (
-                ops.packed_bytes(_int4(is_head), part, in_features)
-                for part in parts or (out_features,)
-            )
-            packed = self.tensor(math.prod(layers) * sum(each), dtype=torch.uint8)
-            return Matrix(packed, given, None, self.tensor(*shape[:-1], dtype=torch.int64))
-        if self.coding == "int8":
+        if self.coding is None:
+            return Matrix(self.tensor(*shape), given)
+        if in_features % BLOCK_COLUMNS != 0:
             scale = self.tensor(*shape[:-1], dtype=torch.float32)
             return Matrix(self.tensor(*shape, dtype=torch.int8), given, scale)
-        return Matrix(self.tensor(*shape), given)
+        format = block_format(self.coding, is_head=is_head)
+        each = (ops.packed_bytes(format, part, in_features) for part in parts or (out_features,))
+        packed = self.tensor(math.prod(layers) * sum(each), dtype=torch.uint8)
+        return Matrix(packed, given, None, self.tensor(*shape[:-1], dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,14 @@ class WeightView:
 
 
 class Filling:
-    """Fills the places of a checkpoint's tensors, packed weights one tensor behind the other."""
+    """Fills the places of a checkpoint's tensors, packed weights one tensor behind the other.
 
-    def __init__(self) -> None:
+    Args:
+        coding: what floats are quantised to where a place is packed.
+    """
+
+    def __init__(self, coding: Coding | None = None) -> None:
+        self._coding = coding
         self._filled: dict[int, int] = {}  # bytes of each packed weight, by its address
 
     def fill(self, view: WeightView, stored: Tensor) -> None:
@@ -111,7 +115,8 @@ class Filling:
             view.fill(stored)
             return
         floats = stored if stored.dtype in (torch.float32, torch.bfloat16) else stored.float()
-        format = _int4(view.is_head)
+        assert self._coding is not None
+        format = block_format(self._coding, is_head=view.is_head)
         self.pack(view, ops.quantise_weight(floats, format), format, stored.shape[-1])
 
     def pack(self, view: WeightView, blocks: Tensor, format: str, in_features: int) -> None:
