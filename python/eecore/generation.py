@@ -199,15 +199,15 @@ def _steps(
     given = zip(many, exits, samplings, strict=True)
     client = Client([prepare(p, exit=e, sampling=s) for p, e, s in given], whole=whole)
     try:
-        shared.open(client)
-        order += client.names
-        while (step := shared.read(client)) is not None:
-            yield step
-    finally:  # an interrupt may hit one of them, too
         try:
-            shared.close(client)
+            shared.open(client)
+            order += client.names
+            while (step := shared.read(client)) is not None:
+                yield step
         finally:
             shared.close(client)
+    finally:
+        shared.close(client)  # an interrupt may have hit the first
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

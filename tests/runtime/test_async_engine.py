@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -27,6 +28,7 @@ from eecore import (
 )
 from eecore.decoding.iterate import Iterations
 from eecore.engine import shared
+from eecore.engine.async_engine import AsyncStream
 from eecore.errors import EngineClosedError
 from tiny_models import random_prompts
 
@@ -51,7 +53,7 @@ def assert_idle(engine: AsyncEngine, streams: int = 0) -> None:
     assert not inner.has_unfinished
     assert engine.num_streams == streams
     assert engine._shared.num_clients == 0
-    assert not engine._shared._clients
+    assert not engine._shared._names
     assert inner.pages.num_free == inner.pages.num_pages
 
 
@@ -342,6 +344,49 @@ def test_a_closed_loop_with_its_task_and_stream_still_there(
         gc.collect()  # a task and the future that it waits for hold each other
 
 
+def test_an_interrupt_where_a_dropped_stream_is_closed(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is left to close it again, but the worker sees that it is gone."""
+    monkeypatch.setattr(shared, "LOOK_S", 0.05)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # it would keep the stream
+    hit = []
+
+    def interrupted(_: AsyncStream) -> None:
+        hit.append(True)
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        stream = engine.stream(PROMPTS[0], sampling=LONG)
+        await anext(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(AsyncStream, "close", interrupted)
+            del stream
+        assert hit
+        while engine._shared.num_clients:
+            await asyncio.sleep(0.001)
+
+    run(main())
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("when", ["prepare", "open"])
+def test_the_engine_closed_where_a_stream_begins(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    owner = engine.engine if when == "prepare" else engine._shared
+    begin = getattr(owner, when)
+
+    def closing(*args: Any, **settings: Any) -> Any:
+        engine.close()
+        return begin(*args, **settings)
+
+    monkeypatch.setattr(owner, when, closing)
+    with pytest.raises(EngineClosedError):
+        run(collect(engine.stream(PROMPTS[0], sampling=LONG)))
+    assert_idle(engine)
+
+
 def test_several_loops_in_several_threads(
     engine: AsyncEngine, expected: list[eecore.Output]
 ) -> None:
@@ -452,18 +497,19 @@ def test_closing_the_engine_ends_its_streams_and_no_others(
 
 
 def test_a_closed_engine_of_its_own_has_no_thread(agreeing: eecore.Model) -> None:
-    def workers() -> int:
-        return sum(thread.name == "eecore" for thread in threading.enumerate())
+    before = set(threading.enumerate())
 
-    before = workers()
+    def workers() -> int:
+        new = set(threading.enumerate()) - before  # others may linger, and end meanwhile
+        return sum(thread.name == "eecore" for thread in new)
 
     async def main() -> None:
         async with agreeing.async_engine(EngineConfig(kv_cache_tokens=64)) as engine:
             await engine.generate(PROMPTS[0], sampling=SAMPLING)
-            assert workers() == before + 1
+            assert workers() == 1
 
     run(main())
     until = time.monotonic() + 10
-    while workers() > before and time.monotonic() < until:
+    while workers() and time.monotonic() < until:
         time.sleep(0.001)
-    assert workers() == before
+    assert workers() == 0

@@ -12,13 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 import eecore
 from devices import cpu_only, load
-from eecore import ConfidentExit, Full, RequestError, SamplingParams, SelfSpeculative
+from eecore import (
+    ConfidentExit,
+    Full,
+    RequestError,
+    SamplingParams,
+    SelfSpeculative,
+    generation,
+)
 from eecore.decoding.iterate import Iterations
 from eecore.engine import shared as module
 from eecore.engine.engine import Engine
@@ -31,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = random_prompts(3, 12, 1, 7, 20, 5, seed=9)
 POLICIES = [Full(), SelfSpeculative(2, 3), ConfidentExit(0.3), Full()]
 SAMPLING = SamplingParams(max_tokens=14, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
@@ -54,15 +63,15 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 def assert_idle(shared: SharedEngine) -> None:
     """Nothing is left once the step that may be running is done."""
-    until(lambda: not shared.num_clients)
+    until(lambda: not (shared.num_clients or shared._inbox or shared._turn))
     assert not shared.engine.requests
     assert not shared.engine.has_unfinished
     assert shared.engine.pages.num_free == shared.engine.pages.num_pages
-    assert not shared._clients
+    assert not shared._names
+    assert not shared._readers
     assert shared.num_clients == shared.num_followers == 0
     assert not shared._turn
-    assert not shared._entering
-    assert not shared._leaving
+    assert not shared._inbox
 
 
 def alone(model: eecore.Model, index: int, sampling: SamplingParams = SAMPLING) -> list[int]:
@@ -323,6 +332,147 @@ def test_an_interrupt_at_any_line(model: eecore.Model, nth: int) -> None:
     assert_idle(model.shared_engine())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("company", [False, True])
+def test_an_interrupt_at_every_line_of_a_short_stream(model: eecore.Model, company: bool) -> None:
+    """Opened, read and closed; what it was about to do for others is done all the same."""
+    files = {module.__file__, generation.__file__}
+    is_hit, nth = True, 0
+    while is_hit:
+        is_hit, count, nth = False, 0, nth + 1
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            nonlocal count, is_hit
+            if frame.f_code.co_filename not in files:
+                return None
+            count += event == "line"
+            if count == nth and not is_hit:  # noqa: B023
+                is_hit = True
+                raise KeyboardInterrupt
+            return trace
+
+        others = [eecore.stream(model, [PROMPTS[1]], sampling=SHORT) for _ in range(2 * company)]
+        for other in others:
+            next(other)
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
+            try:
+                for _ in eecore.stream(model, [PROMPTS[0]], sampling=SHORT):
+                    break
+            finally:
+                sys.settrace(None)
+        assert [len(list(other)) for other in others] == [2] * len(others)
+        assert_idle(model.shared_engine())
+    assert nth > 50
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_in_a_finaliser(model: eecore.Model) -> None:
+    """The first of the two times that it closes."""
+    shared = model.shared_engine()
+    close = shared.close
+    hit = []
+
+    def interrupted(client: Client) -> None:
+        client.closed = True
+        shared.__dict__.pop("close")
+        hit.append(client)
+        raise KeyboardInterrupt
+
+    stream = eecore.stream(model, [PROMPTS[0]], sampling=LONG)
+    next(stream)
+    shared.close = interrupted  # type: ignore[method-assign]
+    del stream
+    assert hit
+    assert shared.close == close
+    assert_idle(shared)
+
+
+def test_names_are_free_though_their_owner_was_interrupted(
+    model: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And cannot close again, such as a finaliser."""
+    shared = model.shared_engine()
+
+    def interrupted(_: Client) -> None:
+        raise KeyboardInterrupt
+
+    client = Client([shared.engine.prepare(PROMPTS[0], sampling=SHORT)])
+    shared.open(client, "mine")
+    while shared.read(client) is not None:
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "_forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shared.close(client)
+    assert len(alone(model, 1)) == 14
+    assert_idle(shared)
+
+
+def test_who_follows_too_late_is_not_followed(model: eecore.Model) -> None:
+    """Others had its requests finished since it looked."""
+    shared = model.shared_engine()
+    client = Client([shared.engine.prepare(PROMPTS[0], sampling=SHORT)])
+    shared.open(client)
+    while client.unfinished:
+        assert shared._in_turn(shared._step)
+    shared._follow(client)
+    assert shared.num_followers == 0
+    steps = 0
+    while shared.read(client) is not None:
+        steps += 1
+    assert steps == 3
+    shared.close(client)
+
+
+def test_who_is_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
+    shared = model.shared_engine()
+    client = Client([shared.engine.prepare(PROMPTS[0], sampling=SHORT)])
+    shared.close(client)
+    shared.open(client, "mine")
+    assert_idle(shared)
+    assert shared.read(client) is None
+
+
+def test_a_name_goes_on_at_once(model: eecore.Model) -> None:
+    """Though the request that had it leaves when the step that is running is done."""
+    shared = model.shared_engine()
+    first, second = (
+        Client([shared.engine.prepare(PROMPTS[i], sampling=SAMPLING)]) for i in range(2)
+    )
+    shared.open(first, "mine")
+    shared.read(first)
+
+    def meanwhile() -> None:
+        shared.close(first)
+        shared.open(second, "mine")
+        assert list(shared.engine.requests) == ["mine"]
+
+    assert shared._in_turn(meanwhile)
+    tokens = []
+    while (step := shared.read(second)) is not None:
+        tokens += step.token_ids
+    shared.close(second)
+    assert tokens == eecore.generate(model, [PROMPTS[1]], sampling=SAMPLING)[0].token_ids
+
+
+def test_nobody_steps_alone_for_two(model: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who came at the same time as another; an interrupt would lose the other's steps."""
+    shared = model.shared_engine()
+    one, other = (Client([shared.engine.prepare(p, sampling=SHORT)]) for p in PROMPTS[:2])
+    shared.open(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "_follow", shared._ask)
+        shared.open(other)
+    assert not one.follows
+    assert not other.follows
+    assert shared.read(one) is not None
+    assert one.follows
+    assert shared.read(other) is not None
+    for client in (one, other):
+        shared.close(client)
+
+
 def test_a_call_from_inside_of_a_step_is_refused(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +575,45 @@ def test_the_worker_ends_when_it_is_not_needed(
     assert until(lambda: not any(worker.is_alive() for worker in workers))
 
 
+def test_all_workers_end(model: eecore.Model) -> None:
+    """Whoever takes the ring of the bell passes it on."""
+    shared = model.shared_engine()
+    workers = []
+    for _ in range(3):
+        shared._workers.clear()
+        shared._ensure_worker()
+        workers += shared._workers
+    time.sleep(0.05)  # they wait
+    shared._workers.update(dict.fromkeys(workers))
+    shared.let_go()
+    assert until(lambda: not any(worker.is_alive() for worker in workers), 10)
+
+
+def test_stopping_waits_for_nobody_who_comes_meanwhile(
+    model: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = model.shared_engine()
+    requests = [shared.engine.prepare(PROMPTS[0], sampling=LONG) for _ in range(2)]
+    there, comes = (Client([request], rings=lambda: None) for request in requests)
+    let_go = shared.let_go
+
+    def meanwhile() -> None:
+        shared.open(comes)
+        let_go()
+
+    shared.open(there)
+    assert until(lambda: not there.mail.empty())
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "let_go", meanwhile)
+        shared.stop()
+    assert comes.unfinished
+    assert not comes.held
+    assert not there.unfinished
+    while shared.read(comes) is not None:  # nor is it the end
+        pass
+    shared.close(comes)
+
+
 SCRIPT = """
 import sys, threading
 import eecore
@@ -445,6 +634,16 @@ print("end")
         "import asyncio; asyncio.run(anext(model.async_engine().stream([1], sampling=sampling)))",
         "threading.Thread(target=eecore.generate, args=(model, [[1]]), kwargs={'max_tokens': 500, "
         "'ignore_eos': True}, daemon=True).start()",
+        """
+def serve():
+    while True:
+        try:
+            eecore.generate(model, [[1]], max_tokens=50, ignore_eos=True)
+        except BaseException:
+            pass
+for _ in range(2):
+    threading.Thread(target=serve, daemon=True).start()
+""",
     ],
 )
 def test_the_interpreter_ends_with_streams_open(

@@ -111,17 +111,12 @@ class AsyncEngine:
     ) -> None:
         self.close()
 
-    def _begin(self, stream: AsyncStream, client: Client, request_id: str | None) -> int:
-        if self._closed:
+    def _begin(self, stream: AsyncStream, client: Client, request_id: str | None) -> None:
+        streams, number = self._streams, stream._number
+        streams[number] = ref(stream, lambda _: streams.pop(number, None))
+        if self._closed:  # behind the above: one that is closed now closes the stream
             raise EngineClosedError("engine: expected an open one, got one that was closed")
-        number = next(self._numbers)
-        self._streams[number] = ref(stream)
-        try:
-            self._shared.open(client, request_id)
-        except BaseException:
-            self._end(number, client)
-            raise
-        return number
+        self._shared.open(client, request_id)
 
     def _end(self, number: int, client: Client) -> None:
         self._streams.pop(number, None)
@@ -148,8 +143,8 @@ class AsyncStream(AsyncIterator[StepOutput]):
         self._engine = engine
         self._request = (prompt, exit, sampling, request_id)
         self._whole = whole
-        self._number = -1
-        self._doorbell = _Doorbell()
+        self._number = next(engine._numbers)
+        self._doorbell = _Doorbell(ref(self))
         self._is_finished = False
         self._is_closed = False
         self._why: Exception | None = None
@@ -161,8 +156,10 @@ class AsyncStream(AsyncIterator[StepOutput]):
         if self._doorbell.is_waited_for:
             raise RuntimeError("stream: expected one reader at a time, got two")
         try:
-            while not self._is_closed:
-                client = self._client or self._begin()
+            if self._client is None and not self._is_closed:
+                self._begin()
+            client = self._client
+            while client is not None and not self._is_closed:
                 is_over = not client.unfinished
                 step = self._engine._shared.take(client)
                 if step is not None:
@@ -182,31 +179,34 @@ class AsyncStream(AsyncIterator[StepOutput]):
         Args:
             why: what whoever goes on reading gets.
         """
-        if self._is_closed:
-            return
+        if not self._is_closed:
+            self._why = why
+            self._is_closed = True
         if self._client is not None:
             self._engine._end(self._number, self._client)
-        self._why = why
-        self._is_closed = True
-        with suppress(RuntimeError):  # its event loop is closed
-            self._doorbell.ring()
+            with suppress(RuntimeError):  # its event loop is closed
+                self._doorbell.ring()
 
     async def aclose(self) -> None:
         """As :meth:`close`."""
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            self.close()  # an interrupt may have hit the first
 
-    def _begin(self) -> Client:
+    def _begin(self) -> None:
         prompt, exit, sampling, request_id = self._request
         shared, bell = self._engine._shared, self._doorbell
         request = shared.engine.prepare(prompt, exit=exit, sampling=sampling)
         bell.bells = self._engine._bells_of(asyncio.get_running_loop())
         client = Client([request], whole=self._whole, rings=bell.ring, is_gone=bell.is_gone)
-        self._number = self._engine._begin(self, client, request_id)
         self._client = client
-        return client
+        self._engine._begin(self, client, request_id)
+        if self._is_closed:  # by another thread, which may not have seen the client yet
+            self.close()
 
     def _given(self, step: StepOutput) -> StepOutput:
         self._is_finished = step.finished
@@ -225,7 +225,8 @@ class AsyncStream(AsyncIterator[StepOutput]):
 class _Doorbell:
     """How the thread that steps wakes the task that reads a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: ReferenceType[AsyncStream]) -> None:
+        self._stream = stream
         self.bells: _Bells | None = None
         """Of the event loop that reads."""
         self._waiting: asyncio.Future[None] | None = None
@@ -235,8 +236,10 @@ class _Doorbell:
         return self._waiting is not None and not self._waiting.done()
 
     def is_gone(self) -> bool:
-        """Whether nobody can wait any more."""
-        return self.bells is not None and self.bells.loop.is_closed()
+        """Whether nobody can wait any more. A stream that is collected says so, but an interrupt
+        may hit it there.
+        """
+        return self._stream() is None or (self.bells is not None and self.bells.loop.is_closed())
 
     def ring(self) -> None:
         """From any thread; a RuntimeError when the event loop is closed."""
@@ -249,7 +252,7 @@ class _Doorbell:
         self.bells = bells
         future = self._waiting = bells.loop.create_future()
         try:
-            if client.unfinished and client.mail.empty():
+            if client.unfinished and client.mail.empty() and not client.closed:
                 await future
         finally:
             self._waiting = None
