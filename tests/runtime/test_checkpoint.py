@@ -279,7 +279,7 @@ def test_a_config_that_is_not_json(
         ),
         ({"architectures": None, "model_type": "gpt2"}, UnsupportedModelError, r"got 'gpt2'"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, r"hidden_act: supported are silu, got 'ge"),
-        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, r"got 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModelError, r"got 'fp8'"),
         (
             {"hidden_size": None},
             CheckpointError,

@@ -10,11 +10,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from test_gguf_convert import ALPHABET, SPECIAL, write_gguf
 
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.models.gguf_convert import convert_gguf
 from eecore.models.gguf_file import GGUFFile
+from tiny_gguf import ALPHABET, SPECIAL, write_gguf
 from tiny_models import write_model
 
 STRING, ARRAY = 8, 9

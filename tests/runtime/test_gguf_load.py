@@ -9,7 +9,6 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from test_gguf_convert import write_gguf
 from test_llama import Session, tokens_for
 
 import eecore
@@ -21,6 +20,7 @@ from eecore.models import load_model
 from eecore.models.gguf_convert import convert_gguf
 from get_smollm2 import find_installed
 from real_prompts import real_prompts
+from tiny_gguf import write_gguf
 from tiny_models import FAMILIES, random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

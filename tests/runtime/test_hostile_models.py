@@ -142,6 +142,7 @@ def test_a_field_that_cannot_be_is_named(
         ({"num_decoder_layers": 4000}, "expected tensors of num_layers=4000 layers"),
         ({"num_decoder_layers": 0}, "num_decoder_layers: expected"),
         ({"d_model": 0}, "d_model: expected"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "T5 models in floats, got 'gptq'"),
         ({"d_ff": -1}, "d_ff: expected"),
         ({"d_kv": 10}, "d_kv: supported are multiples of 8 up to 256, got 10"),
         ({"num_heads": 10**9}, "num_heads: expected"),

@@ -73,7 +73,7 @@ def calibrate(
 
     Then: generate --exit confident --calibration FILE.
     """
-    directory = check_path(model, takes_gguf=True)
+    directory = check_path(model)
     check_out("--out", out)
 
     from eecore.evaluation import read_examples

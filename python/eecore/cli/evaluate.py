@@ -68,10 +68,10 @@ def layerskip(
     check_out("--out", out, is_stem=True)
 
     from eecore.evaluation import evaluate_layerskip, read_examples
-    from eecore.models.config_json import read_model_config
+    from eecore.models.load import read_config
 
     examples = read_examples(data, limit=limit)
-    config = read_model_config(directory)
+    config = read_config(directory)
     words = mode or _default_modes(config.num_layers)
     policies = [
         ExitOptions(word, skips=skips if word.startswith("draft-verify") else None).policy()

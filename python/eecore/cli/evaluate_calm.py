@@ -112,7 +112,7 @@ def calm(
         raise UsageError(f"--batch: expected {', '.join(BATCH_MODES)}, got {batch!r}")
 
     from eecore.evaluation import SIMILARITIES, evaluate_calm, plots, read_examples
-    from eecore.models.config_json import read_model_config
+    from eecore.models.load import read_config
 
     if metric not in SIMILARITIES:
         raise UsageError(f"--metric: expected {', '.join(SIMILARITIES)}, got {metric!r}")
@@ -128,7 +128,7 @@ def calm(
         exit_points=None if exit_points is None else parse_layers("--exit-points", exit_points),
         min_exit_layer=min_exit_layer,
     )
-    config = read_model_config(directory)
+    config = read_config(directory)
     for policy in policies:
         policy.check(config.num_layers, config.hidden_size)
     calibrated = next((policy for policy in policies if policy.calibration is not None), None)

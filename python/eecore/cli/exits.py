@@ -53,7 +53,7 @@ def exits(
 ) -> int:
     """Show how deep each token goes; the page tells the confidence after every layer on hover."""
     model, prompt = model_and_prompt(model, prompt)
-    directory = check_path(model, takes_gguf=True)
+    directory = check_path(model)
     if prompt is None:
         raise UsageError("PROMPT: expected one, got none")
     check_out("--html", html)

@@ -194,7 +194,7 @@ def generate(
     if logprobs is not None and not json:
         raise UsageError("--logprobs: goes with --json")
     model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
-    directory = check_path(model, takes_gguf=True)
+    directory = check_path(model)
     prompts = read_prompts(prompt, file)
 
     from eecore.config import SamplingParams

@@ -20,7 +20,8 @@ from eecore.cli.streams import says_all
 if TYPE_CHECKING:
     import torch
 
-    from eecore.config import AnyModelConfig
+    from eecore.config import AnyModelConfig, ModelConfig
+    from eecore.models.quantised_layout import Layout
     from eecore.models.tokenizer import Tokenizer
 
 FORMATS = ("float32", "bfloat16", "float16")
@@ -32,7 +33,7 @@ def info(
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
     """Show a model's sizes, tokenizer, exit layers and what this build runs it with."""
-    directory = check_path(model, takes_gguf=True)
+    directory = check_path(model)
     with spinner(f"reading {model}"):
         facts = model_facts(directory)
     if json:
@@ -79,13 +80,18 @@ def _directory_facts(
 ) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, dict[str, Any]]:
     import torch
 
+    from eecore.config import ModelConfig
     from eecore.models.checkpoint import Checkpoint
     from eecore.models.config_json import read_model_config
     from eecore.models.load import choose_device, choose_model_dtype
+    from eecore.models.quantised_checkpoint import read_layout
     from eecore.models.tokenizer import Tokenizer
 
     config = read_model_config(directory)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    if isinstance(config, ModelConfig) and (layout := read_layout(directory)) is not None:
+        own, dtype, quantised = _quantised_facts(directory, config, layout)
+        return own, tokenizer, dtype, quantised
     with Checkpoint(directory) as checkpoint:
         stored = sorted({checkpoint.dtype(name) for name in checkpoint.names}, key=str)
         files = {checkpoint.path_of(name) for name in checkpoint.names}
@@ -99,6 +105,45 @@ def _directory_facts(
         "weight_bytes": config.num_parameters * dtype.itemsize,
     }
     return config, tokenizer, dtype, facts
+
+
+def _quantised_facts(
+    directory: Path, config: ModelConfig, layout: Layout
+) -> tuple[ModelConfig, torch.dtype, dict[str, Any]]:
+    """Of a directory with quantised layers: what each runs as besides, and what a token reads."""
+    import torch
+
+    from eecore.models.checkpoint import Checkpoint, with_stored_tying
+    from eecore.models.load import choose_dtype, stored_model_dtype
+    from eecore.models.packed_load import memory_of
+    from eecore.models.quantised_checkpoint import QuantisedCheckpoint
+
+    with Checkpoint(directory) as files:
+        checkpoint = QuantisedCheckpoint(files, layout, config)
+        tied = with_stored_tying(config, checkpoint)
+        stored = stored_model_dtype(checkpoint, tied)
+        dtype = choose_dtype(None, torch.device("cpu"), stored)
+        memory = memory_of(checkpoint, tied, dtype)
+        kinds = {name: checkpoint.kind(name) for name in checkpoint.names}
+        paths = {files.path_of(name) for name in files.names}
+        numbers = {name: math.prod(checkpoint.shape(name)) for name in memory}
+    total = sum(size for _, size in memory.values())
+    looked_up = 0 if tied.tie_word_embeddings else memory["model.embed_tokens.weight"][1]
+    facts = {
+        "stored_dtypes": sorted(set(kinds.values())),
+        "bytes_on_disk": sum(path.stat().st_size for path in paths),
+        "device": "cpu",
+        "weight_bytes": total,
+        "bytes_per_token": total - looked_up,
+        "tensors": {
+            name: {
+                "type": form if form == kinds[name] else f"{kinds[name]} as {form}",
+                "bits": 8 * size / numbers[name],
+            }
+            for name, (form, size) in memory.items()
+        },
+    }
+    return tied, dtype, facts
 
 
 def _file_facts(

@@ -69,7 +69,7 @@ Threads = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def check_path(path: str, *, takes_gguf: bool = False) -> Path:
+def check_path(path: str, *, takes_gguf: bool = True) -> Path:
     """The directory, or file, or a ModelError that says what to do; needs no heavy import."""
     directory = model_directory(path)
     found = kind_of(directory)
@@ -107,7 +107,7 @@ def model_and_prompt(
 
 def load(path: str, *, threads: int | None, policy: Exit | None = None, **options: Any) -> Model:
     """The model; its shape is checked against the exit policy before weights are read."""
-    directory = check_path(path, takes_gguf=True)
+    directory = check_path(path)
     with spinner(f"loading {path}"):
         import torch
 

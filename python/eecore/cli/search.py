@@ -51,7 +51,7 @@ def search(
 
     Each line is one more sublayer left out. Ctrl-C keeps what was found so far.
     """
-    check_path(model, takes_gguf=True)
+    check_path(model)
     content = read_text(text)[: max_tokens * MOST_CHARACTERS_A_TOKEN]
     check_out("--out", out)
     loaded = load(

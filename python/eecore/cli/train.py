@@ -170,7 +170,8 @@ def train(
     The defaults are LayerSkip's for fine-tuning on a task. Ctrl-C saves the state; the same command
     with --resume goes on as if nothing had happened.
     """
-    beginning = Path(model) if is_file(Path(model)) else check_path(model)
+    is_config = is_file(Path(model)) and Path(model).suffix != ".gguf"
+    beginning = Path(model) if is_config else check_path(model, takes_gguf=False)
     if epochs is not None and math.isnan(epochs):
         raise UsageError(f"--epochs: expected a number, got {epochs}")
     if steps is not None and epochs is not None:

@@ -37,7 +37,8 @@ def train_classifier(
 ) -> int:
     """Train the exit classifier (CALM) of a model, which itself is not changed.
 
-    It learns from a layer's state whether exiting there would give the last layer's token.
+    It learns from a layer's state whether exiting there would give the last layer's token. The
+    states of quantised models are those that eecore runs, in their own bits, on the CPU.
     """
     directory = check_path(model)
     check_out("--out", out)
@@ -48,7 +49,12 @@ def train_classifier(
             BatchOrder,
             ClassifierConfig,
             ExitModel,
+            FrozenModel,
+            RunningModel,
+            StartingPoint,
             collate,
+            is_quantised,
+            load_running_model,
             load_starting_point,
             model_digest,
             read_data,
@@ -59,10 +65,15 @@ def train_classifier(
         if threads is not None:
             torch.set_num_threads(threads)
         config = ClassifierConfig(learning_rate=learning_rate, seed=seed)
-        start = load_starting_point(directory)
-        if not start.pretrained:
-            raise UsageError(f"{model}: expected a model with weights, got none")
-        exits = ExitModel.of(start.model.to(training_device(device)))
+        exits: FrozenModel
+        start: StartingPoint | RunningModel
+        if is_quantised(directory):
+            exits = start = load_running_model(directory, device)
+        else:
+            start = load_starting_point(directory)
+            if not start.pretrained:
+                raise UsageError(f"{model}: expected a model with weights, got none")
+            exits = ExitModel.of(start.model.to(training_device(device)))
         sequences = read_data(
             data,
             start.tokenizer,

@@ -9,7 +9,7 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -43,6 +43,9 @@ DERIVED = (
 )
 
 
+Config = TypeVar("Config", bound=AnyModelConfig)
+
+
 class StoredTensors(Protocol):
     """What a file, or several, say of their tensors, before any is read."""
 
@@ -69,6 +72,14 @@ class StoredTensors(Protocol):
         ...
 
 
+class ReadTensors(StoredTensors, Protocol):
+    """Those that can be read too."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, in floats."""
+        ...
+
+
 class Checkpoint:
     """The tensors of a model directory by name; a context manager that holds the files open."""
 
@@ -89,6 +100,9 @@ class Checkpoint:
         self._file_of.clear()
         self._files.close()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     @property
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -105,13 +119,17 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """What the tensor is stored in; an UnsupportedModelError when that is not a float type."""
-        stored = self._file_of[name].stored_dtype(name)
+        stored = self.stored_dtype(name)
         if stored not in FLOAT_DTYPES:
             raise UnsupportedModelError(
                 f"{self.path_of(name)}: {shown_name(name)}: supported are "
                 f"{', '.join(FLOAT_DTYPES)}, got {stored}"
             )
         return FLOAT_DTYPES[stored]
+
+    def stored_dtype(self, name: str) -> str:
+        """What the file's header calls it: F32, BF16, I32, ..."""
+        return self._file_of[name].stored_dtype(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as it is stored, on the CPU."""
@@ -167,7 +185,7 @@ def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:
     return present[0] if present else T5_EMBEDDINGS[0]
 
 
-def with_stored_tying(config: AnyModelConfig, checkpoint: Checkpoint) -> AnyModelConfig:
+def with_stored_tying(config: Config, checkpoint: ReadTensors) -> Config:
     """The config, untied where the checkpoint holds an LM head that differs from the embeddings.
 
     So transformers reads a model that was tied once and then had its head trained alone. A T5
@@ -186,7 +204,7 @@ def with_stored_tying(config: AnyModelConfig, checkpoint: Checkpoint) -> AnyMode
     return config if tied else replace(config, tie_word_embeddings=False)
 
 
-def _refuse_embeddings_of_their_own(checkpoint: Checkpoint, shared: str) -> None:
+def _refuse_embeddings_of_their_own(checkpoint: ReadTensors, shared: str) -> None:
     """Encoder and decoder of a T5 share their embeddings."""
     for name in T5_EMBEDDINGS:
         if name not in checkpoint.names or name == shared:
@@ -197,7 +215,7 @@ def _refuse_embeddings_of_their_own(checkpoint: Checkpoint, shared: str) -> None
             )
 
 
-def _hold_the_same(checkpoint: Checkpoint, name: str, other: str) -> bool:
+def _hold_the_same(checkpoint: ReadTensors, name: str, other: str) -> bool:
     kinds = [(checkpoint.shape(each), checkpoint.dtype(each)) for each in (name, other)]
     return kinds[0] == kinds[1] and torch.equal(checkpoint.tensor(name), checkpoint.tensor(other))
 
@@ -256,36 +274,43 @@ def check_tensors(stored: StoredTensors, config: AnyModelConfig) -> None:
         CheckpointError: a tensor is missing or of another shape.
         UnsupportedModelError: of a dtype that is not read, or not of this kind of model.
     """
+    expected = expected_shapes(stored, config)
+    _check_shapes(stored, expected)
+    _refuse_unknown_layer_tensors(stored, expected)
+
+
+def expected_shapes(stored: StoredTensors, config: AnyModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that a config asks for; an error where there are fewer than layers."""
     for name in ("num_layers", "num_encoder_layers"):
         if getattr(config, name, 0) > len(stored.names):
             raise CheckpointError(
                 f"{stored.place}: expected tensors of {name}={getattr(config, name)} layers, got "
                 f"{len(stored.names)} tensors"
             )
-    embeddings = embeddings_name(config, stored)
-    expected = _weights(config, embeddings, "meta", torch.float32)[1]
-    _check_shapes(stored, expected)
-    _refuse_unknown_layer_tensors(stored, expected)
+    views = _weights(config, embeddings_name(config, stored), "meta", torch.float32)[1]
+    return {name: tuple(view.weight.shape) for name, view in views.items()}
 
 
-def _check_shapes(stored: StoredTensors, expected: dict[str, WeightView]) -> None:
+def _check_shapes(stored: StoredTensors, expected: dict[str, tuple[int, ...]]) -> None:
     present = set(stored.names)
     missing = [name for name in expected if name not in present]
     if missing:
         raise CheckpointError(
             f"{stored.place}: expected {len(expected)} tensors, {_some(missing)} missing"
         )
-    for name, view in expected.items():
+    for name, wanted in expected.items():
         shape = stored.shape(name)
-        if shape != tuple(view.weight.shape):
+        if shape != wanted:
             raise CheckpointError(
-                f"{stored.path_of(name)}: {name}: expected {list(view.weight.shape)} "
+                f"{stored.path_of(name)}: {name}: expected {list(wanted)} "
                 f"as config.json says, got {shown(list(shape))}"
             )
         stored.dtype(name)
 
 
-def _refuse_unknown_layer_tensors(stored: StoredTensors, expected: dict[str, WeightView]) -> None:
+def _refuse_unknown_layer_tensors(
+    stored: StoredTensors, expected: dict[str, tuple[int, ...]]
+) -> None:
     """A tensor of a layer that would go unused means a different model; others are only noted."""
     unused = [
         name

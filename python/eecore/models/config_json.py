@@ -153,7 +153,6 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.unsupported("hidden_act", "silu", activation)
-    _refuse_quantized(fields)
     num_layers = fields.integer("num_hidden_layers", 1, MOST_LAYERS)
     num_q_heads = fields.integer("num_attention_heads", 1, MOST_HEADS)
     hidden_size = fields.integer("hidden_size", 1, MOST_HIDDEN)
@@ -201,11 +200,12 @@ def _architecture(fields: ConfigFields) -> str:
     return str(names[0])
 
 
-def _refuse_quantized(fields: ConfigFields) -> None:
-    quantization = fields.inner("quantization_config")
-    if quantization is not None:
-        method = quantization.text("quant_method", "quantized")
-        raise fields.unsupported("quantization_config", "float checkpoints", method)
+def refuse_quantised(fields: ConfigFields, supported: str) -> None:
+    """Raise where a config.json says that its weights are not floats."""
+    quantisation = fields.inner("quantization_config")
+    if quantisation is not None:
+        method = quantisation.text("quant_method", "quantised weights")
+        raise fields.unsupported("quantization_config", supported, method)
 
 
 def _dtype(fields: ConfigFields) -> str | None:
@@ -220,7 +220,7 @@ def _bos_token_id(fields: ConfigFields, generation: ConfigFields) -> int | None:
 
 
 def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields) -> T5Config:
-    _refuse_quantized(fields)
+    refuse_quantised(fields, "T5 models in floats")
     if not fields.flag("is_encoder_decoder", True):
         raise fields.unsupported("is_encoder_decoder", "true", False)
     default = "relu" if architecture == "T5ForConditionalGeneration" else "gated-gelu"

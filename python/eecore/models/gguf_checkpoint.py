@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eecore import ops
 from eecore.config import (
     MOST_HEADS,
     MOST_HIDDEN,
@@ -101,6 +102,11 @@ class GGUFCheckpoint:
     def kind(self, name: str) -> str:
         """What a tensor is stored in, "Q4_0" or "F16" for one."""
         return self.file.kind(self.stored_as[name])
+
+    def forms(self, name: str) -> tuple[str, ...]:
+        """Its kind, where that is one of blocks."""
+        kind = self.kind(name)
+        return (kind,) if kind in ops.BLOCK_FORMATS else ()
 
     def num_bytes(self, name: str) -> int:
         """That a tensor takes in the file."""

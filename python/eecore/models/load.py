@@ -7,19 +7,23 @@ from pathlib import Path
 import torch
 
 from eecore import ops
-from eecore.config import AnyModelConfig, T5Config
+from eecore.config import AnyModelConfig, ModelConfig, T5Config
 from eecore.errors import ModelError
 from eecore.models.checkpoint import (
     Checkpoint,
+    StoredTensors,
     embeddings_name,
     load_weights,
     with_stored_tying,
 )
 from eecore.models.config_json import read_model_config
 from eecore.models.gguf_checkpoint import GGUFCheckpoint
-from eecore.models.gguf_load import check_kinds, gguf_tokenizer, gguf_weights, stored_dtype
+from eecore.models.gguf_load import check_kinds, gguf_tokenizer, stored_dtype
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network
+from eecore.models.packed_load import packed_weights
+from eecore.models.quantised_checkpoint import QuantisedCheckpoint, read_layout, warn_of_floats
+from eecore.models.quantised_layout import Layout
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
@@ -59,12 +63,14 @@ def load_model(
     if kind_of(directory) == "a file":
         return _load_gguf(directory, device, dtype, weights)
     config = read_model_config(directory)
+    if isinstance(config, ModelConfig) and (layout := read_layout(directory)) is not None:
+        return _load_quantised(directory, config, layout, device, dtype, weights)
     where = choose_device(device)
     coding = choose_coding(weights, where)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     with Checkpoint(directory) as checkpoint:
         config = with_stored_tying(config, checkpoint)
-        what = choose_model_dtype(dtype, where, _stored_dtype(checkpoint, config), config)
+        what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, config), config)
         loaded = load_weights(checkpoint, config, where, what, coding=coding)
     source = ModelSource(directory, str(what).removeprefix("torch."), coding)
     return config, _network(config, loaded, source), tokenizer
@@ -76,20 +82,44 @@ def _load_gguf(
     dtype: str | torch.dtype | None,
     weights: str | None,
 ) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
-    if weights is not None:
-        raise ModelError(
-            f"weights: expected None with a GGUF file, which has its own, got {weights!r}"
-        )
-    where = choose_device("cpu" if device is None else device)
-    if where.type != "cpu":
-        raise ModelError(f"device: expected cpu for a GGUF file, got {where}: convert it first")
+    where = _cpu_of("a GGUF file", device, weights)
     checkpoint = GGUFCheckpoint(path)
     check_kinds(checkpoint)
     what = choose_dtype(dtype, where, stored_dtype(checkpoint))
     tokenizer = gguf_tokenizer(checkpoint)
-    loaded = gguf_weights(checkpoint, what)
+    loaded = packed_weights(checkpoint, checkpoint.config, what)
     source = ModelSource(path, str(what).removeprefix("torch."), None)
     return checkpoint.config, LlamaModel(checkpoint.config, loaded, source), tokenizer
+
+
+def _load_quantised(
+    directory: Path,
+    config: ModelConfig,
+    layout: Layout,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    weights: str | None,
+) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
+    where = _cpu_of(f"a directory of {layout.method}", device, weights)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    with Checkpoint(directory) as files:
+        checkpoint = QuantisedCheckpoint(files, layout, config)
+        tied = with_stored_tying(config, checkpoint)
+        what = choose_dtype(dtype, where, stored_model_dtype(checkpoint, tied))
+        warn_of_floats(checkpoint, what)
+        loaded = packed_weights(checkpoint, tied, what)
+    source = ModelSource(directory, str(what).removeprefix("torch."), None)
+    return tied, LlamaModel(tied, loaded, source), tokenizer
+
+
+def _cpu_of(what: str, device: str | torch.device | None, weights: str | None) -> torch.device:
+    """The device of a model that has quantised weights of its own."""
+    if weights is not None:
+        raise ModelError(f"weights: expected None with {what}, which has its own, got {weights!r}")
+    where = choose_device("cpu" if device is None else device)
+    if where.type != "cpu":
+        raise ModelError(f"device: expected cpu for {what}, got {where}")
+    return where
 
 
 def read_config(path: Path) -> AnyModelConfig:
@@ -180,7 +210,8 @@ def choose_coding(weights: str | None, device: torch.device) -> Coding | None:
     return CODINGS[weights]
 
 
-def _stored_dtype(checkpoint: Checkpoint, config: AnyModelConfig) -> torch.dtype:
+def stored_model_dtype(checkpoint: StoredTensors, config: AnyModelConfig) -> torch.dtype:
+    """What a directory says that its model is in, else what its embeddings are."""
     if config.dtype in DTYPES:
         return DTYPES[config.dtype]
     name = embeddings_name(config, checkpoint)

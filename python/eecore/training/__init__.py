@@ -27,6 +27,12 @@ from eecore.training.early_exit_loss import (
 )
 from eecore.training.evaluation import ExitScores, evaluate_exits
 from eecore.training.exit_model import ExitModel
+from eecore.training.frozen_model import (
+    FrozenModel,
+    RunningModel,
+    is_quantised,
+    load_running_model,
+)
 from eecore.training.interrupts import stop_on_signals
 from eecore.training.layer_dropout import LayerDropout, LayerDropoutHandle, drop_layers
 from eecore.training.loading import StartingPoint, load_starting_point
@@ -43,11 +49,13 @@ __all__ = [
     "EarlyExitLoss",
     "ExitModel",
     "ExitScores",
+    "FrozenModel",
     "LastLayerLoss",
     "LayerDropout",
     "LayerDropoutHandle",
     "LoraSettings",
     "LossWeights",
+    "RunningModel",
     "StartingPoint",
     "StepReport",
     "Targets",
@@ -61,7 +69,9 @@ __all__ = [
     "early_exit_backward",
     "early_exit_loss",
     "evaluate_exits",
+    "is_quantised",
     "layer_scale",
+    "load_running_model",
     "load_starting_point",
     "model_digest",
     "plot_run",

@@ -20,7 +20,7 @@ from eecore.exits import ExitClassifier
 from eecore.files import replacing
 from eecore.training.data import Batch
 from eecore.training.early_exit_loss import Head, Targets
-from eecore.training.exit_model import ExitModel
+from eecore.training.frozen_model import FrozenModel
 from eecore.values import is_whole, is_within
 
 __all__ = [
@@ -97,7 +97,7 @@ class ClassifierConfig:
 
 
 def train_exit_classifier(
-    model: ExitModel,
+    model: FrozenModel,
     batches: Iterable[Batch],
     config: ClassifierConfig | None = None,
     progress: Callable[[int, float], None] | None = None,
@@ -105,7 +105,7 @@ def train_exit_classifier(
     """Train M on the un-normed states of a frozen model: one step a batch (CALM §3.3).
 
     Args:
-        model: is run in eval mode and not changed.
+        model: is not changed: an :class:`ExitModel`, or a :class:`RunningModel` in its own bits.
         batches: like those that the model was trained on.
         config: learning rate and seed.
         progress: called with the number of steps done and the step's loss.
@@ -119,10 +119,8 @@ def train_exit_classifier(
     optimizer = torch.optim.AdamW(
         [weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay
     )
-    was_training = model.model.training
-    model.model.eval()
     steps = 0
-    try:
+    with model.frozen():
         for batch in batches:
             states, labels = _frozen_pass(model, batch.to(model.device))
             loss = classifier_loss(states @ weight.T + bias, labels)
@@ -132,15 +130,13 @@ def train_exit_classifier(
             steps += 1
             if progress is not None:
                 progress(steps, loss.item())
-    finally:
-        model.model.train(was_training)
     if not steps:
         raise TrainingError("batches: expected at least one, got none")
     return ExitClassifier(weight.detach().cpu(), bias.detach().cpu())
 
 
 @torch.no_grad()
-def _frozen_pass(model: ExitModel, batch: Batch) -> tuple[Tensor, Tensor]:
+def _frozen_pass(model: FrozenModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """float32 [L-1, n, hidden_size], the targets' states below the last layer; their labels."""
     states = model.states(batch.inputs)
     labels = agreement_labels(model.head, states, batch.targets)

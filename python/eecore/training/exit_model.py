@@ -115,6 +115,16 @@ class ExitModel:
             for hook in hooks:
                 hook.remove()
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """In eval mode: nothing is dropped."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""

@@ -1,0 +1,192 @@
+"""Weights as they are stored: matrices in their own bits, several formats in one if need be.
+
+Where any part of a matrix, in any layer, can only be had as floats, all of it becomes floats of the
+model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.config import ModelConfig
+from eecore.errors import ModelError
+from eecore.models.checkpoint import StoredTensors
+from eecore.models.llama import LlamaWeights
+from eecore.models.weights import Filling
+from eecore.ops import Matrix
+
+__all__ = ["INT8", "PackedTensors", "field_of", "memory_of", "packed_weights", "runs_as"]
+
+INT8 = "int8"
+"""The form of a matrix in whole numbers, with a float32 scale for each row."""
+FIELDS = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate_up",
+    "mlp.up_proj": "gate_up",
+    "mlp.down_proj": "down",
+    "model.embed_tokens": "embed_tokens",
+    "lm_head": "lm_head",
+}
+
+Form = Literal["blocks", "int8", "floats"]
+
+
+class PackedTensors(StoredTensors, Protocol):
+    """Tensors, some of which can be had in fewer bits than floats."""
+
+    def forms(self, name: str) -> tuple[str, ...]:
+        """What holds a tensor exactly besides floats: a block format, :data:`INT8`, or both."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in floats."""
+        ...
+
+    def blocks(self, name: str) -> Tensor:
+        """uint8 [num_rows, row_bytes], in the block format that a matrix has."""
+        ...
+
+
+class Int8Tensors(PackedTensors, Protocol):
+    """Those whose forms may be :data:`INT8`."""
+
+    def int8_rows(self, name: str) -> tuple[Tensor, Tensor]:
+        """int8 [num_rows, num_columns] and float32 [num_rows]."""
+        ...
+
+
+def packed_weights(
+    checkpoint: PackedTensors, config: ModelConfig, dtype: torch.dtype
+) -> LlamaWeights:
+    """The weights of a checkpoint that has been checked; norms and biases in ``dtype``.
+
+    Raises:
+        ModelError: there is no memory for them.
+    """
+    try:
+        weights = _empty(checkpoint, config, dtype)
+    except RuntimeError as error:  # of torch, which is out of memory
+        raise ModelError(
+            f"{checkpoint.place}: expected memory for the weights, got: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    filling = Filling()
+    for name, view in weights.by_checkpoint_name(config).items():
+        if view.table is not None:
+            format = _block_format(checkpoint.forms(name))
+            assert format is not None
+            in_features = checkpoint.shape(name)[-1]
+            filling.pack(view, checkpoint.blocks(name), format, in_features)
+        elif view.scale is not None:
+            whole, scale = cast("Int8Tensors", checkpoint).int8_rows(name)
+            view.weight.copy_(whole)
+            view.scale.copy_(scale)
+        else:
+            view.fill(checkpoint.tensor(name))
+    return weights
+
+
+def memory_of(
+    checkpoint: PackedTensors, config: ModelConfig, dtype: torch.dtype
+) -> dict[str, tuple[str, int]]:
+    """What each tensor of a checkpoint becomes, "Q4_0" or "F32" for two, and its bytes."""
+    forms = runs_as(checkpoint)
+    floats = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+    found = {}
+    for name in LlamaWeights.empty(config, "meta", dtype).by_checkpoint_name(config):
+        size, field = math.prod(checkpoint.shape(name)), field_of(name)
+        form = "floats" if field is None else forms[field]
+        if form == "floats":
+            found[name] = (floats, size * dtype.itemsize)
+        elif form == "int8":
+            found[name] = (INT8, size + 4 * checkpoint.shape(name)[0])
+        else:
+            format = _block_format(checkpoint.forms(name))
+            found[name] = (str(format), packed_bytes(checkpoint, name))
+    return found
+
+
+def runs_as(checkpoint: PackedTensors) -> dict[str, Form]:
+    """The form of each field of the weights, which its matrices in all layers share."""
+    by_field: dict[str, list[tuple[str, ...]]] = {}
+    for name in checkpoint.names:
+        if (field := field_of(name)) is not None:
+            by_field.setdefault(field, []).append(checkpoint.forms(name))
+    return {field: _form(matrices) for field, matrices in by_field.items()}
+
+
+def _form(matrices: list[tuple[str, ...]]) -> Form:
+    if all(INT8 in forms for forms in matrices):
+        return "int8"
+    return "blocks" if all(map(_block_format, matrices)) else "floats"
+
+
+def _block_format(forms: tuple[str, ...]) -> str | None:
+    return next((form for form in forms if form in ops.BLOCK_FORMATS), None)
+
+
+def field_of(name: str) -> str | None:
+    """Of LlamaWeights, that a matrix of a checkpoint is in; None of other tensors."""
+    stem, _, kind = name.rpartition(".")
+    if kind != "weight":
+        return None
+    return FIELDS.get(stem, FIELDS.get(".".join(stem.split(".")[-2:])))
+
+
+def packed_bytes(checkpoint: PackedTensors, name: str) -> int:
+    """Of memory that a matrix takes in its block format."""
+    format = _block_format(checkpoint.forms(name))
+    assert format is not None
+    return ops.packed_bytes(format, *checkpoint.shape(name))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Makes a checkpoint's weights of those on device "meta"."""
+
+    forms: dict[str, Form]
+    packed: Callable[[str], int]
+    """Bytes of a field that is packed."""
+
+    def real(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else torch.empty_like(tensor, device="cpu")
+
+    def matrix(self, field: str, matrix: Matrix) -> Matrix:
+        form, bias = self.forms[field], self.real(matrix.bias)
+        rows = matrix.weight.shape[:-1]
+        if form == "floats":
+            return Matrix(torch.empty_like(matrix.weight, device="cpu"), bias)
+        if form == "int8":
+            whole = torch.empty(matrix.weight.shape, dtype=torch.int8)
+            return Matrix(whole, bias, torch.empty(rows, dtype=torch.float32))
+        table = torch.empty(rows, dtype=torch.int64)
+        return Matrix(torch.empty(self.packed(field), dtype=torch.uint8), bias, None, table)
+
+
+def _empty(checkpoint: PackedTensors, config: ModelConfig, dtype: torch.dtype) -> LlamaWeights:
+    def field_bytes(field: str) -> int:
+        names = (name for name in checkpoint.names if field_of(name) == field)
+        return sum(packed_bytes(checkpoint, name) for name in names)
+
+    memory = _Memory(runs_as(checkpoint), field_bytes)
+    meta = LlamaWeights.empty(config, "meta", dtype)
+    values: dict[str, Any] = {}
+    for part in fields(LlamaWeights):
+        value = getattr(meta, part.name)
+        if part.name == "lm_head" and config.tie_word_embeddings:
+            values[part.name] = values["embed_tokens"]
+        elif isinstance(value, Matrix):
+            values[part.name] = memory.matrix(part.name, value)
+        else:
+            values[part.name] = memory.real(value)
+    return LlamaWeights(**values)
