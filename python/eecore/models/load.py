@@ -44,8 +44,9 @@ def load_model(
     """Load a model; the tokenizer is None when there is none.
 
     Args:
-        path: a directory with config.json and safetensors files, or a GGUF file, which runs as it
-            is: its matrices in their own bits, on the CPU.
+        path: a directory with config.json and safetensors files, or a GGUF file. A GGUF file, and a
+            directory that GPTQ, AWQ or compressed-tensors quantised, runs as it is: its matrices
+            in their own bits, on the CPU.
         device: by default the current GPU where there is one and the build has CUDA, else the CPU.
         dtype: by default that of the checkpoint on a GPU. On the CPU a bfloat16 checkpoint stays so
             only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.

@@ -21,7 +21,7 @@ class ModelSource:
     dtype: str
     """``float32``, ``bfloat16`` or ``float16``"""
     weights: str | None
-    """``int8``, ``int4``, or None for those of the dtype, or of a GGUF file."""
+    """``int8``, ``int4``, or None for those of the dtype, or of a model that is quantised."""
 
     @cached_property
     def sha256(self) -> str:
