@@ -44,6 +44,7 @@ from eecore.training.recipe import TrainingConfig
 from eecore.training.run_log import read_log
 from eecore.training.run_state import RunState, load_state, read_state, save_state
 from mutate import mutated_bytes, mutated_json, wild
+from quantised_models import Quantisation, write_quantised
 from tiny_models import write_byte_tokenizer, write_model
 from tiny_t5 import write_t5
 
@@ -81,7 +82,17 @@ CHOICES: dict[str, dict[str, Any]] = {
     "qwen2_windows": {"layer_types": ["full_attention", "sliding_attention"]},
     "qwen3": {},
 }
-MODELS = [*CHOICES, "shards", "t5", "t5_v1_1"]
+QUANTISED = {
+    "gptq": Quantisation("gptq"),
+    "gptq_v2": Quantisation("gptq_v2", 8, -1, symmetric=False),
+    "gptq_order": Quantisation("gptq", scattered=True, others={"v_proj": 8}),
+    "awq": Quantisation("awq", symmetric=False),
+    "packed": Quantisation("packed", 4, 64, symmetric=False, skipped=("layers.0.mlp.up_proj",)),
+    "packed_order": Quantisation("packed", scattered=True),
+    "plain": Quantisation("plain", 8, -1, scale_dtype="bfloat16"),
+}
+QUANTISED_SIZES = {**SIZES, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+MODELS = [*CHOICES, "shards", "t5", "t5_v1_1", *QUANTISED]
 
 
 @dataclass
@@ -107,6 +118,9 @@ def workplace() -> Workplace:
         write_t5(good / family, family, **T5_SIZES)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (good / family / name).unlink()
+    source = write_model(good / "llama_wide", tokenizer=False, **QUANTISED_SIZES)
+    for name, how in QUANTISED.items():
+        write_quantised(source, good / name, how)
     for directory in good.iterdir():
         ends = {"eos_token_id": [257, 259], "bos_token_id": 256, "decoder_start_token_id": 1}
         (directory / "generation_config.json").write_text(json.dumps(ends))
@@ -396,6 +410,57 @@ def _model(random: Random | None) -> None:
     _runs(directory, name)
 
 
+def _quantised(random: Random | None) -> None:
+    """A directory of GPTQ, AWQ or compressed-tensors: its settings, or tensors of its layers."""
+    name = "gptq" if random is None else random.choice(list(QUANTISED))
+    directory = _copied(name)
+    config = directory / "config.json"
+    if random is not None and random.random() < 0.4:
+        values = json.loads(config.read_text())
+        values["quantization_config"] = mutated_json(random, values["quantization_config"])
+        config.write_text(json.dumps(values))
+    elif random is not None and random.random() < 0.7:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        for _ in range(random.randint(1, 2)):
+            _change_a_tensor(random, tensors)
+        save_file(tensors, path)
+    elif random is not None:
+        file = random.choice([config, directory / "model.safetensors"])
+        spoilt(random, file, is_json=file == config)
+    if random is not None and random.random() < 0.3:
+        model_facts(directory)
+    _runs(directory, name)
+
+
+def _change_a_tensor(random: Random, tensors: dict[str, torch.Tensor]) -> None:
+    """Of a quantised layer most often: gone, renamed, or of other sizes, dtypes or numbers."""
+    parts = [name for name in tensors if not name.endswith(("weight", "bias"))]
+    name = random.choice(parts or list(tensors))
+    tensor, change = tensors.pop(name), random.randrange(7)
+    dtypes = [torch.int32, torch.int64, torch.int8, torch.float16, torch.bfloat16, torch.float32]
+    if change == 1:
+        stem, _, part = name.rpartition(".")
+        kinds = ["weight", "bias", "qweight", "g_idx", "weight_scale", part + "x"]
+        tensors[f"{stem}.{random.choice(kinds)}"] = tensor
+    elif change == 2:
+        tensors[name] = tensor.to(random.choice(dtypes))
+    elif change == 3:
+        tensors[name] = tensor.T.contiguous() if tensor.ndim == 2 else tensor[None]
+    elif change == 4:
+        tensors[name] = (
+            tensor[: random.randrange(len(tensor) + 1)].clone() if tensor.ndim else tensor
+        )
+    elif change == 5:
+        number = random.choice([0, -1, 1, 7, 100, 2**31 - 1, -(2**31)])
+        tensors[name] = torch.full(tensor.shape, number).to(tensor.dtype)
+    elif change == 6:
+        flat = tensor.clone().flatten()
+        if len(flat):
+            flat[random.randrange(len(flat))] = random.choice([0, -1, 3, 64, 100])
+        tensors[name] = flat.view_as(tensor)
+
+
 def _start(random: Random | None) -> None:
     """What training starts from."""
     name = "llama" if random is None else random.choice([*CHOICES, "t5"])
@@ -520,6 +585,7 @@ KINDS: dict[str, Callable[[Random | None], None]] = {
     "model": _model,
     "more models": _model,
     "gguf": _gguf,
+    "quantised": _quantised,
     "calibration": _calibration,
     "skips": _skips,
     "classifier": _classifier,
