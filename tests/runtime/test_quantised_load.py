@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Quantisation, str]] = {
     "gptq_v2_asymmetric": (Quantisation("gptq_v2", symmetric=False), "Q5_0"),
     "gptq_rows": (Quantisation("gptq", group_size=-1), "Q4_0"),
     "gptq_8": (Quantisation("gptq", 8), "Q8_0"),
-    "gptq_8_rows": (Quantisation("gptq", 8, -1), "int8"),
+    "gptq_8_rows": (Quantisation("gptq", 8, -1), "Q8_0"),
     "gptq_8_asymmetric": (Quantisation("gptq", 8, symmetric=False), "float32"),
     "gptq_act_order": (Quantisation("gptq", scattered=True), "float32"),
     "gptq_small_groups": (Quantisation("gptq", group_size=16), "float32"),
@@ -92,10 +92,11 @@ CASES: dict[str, tuple[Quantisation, str]] = {
     "packed_8": (Quantisation("packed", 8, 64), "Q8_0"),
     "packed_8_rows": (Quantisation("packed", 8, -1, scale_dtype="float32"), "int8"),
     "packed_whole": (Quantisation("packed", whole=True), "Q4_0"),
-    "plain_rows": (Quantisation("plain", 8, -1, scale_dtype="bfloat16"), "int8"),
+    "plain_rows": (Quantisation("plain", 8, -1, scale_dtype="bfloat16"), "Q8_0"),
+    "plain_float32": (Quantisation("plain", 8, -1, scale_dtype="float32"), "int8"),
     "plain_groups": (Quantisation("plain", 8, 32), "Q8_0"),
     "plain_asymmetric": (Quantisation("plain", 8, -1, symmetric=False), "float32"),
-    "plain_whole": (Quantisation("plain", 8, whole=True), "int8"),
+    "plain_whole": (Quantisation("plain", 8, whole=True), "Q8_0"),
 }
 
 
@@ -190,7 +191,7 @@ def test_zero_points_of_zero(original: Path, tmp_path: Path) -> None:
     check_values(load_model(tmp_path / "model")[1], expected)
 
 
-@pytest.fixture(scope="module", params=["gptq", "awq", "plain_rows"])
+@pytest.fixture(scope="module", params=["gptq", "awq", "plain_float32"])
 def model(
     request: pytest.FixtureRequest, original: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> eecore.Model:

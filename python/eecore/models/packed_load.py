@@ -126,9 +126,9 @@ def runs_as(checkpoint: PackedTensors) -> dict[str, Form]:
 
 
 def _form(matrices: list[tuple[str, ...]]) -> Form:
-    if all(INT8 in forms for forms in matrices):
-        return "int8"
-    return "blocks" if all(map(_block_format, matrices)) else "floats"
+    if all(map(_block_format, matrices)):
+        return "blocks"
+    return "int8" if all(INT8 in forms for forms in matrices) else "floats"
 
 
 def _block_format(forms: tuple[str, ...]) -> str | None:
