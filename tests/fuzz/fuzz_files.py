@@ -89,7 +89,8 @@ QUANTISED = {
     "awq": Quantisation("awq", symmetric=False),
     "packed": Quantisation("packed", 4, 64, symmetric=False, skipped=("layers.0.mlp.up_proj",)),
     "packed_order": Quantisation("packed", scattered=True),
-    "plain": Quantisation("plain", 8, -1, scale_dtype="bfloat16"),
+    "packed_8": Quantisation("packed", 8, whole=True),
+    "plain": Quantisation("plain", 8, -1, scale_dtype="float32"),
 }
 QUANTISED_SIZES = {**SIZES, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
 MODELS = [*CHOICES, "shards", "t5", "t5_v1_1", *QUANTISED]

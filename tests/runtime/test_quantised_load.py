@@ -340,6 +340,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"group_size": -2}, r"group_size: expected an integer of -1\.\.1048576, got -2"),
     ("awq", {"bits": 8}, r"bits: supported are 4, got 8"),
     ("awq", {"version": "gemv"}, r"version: supported are gemm, got 'gemv'"),
+    ("awq", {"version": None, "checkpoint_format": "gemv_fast"}, r"version: .*got 'gemv_fast'"),
     ("awq", {"backend": "llm-awq"}, r"backend: supported are the layout of autoawq"),
     ("awq", {"zero_point": False}, r"zero_point: supported are true, got False"),
     ("packed", {"config_groups": ACTIVATIONS}, r"group_0\.input_activations: .*weights alone"),

@@ -37,8 +37,8 @@ class AWQ:
         bits = fields.integer("bits", default=fields.integer("w_bit", default=4))
         if bits != 4:
             raise fields.unsupported("bits", "4", bits)
-        version = fields.text("version", fields.text("format", "gemm")).lower()
-        if version != "gemm":
+        named = fields.text("checkpoint_format", fields.text("format", "gemm"))
+        if (version := fields.text("version", named).lower()) != "gemm":
             raise fields.unsupported("version", "gemm", version)
         if fields.text("backend", None) == "llm-awq":
             raise fields.unsupported("backend", "the layout of autoawq", "llm-awq")
