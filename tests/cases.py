@@ -10,13 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from eecore import ops
+from eecore import _C, ops
 
 # float16 is for CUDA kernels: tests of other backends leave it out.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Ops that have a CUDA kernel.
 CUDA_OPS = frozenset(ops.OP_NAMES) - frozenset(ops.CPU_ONLY_OPS)
+
+
+def cpu_capabilities() -> list[str]:
+    """Those of this CPU, and the software model of matrix tiles where it runs."""
+    names = _C.cpu_capabilities()
+    return [*names, "amx_model"] if "avx512_bf16" in names else names
 
 
 def fits_the_emulator(parameters: Mapping[str, object]) -> bool:

@@ -15,7 +15,10 @@ from eecore import _C, ops
 from get_smollm2 import get_smollm2
 
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
-CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16")
+CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_model")
+# What differs with matrix tiles, the machine's or those of a model in software.
+TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
+TILED += ("decoder_layers", "rows_alone", "tiles")
 
 
 def op_of(module_name: str) -> str:
@@ -41,7 +44,7 @@ def device(
         yield torch.device("cuda")
         return
     capability = request.param.removeprefix("cpu-")
-    if capability not in _C.cpu_capabilities():
+    if capability not in cases.cpu_capabilities():
         pytest.skip(f"this CPU does not have {capability}")
     before = _C.cpu_capability()
     _C.set_cpu_capability(capability)
@@ -74,6 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
         elif parameters.get("dtype") == torch.float16:
             left_out.append(item)
+        elif backend in ("cpu-amx", "cpu-amx_model"):
+            fits = op in TILED and parameters.get("dtype") in (None, torch.bfloat16)
+            (kept if fits else left_out).append(item)
         else:
             kept.append(item)
     stride = int(os.environ.get("EECORE_ONE_CASE_IN", "1"))

@@ -97,6 +97,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
   Scratch<Partial> partials(num_tiles * num_seqs);
   const int64_t grain = ceil_div(65536, kTile * n);
   parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
+    [[maybe_unused]] const Unit<W> unit;
     float logits[kTileBatch][kTileRows];
     for (int64_t tile = begin; tile < end; ++tile) {
       Partial* partial = partials.data() + tile * num_seqs;

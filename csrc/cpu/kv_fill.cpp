@@ -39,7 +39,7 @@ class Worker {
   Worker(const KvFillParams& params, int64_t block)
       : params_(params),
         x_stride_(packed_stride<W>(params.hidden_size)),
-        x_(block * x_stride_),
+        x_(rows_held<W>(block) * x_stride_),
         normed_(params.hidden_size),
         head_(block * params.head_dim),
         rounded_(params.head_dim) {}
@@ -52,7 +52,7 @@ class Worker {
     for (int64_t i = 0; i < num_rows; ++i) {
       const T* hidden = static_cast<const T*>(params_.hidden) + rows[i] * params_.hidden_stride;
       scale_row(hidden, weight, inverse_rms(hidden, n, params_.eps), n, normed_.data());
-      Format<W>::pack(normed_.data(), n, x_.data() + i * x_stride_);
+      pack_row<W>(normed_.data(), n, i, x_stride_, x_.data());
     }
   }
 
@@ -124,6 +124,7 @@ class Worker {
   }
 
   const KvFillParams& params_;
+  [[no_unique_address]] Unit<W> unit_;
   int64_t x_stride_;
   Scratch<PackedX<W>> x_;  // [block, x_stride]
   Scratch<T> normed_;      // [hidden_size]

@@ -5,6 +5,7 @@
 #include "panel_gemm.h"
 #include "rms_norm.h"
 #include "scratch.h"
+#include "tile_gemm.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -15,7 +16,7 @@ class PackedRows {
   // x: [num_rows, n], row stride x_stride; norm_weight: [n], may be null.
   PackedRows(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, const T* norm_weight,
              float eps, const Parallel& parallel)
-      : stride_(packed_stride<W>(n)), rows_(num_rows * stride_) {
+      : stride_(packed_stride<W>(n)), rows_(rows_held<W>(num_rows) * stride_) {
     // A row is read and written a few times over.
     const int64_t grain = ceil_div(parallel.bytes_per_range, 4 * n * sizeof(float));
     parallel_for(parallel, num_rows, grain, [&](int64_t begin, int64_t end) {
@@ -26,12 +27,13 @@ class PackedRows {
           scale_row(values, norm_weight, inverse_rms(values, n, eps), n, normed.data());
           values = normed.data();
         }
-        Format<W>::pack(values, n, rows_.data() + row * stride_);
+        pack_row<W>(values, n, row, stride_, rows_.data());
       }
     });
   }
 
   int64_t stride() const { return stride_; }
+  // Rows from i on, a multiple of kTileBatch.
   const PackedX<W>* row(int64_t i) const { return rows_.data() + i * stride_; }
 
  private:

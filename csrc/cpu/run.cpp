@@ -7,23 +7,35 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace eecore::cpu {
 namespace {
 
-constexpr const char* kNames[kNumCapabilities] = {"portable", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[kNumCapabilities] = {"portable",    "avx2", "avx512",
+                                                  "avx512_bf16", "amx",  "amx_model"};
+
+bool can_run(Capability capability) {
+  const Capability best = best_capability();
+  return capability == Capability::kAmxModel ? best >= Capability::kAvx512Bf16 : capability <= best;
+}
 
 Capability parse_capability(const char* wanted) {
-  const Capability best = best_capability();
   for (int i = 0; i < kNumCapabilities; ++i) {
     if (std::strcmp(wanted, kNames[i]) != 0) continue;
-    if (i > static_cast<int>(best)) {
+    if (!can_run(static_cast<Capability>(i))) {
       throw std::invalid_argument(std::string("EECORE_CPU_CAPABILITY: this CPU runs at most ") +
-                                  capability_name(best) + ", got " + wanted);
+                                  capability_name(best_capability()) + ", got " + wanted);
     }
     return static_cast<Capability>(i);
   }
   throw std::invalid_argument(
-      std::string("EECORE_CPU_CAPABILITY: expected portable, avx2, avx512 or avx512_bf16, got ") +
+      std::string("EECORE_CPU_CAPABILITY: expected portable, avx2, avx512, avx512_bf16 or amx, "
+                  "got ") +
       wanted);
 }
 
@@ -39,6 +51,33 @@ std::atomic<Capability>& active() {
 
 const char* capability_name(Capability capability) { return kNames[static_cast<int>(capability)]; }
 
+#if defined(__x86_64__)
+namespace {
+
+// Whether the CPU has matrix tiles with products of bfloat16, the kernel of Linux grants their
+// state to this process, and they give what they should.
+bool has_tiles() {
+#if defined(__linux__)
+  constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kOsXsave = 1u << 27;
+  constexpr uint64_t kTileState = 3u << 17;  // configuration and data
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kOsXsave) == 0) return false;
+  uint32_t low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & kTileState) != kTileState) return false;
+  constexpr int64_t kRequestPermission = 0x1023, kTileData = 18;
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
+  return avx512_bf16::tiles_work();
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+#endif
+
 Capability best_capability() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -47,7 +86,10 @@ Capability best_capability() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) return Capability::kAvx512Bf16;
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) {
+    static const bool tiles = has_tiles();
+    return tiles ? Capability::kAmx : Capability::kAvx512Bf16;
+  }
   if (avx512) return Capability::kAvx512;
   if (avx2) return Capability::kAvx2;
 #endif
@@ -55,6 +97,17 @@ Capability best_capability() {
 }
 
 Capability active_capability() { return active().load(std::memory_order_relaxed); }
+
+Tiles tiles_in_use() {
+  switch (active_capability()) {
+    case Capability::kAmx:
+      return Tiles::kHardware;
+    case Capability::kAmxModel:
+      return Tiles::kModel;
+    default:
+      return Tiles::kNone;
+  }
+}
 
 void set_capability(const char* name) { active().store(parse_capability(name)); }
 
@@ -69,6 +122,8 @@ void set_capability(const char* name) { active().store(parse_capability(name)); 
       case Capability::kAvx512: \
         return avx512::run_##op(params, parallel); \
       case Capability::kAvx512Bf16: \
+      case Capability::kAmx: \
+      case Capability::kAmxModel: \
         return avx512_bf16::run_##op(params, parallel); \
     } \
   }

@@ -69,8 +69,20 @@ struct MultiplyCeilingParams {
   float* sink;    // [1]
 };
 
-enum class Capability : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
-constexpr int kNumCapabilities = 4;
+// kAmx and kAmxModel run the kernels of kAvx512Bf16, whose products of bfloat16 use matrix tiles:
+// the machine's, or a model of them in software, for tests.
+enum class Capability : int {
+  kPortable = 0,
+  kAvx2 = 1,
+  kAvx512 = 2,
+  kAvx512Bf16 = 3,
+  kAmx = 4,
+  kAmxModel = 5
+};
+constexpr int kNumCapabilities = 6;
+enum class Tiles : int { kNone, kHardware, kModel };
+// Those that go with the capability in use.
+Tiles tiles_in_use();
 
 const char* capability_name(Capability capability);
 // What this CPU and operating system can run.
@@ -96,7 +108,9 @@ EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
 }
 namespace avx512_bf16 {
 EECORE_FOR_EACH_KERNEL(EECORE_DECLARE_RUN)
-}
+// Whether the machine's matrix tiles, which this thread may use, do what their model does.
+bool tiles_work();
+}  // namespace avx512_bf16
 #undef EECORE_DECLARE_RUN
 
 }  // namespace eecore::cpu

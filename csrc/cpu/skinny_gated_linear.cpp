@@ -28,6 +28,7 @@ void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W
   const WeightRows<W> up = gate.from(params.inner_size);
   const T* gate_bias = static_cast<const T*>(params.bias);
   const T* up_bias = gate_bias ? gate_bias + params.inner_size : nullptr;
+  [[maybe_unused]] const Unit<W> unit;
   float gates[kTileBatch][kTileRows], ups[kTileBatch][kTileRows];
   for_each_tile<W>(begin, end, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;

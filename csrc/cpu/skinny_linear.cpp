@@ -27,6 +27,7 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
       weight_rows<W>(params.weight, params.weight_stride, params.weight_scale, params.weight_table);
   const T* bias = static_cast<const T*>(params.bias);
   const T* residual = static_cast<const T*>(params.residual);
+  [[maybe_unused]] const Unit<W> unit;
   float products[kTileBatch][kTileRows];
   for_each_tile<W>(begin, end, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;

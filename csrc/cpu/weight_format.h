@@ -262,17 +262,37 @@ struct Panel {
   uint8_t byte;
 };
 
+#if defined(__AVX512BF16__)
+
+struct TileHardware;
+struct TileModel;
+template <typename U>
+struct Tiled;
+
+// Calls function<BFloat16, W>, W that of a weight which is bfloat16.
+#define EECORE_DISPATCH_BFLOAT16(function, arguments) \
+  tiles_in_use() == Tiles::kHardware ? function<BFloat16, Tiled<TileHardware>> arguments \
+  : tiles_in_use() == Tiles::kModel  ? function<BFloat16, Tiled<TileModel>> arguments \
+                                     : function<BFloat16, BFloat16> \
+                                           arguments
+
+#else
+
+#define EECORE_DISPATCH_BFLOAT16(function, arguments) function<BFloat16, BFloat16> arguments
+
+#endif
+
 // Calls function<T, W>, T the dtype of params and W that of its weight, which is int8 where there
 // is a scale and packed where there is a table.
 #define EECORE_DISPATCH_WEIGHT(params, scale, table, function, arguments) \
-  (params).dtype == DType::kFloat32 ? ((params).table   ? function<float, Panel> arguments \
-                                       : (params).scale ? function<float, Int8> arguments \
-                                                        : function<float, float> \
-                                                              arguments) \
-                                    : ((params).table   ? function<BFloat16, Panel> arguments \
-                                       : (params).scale ? function<BFloat16, Int8> arguments \
-                                                        : function<BFloat16, BFloat16> \
-                                                              arguments)
+  (params).dtype == DType::kFloat32 \
+      ? ((params).table   ? function<float, Panel> arguments \
+         : (params).scale ? function<float, Int8> arguments \
+                          : function<float, float> \
+                                arguments) \
+      : ((params).table   ? function<BFloat16, Panel> arguments \
+         : (params).scale ? function<BFloat16, Int8> arguments \
+                          : EECORE_DISPATCH_BFLOAT16(function, arguments))
 
 template <typename W>
 using PackedX = typename Format<W>::PackedX;

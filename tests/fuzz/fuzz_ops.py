@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cases
 import op_calls
 from eecore import _C, ops
 from op_calls import Arguments, Call
@@ -36,7 +37,7 @@ DTYPES = (
 
 def one(random: Random) -> bool:
     """A call of a random op."""
-    _C.set_cpu_capability(random.choice(_C.cpu_capabilities()))
+    _C.set_cpu_capability(random.choice(cases.cpu_capabilities()))
     torch.set_num_threads(random.choice((1, 1, 2, 3)))
     call = op_calls.random_call(random.choice(ops.OP_NAMES), random)
     if random.random() < 0.5:

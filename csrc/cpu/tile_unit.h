@@ -1,0 +1,117 @@
+// Matrix tiles of a CPU (AMX), and the same in software: what a CPU without them is tested with.
+//
+// A tile is 16 rows of 64 bytes. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right
+// factors. multiply<C, A, B>: sums C[m, n] of A[m, 2k] * B[k, 2n] + A[m, 2k + 1] * B[k, 2n + 1],
+// even and odd ones apart until the last, small numbers as zeros (TDPBF16PS in Intel's manual of
+// instructions). Between begin and end a thread may use them.
+#pragma once
+
+#include "scratch.h"
+#include "vec.h"
+
+#if defined(__AVX512BF16__)
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+constexpr int64_t kTileSide = 16;     // rows of a tile, and numbers of 32 bits in a row
+constexpr int64_t kTileColumns = 32;  // of bfloat16 in a row
+constexpr int64_t kTileRowBytes = 64;
+
+struct TileHardware {
+  static void begin() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = kTileRowBytes;
+      config.rows[i] = kTileSide;
+    }
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  static void end() { asm volatile("tilerelease" ::: "memory"); }
+  template <int kTile>
+  static void zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+  }
+  template <int kTile>
+  static void load(const void* p, int64_t stride_bytes) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride_bytes), "i"(kTile)
+                 : "memory");
+  }
+  template <int kTile>
+  static void store(float* p) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(kTileRowBytes), "i"(kTile)
+                 : "memory");
+  }
+  template <int kSums, int kLeft, int kRight>
+  static void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+  }
+};
+
+struct TileModel {
+  struct Tiles {
+    uint8_t bytes[8][kTileSide][kTileRowBytes];
+  };
+  static void begin() { __builtin_memset(&tiles(), 0, sizeof(Tiles)); }
+  static void end() {}
+  template <int kTile>
+  static void zero() {
+    __builtin_memset(tiles().bytes[kTile], 0, sizeof(tiles().bytes[kTile]));
+  }
+  template <int kTile>
+  static void load(const void* p, int64_t stride_bytes) {
+    for (int64_t row = 0; row < kTileSide; ++row) {
+      __builtin_memcpy(tiles().bytes[kTile][row],
+                       static_cast<const uint8_t*>(p) + row * stride_bytes, kTileRowBytes);
+    }
+  }
+  template <int kTile>
+  static void store(float* p) {
+    __builtin_memcpy(p, tiles().bytes[kTile], sizeof(tiles().bytes[kTile]));
+  }
+  template <int kSums, int kLeft, int kRight>
+  static void multiply() {
+    Tiles& all = tiles();
+    for (int64_t m = 0; m < kTileSide; ++m) {
+      Vec even = eecore::cpu::EECORE_CAPABILITY::zero(), odd = even;
+      for (int64_t k = 0; k < kTileSide; ++k) {
+        const Halves left = halves_of(_mm512_set1_epi32(word(all.bytes[kLeft][m] + 4 * k)));
+        const Halves right = halves_of(_mm512_loadu_si512(all.bytes[kRight][k]));
+        even = flushed(fma(left.even, right.even, even));
+        odd = flushed(fma(left.odd, right.odd, odd));
+      }
+      float* sums = reinterpret_cast<float*>(all.bytes[kSums][m]);
+      eecore::cpu::EECORE_CAPABILITY::store(
+          sums, flushed(flushed(eecore::cpu::EECORE_CAPABILITY::load(sums)) + flushed(even + odd)));
+    }
+  }
+
+ private:
+  struct Halves {
+    Vec even, odd;
+  };
+  static Tiles& tiles() { return kept_by_thread<Tiles>(); }
+  static int32_t word(const uint8_t* p) {
+    int32_t value;
+    __builtin_memcpy(&value, p, 4);
+    return value;
+  }
+  // Numbers below the smallest normal one are zeros of their sign.
+  static Vec flushed(Vec x) {
+    const __m512i bits = _mm512_castps_si512(x.v), sign = _mm512_set1_epi32(INT32_MIN);
+    const __mmask16 small = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+    return {_mm512_castsi512_ps(_mm512_mask_and_epi32(bits, small, bits, sign))};
+  }
+  static Halves halves_of(__m512i pairs) {
+    const __m512i high = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
+    return {flushed({_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}),
+            flushed({_mm512_castsi512_ps(_mm512_and_si512(pairs, high))})};
+  }
+};
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
+
+#endif
