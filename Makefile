@@ -5,7 +5,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz soak lint format bench clean
+.PHONY: help demo test fuzz sanitize soak lint format bench clean
 
 ARGS ?=
 MINUTES ?= 10
@@ -28,6 +28,12 @@ test:  ## the whole test suite
 fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
 	@$(SETUP) test
 	@$(PYTHON_IN_VENV) tests/fuzz/campaign.py --minutes $(MINUTES) $(ARGS)
+
+sanitize:  ## ops under AddressSanitizer and UBSan: their tests, then fuzzing for MINUTES=10
+	@$(SETUP) test
+	@$(PYTHON_IN_VENV) tests/sanitized.py -m pytest tests/ops tests/test_op_refusals.py \
+	  tests/test_rows_alone.py -k "not emulated and not opcheck" -p no:cacheprovider $(ARGS)
+	@$(PYTHON_IN_VENV) tests/sanitized.py tests/fuzz/campaign.py ops --minutes $(MINUTES)
 
 soak:  ## an engine for STEPS=1000000 steps: pages and memory stay where they are
 	@$(SETUP) test

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
-import sysconfig
 from functools import cache
 from pathlib import Path
 
@@ -18,9 +16,8 @@ import pytest
 import torch
 
 import cases
+import cmake_build
 from eecore import ops
-
-ROOT = Path(__file__).resolve().parent.parent
 
 _is_routed = False
 
@@ -31,21 +28,12 @@ def build(sanitize: bool = False) -> Path:
     Raises:
         RuntimeError: with the compiler's words.
     """
-    folder = ROOT / "build" / ("emulator-sanitized" if sanitize else "emulator")
-    configure = [
-        *("cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"),
-        *("-DEECORE_EMULATOR=ON", "-DEECORE_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"),
+    folder = cmake_build.build(
+        "emulator-sanitized" if sanitize else "emulator",
+        "eecore_emulated",
+        "-DEECORE_EMULATOR=ON",
         f"-DEECORE_SANITIZE={'ON' if sanitize else 'OFF'}",
-    ]
-    make = ["cmake", "--build", str(folder), "--target", "eecore_emulated"]
-    # The cmake and ninja of this interpreter's environment, activated or not.
-    tools = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    for command in (configure, make):
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "PATH": tools}
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
+    )
     return folder / "libeecore_emulated.so"
 
 

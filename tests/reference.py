@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import gguf
 import numpy as np
@@ -793,6 +793,16 @@ def activate_gate(gate: Tensor, activation: str) -> Tensor:
     return (0.5 * wide * (1 + tanh)).to(gate.dtype)
 
 
+def _of_matrix(matrix: ops.Matrix) -> dict[str, Any]:
+    """One layer's, as arguments of skinny_linear."""
+    return {
+        "weight": matrix.weight,
+        "bias": matrix.bias,
+        "weight_scale": matrix.scale,
+        "weight_table": matrix.table,
+    }
+
+
 def decoder_layers(
     hidden: Tensor,
     weights: ops.DecoderWeights,
@@ -825,7 +835,7 @@ def decoder_layers(
         w = layers[layer]
         if skip_attention is None or not skip_attention[layer]:
             qkv = skinny_linear(
-                hidden, w.qkv.weight, norm_weight=w.attention_norm, eps=eps, bias=w.qkv.bias
+                hidden, norm_weight=w.attention_norm, eps=eps, **_of_matrix(w.qkv)
             ).unflatten(1, (-1, head_dim))
             num_q_heads = qkv.shape[1] - 2 * num_kv_heads
             q, k, v = qkv.split((num_q_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -857,15 +867,11 @@ def decoder_layers(
                 max_distance=max_distance,
             )
             attended = attended.to(dtype).flatten(1)
-            hidden = skinny_linear(attended, w.o.weight, bias=w.o.bias, residual=hidden)
+            hidden = skinny_linear(attended, residual=hidden, **_of_matrix(w.o))
             if cross is not None:
                 cross_q, cross_o = cross.q.unbind()[layer], cross.o.unbind()[layer]
                 q = skinny_linear(
-                    hidden,
-                    cross_q.weight,
-                    norm_weight=cross.norm[layer],
-                    eps=eps,
-                    bias=cross_q.bias,
+                    hidden, norm_weight=cross.norm[layer], eps=eps, **_of_matrix(cross_q)
                 )
                 attended = paged_attention(
                     q.unflatten(1, (-1, head_dim)),
@@ -878,16 +884,15 @@ def decoder_layers(
                     causal=False,
                 )
                 attended = attended.to(dtype).flatten(1)
-                hidden = skinny_linear(attended, cross_o.weight, bias=cross_o.bias, residual=hidden)
+                hidden = skinny_linear(attended, residual=hidden, **_of_matrix(cross_o))
         if skip_mlp is None or not skip_mlp[layer]:
             into_inner = skinny_linear if activation == "relu" else skinny_gated_linear
             inner = into_inner(
                 hidden,
-                w.gate_up.weight,
                 norm_weight=w.mlp_norm,
                 eps=eps,
-                bias=w.gate_up.bias,
                 activation=activation,
+                **_of_matrix(w.gate_up),
             )
-            hidden = skinny_linear(inner, w.down.weight, bias=w.down.bias, residual=hidden)
+            hidden = skinny_linear(inner, residual=hidden, **_of_matrix(w.down))
     return hidden

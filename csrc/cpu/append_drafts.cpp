@@ -23,8 +23,8 @@ void run_append_drafts(const AppendDraftsParams& params, const Parallel&) {
     if (params.done[row]) continue;
     if (hidden != nullptr) {
       char* states = static_cast<char*>(params.states) + row * params.states_row_stride;
-      __builtin_memcpy(states + step * params.states_step_stride, hidden + i * params.hidden_stride,
-                       params.row_bytes);
+      copy_bytes(states + step * params.states_step_stride, hidden + i * params.hidden_stride,
+                 params.row_bytes);
     }
     const int64_t token = params.token[i], position = wrapping_add(params.positions[i], 1);
     params.tokens[row * width + step + 1] = token;

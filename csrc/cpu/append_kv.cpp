@@ -14,7 +14,7 @@ void transform_head(const AppendKvParams& params, const T* in, const T* weight,
                     const float* cos_sin, T* out) {
   const int64_t head_dim = params.head_dim;
   if (weight == nullptr && cos_sin == nullptr) {
-    if (in != out) __builtin_memcpy(out, in, head_dim * sizeof(T));
+    if (in != out) copy_bytes(out, in, head_dim * sizeof(T));
     return;
   }
   alignas(64) float row[kMaxHeadDim];

@@ -13,7 +13,7 @@ void move_element(Element* values, int64_t from, int64_t to) {
 // Strides and size are in bytes.
 void move_row(void* rows, int64_t stride, int64_t size, int64_t from, int64_t to) {
   char* base = static_cast<char*>(rows);
-  if (rows != nullptr) __builtin_memcpy(base + to * stride, base + from * stride, size);
+  if (rows != nullptr) copy_bytes(base + to * stride, base + from * stride, size);
 }
 
 void move_up(const CompactRowsParams& params, int64_t from, int64_t to) {

@@ -195,9 +195,9 @@ void run(const DecoderLayersParams& params, const Parallel& parallel) {
   }
   if (rows.data == params.out) return;
   for (int64_t token = 0; token < params.num_tokens; ++token) {
-    __builtin_memcpy(static_cast<T*>(params.out) + token * params.out_stride,
-                     static_cast<const T*>(rows.data) + token * rows.stride,
-                     static_cast<uint64_t>(params.hidden_size) * sizeof(T));
+    copy_bytes(static_cast<T*>(params.out) + token * params.out_stride,
+               static_cast<const T*>(rows.data) + token * rows.stride,
+               static_cast<uint64_t>(params.hidden_size) * sizeof(T));
   }
 }
 

@@ -19,7 +19,7 @@ void unpack_into(const EmbedTokensParams& params, int64_t token, float* row, cha
   const RowPlace place = row_place(params.table[token]);
   unpack_row(static_cast<const uint8_t*>(params.weight) + place.offset, place, row);
   if (params.dtype == DType::kFloat32) {
-    __builtin_memcpy(out, row, params.row_bytes);
+    copy_bytes(out, row, params.row_bytes);
     return;
   }
   BFloat16* rounded = reinterpret_cast<BFloat16*>(out);
@@ -33,7 +33,7 @@ void embed_row(const EmbedTokensParams& params, int64_t row, float* unpacked) {
   if (params.table != nullptr) return unpack_into(params, token, unpacked, out);
   const char* weight = static_cast<const char*>(params.weight) + token * params.weight_stride;
   if (params.scale == nullptr) {
-    __builtin_memcpy(out, weight, params.row_bytes);
+    copy_bytes(out, weight, params.row_bytes);
     return;
   }
   const int8_t* whole = reinterpret_cast<const int8_t*>(weight);

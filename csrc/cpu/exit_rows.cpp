@@ -24,9 +24,8 @@ void measure(const ExitRowsParams& params, int64_t j) {
 // Keeps what active row i leaves with.
 void leave(const ExitRowsParams& params, int64_t i) {
   const int32_t r = params.row[i];
-  __builtin_memcpy(static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride,
-                   static_cast<const char*>(params.hidden) + i * params.hidden_stride,
-                   params.row_bytes);
+  copy_bytes(static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride,
+             static_cast<const char*>(params.hidden) + i * params.hidden_stride, params.row_bytes);
   params.exit_layer[r] = params.layer;
   if (params.fills[r]) params.fill_from[r] = params.layer;
   const bool has_token = params.token_at[r] == params.layer;

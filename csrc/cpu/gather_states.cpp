@@ -17,7 +17,7 @@ void run_gather_states(const GatherStatesParams& params, const Parallel& paralle
         const char* from =
             k + 1 < count ? states + seq * params.states_row_stride + k * params.states_step_stride
                           : last + seq * params.last_stride;
-        __builtin_memcpy(out + (first + k) * params.out_stride, from, params.row_bytes);
+        copy_bytes(out + (first + k) * params.out_stride, from, params.row_bytes);
       }
     }
   });

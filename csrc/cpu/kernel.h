@@ -35,6 +35,10 @@ inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t wrapping_add(int64_t a, int64_t b) {
   return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
 }
+// Of a row that may have no elements: they need no memory, and memcpy wants some even then.
+inline void copy_bytes(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) __builtin_memcpy(to, from, static_cast<uint64_t>(bytes));
+}
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

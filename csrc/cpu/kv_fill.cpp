@@ -96,7 +96,7 @@ class Worker {
     if (head >= params_.num_kv_heads) {
       T* out = static_cast<T*>(params_.v_cache) + layer * params_.v_cache_layer_stride +
                slot * params_.v_cache_slot_stride + (head - params_.num_kv_heads) * n;
-      __builtin_memcpy(out, rounded, n * sizeof(T));
+      copy_bytes(out, rounded, n * sizeof(T));
       return;
     }
     load_row(rounded, n, values);

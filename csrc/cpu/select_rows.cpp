@@ -21,7 +21,7 @@ void run_select_rows(const SelectRowsParams& params, const Parallel&) {
     if (!is_picked(params, i)) continue;
     const char* from = hidden + i * params.hidden_stride;
     char* to = states + count * params.states_stride;
-    if (from != to) __builtin_memcpy(to, from, params.row_bytes);  // states may be hidden
+    if (from != to) copy_bytes(to, from, params.row_bytes);  // states may be hidden
     params.index[count++] = static_cast<int32_t>(i);
   }
   *params.count = count;

@@ -267,6 +267,23 @@ def indices(call: Call, random: Random) -> None:
     call.arguments[name] = changed
 
 
+def a_bit(call: Call, random: Random) -> None:
+    """One of a tensor's bits: a place of a packed row, or what is packed there, for one."""
+    tables = [name for name in call.tensors if name.endswith("table")]
+    if tables and random.random() < 0.5:
+        name = random.choice(tables)
+        tensor = call.tensors[name]
+    else:
+        name, tensor = _some_tensor(call, random)
+    if tensor.is_meta or tensor.dtype == torch.bool or tensor.numel() == 0:
+        return
+    changed = tensor.contiguous().clone()
+    data = changed.view(-1).view(torch.uint8)
+    at = random.randrange(len(data))
+    data[at] = int(data[at]) ^ (1 << random.randrange(8))
+    call.arguments[name] = changed
+
+
 def not_finite(call: Call, random: Random) -> None:
     name, tensor = _some_tensor(call, random)
     if not tensor.is_floating_point() or tensor.numel() == 0:
@@ -288,5 +305,6 @@ CHANGES: tuple[Change, ...] = (
     nothing,
     something,
     indices,
+    a_bit,
     not_finite,
 )

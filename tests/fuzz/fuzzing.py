@@ -180,7 +180,9 @@ def _child(
             child.wait(START_S)
             errors.seek(0)
             said = errors.read().decode(errors="replace")
-            yield seed, "crash", f"exit status {child.returncode}\n{said[-4000:]}"
+            if len(said) > 8000:  # a sanitizer says what it was at first, and where at length
+                said = f"{said[:6000]}\n...\n{said[-2000:]}"
+            yield seed, "crash", f"exit status {child.returncode}\n{said}"
         except TimeoutError:
             yield seed, "hang", f"longer than {wait} s"
         finally:

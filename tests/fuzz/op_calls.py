@@ -23,6 +23,9 @@ from packed_blocks import SCALES, SMALL_FORMATS, block_sizes, packed_layers, ran
 
 Arguments = dict[str, Any]
 EXACT = Tolerance(0.0, 0.0)
+PACKED_LAYERS = tuple(
+    f"{name}_table" for name in ("qkv", "o", "gate_up", "down", "cross_q", "cross_o")
+)
 
 
 @dataclass
@@ -1178,7 +1181,7 @@ def _nearly_drawn(
 def _decoder_layers(m: Maker) -> Checked:
     layers, dtype = m.size(3, 1), torch.float32
     heads, group, width = m.size(2, 1), m.size(3, 1), 8 * m.size(4, 1)
-    size, inner, page_size = m.size(40, 1), m.size(40, 1), m.size(9, 1)
+    size, inner, page_size = m.columns(40), m.columns(40), m.size(9, 1)
     lengths = [m.size(30, 1) for _ in range(m.size(3))]
     queries = [m.size(min(length, 4), 1) for length in lengths]
     tokens = sum(queries)
@@ -1199,12 +1202,10 @@ def _decoder_layers(m: Maker) -> Checked:
     relu = m.chance(0.3)
 
     def matrix(name: str, rows: int, columns: int) -> Arguments:
-        weight = m.normal(layers, rows, columns) * columns**-0.5
-        return {
-            f"{name}_weight": m.placed(weight, 1),
-            f"{name}_bias": m.maybe(lambda: m.placed(m.normal(layers, rows))),
-            f"{name}_scale": None,
-        }
+        made = m.weight(dtype, layers, rows, columns)
+        bias = m.maybe(lambda: m.placed(m.normal(layers, rows)))
+        parts = made._replace(bias=bias)._asdict()
+        return {f"{name}_{part}": value for part, value in parts.items()}
 
     def norm(columns: int) -> Tensor:
         return m.placed(1 + m.normal(layers, columns) / 8)
@@ -1255,7 +1256,7 @@ def _decoder_layers(m: Maker) -> Checked:
     def oracle(before: Arguments) -> dict[str, Tensor]:
         made = dict(before)
         parts = {
-            name: ops.Matrix(*(made.pop(f"{name}_{part}") for part in ("weight", "bias", "scale")))
+            name: ops.Matrix(*(made.pop(f"{name}_{part}") for part in ops.Matrix._fields))
             for name in ("qkv", "o", "gate_up", "down", *(("cross_q", "cross_o") * has_cross))
         }
         weights = ops.DecoderWeights(
@@ -1278,4 +1279,6 @@ def _decoder_layers(m: Maker) -> Checked:
         caches = {name: made[name] for name in ("k_cache", "v_cache")}
         return {"out": reference.decoder_layers(**made, weights=weights, cross=cross), **caches}
 
-    return given, _compare(oracle, Tolerance(2e-4, 2e-4))
+    packed = any(value is not None for name, value in given.items() if name in PACKED_LAYERS)
+    # A step of 8 bits, taken where the oracle does not, goes through the layers behind it.
+    return given, _compare(oracle, Tolerance(0.1, 0.2) if packed else Tolerance(4e-4, 4e-4))

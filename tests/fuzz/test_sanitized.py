@@ -1,0 +1,93 @@
+"""A share of the fuzzers with AddressSanitizer and UndefinedBehaviorSanitizer in every kernel.
+
+``make sanitize MINUTES=10`` is for more, and for the tests of the ops.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import fuzzing
+import sanitized
+from eecore import _C
+
+INPUTS = 300
+
+POISONED = """
+import ctypes
+import torch
+from eecore import _C, ops
+
+def one(random):
+    _C.set_cpu_capability({capability!r})
+    table = torch.ones(4, 64)
+    if {poisons}:
+        runtime = ctypes.CDLL(None)
+        last = ctypes.c_void_p(table.data_ptr() + table.nbytes - 8)
+        runtime.__asan_poison_memory_region(last, ctypes.c_size_t(8))
+    out = torch.zeros(1, 64)
+    ops.embed_tokens(torch.tensor([3]), table, out=out)
+    return True
+"""
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """That of the sanitized module, which is built."""
+    if not sanitized.runtimes():
+        pytest.skip("no AddressSanitizer for this compiler")
+    return sanitized.environment()
+
+
+def tried(environment: dict[str, str], folder: Path, inputs: int, name: str) -> fuzzing.Tally:
+    """What the frame says of a class of inputs, sanitized; its module may lie in a folder."""
+    path = os.pathsep.join((environment["PYTHONPATH"], str(folder), str(fuzzing.FOLDER)))
+    return fuzzing.run(
+        name, first=10**6, inputs=inputs, environment={**environment, "PYTHONPATH": path}
+    )
+
+
+@pytest.mark.parametrize("poisons", [False, True])
+@pytest.mark.parametrize("capability", ["portable", "avx2", "avx512", "avx512_bf16"])
+def test_a_kernel_that_reads_what_it_must_not_is_a_finding(
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    poisons: bool,
+) -> None:
+    """The kernels of each capability are compiled with the sanitizer, and the frame hears of it."""
+    if capability not in _C.cpu_capabilities():
+        pytest.skip(f"this CPU does not have {capability}")
+    text = POISONED.format(capability=capability, poisons=poisons)
+    (tmp_path / "fuzz_poisoned.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fuzz_poisoned", raising=False)
+    tally = tried(environment, tmp_path, 1, "poisoned")
+    if not poisons:
+        assert tally.counts == {"served": 1}, tally.findings
+        return
+    assert tally.counts == {"crash": 1}
+    said = tally.findings[0].text
+    assert "AddressSanitizer: use-after-poison" in said
+    assert f"eecore::cpu::{capability}::" in said
+
+
+def test_what_is_undefined_ends_the_process(environment: dict[str, str]) -> None:
+    """UBSan's checks are in the module, those that do not return."""
+    folder = Path(environment["PYTHONPATH"].split(os.pathsep)[0])
+    (module,) = (folder / "eecore").glob("_C*.so")
+    symbols = module.read_bytes()
+    for check in ("add_overflow", "shift_out_of_bounds", "out_of_bounds", "type_mismatch_v1"):
+        assert f"__ubsan_handle_{check}_abort".encode() in symbols
+
+
+def test_nothing_falls_over_under_the_sanitizers(environment: dict[str, str]) -> None:
+    tally = tried(environment, fuzzing.FOLDER, INPUTS, "ops")
+    assert not tally.findings, "\n".join(map(str, tally.findings))
+    assert tally.inputs == INPUTS
+    assert tally.counts["served"] > INPUTS / 3

@@ -1,0 +1,80 @@
+"""eecore with AddressSanitizer and UndefinedBehaviorSanitizer in its compiled module.
+
+``python tests/sanitized.py -m pytest tests/ops`` runs a Python command line with it. The package
+in build/sanitized/package is that of the sources, but for the module; what it does to memory that
+is not its own, or what C++ leaves undefined, ends the process with a report.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cmake_build
+
+PACKAGE = cmake_build.ROOT / "python" / "eecore"
+
+
+def runtimes() -> list[Path]:
+    """What has to be in a process first; nothing where the compiler has no AddressSanitizer.
+
+    Behind the sanitizer's the library that throws exceptions, which it wants to see.
+    """
+    found = []
+    for name in ("libasan.so", "libstdc++.so"):
+        command = [os.environ.get("CXX", "g++"), f"-print-file-name={name}"]
+        try:
+            said = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        except OSError:
+            return []
+        if not Path(said).is_absolute():
+            return []
+        found.append(Path(said).resolve())
+    return found
+
+
+def build() -> Path:
+    """The folder from which ``eecore`` is imported with the sanitized module.
+
+    Raises:
+        RuntimeError: with the compiler's words.
+    """
+    folder = cmake_build.build("sanitized", "_C", "-DEECORE_SANITIZE=ON")
+    package = folder / "package" / "eecore"
+    package.mkdir(parents=True, exist_ok=True)
+    sources = [path for path in PACKAGE.iterdir() if path.suffix != ".so"]
+    wanted = {path.name: path for path in (*sources, *folder.glob("_C*.so"))}
+    for link in package.iterdir():
+        if link.name not in wanted:
+            link.unlink()
+    for name, path in wanted.items():
+        if not (package / name).is_symlink():
+            (package / name).symlink_to(path)
+    return package.parent
+
+
+def environment() -> dict[str, str]:
+    """What a process needs in its environment to run the sanitized eecore; it is built first.
+
+    Raises:
+        RuntimeError: with the compiler's words.
+    """
+    path = [str(build()), *filter(None, sys.path)]
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "LD_PRELOAD": " ".join(map(str, runtimes())),
+        # What Python never frees is no leak, and what is too large is refused as it is elsewhere.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+if __name__ == "__main__":
+    if not runtimes():
+        sys.exit(
+            "no AddressSanitizer for this compiler: Debian/Ubuntu: apt install build-essential"
+        )
+    changed = {**os.environ, **environment()}
+    sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], env=changed).returncode)
