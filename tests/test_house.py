@@ -131,6 +131,8 @@ def test_no_instruction_of_one_capability_leaks_into_another() -> None:
     The linker keeps one copy of a weak symbol; if that is the AVX-512 one, older CPUs crash in it.
     """
     objects = sorted((ROOT / "build").glob("*/CMakeFiles/eecore_cpu_*.dir/csrc/cpu/*.o"))
+    # Without optimisation include/'s are there as well, and the linker meets the portable first.
+    objects = [path for path in objects if "sanitized" not in path.parts]
     nm = shutil.which("nm")
     if nm is None or not objects:
         pytest.skip("no nm, or nothing built in this checkout")
