@@ -6,6 +6,7 @@ What loads must run; where it holds what the file held before, it gives the toke
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ from random import Random
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -44,6 +46,7 @@ from eecore.training.recipe import TrainingConfig
 from eecore.training.run_log import read_log
 from eecore.training.run_state import RunState, load_state, read_state, save_state
 from mutate import mutated_bytes, mutated_json, wild
+from packed_blocks import SCALES, random_blocks
 from quantised_models import Quantisation, write_quantised
 from tiny_models import write_byte_tokenizer, write_model
 from tiny_t5 import write_t5
@@ -93,6 +96,13 @@ QUANTISED = {
     "plain": Quantisation("plain", 8, -1, scale_dtype="float32"),
 }
 QUANTISED_SIZES = {**SIZES, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+PACKED_SIZES = {
+    **QUANTISED_SIZES,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "head_dim": 128,
+}
 MODELS = [*CHOICES, "shards", "t5", "t5_v1_1", *QUANTISED]
 
 
@@ -122,6 +132,7 @@ def workplace() -> Workplace:
     source = write_model(good / "llama_wide", tokenizer=False, **QUANTISED_SIZES)
     for name, how in QUANTISED.items():
         write_quantised(source, good / name, how)
+    write_model(good / "llama_packed", tokenizer=False, **PACKED_SIZES)
     for directory in good.iterdir():
         ends = {"eos_token_id": [257, 259], "bos_token_id": 256, "decoder_start_token_id": 1}
         (directory / "generation_config.json").write_text(json.dumps(ends))
@@ -212,6 +223,7 @@ def _write_others(work: Workplace) -> None:
     (work.good / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fields, tensors = _gguf_parts(work.good / "llama")
     (work.good / "model.gguf").write_bytes(gguf_bytes(fields, tensors))
+    (work.good / "packed.gguf").write_bytes(gguf_bytes(*_packed_parts(work.good / "llama_packed")))
 
 
 def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -338,6 +350,24 @@ def _gguf_parts(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         stored = f"{''.join(layer)}{names[part]}.{kind}"
         tensors[stored] = [list(reversed(tensor.shape)), 0, offset, tensor.numpy().tobytes().hex()]
         offset += -(-tensor.nbytes // 32) * 32
+    return fields, tensors
+
+
+@cache
+def _packed_parts(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of a file whose matrices are in the blocks of all formats."""
+    fields, tensors = _gguf_parts(directory)
+    formats = itertools.cycle(SCALES)
+    offset = 0
+    for seed, tensor in enumerate(tensors.values()):
+        sizes, _, _, digits = tensor
+        if len(sizes) == 2:
+            columns, rows = sizes
+            format = next(formats)
+            blocks = random_blocks(format, rows, columns, columns**-0.5, seed)
+            tensor[1], digits = GGMLQuantizationType[format].value, blocks.numpy().tobytes().hex()
+        tensor[2:] = [offset, digits]
+        offset += -(-len(digits) // 64) * 32
     return fields, tensors
 
 
@@ -527,6 +557,31 @@ def _gguf(random: Random | None) -> None:
     generated(network)
 
 
+def _packed(random: Random | None) -> None:
+    """A GGUF file that runs as it is."""
+    work = workplace()
+    path = work.place / "packed.gguf"
+    shutil.copyfile(work.good / "packed.gguf", path)
+    if random is not None and random.random() < 0.7:
+        fields, tensors = _packed_parts(work.good / "llama_packed")
+        if random.random() < 0.5:
+            fields = mutated_json(random, fields)
+        else:
+            tensors = mutated_json(random, tensors)
+        path.write_bytes(gguf_bytes(fields, tensors))
+    elif random is not None and random.random() < 0.5:  # what is packed itself
+        content = path.read_bytes()
+        half = len(content) // 2
+        path.write_bytes(content[:half] + mutated_bytes(random, content[half:]))
+    else:
+        spoilt(random, path)
+    _, network, _ = load_model(path, "cpu")
+    if random is None:
+        leaves = tree_leaves(asdict(network.weights))
+        assert any(torch.is_tensor(leaf) and leaf.dtype == torch.uint8 for leaf in leaves)
+    generated(network)
+
+
 def _calibration(random: Random | None) -> None:
     path = _copied("calibration.json")
     spoilt(random, path, is_json=True)
@@ -586,6 +641,7 @@ KINDS: dict[str, Callable[[Random | None], None]] = {
     "model": _model,
     "more models": _model,
     "gguf": _gguf,
+    "packed": _packed,
     "quantised": _quantised,
     "calibration": _calibration,
     "skips": _skips,
