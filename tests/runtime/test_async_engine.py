@@ -370,6 +370,10 @@ def test_an_interrupt_where_a_dropped_stream_is_closed(
     assert_idle(engine)
 
 
+def test_a_stream_whose_making_was_interrupted_is_closed() -> None:
+    AsyncStream.__new__(AsyncStream).close()
+
+
 @pytest.mark.parametrize("when", ["prepare", "open"])
 def test_the_engine_closed_where_a_stream_begins(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, when: str

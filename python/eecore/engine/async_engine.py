@@ -129,6 +129,10 @@ class AsyncEngine:
 class AsyncStream(AsyncIterator[StepOutput]):
     """What the steps add to one request, for one reader at a time; see :class:`AsyncEngine`."""
 
+    # One whose making was interrupted is closed, too.
+    _client: Client | None = None
+    _is_closed = False
+
     def __init__(
         self,
         engine: AsyncEngine,
@@ -139,14 +143,12 @@ class AsyncStream(AsyncIterator[StepOutput]):
         *,
         whole: bool = False,
     ) -> None:
-        self._client: Client | None = None
         self._engine = engine
         self._request = (prompt, exit, sampling, request_id)
         self._whole = whole
         self._number = next(engine._numbers)
         self._doorbell = _Doorbell(ref(self))
         self._is_finished = False
-        self._is_closed = False
         self._why: Exception | None = None
 
     def __aiter__(self) -> AsyncStream:
