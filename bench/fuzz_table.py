@@ -41,7 +41,8 @@ def soak(figures: dict[str, Any]) -> str:
     return (
         f"A soak: {figures['steps']:,} steps of one engine, {figures['requests']:,} requests of "
         f"every policy over few pages, {figures['cancelled']:,} cancelled, "
-        f"{figures['preemptions']:,} preemptions, {figures['tokens']:,} tokens, each request's those that it has alone. "
+        f"{figures['preemptions']:,} preemptions, {figures['tokens']:,} tokens, each request's "
+        "those that it has alone. "
         f"{figures['lost_pages']} pages lost, {figures['pages_free_at_the_end']} free at the end; "
         f"resident memory {figures['rss_mb_at_first']:.1f} MB after the first samples, "
         f"{figures['rss_mb_at_the_end']:.1f} at the end, {figures['rss_growth_mb']:+.1f} between "
