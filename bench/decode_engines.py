@@ -22,7 +22,7 @@ import peers
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "bench" / "decode_worker.py"
 CONVERTED = peers.DIRECTORY / "models"
-GGUF_KINDS = {"f32": "f32", "bf16": "bf16", "int8": "q8_0"}
+GGUF_KINDS = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1"}
 START_TIMEOUT_S = 600
 ANSWER_TIMEOUT_S = 300
 

@@ -109,7 +109,8 @@ def make_gguf(directory: Path, file: Path, kind: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     partial = file.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
-    stored = gguf.GGMLQuantizationType[kind.upper()]
+    kinds = gguf.GGMLQuantizationType
+    stored, head = kinds[kind.upper()], kinds.Q8_0 if kind == "q4_1" else kinds[kind.upper()]
     add_settings(writer, config)
     file_type = "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
@@ -122,9 +123,8 @@ def make_gguf(directory: Path, file: Path, kind: str) -> None:
         if weight.ndim == 1 or kind == "f32":
             writer.add_tensor(gguf_name(name), weight)
         else:
-            writer.add_tensor(
-                gguf_name(name), gguf.quants.quantize(weight, stored), raw_dtype=stored
-            )
+            kept = head if name in ("model.embed_tokens.weight", "lm_head.weight") else stored
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, kept), raw_dtype=kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-BITS = ("f32", "bf16", "int8")
+BITS = ("f32", "bf16", "int8", "int4")
 
 
 def short(result: dict[str, Any]) -> str:
@@ -33,9 +33,10 @@ def about(result: dict[str, Any]) -> str:
     )
     return (
         f"One sequence, one thread, {result['tokens']} greedy tokens after a prompt of one; best "
-        f"of {result['rounds']} rounds in turns. int8 is Q8_0 in llama.cpp. {result['cpu']}, "
-        f"{result['cpu_capability']} kernels, torch {result['torch']}, {versions}. Memory reads "
-        f"at {reads} thread(s). `python bench/bench_decode.py`"
+        f"of {result['rounds']} rounds in turns. int8 is Q8_0, int4 Q4_1 with a head of Q8_0, here "
+        f"and in llama.cpp. {result['cpu']}, {result['cpu_capability']} kernels, torch "
+        f"{result['torch']}, {versions}. Memory reads at {reads} thread(s). "
+        "`python bench/bench_decode.py`"
     )
 
 
@@ -61,8 +62,8 @@ def full(result: dict[str, Any]) -> str:
                 if any(cells):
                     lines.append([model, bits, engine, *cells])
     about = (
-        "tokens/s of all sequences together, best round (of 32 tokens each where there are eight); "
-        "the rate of reading the weights over the read bandwidth measured in the same rounds (some "
+        "tokens/s of all sequences together, best round (of 32 tokens each where there are "
+        "several); the rate of reading the weights over the read bandwidth measured in the same rounds (some "
         "of the weights come from a large L3, so this can pass 1); how many times as fast eecore "
         "is at equal bits."
     )

@@ -26,7 +26,10 @@ def eecore(directory: str, bits: str, threads: int) -> Generate:
     import eecore
 
     torch.set_num_threads(threads)
-    by_bits = {"int8": {"weights": "int8"}, "file": {}}  # "file": those of a GGUF file
+    by_bits = {
+        **{bits: {"weights": bits} for bits in ("int8", "int4")},
+        "file": {},
+    }  # "file": those of a GGUF file
     settings = by_bits[bits] if bits in by_bits else {"dtype": DTYPES[bits]}
     model = eecore.load(directory, device="cpu", kv_cache_tokens=4096, **settings)
 

@@ -12,9 +12,9 @@ from typing import Any
 from decode_tables import BITS, find, unique
 
 FOLDER = Path(__file__).parent / "results"
-COLOURS = {"f32": "#9db4c0", "bf16": "#5c7c8a", "int8": "#253b45"}
+COLOURS = {"f32": "#9db4c0", "bf16": "#5c7c8a", "int8": "#253b45", "int4": "#111c21"}
 BITS_OF = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}
-OURS = {"f32": "#f4b183", "bf16": "#e07b39", "int8": "#a84510"}
+OURS = {"f32": "#f4b183", "bf16": "#e07b39", "int8": "#a84510", "int4": "#6b2a06"}
 
 
 def draw_speeds(axes: Any, rows: list[dict[str, Any]], model: str) -> None:
@@ -27,7 +27,7 @@ def draw_speeds(axes: Any, rows: list[dict[str, Any]], model: str) -> None:
             if row is None:
                 continue
             colours = OURS if engine == "eecore" else COLOURS
-            speed, at = row["tokens_per_s_best"], i + (j - 1) * width
+            speed, at = row["tokens_per_s_best"], i + (j - 1.5) * width
             axes.bar(at, speed, width, color=colours[bits])
             axes.annotate(
                 bits, (at, 0), (0, 3), textcoords="offset points",
