@@ -63,9 +63,9 @@ def full(result: dict[str, Any]) -> str:
                     lines.append([model, bits, engine, *cells])
     about = (
         "tokens/s of all sequences together, best round (of 32 tokens each where there are "
-        "several); the rate of reading the weights over the read bandwidth measured in the same rounds (some "
-        "of the weights come from a large L3, so this can pass 1); how many times as fast eecore "
-        "is at equal bits."
+        "several); the rate of reading the weights over the read bandwidth measured in the same "
+        "rounds (some of the weights come from a large L3, so this can pass 1); how many times as "
+        "fast eecore is at equal bits."
     )
     return "\n\n".join([about, markdown(head, lines, text_columns=3), notes(result)])
 
