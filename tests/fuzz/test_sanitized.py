@@ -34,6 +34,18 @@ def one(random):
     return True
 """
 
+EMPTY = """
+import op_calls
+
+def one(random):
+    for op in ("append_drafts", "embed_tokens", "exit_rows", "gather_states", "select_rows"):
+        call = op_calls.random_call(op, random)
+        while all(tensor.numel() for tensor in call.tensors.values() if tensor.dim() > 1):
+            call = op_calls.random_call(op, random)
+        call.run()
+    return True
+"""
+
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
@@ -41,6 +53,13 @@ def environment() -> dict[str, str]:
     if not sanitized.runtimes():
         pytest.skip("no AddressSanitizer for this compiler")
     return sanitized.environment()
+
+
+def write_class(text: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of inputs that is there for one test."""
+    (folder / f"fuzz_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, f"fuzz_{name}", raising=False)
 
 
 def tried(environment: dict[str, str], folder: Path, inputs: int, name: str) -> fuzzing.Tally:
@@ -64,9 +83,7 @@ def test_a_kernel_that_reads_what_it_must_not_is_a_finding(
     if capability not in _C.cpu_capabilities():
         pytest.skip(f"this CPU does not have {capability}")
     text = POISONED.format(capability=capability, poisons=poisons)
-    (tmp_path / "fuzz_poisoned.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "fuzz_poisoned", raising=False)
+    write_class(text, "poisoned", tmp_path, monkeypatch)
     tally = tried(environment, tmp_path, 1, "poisoned")
     if not poisons:
         assert tally.counts == {"served": 1}, tally.findings
@@ -84,6 +101,15 @@ def test_what_is_undefined_ends_the_process(environment: dict[str, str]) -> None
     symbols = module.read_bytes()
     for check in ("add_overflow", "shift_out_of_bounds", "out_of_bounds", "type_mismatch_v1"):
         assert f"__ubsan_handle_{check}_abort".encode() in symbols
+
+
+def test_rows_of_no_elements_are_not_copied(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may lie at no address, from which not even no bytes may be copied."""
+    write_class(EMPTY, "empty", tmp_path, monkeypatch)
+    tally = tried(environment, tmp_path, 20, "empty")
+    assert tally.counts == {"served": 20}, "\n".join(map(str, tally.findings))
 
 
 def test_nothing_falls_over_under_the_sanitizers(environment: dict[str, str]) -> None:
