@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"weights": "int8"},
+    "int4": {"weights": "int4"},
 }
 PEER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

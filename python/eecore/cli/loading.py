@@ -84,8 +84,10 @@ def check_path(path: str, *, takes_gguf: bool = True) -> Path:
             f"{path}: expected a model directory, got nothing (eecore downloads nothing: fetch a "
             "model of that name first)"
         )
+    file = ", a GGUF file (*.gguf)" if takes_gguf else ""
     raise ModelNotFoundError(
-        f"{path}: expected a model directory (config.json, *.safetensors) or {BUILTIN}, got {found}"
+        f"{path}: expected a model directory (config.json, *.safetensors){file} or {BUILTIN}, got "
+        f"{found}"
     )
 
 
