@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "text.h"
 
 #ifdef EECORE_BACKEND_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -159,7 +159,7 @@ void decoder_layers(
     const std::optional<Tensor>& cross_o_weight, const std::optional<Tensor>& cross_o_bias,
     const std::optional<Tensor>& cross_o_scale, const std::optional<Tensor>& cross_page_table,
     const std::optional<Tensor>& cross_seq_lens, const std::optional<Tensor>& position_bias,
-    int64_t max_distance, const std::string& activation, const std::optional<Tensor>& qkv_table,
+    int64_t max_distance, const Text& activation, const std::optional<Tensor>& qkv_table,
     const std::optional<Tensor>& o_table, const std::optional<Tensor>& gate_up_table,
     const std::optional<Tensor>& down_table, const std::optional<Tensor>& cross_q_table,
     const std::optional<Tensor>& cross_o_table) {

@@ -5,7 +5,7 @@
 namespace eecore {
 namespace {
 
-void pack_weight(const Tensor& blocks, const std::string& format, int64_t offset, Tensor packed,
+void pack_weight(const Tensor& blocks, const Text& format, int64_t offset, Tensor packed,
                  Tensor table) {
   Checker check("pack_weight");
   check(blocks, "blocks", Accept::kUint8, {"num_rows", "row_bytes"}, 1);

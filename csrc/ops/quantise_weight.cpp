@@ -5,7 +5,7 @@
 namespace eecore {
 namespace {
 
-void quantise_weight(const Tensor& weight, const std::string& format, Tensor blocks) {
+void quantise_weight(const Tensor& weight, const Text& format, Tensor blocks) {
   Checker check("quantise_weight");
   check(weight, "weight", Accept::kModel, {"num_rows", "columns"}, 1);
   check.written(blocks, "blocks", Accept::kUint8, {"num_rows", "row_bytes"}, 1);

@@ -8,8 +8,8 @@ namespace {
 
 void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                          const Tensor& weight, const std::optional<Tensor>& weight_scale,
-                         const std::optional<Tensor>& bias, Tensor out,
-                         const std::string& activation, const std::optional<Tensor>& weight_table) {
+                         const std::optional<Tensor>& bias, Tensor out, const Text& activation,
+                         const std::optional<Tensor>& weight_table) {
   Checker check("skinny_gated_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});

@@ -9,7 +9,7 @@ namespace {
 void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                    const Tensor& weight, const std::optional<Tensor>& weight_scale,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                   Tensor out, const std::optional<std::string>& activation,
+                   Tensor out, const std::optional<Text>& activation,
                    const std::optional<Tensor>& weight_table) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
