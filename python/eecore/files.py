@@ -12,13 +12,14 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["appearing", "filling", "replacing", "write_text"]
 
-# Written to as they are: there is nothing to keep, and nothing can take their place.
+# Nothing can take their place: they are given what was written elsewhere.
 DEVICES = ("/dev/", "/proc/")
 
 
@@ -32,14 +33,15 @@ def write_text(path: str | Path, text: str) -> None:
 def replacing(path: str | Path) -> Iterator[Path]:
     """The path to write to, with the suffix of ``path``, whose place it takes at the end.
 
-    The mode of a file that was there is kept, and links are followed. Devices and pipes are written
-    to as they are.
+    The mode of a file that was there is kept, and links are followed. Devices and pipes get the
+    bytes at the end, and stay what they are: a library that writes files may rename, too.
 
     Raises:
         OSError: that names ``path``, which is as it was.
     """
     if _is_device(path):
-        yield Path(path)
+        with _given_to_device(path) as partial:
+            yield partial
         return
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -108,6 +110,20 @@ def filling(directory: Path) -> Iterator[Path]:
                 os.replace(path, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _given_to_device(path: str | Path) -> Iterator[Path]:
+    """A file whose bytes a device or a pipe gets at the end."""
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    with tempfile.TemporaryDirectory() as folder:
+        partial = Path(folder) / f"written{Path(path).suffix[-16:]}"
+        partial.touch()
+        with _named(path, partial):
+            yield partial
+            with partial.open("rb") as file, open(path, "wb") as device:
+                shutil.copyfileobj(file, device)
 
 
 def _is_device(path: str | Path) -> bool:

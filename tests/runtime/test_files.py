@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save_file
 
 import eecore
 from eecore.evaluation.skip_search import SkipSearch, SkipStep
@@ -112,6 +113,23 @@ def test_devices_and_pipes_are_written_to_as_they_are(tmp_path: Path) -> None:
     write_text(tmp_path / "pipe", "through")
     assert os.read(reader, 100) == b"through"
     os.close(reader)
+
+
+def test_a_device_stays_one_whoever_writes(tmp_path: Path) -> None:
+    """Libraries write beside and rename, as this module does: into a folder of their own."""
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    reader = os.open(tmp_path / "pipe.safetensors", os.O_RDONLY | os.O_NONBLOCK)
+    with replacing(tmp_path / "pipe.safetensors") as partial:
+        assert partial.suffix == ".safetensors"
+        save_file({"a": torch.arange(4)}, partial)
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe.safetensors").st_mode)
+    assert torch.equal(load(os.read(reader, 4096))["a"], torch.arange(4))
+    os.close(reader)
+    assert contents(tmp_path).keys() == {"pipe.safetensors"}
+    with pytest.raises(OSError, match=r"No space") as caught:
+        write_text("/dev/full", "much")
+    assert caught.value.filename == "/dev/full"
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
 def test_a_directory_or_a_missing_one_is_an_error(tmp_path: Path) -> None:
