@@ -3,6 +3,7 @@
 python bench/bench_gguf.py [FILE.gguf ...] [--threads 1 2] [--batches 1 8 32]
 
 Without files SmolLM2-135M-Instruct's (Q4_1), as scripts/get_smollm2.py finds or downloads it.
+Writes the table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import eecore
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -82,18 +85,27 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     arguments = parser.parse_args()
+    lines = ["| file | threads | batch | eecore | llama.cpp | eecore is |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as scratch:
-        files = arguments.files or [find_installed() or download(Path(scratch))]
-        print(f"{harness.cpu_name()}, llama.cpp of {peers.LLAMA_CPP}\n")
-        print("| file | threads | batch | eecore | llama.cpp | ratio |")
-        print("|---|---:|---:|---:|---:|---:|")
-        for file in files:
+        for file in arguments.files or [find_installed() or download(Path(scratch))]:
             for threads in arguments.threads:
                 times = measure(
                     file, threads, arguments.batches, arguments.tokens, arguments.rounds
                 )
-                print("\n".join(rows_of(file, threads, arguments.tokens, times)), flush=True)
+                lines += rows_of(file, threads, arguments.tokens, times)
+    about = (
+        "tokens/s of all sequences together after a prompt of one token, the best of "
+        f"{arguments.rounds} rounds in turns; ratios are medians over rounds. "
+        f"{harness.cpu_name()}, {eecore.build_info()['cpu_capability']} kernels, "
+        f"llama.cpp of {peers.LLAMA_CPP}. `python bench/bench_gguf.py`"
+    )
+    text = "\n".join(["", *lines, "", about, ""])
+    print(text)
+    if not arguments.dry_run:
+        harness.insert(ROOT / "bench" / "RESULTS.md", "gguf", text)
 
 
 if __name__ == "__main__":
