@@ -7,6 +7,7 @@ meets them costs milliseconds.
 from __future__ import annotations
 
 import json
+import re
 import resource
 from collections.abc import Callable
 from datetime import datetime
@@ -79,12 +80,16 @@ def one(random: Random) -> bool:
         refused = str(error)
     else:
         expected = _oracle_of(source, messages, variables)
-        places = " at 0x" in rendered + expected  # whose length is chance
-        assert places or rendered == expected, source
+        assert _without_places(rendered) == _without_places(expected), source
         return True
     assert "MemoryError" not in refused, source
     assert len(refused) < 2000
     return False
+
+
+def _without_places(text: str) -> str:
+    """Where in memory an object is, is chance; and filters may change how that is written."""
+    return re.sub("0x[0-9a-f]*", "0x", text, flags=re.IGNORECASE)
 
 
 def _oracle() -> ImmutableSandboxedEnvironment:

@@ -115,6 +115,10 @@ class Lazy(Iterator[Any]):
         self._work.step()
         return next(self._items)
 
+    def __repr__(self) -> str:
+        """What a template shows that forgot to make a list of it."""
+        return repr(self._items)
+
 
 def work_of(context: Context) -> Work:
     """The work of the rendering that a filter or call is part of."""
