@@ -275,7 +275,7 @@ def a_bit(call: Call, random: Random) -> None:
         tensor = call.tensors[name]
     else:
         name, tensor = _some_tensor(call, random)
-    if tensor.is_meta or tensor.dtype == torch.bool or tensor.numel() == 0:
+    if tensor.is_meta or tensor.dtype == torch.bool or not 0 < tensor.numel() <= MOST_ELEMENTS:
         return
     changed = tensor.contiguous().clone()
     data = changed.view(-1).view(torch.uint8)
