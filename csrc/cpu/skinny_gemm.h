@@ -176,6 +176,17 @@ inline void multiply(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>*
                      int64_t out_stride) {
   using F = Format<W>;
   using Sums = typename F::Sums;
+  if constexpr (F::kMaxColumns == kAnyColumns) {
+    // One row of x: memory is what binds, and it is read fastest from one end to the other.
+    if (num_batch == 1) {
+      Block<W> block{w.row(0), x + F::kHeader, nullptr, w.stride,   x_stride, n,
+                     nullptr,  nullptr,        out,     out_stride, false};
+      for (int64_t r = 0; r < num_rows; ++r, block.w += w.stride, ++block.out) {
+        multiply_block<1, 1, 0>(block);
+      }
+      return;
+    }
+  }
   const int64_t chunk = min_of(chunk_of<W>(num_batch, n), F::kMaxColumns);
   // Groups of rows of x, as equal as can be. Each prefetches its share, so that memory never idles.
   const int64_t num_groups = ceil_div(num_batch, F::kMaxBatch);
