@@ -104,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     arguments = parser.parse_args()
     import transformers
@@ -121,7 +122,7 @@ def main() -> None:
     config = eecore.load(directory, kv_cache_tokens=16).config
     layers = config.num_parameters - config.vocab_size * config.hidden_size
     rows = []
-    for threads in (1, 2):
+    for threads in arguments.threads:
         torch.set_num_threads(threads)
         seconds = measure(runs, prompt, arguments.rounds)
         ceiling = harness.multiply_ceiling(torch.float32)
