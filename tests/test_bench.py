@@ -118,8 +118,10 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(tmp_path: Path) ->
         folder=tmp_path,
     )
     assert not [row["error"] for row in rows if "error" in row]
-    # A difference of two times, which a busy machine may turn around.
-    assert all(math.isfinite(row["tokens_per_s"]) for row in rows)
+    # Of a peer it is the difference of two times, which a busy machine may turn around.
+    peers = [row for row in rows if row["mode"].startswith("transformers")]
+    assert all(row["tokens_per_s"] > 0 for row in rows if row not in peers)
+    assert all(math.isfinite(row["tokens_per_s"]) for row in peers)
     depth = {row["mode"]: row["mean_exit_layer"] for row in rows if "mean_exit_layer" in row}
     assert depth["full"] == depth["a check that nobody passes"] == 8
     assert depth["fixed exit L/2"] == 4 < depth["confident exit L/2"] < 8  # a prompt is no exit

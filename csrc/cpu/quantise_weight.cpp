@@ -130,7 +130,7 @@ Fit best_fit(const Block& x, float least, float most) {
 
 bool finite(float value) { return value - value == 0.0f; }
 
-// A block of Q4_1 or Q5_1. v: [32]
+// A block of Q4_1 or Q5_1.
 template <BlockFormat kFormat>
 void quantise(const Block& x, uint8_t* out) {
   constexpr int kMost = (1 << quant_bits(kFormat)) - 1;
