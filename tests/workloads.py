@@ -10,13 +10,46 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from eecore import Engine, Output, SamplingParams
+from eecore import (
+    ConfidentExit,
+    DraftAndVerify,
+    Engine,
+    EngineConfig,
+    ExitClassifier,
+    FixedExit,
+    Full,
+    Output,
+    SamplingParams,
+    SelfSpeculative,
+)
 from eecore.exits import Exit
 from eecore.output import StepOutput
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 from tripwire import Fault, Interrupt, Tripwire
 
 T = TypeVar("T")
+
+# Few pages, pages of one position, chunks, and batches cut short by the budget.
+SMALL_CACHES = [
+    EngineConfig(kv_cache_tokens=32, page_size=4, max_num_seqs=4, max_prefill_chunk=5),
+    EngineConfig(kv_cache_tokens=36, page_size=1, max_batch_tokens=9, max_num_seqs=4),
+    EngineConfig(kv_cache_tokens=48, page_size=16, max_num_seqs=4),
+]
+
+
+def policies(classifier: ExitClassifier) -> list[Exit]:
+    """Of every kind, for a model of three layers."""
+    return [
+        Full(),
+        FixedExit(1),
+        ConfidentExit(0.35, decay_tau=1.0),
+        ConfidentExit(0.96, measure="state", exit_points=(1, 2)),
+        ConfidentExit(0.5, measure="classifier", classifier=classifier, min_exit_layer=2),
+        ConfidentExit(0.0, batch="all", min_exit_layer=2),
+        SelfSpeculative(2, 4),
+        SelfSpeculative(1, 2, draft_threshold=0.2),
+        DraftAndVerify({2}, {1, 2}),
+    ]
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,7 @@ class TensorCoreRows {
   __device__ __forceinline__ TensorCoreRows(const PagedAttentionParams& params,
                                             const AttentionPlan& plan, const AttentionTile& tile,
                                             int first_row, Shared<float> bias_table)
-      : params_(params),
-        plan_(plan),
-        lane_(threadIdx.x % 32),
-        length_(tile.seq.length),
-        used_begin_(tile.used.begin) {
+      : params_(params), plan_(plan), lane_(threadIdx.x % 32), length_(tile.seq.length) {
     const int last = tile.first_row + tile.num_rows - 1;
     const auto position = [&](int row) {
       return tile.seq.position(min(row, last) / plan.group_size);
@@ -175,13 +171,14 @@ class TensorCoreRows {
     }
 
     const Shared<T> v_lane = v + (matrix % 2 * 8 + matrix_row) * kRowStride + matrix / 2 * 8;
-    // Keys that no row of the tile uses are zeros.
+    // Keys past the end are zeros.
     const bool all_see_all =
-        max(first_key, used_begin_) >= last.begin && min(first_key + kStepKeys, end) <= first.end;
+        first_key >= last.begin && min(first_key + kStepKeys, end) <= first.end;
     if (all_see_all) {
       add_values<false>(scores, v_lane);
     } else if (add_values<true>(scores, v_lane)) {
-      add_not_finite(v, first_key, end);
+      add_infinities<false>(v_lane, first_key, end);
+      add_infinities<true>(v_lane, first_key, end);
     }
   }
 
@@ -239,21 +236,35 @@ class TensorCoreRows {
     return kFinite && __any_sync(kWholeWarp, left_out);
   }
 
-  // The values of a step that are no numbers, to the rows that see them.
-  __device__ __forceinline__ void add_not_finite(Shared<T> v, int first_key, int end) {
+  // The infinities of a step's values, of which a NaN is both, to the rows that see them.
+  template <bool kNegative>
+  __device__ __forceinline__ void add_infinities(Shared<T> v_lane, int first_key, int end) {
     const KeyRange seen[2] = {visible(position_[0]), visible(position_[1])};
-#pragma unroll 1
-    for (int j = 0; j < kStepKeys; ++j) {
-      const int key = first_key + j;
-      const Shared<T> row = v + j * kRowStride + lane_ % 4 * 2;
+    const auto sees = [&](int j, int i) {
+      const int key = key_of(first_key, j, i);
+      return key >= seen[i / 2].begin && key < min(seen[i / 2].end, end) ? 1.0f : 0.0f;
+    };
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d) {
+    for (int j = 0; j < kStepKeys / 16; ++j) {
+      uint32_t rows[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const T element = row[d * 8 + i % 2];
-          const float value = to_float(element);
-          const bool sees = key >= seen[i / 2].begin && key < min(seen[i / 2].end, end);
-          if (sees && !is_finite(value)) sums_[d][i] += value;
+      for (int i = 0; i < 4; ++i) {
+        rows[i] = pack_pair<T>(sees(2 * j + i / 2, i % 2 * 2), sees(2 * j + i / 2, i % 2 * 2 + 1));
+      }
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        uint32_t values[4];
+        ldmatrix_x4_transposed(values, v_lane + j * 16 * kRowStride + d * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = infinite_pair<T, kNegative>(values[i]);
+        float counts[2][4] = {};
+        mma_m16n8k16<T>(counts[0], rows, {values[0], values[1]});
+        mma_m16n8k16<T>(counts[1], rows, {values[2], values[3]});
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (counts[i / 4][i % 4] > 0.0f) {
+            sums_[2 * d + i / 4][i % 4] += kNegative ? -INFINITY : INFINITY;
+          }
         }
       }
     }
@@ -287,7 +298,7 @@ class TensorCoreRows {
 
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
-  int lane_, length_, used_begin_;
+  int lane_, length_;
   bool has_rows_;
   int position_[2], first_position_, last_position_;  // of this lane's rows, of the warp's
   RowBias bias_[2];

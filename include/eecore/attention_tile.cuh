@@ -50,7 +50,7 @@ struct AttentionSizes {
   static constexpr int kStageBytes = kAttentionWarps * 2 * kBlockSize * static_cast<int>(sizeof(T));
   // Columns of the queries that stay in registers; what has no room there is read again and again
   // from shared memory of each warp.
-  static constexpr int kKeptColumns = kTensorCores && kHeadDim > 128 ? 128 : kHeadDim;
+  static constexpr int kKeptColumns = kTensorCores && kHeadDim > 128 ? 112 : kHeadDim;
   static constexpr int kRestStride = kHeadDim - kKeptColumns + kPack;
   static constexpr int kRestSize = kKeptColumns < kHeadDim ? kWarpRows * kRestStride : 0;
   static constexpr int kRestBytes = kAttentionWarps * kRestSize * static_cast<int>(sizeof(T));

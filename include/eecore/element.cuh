@@ -45,6 +45,17 @@ __device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
   return pair & kept;
 }
 
+// Two 16-bit elements, 1 in place of an infinity of this sign or NaN, 0 of all else.
+template <typename T, bool kNegative>
+__device__ __forceinline__ uint32_t infinite_pair(uint32_t pair) {
+  constexpr bool kBrain = std::is_same_v<T, BFloat16>;
+  constexpr uint32_t kInfinity = kBrain ? 0x7f80u : 0x7c00u, kOne = kBrain ? 0x3f80u : 0x3c00u;
+  const auto is_one = [](uint32_t element) {
+    return element == (kInfinity | (kNegative ? 0x8000u : 0u)) || (element & 0x7fffu) > kInfinity;
+  };
+  return (is_one(pair & 0xffffu) ? kOne : 0u) | (is_one(pair >> 16) ? kOne << 16 : 0u);
+}
+
 // Not infinite, not NaN.
 __device__ __forceinline__ bool is_finite(float x) { return x - x == 0.0f; }
 

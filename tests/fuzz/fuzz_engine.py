@@ -17,42 +17,18 @@ import torch
 
 import eecore
 from devices import engine_of
-from eecore import (
-    ConfidentExit,
-    DraftAndVerify,
-    Engine,
-    EngineConfig,
-    ExitClassifier,
-    FixedExit,
-    Full,
-    Output,
-    SamplingParams,
-    SelfSpeculative,
-)
-from eecore.exits import Exit
+from eecore import Engine, EngineConfig, ExitClassifier, Output, SamplingParams
 from tiny_models import scale_layers, write_model
 from tiny_t5 import write_t5
 from tripwire import Fault, Interrupt
-from workloads import Driver, Request, same, serve
+from workloads import SMALL_CACHES, Driver, Request, policies, same, serve
 
 SHARE = 120
 
 CLASSIFIER = ExitClassifier(torch.linspace(-1.0, 1.0, 128).view(2, 64))
-POLICIES: list[Exit] = [
-    Full(),
-    FixedExit(1),
-    ConfidentExit(0.35, decay_tau=1.0),
-    ConfidentExit(0.96, measure="state", exit_points=(1, 2)),
-    ConfidentExit(0.5, measure="classifier", classifier=CLASSIFIER, min_exit_layer=2),
-    ConfidentExit(0.0, batch="all", min_exit_layer=2),
-    SelfSpeculative(2, 4),
-    SelfSpeculative(1, 2, draft_threshold=0.2),
-    DraftAndVerify({2}, {1, 2}),
-]
+POLICIES = policies(CLASSIFIER)
 CONFIGS = [
-    EngineConfig(kv_cache_tokens=32, page_size=4, max_num_seqs=4, max_prefill_chunk=5),
-    EngineConfig(kv_cache_tokens=36, page_size=1, max_batch_tokens=9, max_num_seqs=4),
-    EngineConfig(kv_cache_tokens=48, page_size=16, max_num_seqs=4),
+    *SMALL_CACHES,
     EngineConfig(kv_cache_tokens=96, page_size=2, max_num_seqs=4, max_batch_tokens=24),
 ]
 NUM_REQUESTS = 64

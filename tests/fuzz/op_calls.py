@@ -856,7 +856,10 @@ class _Calls:
                 got = reference.pack_weight(after["blocks"], format)
                 limit = reference.weighted_error(weight, reference.quantise_weight(weight, format))
                 error = reference.weighted_error(weight, got)
-                assert (error <= 1.2 * limit + 1e-9 * weight.double().abs().amax() ** 3).all()
+                floor = 1e-9 * weight.double().abs().amax() ** 3
+                # Where two ranges are equally good, rounding picks, and what follows may differ.
+                assert (error > 1.01 * limit + floor).sum() <= 1 + error.numel() // 100
+                assert (error <= 2 * limit + floor).all()
 
         return given, check
 

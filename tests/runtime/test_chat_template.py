@@ -52,6 +52,12 @@ def test_what_templates_may_use(template: str) -> None:
     assert render(template, messages) == of_transformers(template, messages)
 
 
+@pytest.mark.parametrize("template", ["{{ false|sum('a') }}", "{{ 0|join(',', attribute='a') }}"])
+def test_what_is_no_list_has_no_attributes_of_items(template: str) -> None:
+    with pytest.raises(ModelError, match=r"TypeError: '(bool|int)' object is not iterable"):
+        render(template, [{"role": "user", "content": "x"}])
+
+
 def test_a_template_is_told_the_time() -> None:
     assert render("{{ strftime_now('%Y-%m-%d') }}") == datetime.now().strftime("%Y-%m-%d")
 

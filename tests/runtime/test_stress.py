@@ -3,56 +3,25 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 from test_confident_exit import mlp_classifier
 
 import eecore
 from devices import load
-from eecore import (
-    ConfidentExit,
-    DraftAndVerify,
-    EngineConfig,
-    ExitClassifier,
-    FixedExit,
-    Full,
-    Output,
-    SamplingParams,
-    SelfSpeculative,
-)
-from eecore.exits import Exit
+from eecore import EngineConfig, ExitClassifier, Output, SamplingParams
 from tiny_models import random_prompts, scale_layers, write_model
+from workloads import SMALL_CACHES, Request, policies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_STEPS = 10_000
 CLASSIFIER: ExitClassifier = mlp_classifier()
-POLICIES: list[Exit] = [
-    Full(),
-    FixedExit(1),
-    ConfidentExit(0.35, decay_tau=1.0),
-    ConfidentExit(0.96, measure="state", exit_points=(1, 2)),
-    ConfidentExit(0.5, measure="classifier", classifier=CLASSIFIER, min_exit_layer=2),
-    ConfidentExit(0.0, batch="all", min_exit_layer=2),
-    SelfSpeculative(2, 4),
-    SelfSpeculative(1, 2, draft_threshold=0.2),
-    DraftAndVerify({2}, {1, 2}),
-]
-# Very small caches: few pages, pages of one position, chunks, and batches cut short by the budget.
+POLICIES = policies(CLASSIFIER)
 CONFIGS = [
-    EngineConfig(kv_cache_tokens=32, page_size=4, max_num_seqs=4, max_prefill_chunk=5),
-    EngineConfig(kv_cache_tokens=36, page_size=1, max_batch_tokens=9, max_num_seqs=4),
-    EngineConfig(kv_cache_tokens=48, page_size=16, max_num_seqs=4),
+    *SMALL_CACHES,
     EngineConfig(kv_cache_tokens=36, page_size=2, max_num_seqs=4, max_batch_tokens=8),
 ]
-
-
-@dataclass(frozen=True)
-class Request:
-    prompt: list[int]
-    exit: Exit
-    sampling: SamplingParams
 
 
 def make_requests(count: int) -> list[Request]:

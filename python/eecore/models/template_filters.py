@@ -210,11 +210,15 @@ def _replaced(work: Work, text: str, old: str, new: str, count: int = -1, /) -> 
 @pass_context
 def _join(context: Context, value: Any, d: Any = "", attribute: Any = None) -> str:
     work = work_of(context)
-    if attribute is not None:
-        value = context.environment.call_filter(
-            "map", value, kwargs={"attribute": attribute}, context=context
-        )
-    return _joined(work, work.written(d), [work.written(item) for item in _steps(work, value)])
+    items = _steps(work, _parts(context, value, attribute))
+    return _joined(work, work.written(d), [work.written(item) for item in items])
+
+
+def _parts(context: Context, value: Iterable[Any], attribute: Any) -> Iterable[Any]:
+    """The items, or what they have by a name; no list is an error, as in jinja2, even if false."""
+    if attribute is None:
+        return value
+    return map(jinja_filters.make_attrgetter(context.environment, attribute), value)
 
 
 def _joined(work: Work, between: str, texts: Iterable[str]) -> str:
@@ -232,11 +236,7 @@ def _steps(work: Work, value: Iterable[Any]) -> Iterator[Any]:
 @pass_context
 def _sum(context: Context, value: Any, attribute: Any = None, start: Any = 0) -> Any:
     environment: Any = context.environment
-    if attribute is not None:
-        value = environment.call_filter(
-            "map", value, kwargs={"attribute": attribute}, context=context
-        )
-    for item in _steps(work_of(context), value):
+    for item in _steps(work_of(context), _parts(context, value, attribute)):
         start = environment.call_binop(context, "+", start, item)
     return start
 
