@@ -277,7 +277,7 @@ def a_bit(call: Call, random: Random) -> None:
         name, tensor = _some_tensor(call, random)
     if tensor.is_meta or tensor.dtype == torch.bool or not 0 < tensor.numel() <= MOST_ELEMENTS:
         return
-    changed = tensor.contiguous().clone()
+    changed = tensor.clone(memory_format=torch.contiguous_format)
     data = changed.view(-1).view(torch.uint8)
     at = random.randrange(len(data))
     data[at] = int(data[at]) ^ (1 << random.randrange(8))
