@@ -28,6 +28,7 @@ from eecore.config import ModelConfig, RopeConfig
 from eecore.decoding.capture import CallByCall, run_program_on
 from eecore.models import LlamaModel
 from eecore.models.llama import LlamaWeights
+from eecore.models.weights import NewWeights
 from gpu_timing import copy_rate
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -58,7 +59,7 @@ def model_config(name: str) -> ModelConfig:
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaModel:
     """Seeded weights, made on the device."""
-    weights = LlamaWeights.empty(config, device, dtype)
+    weights = LlamaWeights.empty(config, NewWeights(device, dtype))
     generator = torch.Generator(device).manual_seed(0)
     for field in dataclasses.fields(weights):
         values = getattr(weights, field.name)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
 from eecore import ops
+from eecore.config import ModelConfig
 from eecore.errors import (
     CheckpointError,
     EecoreError,
@@ -25,7 +26,7 @@ from eecore.models import LlamaWeights, load_model
 from eecore.models.config_json import read_model_config
 from eecore.models.load import choose_device, choose_dtype
 from eecore.models.rope import cos_sin_table
-from eecore.models.weights import WeightView
+from eecore.models.weights import NewWeights, WeightView
 from tiny_models import FAMILIES, write_model
 
 
@@ -224,11 +225,9 @@ def refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     """Loading the directory fails with the error and message, before weights are allocated."""
     empty = LlamaWeights.empty
 
-    def no_allocation(
-        config: Any, device: Any, dtype: torch.dtype, *, coding: Any = None
-    ) -> LlamaWeights:
-        assert device == "meta", "weights were allocated before the checkpoint was checked"
-        return empty(config, device, dtype, coding=coding)
+    def no_allocation(config: ModelConfig, new: NewWeights) -> LlamaWeights:
+        assert new.device == "meta", "weights were allocated before the checkpoint was checked"
+        return empty(config, new)
 
     def check(error: type[EecoreError], match: str) -> None:
         monkeypatch.setattr(LlamaWeights, "empty", no_allocation)

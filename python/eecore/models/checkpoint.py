@@ -23,7 +23,7 @@ from eecore.errors import (
 from eecore.json_fields import read_fields
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
-from eecore.models.weights import Coding, Filling, WeightView
+from eecore.models.weights import CodedForms, Coding, Filling, NewWeights, WeightView
 from eecore.readable import kind_of
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
@@ -236,7 +236,8 @@ def load_weights(
     check_tensors(checkpoint, config)
     embeddings = embeddings_name(config, checkpoint)
     try:
-        weights, views = _weights(config, embeddings, device, dtype, coding=coding)
+        new = NewWeights(device, dtype, CodedForms(coding))
+        weights, views = _weights(config, embeddings, new)
     except RuntimeError as error:  # of torch, which is out of memory
         size = config.num_parameters * dtype.itemsize / 2**30
         raise ModelError(
@@ -250,18 +251,13 @@ def load_weights(
 
 
 def _weights(
-    config: AnyModelConfig,
-    embeddings: str,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    coding: Coding | None = None,
+    config: AnyModelConfig, embeddings: str, new: NewWeights
 ) -> tuple[LlamaWeights | T5Weights, dict[str, WeightView]]:
     """Uninitialised weights, and what each tensor of a checkpoint fills."""
     if isinstance(config, T5Config):
-        t5 = T5Weights.empty(config, device, dtype, coding=coding)
+        t5 = T5Weights.empty(config, new)
         return t5, t5.by_checkpoint_name(config, embeddings)
-    llama = LlamaWeights.empty(config, device, dtype, coding=coding)
+    llama = LlamaWeights.empty(config, new)
     return llama, llama.by_checkpoint_name(config)
 
 
@@ -287,7 +283,8 @@ def expected_shapes(stored: StoredTensors, config: AnyModelConfig) -> dict[str, 
                 f"{stored.place}: expected tensors of {name}={getattr(config, name)} layers, got "
                 f"{len(stored.names)} tensors"
             )
-    views = _weights(config, embeddings_name(config, stored), "meta", torch.float32)[1]
+    new = NewWeights("meta", torch.float32)
+    views = _weights(config, embeddings_name(config, stored), new)[1]
     return {name: tuple(view.weight.shape) for name, view in views.items()}
 
 

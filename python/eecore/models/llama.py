@@ -23,7 +23,7 @@ from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
 from eecore.models.rope import RopeTable
 from eecore.models.source import ModelSource
-from eecore.models.weights import Coding, NewWeights, WeightView
+from eecore.models.weights import NewWeights, WeightView
 from eecore.ops import Matrix
 
 
@@ -59,33 +59,25 @@ class LlamaWeights:
     """[num_layers, head_dim]"""
 
     @classmethod
-    def empty(
-        cls,
-        config: ModelConfig,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        *,
-        coding: Coding | None = None,
-    ) -> LlamaWeights:
-        """Uninitialised weights of the config's sizes; on device "meta" they take no memory."""
+    def empty(cls, config: ModelConfig, new: NewWeights) -> LlamaWeights:
+        """Uninitialised weights of the config's sizes."""
         layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
-        new = NewWeights(device, dtype, coding)
-        lm_head = new.matrix(config.vocab_size, hidden, is_head=True)
         qkv = (config.q_size, config.kv_size, config.kv_size)
-        tied = config.tie_word_embeddings
+        shape, tied = (config.vocab_size, hidden), config.tie_word_embeddings
+        embeddings = new.matrix("embed_tokens", *shape, is_head=tied)
         head_norm = (layers, config.head_dim)
         return cls(
-            embed_tokens=lm_head if tied else Matrix(new.tensor(config.vocab_size, hidden)),
-            lm_head=lm_head,
+            embed_tokens=embeddings,
+            lm_head=embeddings if tied else new.matrix("lm_head", *shape, is_head=True),
             final_norm=new.tensor(hidden),
             attention_norm=new.tensor(layers, hidden),
             mlp_norm=new.tensor(layers, hidden),
-            qkv=new.matrix(layers, sum(qkv), hidden, parts=qkv, bias=config.attention_bias),
-            o=new.matrix(layers, hidden, config.q_size, bias=config.output_bias),
+            qkv=new.matrix("qkv", layers, sum(qkv), hidden, parts=qkv, bias=config.attention_bias),
+            o=new.matrix("o", layers, hidden, config.q_size, bias=config.output_bias),
             gate_up=new.matrix(
-                layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
+                "gate_up", layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
             ),
-            down=new.matrix(layers, hidden, inner, bias=config.mlp_bias),
+            down=new.matrix("down", layers, hidden, inner, bias=config.mlp_bias),
             q_norm=new.tensor(*head_norm) if config.qk_norm else None,
             k_norm=new.tensor(*head_norm) if config.qk_norm else None,
         )

@@ -7,9 +7,7 @@ model's dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +17,7 @@ from eecore.config import ModelConfig
 from eecore.errors import ModelError
 from eecore.models.checkpoint import StoredTensors
 from eecore.models.llama import LlamaWeights
-from eecore.models.weights import Filling
-from eecore.ops import Matrix
+from eecore.models.weights import Filling, Form, NewMatrix, NewWeights
 
 __all__ = ["INT8", "PackedTensors", "field_of", "memory_of", "packed_weights", "runs_as"]
 
@@ -37,8 +34,6 @@ FIELDS = {
     "model.embed_tokens": "embed_tokens",
     "lm_head": "lm_head",
 }
-
-Form = Literal["blocks", "int8", "floats"]
 
 
 class PackedTensors(StoredTensors, Protocol):
@@ -74,7 +69,8 @@ def packed_weights(
         ModelError: there is no memory for them.
     """
     try:
-        weights = _empty(checkpoint, config, dtype)
+        new = NewWeights("cpu", dtype, _StoredForms(checkpoint))
+        weights = LlamaWeights.empty(config, new)
     except RuntimeError as error:  # of torch, which is out of memory
         raise ModelError(
             f"{checkpoint.place}: expected memory for the weights, got: "
@@ -88,9 +84,7 @@ def packed_weights(
             in_features = checkpoint.shape(name)[-1]
             filling.pack(view, checkpoint.blocks(name), format, in_features)
         elif view.scale is not None:
-            whole, scale = cast("Int8Tensors", checkpoint).int8_rows(name)
-            view.weight.copy_(whole)
-            view.scale.copy_(scale)
+            view.fill_int8(*cast("Int8Tensors", checkpoint).int8_rows(name))
         else:
             view.fill(checkpoint.tensor(name))
     return weights
@@ -103,7 +97,8 @@ def memory_of(
     forms = runs_as(checkpoint)
     floats = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     found = {}
-    for name in LlamaWeights.empty(config, "meta", dtype).by_checkpoint_name(config):
+    meta = LlamaWeights.empty(config, NewWeights("meta", dtype))
+    for name in meta.by_checkpoint_name(config):
         size, field = math.prod(checkpoint.shape(name)), field_of(name)
         form = "floats" if field is None else forms[field]
         if form == "floats":
@@ -150,43 +145,16 @@ def packed_bytes(checkpoint: PackedTensors, name: str) -> int:
     return ops.packed_bytes(format, *checkpoint.shape(name))
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """Makes a checkpoint's weights of those on device "meta"."""
+class _StoredForms:
+    """Those that a checkpoint has its matrices in."""
 
-    forms: dict[str, Form]
-    packed: Callable[[str], int]
-    """Bytes of a field that is packed."""
+    def __init__(self, checkpoint: PackedTensors) -> None:
+        self._checkpoint = checkpoint
+        self._forms = runs_as(checkpoint)
 
-    def real(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else torch.empty_like(tensor, device="cpu")
+    def form(self, matrix: NewMatrix) -> Form:
+        return self._forms[matrix.field]
 
-    def matrix(self, field: str, matrix: Matrix) -> Matrix:
-        form, bias = self.forms[field], self.real(matrix.bias)
-        rows = matrix.weight.shape[:-1]
-        if form == "floats":
-            return Matrix(torch.empty_like(matrix.weight, device="cpu"), bias)
-        if form == "int8":
-            whole = torch.empty(matrix.weight.shape, dtype=torch.int8)
-            return Matrix(whole, bias, torch.empty(rows, dtype=torch.float32))
-        table = torch.empty(rows, dtype=torch.int64)
-        return Matrix(torch.empty(self.packed(field), dtype=torch.uint8), bias, None, table)
-
-
-def _empty(checkpoint: PackedTensors, config: ModelConfig, dtype: torch.dtype) -> LlamaWeights:
-    def field_bytes(field: str) -> int:
-        names = (name for name in checkpoint.names if field_of(name) == field)
-        return sum(packed_bytes(checkpoint, name) for name in names)
-
-    memory = _Memory(runs_as(checkpoint), field_bytes)
-    meta = LlamaWeights.empty(config, "meta", dtype)
-    values: dict[str, Any] = {}
-    for part in fields(LlamaWeights):
-        value = getattr(meta, part.name)
-        if part.name == "lm_head" and config.tie_word_embeddings:
-            values[part.name] = values["embed_tokens"]
-        elif isinstance(value, Matrix):
-            values[part.name] = memory.matrix(part.name, value)
-        else:
-            values[part.name] = memory.real(value)
-    return LlamaWeights(**values)
+    def packed_bytes(self, matrix: NewMatrix) -> int:
+        names = (name for name in self._checkpoint.names if field_of(name) == matrix.field)
+        return sum(packed_bytes(self._checkpoint, name) for name in names)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import T5Config
-from eecore.models.weights import Coding, NewWeights, WeightView
+from eecore.models.weights import NewWeights, WeightView
 from eecore.ops import Matrix
 
 __all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
@@ -47,10 +47,10 @@ class T5StackWeights:
             mlp_norm=new.tensor(num_layers, hidden),
             final_norm=new.tensor(hidden),
             position_bias=new.tensor(config.num_buckets, config.num_heads, dtype=torch.float32),
-            qkv=new.matrix(num_layers, 3 * size, hidden, parts=(size,) * 3),
-            o=new.matrix(num_layers, hidden, size),
-            gate_up=new.matrix(num_layers, sum(halves), hidden, parts=halves),
-            down=new.matrix(num_layers, hidden, inner),
+            qkv=new.matrix("qkv", num_layers, 3 * size, hidden, parts=(size,) * 3),
+            o=new.matrix("o", num_layers, hidden, size),
+            gate_up=new.matrix("gate_up", num_layers, sum(halves), hidden, parts=halves),
+            down=new.matrix("down", num_layers, hidden, inner),
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -119,9 +119,9 @@ class T5CrossWeights:
         layers, hidden, size = config.num_layers, config.hidden_size, config.q_size
         return cls(
             norm=new.tensor(layers, hidden),
-            q=new.matrix(layers, size, hidden),
-            kv=new.matrix(layers, 2 * size, hidden, parts=(size, size)),
-            o=new.matrix(layers, hidden, size),
+            q=new.matrix("cross_q", layers, size, hidden),
+            kv=new.matrix("cross_kv", layers, 2 * size, hidden, parts=(size, size)),
+            o=new.matrix("cross_o", layers, hidden, size),
         )
 
     def by_checkpoint_name(self, config: T5Config) -> dict[str, WeightView]:
@@ -156,22 +156,13 @@ class T5Weights:
     cross: T5CrossWeights
 
     @classmethod
-    def empty(
-        cls,
-        config: T5Config,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        *,
-        coding: Coding | None = None,
-    ) -> T5Weights:
-        """Uninitialised weights of the config's sizes; on device "meta" they take no memory."""
-
-        new = NewWeights(device, dtype, coding)
-        lm_head = new.matrix(config.vocab_size, config.hidden_size, is_head=True)
-        untied = Matrix(new.tensor(config.vocab_size, config.hidden_size))
+    def empty(cls, config: T5Config, new: NewWeights) -> T5Weights:
+        """Uninitialised weights of the config's sizes."""
+        shape, tied = (config.vocab_size, config.hidden_size), config.tie_word_embeddings
+        embeddings = new.matrix("embed_tokens", *shape, is_head=tied)
         return cls(
-            embed_tokens=lm_head if config.tie_word_embeddings else untied,
-            lm_head=lm_head,
+            embed_tokens=embeddings,
+            lm_head=embeddings if tied else new.matrix("lm_head", *shape, is_head=True),
             encoder=T5StackWeights.empty(config, config.num_encoder_layers, new),
             decoder=T5StackWeights.empty(config, config.num_layers, new),
             cross=T5CrossWeights.empty(config, new),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from eecore import ops
 from eecore.models.int8 import quantise_rows
 from eecore.ops import Matrix
 
+Form = Literal["floats", "int8", "blocks"]
+"""What holds a matrix: floats of the model's dtype, int8 with a scale for each row, or packed
+blocks of 4 to 8 bits."""
 Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
 BLOCK_FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}
@@ -29,14 +32,60 @@ def block_format(coding: Coding, *, is_head: bool) -> str:
 
 
 @dataclass(frozen=True)
+class NewMatrix:
+    """A matrix of the weights before it has memory."""
+
+    field: str
+    """Of the weights that it will be in: qkv, embed_tokens, ..."""
+    shape: tuple[int, ...]
+    """[..., out_features, in_features]"""
+    parts: tuple[int, ...]
+    """out_features of each tensor of a checkpoint that fills it."""
+    is_head: bool
+    """Whether it is the LM head, alone or besides the embeddings."""
+
+
+class MatrixForms(Protocol):
+    """The form of every matrix of a model."""
+
+    def form(self, matrix: NewMatrix) -> Form: ...
+
+    def packed_bytes(self, matrix: NewMatrix) -> int:
+        """Of one in blocks, all of its layers together."""
+        ...
+
+
+@dataclass(frozen=True)
+class CodedForms:
+    """Those that matrices are quantised to as they are read; None: all are floats."""
+
+    coding: Coding | None
+
+    def form(self, matrix: NewMatrix) -> Form:
+        is_table = matrix.field == "embed_tokens" and not matrix.is_head
+        if self.coding is None or is_table:
+            return "floats"
+        return "int8" if matrix.shape[-1] % BLOCK_COLUMNS != 0 else "blocks"
+
+    def packed_bytes(self, matrix: NewMatrix) -> int:
+        assert self.coding is not None
+        *layers, _, in_features = matrix.shape
+        format = block_format(self.coding, is_head=matrix.is_head)
+        each = (ops.packed_bytes(format, part, in_features) for part in matrix.parts)
+        return math.prod(layers) * sum(each)
+
+
+ALL_FLOATS = CodedForms(None)
+
+
+@dataclass(frozen=True)
 class NewWeights:
     """Makes uninitialised weights; on device "meta" they take no memory."""
 
     device: torch.device | str
     dtype: torch.dtype
     """Of all that is not quantised."""
-    coding: Coding | None
-    """Of the matrices; None: they are in that dtype too."""
+    forms: MatrixForms = ALL_FLOATS
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """In the weights' dtype, or the one given."""
@@ -44,30 +93,31 @@ class NewWeights:
 
     def matrix(
         self,
+        field: str,
         *shape: int,
         parts: Sequence[int] = (),
         bias: bool = False,
         is_head: bool = False,
     ) -> Matrix:
-        """[..., out_features, in_features], coded, with a bias where wanted.
+        """[..., out_features, in_features] in its form, with a bias where wanted.
 
         Args:
+            field: of the weights that it will be in.
             shape: of the weight.
             parts: out_features of each tensor of a checkpoint that fills it, if they are several.
             bias: whether there is one.
-            is_head: whether it is the LM head.
+            is_head: whether it is the LM head, alone or besides the embeddings.
         """
-        *layers, out_features, in_features = shape
-        given = self.tensor(*shape[:-1]) if bias else None
-        if self.coding is None:
+        matrix = NewMatrix(field, shape, tuple(parts) or shape[-2:-1], is_head)
+        rows, form = shape[:-1], self.forms.form(matrix)
+        given = self.tensor(*rows) if bias else None
+        if form == "floats":
             return Matrix(self.tensor(*shape), given)
-        if in_features % BLOCK_COLUMNS != 0:
-            scale = self.tensor(*shape[:-1], dtype=torch.float32)
+        if form == "int8":
+            scale = self.tensor(*rows, dtype=torch.float32)
             return Matrix(self.tensor(*shape, dtype=torch.int8), given, scale)
-        format = block_format(self.coding, is_head=is_head)
-        each = (ops.packed_bytes(format, part, in_features) for part in parts or (out_features,))
-        packed = self.tensor(math.prod(layers) * sum(each), dtype=torch.uint8)
-        return Matrix(packed, given, None, self.tensor(*shape[:-1], dtype=torch.int64))
+        packed = self.tensor(self.forms.packed_bytes(matrix), dtype=torch.uint8)
+        return Matrix(packed, given, None, self.tensor(*rows, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -93,7 +143,11 @@ class WeightView:
         if self.scale is None:
             self.weight.copy_(stored)
             return
-        whole, scale = quantise_rows(stored)
+        self.fill_int8(*quantise_rows(stored))
+
+    def fill_int8(self, whole: Tensor, scale: Tensor) -> None:
+        """Copy int8 rows and the scale of each."""
+        assert self.scale is not None
         self.weight.copy_(whole)
         self.scale.copy_(scale)
 
