@@ -140,8 +140,9 @@ def add_settings(writer: Any, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 
@@ -185,10 +186,12 @@ def gguf_name(name: str) -> str:
 
 
 def interleave_rotary(weight: Any, num_heads: int) -> Any:
-    """Rows of each head as pairs (i, i + head_dim / 2) side by side, as llama.cpp rotates them."""
-    rows, columns = weight.shape
-    halves = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
-    return halves.swapaxes(1, 2).reshape(rows, columns)
+    """Rows of each head as pairs (i, i + head_dim / 2) side by side, as llama.cpp rotates them.
+
+    Of a weight [num_heads * head_dim, num_columns] or a bias [num_heads * head_dim].
+    """
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 # CTranslate2

@@ -13,20 +13,12 @@ import numpy as np
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
+from decode_models import add_settings, interleave_rotary
 from eecore.models.gguf_checkpoint import TENSOR_NAMES
 
 GGUF_NAMES = {hf: name for name, hf in TENSOR_NAMES.items()}
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-
-
-def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head from the order 0, 1, ..., d-1 to 0, d/2, 1, d/2+1, ..."""
-    heads = rows.reshape(num_heads, -1, *rows.shape[1:])
-    half = heads.shape[1] // 2
-    out = np.empty_like(heads)
-    out[:, 0::2], out[:, 1::2] = heads[:, :half], heads[:, half:]
-    return out.reshape(rows.shape)
 
 
 def write_gguf(
@@ -45,15 +37,7 @@ def write_gguf(
     """
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    add_settings(writer, config)
     tokenizer = {
         "model": "gpt2",
         "pre": "qwen2",
@@ -75,7 +59,7 @@ def write_gguf(
         values = tensor.numpy()
         if architecture == "llama" and part.endswith(("q_proj", "k_proj")):
             heads = "num_attention_heads" if "q_proj" in part else "num_key_value_heads"
-            values = interleaved(values, config[heads])
+            values = interleave_rotary(values, config[heads])
         stored = f"{f'blk.{layer}.' if layer else ''}{GGUF_NAMES[part]}.{kind}"
         chosen = (kinds or {}).get(stored.removesuffix(".weight"), quantization)
         if chosen is not None and values.ndim == 2:
