@@ -244,6 +244,18 @@ def _compare(
     return check
 
 
+def _out_of(
+    answer: Callable[..., Tensor], *without: str
+) -> Callable[[Arguments], dict[str, Tensor]]:
+    """The oracle of an op that writes ``out``: a reference that takes its other arguments."""
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        taken = before.keys() - {"out", *without}
+        return {"out": answer(**{name: before[name] for name in taken})}
+
+    return oracle
+
+
 def _looser(dtype: torch.dtype, factor: float = 4.0) -> Tolerance:
     tolerance = TOLERANCES[dtype]
     return Tolerance(factor * tolerance.rtol, factor * tolerance.atol)
@@ -954,60 +966,24 @@ class _Calls:
 
     @staticmethod
     def skinny_linear(m: Maker) -> Checked:
-        tokens, columns, rows, dtype = m.size(40), m.columns(200), m.size(70), m.dtype()
-        matrix = m.weight(dtype, rows, columns)
+        tokens, rows, dtype = m.size(40), m.size(70), m.dtype()
         residual = m.maybe(lambda: m.states(tokens, rows, dtype))
         own = residual is None or m.chance()
         given = {
-            "x": m.inputs(matrix, tokens, columns, dtype),
-            "norm_weight": m.maybe(lambda: m.norm_of(matrix, dtype, columns)),
-            "eps": 1e-6,
-            "weight": matrix.weight,
-            "weight_scale": matrix.scale,
-            "weight_table": matrix.table,
-            "bias": m.maybe(lambda: m.placed(m.normal(rows).to(dtype))),
+            **_product(m, tokens, rows, dtype, (None, "relu")),
             "residual": residual,
             "out": m.states(tokens, rows, dtype) if own else residual,
-            "activation": m.one_of(None, "relu"),
         }
-        names = (
-            "weight_scale",
-            "weight_table",
-            "norm_weight",
-            "eps",
-            "bias",
-            "activation",
-            "residual",
-        )
-
-        def oracle(before: Arguments) -> dict[str, Tensor]:
-            options = {n: before[n] for n in names}
-            return {"out": reference.skinny_linear(before["x"], before["weight"], **options)}
-
-        return given, _compare(oracle, _looser(dtype, 8.0))
+        return given, _compare(_out_of(reference.skinny_linear), _looser(dtype, 8.0))
 
     @staticmethod
     def skinny_gated_linear(m: Maker) -> Checked:
-        tokens, columns, inner, dtype = m.size(40), m.columns(200), m.size(40), m.dtype()
-        matrix = m.weight(dtype, 2 * inner, columns)
+        tokens, inner, dtype = m.size(40), m.size(40), m.dtype()
         given = {
-            "x": m.inputs(matrix, tokens, columns, dtype),
-            "norm_weight": m.maybe(lambda: m.norm_of(matrix, dtype, columns)),
-            "eps": 1e-6,
-            "weight": matrix.weight,
-            "weight_scale": matrix.scale,
-            "weight_table": matrix.table,
-            "bias": m.maybe(lambda: m.placed(m.normal(2 * inner).to(dtype))),
+            **_product(m, tokens, 2 * inner, dtype, ("silu", "gelu_tanh")),
             "out": m.states(tokens, inner, dtype),
-            "activation": m.one_of("silu", "gelu_tanh"),
         }
-        names = ("weight_scale", "weight_table", "norm_weight", "eps", "bias", "activation")
-
-        def oracle(before: Arguments) -> dict[str, Tensor]:
-            options = {n: before[n] for n in names}
-            return {"out": reference.skinny_gated_linear(before["x"], before["weight"], **options)}
-
-        return given, _compare(oracle, _looser(dtype, 12.0))
+        return given, _compare(_out_of(reference.skinny_gated_linear), _looser(dtype, 12.0))
 
     @staticmethod
     def paged_attention(m: Maker) -> Checked:
@@ -1036,11 +1012,7 @@ class _Calls:
             "max_distance": buckets + m.size(200),
             "bidirectional": bidirectional,
         }
-        names = [name for name in given if name not in ("out", "fixed_split_size")]
-
-        def oracle(before: Arguments) -> dict[str, Tensor]:
-            return {"out": reference.paged_attention(**{n: before[n] for n in names})}
-
+        oracle = _out_of(reference.paged_attention, "fixed_split_size")
         return given, _compare(oracle, _looser(dtype))
 
     @staticmethod
@@ -1049,6 +1021,24 @@ class _Calls:
 
 
 # Parts of calls
+
+
+def _product(
+    m: Maker, rows: int, out_features: int, dtype: torch.dtype, activations: tuple[str | None, ...]
+) -> Arguments:
+    """A few rows times a weight, with a norm before it or not."""
+    columns = m.columns(200)
+    matrix = m.weight(dtype, out_features, columns)
+    return {
+        "x": m.inputs(matrix, rows, columns, dtype),
+        "norm_weight": m.maybe(lambda: m.norm_of(matrix, dtype, columns)),
+        "eps": 1e-6,
+        "weight": matrix.weight,
+        "weight_scale": matrix.scale,
+        "weight_table": matrix.table,
+        "bias": m.maybe(lambda: m.placed(m.normal(out_features).to(dtype))),
+        "activation": m.one_of(*activations),
+    }
 
 
 def _round(m: Maker, rows: int, steps: int) -> Arguments:
