@@ -7,6 +7,7 @@
 
 #include "skinny_gemm.h"
 #include "tile_unit.h"
+#include "turn.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -85,41 +86,14 @@ inline int64_t packed_stride(int64_t n) {
 // A tile's sums: [rows of w, rows of x] into out[b * out_stride + r], the corner that counts.
 inline void store_turned(const float* sums, int64_t num_rows, int64_t num_batch, float* out,
                          int64_t out_stride) {
-  __m512 v[16], t[16];
+  __m512i v[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) v[i] = _mm512_load_ps(sums + 16 * i);
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    const auto pair = [](__m512 x) { return _mm512_castps_pd(x); };
-    v[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(pair(t[i]), pair(t[i + 2])));
-    v[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pair(t[i]), pair(t[i + 2])));
-    v[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pair(t[i + 1]), pair(t[i + 3])));
-    v[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pair(t[i + 1]), pair(t[i + 3])));
-  }
-  // v[4 i + j]: columns j, 4 + j, 8 + j and 12 + j of rows 4 i to 4 i + 3.
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    t[j] = _mm512_shuffle_f32x4(v[j], v[4 + j], 0x88);
-    t[4 + j] = _mm512_shuffle_f32x4(v[j], v[4 + j], 0xdd);
-    t[8 + j] = _mm512_shuffle_f32x4(v[8 + j], v[12 + j], 0x88);
-    t[12 + j] = _mm512_shuffle_f32x4(v[8 + j], v[12 + j], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
-    v[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);
-    v[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);
-    v[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);
-    v[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
-  }
+  for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(sums + 16 * i);
+  turn(v);
   const __mmask16 mask = first(num_rows);
 #pragma GCC unroll 16
   for (int b = 0; b < 16; ++b) {
-    if (b < num_batch) _mm512_mask_storeu_ps(out + b * out_stride, mask, v[b]);
+    if (b < num_batch) _mm512_mask_storeu_epi32(out + b * out_stride, mask, v[b]);
   }
 }
 

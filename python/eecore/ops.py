@@ -1226,6 +1226,9 @@ def paged_attention(
     buckets. (T5: Raffel et al. 2020 §2.1; the buckets, float32 rounding included, are those of
     T5Attention in transformers.)
 
+    Sums are float32. In bfloat16 on tensor cores, and on CPUs that multiply pairs of it (AVX-512
+    BF16), the weights of values are rounded to bfloat16 first; elsewhere they stay float32.
+
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
             multiple of 8 up to 256.

@@ -1,0 +1,191 @@
+// A block of keys in bfloat16, on CPUs that multiply pairs of it: a score is summed over pairs of
+// columns, a value over pairs of keys, and weights are rounded to bfloat16 as tensor cores take
+// them. Pairs begin at the block's first key, and what a row does not see of one is 0.
+#pragma once
+
+#include "attention_tile.h"
+#include "turn.h"
+
+#if defined(__AVX512BF16__)
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+constexpr int kColumnPairs = 2;  // pairs of vectors of sums in registers
+
+// Two bfloat16 of each of 16 lanes.
+inline Vec add_products(Vec sum, __m512i x, __m512i y) {
+  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y))};
+}
+
+// The first n elements of a row as 16 pairs; n may be more.
+inline __m512i load_words(const BFloat16* p, int64_t n) {
+  return n >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16(first_of_pair(n), p);
+}
+
+// scores[r][j] of the keys [0, 16 * kVectors) from k on: [pairs of columns, block].
+template <int kRows, int kVectors>
+void score_pairs(const uint32_t* q, int64_t q_stride, const uint32_t* k, int64_t num_pairs,
+                 Vec scale, float* scores) {
+  Vec dots[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) dots[r][i] = zero();
+  }
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    __m512i keys[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      keys[i] = _mm512_load_si512(k + pair * kMaxBlock + i * kWidth);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i query = _mm512_set1_epi32(static_cast<int32_t>(q[r * q_stride + pair]));
+      for (int i = 0; i < kVectors; ++i) dots[r][i] = add_products(dots[r][i], query, keys[i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kVectors; ++i) {
+      store(scores + r * kMaxBlock + i * kWidth, dots[r][i] * scale);
+    }
+  }
+}
+
+// acc[r][d..] = acc[r][d..] * correction[r] + weights times values, for kPairs pairs of vectors.
+// weights: [rows, pairs of keys]; v: [pairs of keys, width], from column d on.
+template <int kRows, int kPairs>
+void add_pair_columns(const uint32_t* weights, const uint32_t* v, Range keys, const Vec* correction,
+                      int64_t width, float* acc) {
+  Pair sums[kRows][kPairs];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kPairs; ++i) {
+      sums[r][i] = load_kept(acc + r * width + i * kPairWidth) * correction[r];
+    }
+  }
+  const auto add = [&](int64_t pair, auto&& seen) {
+    __m512i values[kPairs][2];
+    for (int i = 0; i < kPairs; ++i) {
+      const uint32_t* from = v + pair * width + i * kPairWidth;
+      values[i][0] = seen(_mm512_load_si512(from));
+      values[i][1] = seen(_mm512_load_si512(from + kWidth));
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i weight =
+          _mm512_set1_epi32(static_cast<int32_t>(weights[r * kMaxBlock / 2 + pair]));
+      for (int i = 0; i < kPairs; ++i) {
+        sums[r][i] = {add_products(sums[r][i].a, weight, values[i][0]),
+                      add_products(sums[r][i].b, weight, values[i][1])};
+      }
+    }
+  };
+  const auto half = [&](uint32_t mask) {
+    return [=](__m512i pair) {
+      return _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int32_t>(mask)));
+    };
+  };
+  int64_t pair = keys.begin / 2;
+  if (keys.begin % 2 != 0) add(pair++, half(0xffff0000u));
+  for (; pair < keys.end / 2; ++pair) add(pair, [](__m512i whole) { return whole; });
+  if (keys.end % 2 != 0) add(pair, half(0x0000ffffu));
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kPairs; ++i) store_kept(acc + r * width + i * kPairWidth, sums[r][i]);
+  }
+}
+
+struct PairBlock {
+  static constexpr int64_t kStep = 2;
+  float scale;
+
+  PairBlock quiet() const { return *this; }
+
+  template <int kRows>
+  void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
+    const int64_t stride = row_width(head_dim) / 2;
+    const uint32_t* q = scratch.q_pairs + at * stride;
+    const uint32_t* k = scratch.k_pairs + seen.begin;
+    const auto run = [&]<int kVectors>() {
+      score_pairs<kRows, kVectors>(q, stride, k, head_dim / 2, broadcast(scale),
+                                   scratch.scores + seen.begin);
+    };
+    static_assert(kMaxBlock == 2 * kWidth);
+    if (seen.end - seen.begin > kWidth) return run.template operator()<2>();
+    run.template operator()<1>();
+  }
+
+  template <int kRows>
+  void weigh(TileScratch& scratch) const {
+    for (int r = 0; r < kRows; ++r) {
+      const float* weights = scratch.scores + r * kMaxBlock;
+      const auto rounded = _mm512_cvtne2ps_pbh(load(weights + kWidth).v, load(weights).v);
+      _mm512_store_si512(scratch.weight_pairs + r * kMaxBlock / 2,
+                         reinterpret_cast<__m512i>(rounded));
+    }
+  }
+
+  template <int kRows>
+  void add(TileScratch& scratch, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
+           float* acc) const {
+    const int64_t width = row_width(head_dim);
+    const uint32_t* weights = scratch.weight_pairs + r * kMaxBlock / 2;
+    const auto columns = [&]<int kPairs>(int64_t d) {
+      add_pair_columns<kRows, kPairs>(weights, scratch.v_pairs + d, keys, correction, width,
+                                      acc + d);
+    };
+    int64_t d = 0;
+    for (; d + kColumnPairs * kPairWidth <= width; d += kColumnPairs * kPairWidth) {
+      columns.template operator()<kColumnPairs>(d);
+    }
+    if (d < width) columns.template operator()<1>(d);
+  }
+};
+
+inline void take_query(const BFloat16* q, int64_t head_dim, float, int64_t at,
+                       TileScratch& scratch) {
+  uint32_t* out = scratch.q_pairs + at * row_width(head_dim) / 2;
+  for (int64_t d = 0; d < head_dim; d += 32) {
+    _mm512_store_si512(out + d / 2, load_words(q + d, head_dim - d));
+  }
+}
+
+// Keys as [pairs of columns, block], and pairs of values' rows as kept pairs: [pairs, width].
+inline void pack_pairs(HeadBlock<BFloat16> block, HeadBlock<BFloat16> next, int64_t num_keys,
+                       int64_t head_dim, TileScratch& scratch) {
+  const int64_t width = row_width(head_dim);
+  for (int64_t j = 0; j < num_keys; j += kWidth) {
+    for (int64_t d = 0; d < head_dim; d += 32) {
+      __m512i keys[16];
+      for (int i = 0; i < 16; ++i) {
+        keys[i] = load_words(block.rows->k[j + i] + block.offset + d, head_dim - d);
+      }
+      turn(keys);
+      for (int i = 0; i < 16; ++i) {
+        _mm512_store_si512(scratch.k_pairs + (d / 2 + i) * kMaxBlock + j, keys[i]);
+      }
+    }
+    for (int i = 0; next.rows != nullptr && i < kWidth; ++i) {
+      prefetch_row(next.rows->k[j + i] + next.offset, head_dim);
+    }
+  }
+  for (int64_t j = 0; j < num_keys; j += 2) {
+    const BFloat16* low = block.rows->v[j] + block.offset;
+    const BFloat16* high = block.rows->v[j + 1] + block.offset;
+    uint32_t* out = scratch.v_pairs + j / 2 * width;
+    for (int64_t d = 0; d < head_dim; d += 32) {
+      const __m512i x = load_words(low + d, head_dim - d), y = load_words(high + d, head_dim - d);
+      _mm512_store_si512(out + d,
+                         _mm512_mask_blend_epi16(0xaaaaaaaau, x, _mm512_slli_epi32(y, 16)));
+      _mm512_store_si512(out + d + kWidth,
+                         _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(x, 16), y));
+    }
+    for (int i = 0; next.rows != nullptr && i < 2; ++i) {
+      prefetch_row(next.rows->v[j + i] + next.offset, head_dim);
+    }
+  }
+}
+
+inline void attend_block(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
+                         float scale, Range keys, HeadBlock<BFloat16> block,
+                         HeadBlock<BFloat16> next) {
+  pack_pairs(block, next, keys.end - keys.begin, head_dim, scratch);
+  attend_head(scratch, num_rows, at, head_dim, keys, PairBlock{scale});
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
+
+#endif

@@ -1,0 +1,240 @@
+// What a work item of paged_attention is made of: rows of one sequence, the keys that they see, and
+// what a thread holds of them; and the softmax of a row over a block of keys.
+#pragma once
+
+#include "attention_plan.h"
+#include "pair.h"
+#include "scratch.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+constexpr int64_t kMaxHeadDim = 256;
+// Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
+constexpr int64_t kMaxBlock = 32;
+#if defined(__AVX512F__)
+constexpr int kGroupRows = 4;  // rows that share a key in registers
+#else
+constexpr int kGroupRows = 2;
+#endif
+constexpr float kInfinity = __builtin_inff();
+
+// Keys [begin, end).
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+inline Range intersect(Range a, Range b) {
+  return {max_of(a.begin, b.begin), min_of(a.end, b.end)};
+}
+
+struct Sequence {
+  int64_t index, first_token, num_queries, length;
+};
+
+inline Sequence sequence_at(const AttentionPlan& params, int64_t index) {
+  const int64_t first_token = params.query_start_loc[index];
+  return {index, first_token, params.query_start_loc[index + 1] - first_token,
+          params.seq_lens[index]};
+}
+
+// Before the first key, and negative, where a sequence has more queries than keys.
+inline int64_t position_of(const Sequence& seq, int64_t query) {
+  return seq.length - seq.num_queries + query;
+}
+
+// The keys that a query of a sequence sees.
+inline Range visible_keys(const AttentionPlan& params, const Sequence& seq, int64_t query) {
+  const int64_t position = position_of(seq, query);
+  const int64_t end = params.causal ? position + 1 : seq.length;
+  const int64_t begin = params.sliding_window > 0 ? position + 1 - params.sliding_window : 0;
+  return {max_of(begin, 0), max_of(end, 0)};
+}
+
+// Rows of one sequence, for each of num_heads kv heads from first_head on: row r of a kv head is
+// query (first_row + r) / group_size, head (first_row + r) % group_size of the group.
+struct Tile {
+  Sequence seq;
+  int64_t group_size, first_head, num_heads, first_row, num_rows;
+  Range used;  // the keys that any of the rows sees
+
+  int64_t query(int64_t row) const { return (first_row + row) / group_size; }
+};
+
+// What a thread holds of a tile, the rows of one kv head after those of another.
+struct TileScratch {
+  alignas(64) float q[kTileFloats];                  // [rows, width], as the blocks take them
+  alignas(64) float acc[kTileFloats];                // [rows, width]: weights times values
+  alignas(64) float total[kTileFloats];              // the same, of the splits merged so far
+  alignas(64) float k_block[kTileFloats];            // [block, width], when gathered
+  alignas(64) float v_block[kTileFloats];            // [block, width], when gathered
+  alignas(64) float scores[kGroupRows * kMaxBlock];  // [rows of a group, block]
+#if defined(__AVX512BF16__)
+  alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
+  alignas(64) uint32_t k_pairs[kMaxHeadDim / 2 * kMaxBlock];
+  alignas(64) uint32_t v_pairs[kMaxBlock / 2 * kMaxHeadDim];
+  alignas(64) uint32_t weight_pairs[kGroupRows * kMaxBlock / 2];
+#endif
+  alignas(64) float weight_sum[kMaxTileRows * kWidth];
+  float maximum[kMaxTileRows];
+  float total_maximum[kMaxTileRows], total_weight[kMaxTileRows];
+  Range visible[kMaxTileRows];          // [rows of one kv head]
+  int64_t position[kMaxTileRows];       // [rows of one kv head]
+  PositionBias bias;                    // of the call
+  const float* bias_row[kMaxTileRows];  // where there is one
+};
+
+// Where the rows of a block's keys and values lie, for the first kv head of the tile.
+template <typename T>
+struct BlockRows {
+  const T* k[kMaxBlock];
+  const T* v[kMaxBlock];
+};
+
+// A block as one kv head sees it: `offset` elements into each row. Null rows: no block.
+template <typename T>
+struct HeadBlock {
+  const BlockRows<T>* rows;
+  int64_t offset;
+};
+
+// Floats between the rows of a tile: whole pairs of vectors.
+inline int64_t row_width(int64_t head_dim) { return ceil_div(head_dim, 32) * 32; }
+
+// Keys per block: a block of float32 keys fits the scratch.
+inline int64_t block_size(int64_t head_dim) {
+  return min_of(kMaxBlock, kTileFloats / row_width(head_dim) / 16 * 16);
+}
+
+// Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots a row of
+// all heads apart, so the hardware does not guess them.
+template <typename T>
+inline void prefetch_row(const T* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
+    __builtin_prefetch(row + i);
+  }
+}
+
+// What scores are taken relative to: the largest so far, of rows without one 0 and not -inf.
+inline float base_of(float maximum) { return maximum == -kInfinity ? 0.0f : maximum; }
+
+// Turns a row's scores into weights relative to its new maximum; returns what its earlier weights
+// are to be multiplied by. A score of NaN is never the maximum, and its weight is NaN.
+inline Vec softmax_row(float* scores, int64_t begin, int64_t end, float* maximum,
+                       float* weight_sum) {
+  Vec largest = broadcast(-kInfinity);
+  for (int64_t j = begin; j < end; j += kWidth) largest = max(largest, load(scores + j));
+  const float block_maximum = max_element(largest);
+  Vec correction = broadcast(1.0f);
+  if (block_maximum > *maximum) {
+    correction = exp(broadcast(*maximum - block_maximum));
+    *maximum = block_maximum;
+  }
+  const float base = base_of(*maximum);
+  Vec weights = load(weight_sum) * correction;
+  for (int64_t j = begin; j < end; j += kWidth) {
+    const Vec weight = exp(load(scores + j) - broadcast(base));
+    store(scores + j, weight);
+    weights = weights + weight;
+  }
+  store(weight_sum, weights);
+  return correction;
+}
+
+// What follows takes a block of keys as the rows of one kv head meet it. Its score<kRows> writes
+// the scores of the keys `seen` and those beside them; weigh<kRows> comes once they are weights;
+// add<kRows> sums acc[d] = acc[d] * correction + weight * value[d] of some keys for kRows rows,
+// which may do so together where the range begins and ends at multiples of kStep. quiet() is the
+// same block, asking for nothing to be read ahead.
+
+// add for rows of which row r sees the keys visible[r] of the block, and all see `shared`. What not
+// all of them see is added row by row: a weight of 0 does not undo a value of NaN.
+template <int kRows, typename Block>
+void add_values_seen(TileScratch& scratch, const Block& block, const Vec* correction,
+                     const Range* visible, Range shared, int64_t head_dim, float* acc) {
+  const int64_t width = row_width(head_dim);
+  const auto add_row = [&](int r, Vec factor, Range keys) {
+    block.quiet().template add<1>(scratch, r, keys, &factor, head_dim, acc + r * width);
+  };
+  shared = {ceil_div(shared.begin, Block::kStep) * Block::kStep,
+            shared.end / Block::kStep * Block::kStep};
+  if (shared.empty()) {
+    for (int r = 0; r < kRows; ++r) add_row(r, correction[r], visible[r]);
+    return;
+  }
+  const Vec one = broadcast(1.0f);
+  Vec factors[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const bool sees_earlier = visible[r].begin < shared.begin;
+    if (sees_earlier) add_row(r, correction[r], {visible[r].begin, shared.begin});
+    factors[r] = sees_earlier ? one : correction[r];
+  }
+  block.template add<kRows>(scratch, 0, shared, factors, head_dim, acc);
+  for (int r = 0; r < kRows; ++r) {
+    if (shared.end < visible[r].end) add_row(r, one, {shared.end, visible[r].end});
+  }
+}
+
+// One block of keys for kRows rows of one kv head: rows `row`.. of the head, `at`.. of the scratch.
+template <int kRows, typename Block>
+void attend_rows(TileScratch& scratch, int64_t row, int64_t at, int64_t head_dim, Range keys,
+                 const Block& block) {
+  // The keys of this block, counted from its first, that each row sees, any row sees, all rows see.
+  const int64_t num_keys = keys.end - keys.begin;
+  Range visible[kRows], seen{num_keys, 0}, shared{0, num_keys};
+  for (int r = 0; r < kRows; ++r) {
+    const Range of_row = intersect(scratch.visible[row + r], keys);
+    visible[r] =
+        of_row.empty() ? Range{0, 0} : Range{of_row.begin - keys.begin, of_row.end - keys.begin};
+    shared = intersect(shared, visible[r]);
+    if (of_row.empty()) continue;
+    seen = {min_of(seen.begin, visible[r].begin), max_of(seen.end, visible[r].end)};
+  }
+  if (seen.empty()) return;
+  // Scores start at a whole vector.
+  const int64_t vector_begin = seen.begin / kWidth * kWidth;
+  const int64_t vector_end = ceil_div(seen.end, kWidth) * kWidth;
+
+  block.template score<kRows>(scratch, at, {vector_begin, seen.end}, head_dim);
+  Vec correction[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    float* scores = scratch.scores + r * kMaxBlock;
+    if (scratch.bias.data != nullptr) {
+      scratch.bias.add(scratch.bias_row[at + r], keys.begin - scratch.position[row + r],
+                       vector_begin, vector_end, scores);
+    }
+    for (int64_t i = vector_begin; i < min_of(visible[r].begin, vector_end); ++i) {
+      scores[i] = -kInfinity;
+    }
+    for (int64_t i = max_of(visible[r].end, vector_begin); i < vector_end; ++i) {
+      scores[i] = -kInfinity;
+    }
+    correction[r] = softmax_row(scores, vector_begin, vector_end, &scratch.maximum[at + r],
+                                scratch.weight_sum + (at + r) * kWidth);
+  }
+  block.template weigh<kRows>(scratch);
+  float* acc = scratch.acc + at * row_width(head_dim);
+  if (shared.begin == seen.begin && shared.end == seen.end) [[likely]] {
+    block.template add<kRows>(scratch, 0, seen, correction, head_dim, acc);
+  } else {
+    add_values_seen<kRows>(scratch, block, correction, visible, shared, head_dim, acc);
+  }
+}
+
+// All rows of one kv head; the first of them ask for the next block.
+template <typename Block>
+void attend_head(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, Range keys,
+                 Block block) {
+  const auto rows = [&]<int kRows>(int64_t row) {
+    attend_rows<kRows>(scratch, row, at + row, head_dim, keys, block);
+    block = block.quiet();
+  };
+  int64_t row = 0;
+  for (; row + kGroupRows <= num_rows; row += kGroupRows) rows.template operator()<kGroupRows>(row);
+  const int64_t rest = num_rows - row;
+  if (kGroupRows > 3 && rest == 3) rows.template operator()<3>(row);
+  if (kGroupRows > 2 && rest == 2) rows.template operator()<2>(row);
+  if (rest == 1) rows.template operator()<1>(row);
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
