@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from eecore.config import MOST_LAYERS
 from eecore.errors import ExitError
 from eecore.files import write_text
-from eecore.json_fields import JsonFields, read_fields
+from eecore.json_fields import JsonFields
 from eecore.readable import path_of
 from eecore.values import INT32_MAX
 
@@ -101,7 +101,7 @@ class Calibration:
         Raises:
             ExitError: the file cannot be read or is not a calibration.
         """
-        read = read_fields(path_of(path, ExitError), ExitError)
+        read = JsonFields.read(path_of(path, ExitError), ExitError)
         read.only(*(field.name for field in fields(Calibration)))
         measure = read.text("measure", one_of=("softmax", "state", "classifier"))
         points = read.integers("exit_points", 1, MOST_LAYERS, None, most=MOST_LAYERS)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eecore.errors import EecoreError
-from eecore.readable import read_bytes, shown_path
+from eecore.readable import kind_of, read_bytes, shown_path
 from eecore.values import shown
 
-__all__ = ["ABOVE_ZERO", "REQUIRED", "JsonFields", "parse_json", "read_fields", "read_json_value"]
+__all__ = ["ABOVE_ZERO", "REQUIRED", "JsonFields", "parse_json", "read_json_value"]
 
 REQUIRED: Any = object()
 MOST_BYTES = 4 << 20
@@ -81,17 +81,6 @@ def read_json_value(
     return parse_json(read_bytes(path, most, error, missing), shown_path(path), error)
 
 
-def read_fields(
-    path: Path,
-    error: type[EecoreError],
-    missing: type[EecoreError] | None = None,
-    *,
-    most: int = MOST_BYTES,
-) -> JsonFields:
-    """The fields of the JSON object in a file; errors as those of :func:`read_json_value`."""
-    return JsonFields.of(read_json_value(path, error, missing, most=most), shown_path(path), error)
-
-
 class JsonFields:
     """Typed look-ups in a JSON object; null is as good as absent.
 
@@ -119,6 +108,26 @@ class JsonFields:
             at = f"{where}: {prefix.rstrip('.')}".removesuffix(": ")
             raise error(f"{at}: expected a JSON object, got {shown(value)}")
         return cls(value, where, error, prefix)
+
+    @classmethod
+    def read(
+        cls: type[Self],
+        path: Path,
+        error: type[EecoreError],
+        missing: type[EecoreError] | None = None,
+        *,
+        most: int = MOST_BYTES,
+    ) -> Self:
+        """Of the JSON object in a file; errors as those of :func:`read_json_value`."""
+        value = read_json_value(path, error, missing, most=most)
+        return cls.of(value, shown_path(path), error)
+
+    @classmethod
+    def read_if_there(cls: type[Self], path: Path, error: type[EecoreError]) -> Self:
+        """The same; no fields where nothing is there."""
+        if kind_of(path) == "nothing":
+            return cls({}, shown_path(path), error)
+        return cls.read(path, error)
 
     @property
     def names(self) -> list[str]:
@@ -224,6 +233,13 @@ class JsonFields:
             if not isinstance(value, dict):
                 raise self.wrong(name, "a list of objects", values)
         return [self._nested(value, f"{name}[{index}]") for index, value in enumerate(values)]
+
+    def entries(self: Self, name: str, *, most: int = MOST_ITEMS) -> Self | None:
+        """Those of a list of several kinds, as the fields "0", "1", ...; None when it is absent."""
+        values = self._list(name, "items", None, most)
+        if values is None:
+            return None
+        return self._nested({str(index): value for index, value in enumerate(values)}, name)
 
     def only(self, *names: str) -> None:
         """Raise unless these are the fields, present all, null or not."""

@@ -20,6 +20,7 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+CHUNK = 1 << 20
 NOTHING = (errno.ENOENT, errno.ENOTDIR)
 
 
@@ -89,9 +90,12 @@ def read_bytes(
     regular_file(path, error, missing)
     try:
         with path.open("rb") as file:
-            content = file.read(most + 1)
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(size + 1) if size <= most else b""
+            while max(size, len(content)) <= most and (more := file.read(CHUNK)):
+                content += more  # of a file that does not know its size
     except OSError as caught:
         raise error(f"{shown_path(path)}: {caught.strerror}") from None
-    if len(content) > most:
-        raise error(f"{shown_path(path)}: expected at most {most} bytes, got more")
+    if (got := max(size, len(content))) > most:
+        raise error(f"{shown_path(path)}: expected at most {most} bytes, got {got}")
     return content

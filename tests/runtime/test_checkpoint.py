@@ -257,7 +257,7 @@ def test_a_missing_config(model_dir: Path, refused: Callable[..., None]) -> None
     ("text", "message"),
     [
         ('{"hidden_size": 64,', r"config.json: expected JSON, got: .* line 1"),
-        ("[1, 2]", r"config.json: expected a JSON object, got list"),
+        ("[1, 2]", r"config.json: expected a JSON object, got \[1, 2\]"),
         ("\udcff\udcfe", r"config.json: expected JSON, got: 'utf-8'"),
     ],
 )

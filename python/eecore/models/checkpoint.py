@@ -20,7 +20,7 @@ from eecore.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from eecore.json_fields import read_fields
+from eecore.json_fields import JsonFields
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import CodedForms, Coding, Filling, NewWeights, WeightView
@@ -152,7 +152,8 @@ class Checkpoint:
             )
 
     def _open_shards(self, index: Path) -> None:
-        fields = read_fields(index, CheckpointError, most=MOST_INDEX_BYTES).inner("weight_map")
+        whole = JsonFields.read(index, CheckpointError, most=MOST_INDEX_BYTES)
+        fields = whole.inner("weight_map")
         if fields is None or not fields.names:
             raise CheckpointError(
                 f"{index}: weight_map: expected an object of tensor to file, got nothing"

@@ -34,11 +34,9 @@ from eecore.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields, read_json_value
+from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
 from eecore.readable import kind_of, shown_path
 from eecore.values import shown
-
-MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -114,23 +112,8 @@ def read_config_file(file: Path) -> AnyModelConfig:
         ModelError: says which file is missing or wrong, and how.
     """
     beside = file.with_name("generation_config.json")
-    generation = {} if kind_of(beside) == "nothing" else read_json(beside)
-    return model_config(
-        ConfigFields.of(read_json(file), shown_path(file), CheckpointError),
-        ConfigFields.of(generation, shown_path(beside), CheckpointError),
-    )
-
-
-def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most so many bytes.
-
-    Raises:
-        ModelError: a CheckpointError says where it is not JSON.
-    """
-    value = read_json_value(path, CheckpointError, ModelNotFoundError, most=most)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+    fields = ConfigFields.read(file, CheckpointError, ModelNotFoundError)
+    return model_config(fields, ConfigFields.read_if_there(beside, CheckpointError))
 
 
 def model_config(fields: ConfigFields, generation: ConfigFields) -> AnyModelConfig:

@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from eecore.config import MOST_VOCAB
-from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
-from eecore.models.tokenizer_files import is_panic
+from eecore.errors import ModelError, UnsupportedModelError
+from eecore.models.tokenizer_files import library_error
 from eecore.tensor_files import shown_name
 
 if TYPE_CHECKING:
@@ -109,9 +109,8 @@ def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[st
     except ModelError:
         raise
     except BaseException as error:  # the library raises plain Exception, or panics
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise CheckpointError(f"{file.path}: tokenizer.ggml: {error}") from None
+        said = f"{file.path}: tokenizer.ggml: expected a tokenizer"
+        raise library_error(error, said) from None
 
 
 @dataclass(frozen=True)

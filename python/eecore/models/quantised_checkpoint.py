@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from eecore.config import ModelConfig
-from eecore.errors import CheckpointError
+from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.models.awq import AWQ
 from eecore.models.checkpoint import Checkpoint, expected_shapes
 from eecore.models.compressed_tensors import CompressedTensors
-from eecore.models.config_json import ConfigFields, read_json
+from eecore.models.config_json import ConfigFields
 from eecore.models.gptq import GPTQ
 from eecore.models.packed_load import field_of, runs_as
 from eecore.models.quantised_layout import FLOATS, Layout, StoredModule
 from eecore.models.quantised_matrix import QuantisedMatrix
-from eecore.readable import shown_path
 
 __all__ = ["QuantisedCheckpoint", "read_layout", "warn_of_floats"]
 
@@ -43,8 +42,7 @@ def read_layout(directory: Path) -> Layout | None:
     Raises:
         ModelError: by a method, or in a way, that is not read.
     """
-    path = directory / "config.json"
-    fields = ConfigFields(read_json(path), shown_path(path), CheckpointError)
+    fields = ConfigFields.read(directory / "config.json", CheckpointError, ModelNotFoundError)
     quantisation = fields.inner("quantization_config")
     if quantisation is None:
         return None

@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from eecore.errors import CheckpointError, RequestError
+from eecore.errors import RequestError
 from eecore.models.chat_template import ChatTemplate, ChatTemplateError
-from eecore.models.tokenizer_files import is_panic, read_chat_settings, read_tokenizer
+from eecore.models.tokenizer_files import library_error, read_chat_settings, read_tokenizer
 
 __all__ = ["ChatTemplateError", "IncrementalDecoder", "Tokenizer"]
 
@@ -124,12 +124,7 @@ class Tokenizer:
             raise self._failure("token ids", error) from None
 
     def _failure(self, what: str, error: BaseException) -> BaseException:
-        """An error of the library as one of ours; what is none of its own as it is."""
-        if not isinstance(error, Exception) and not is_panic(error):
-            return error
-        return CheckpointError(
-            f"{self.name}: tokenizer.json: expected to take {what}, got: {error}"
-        )
+        return library_error(error, f"{self.name}: tokenizer.json: expected to take {what}")
 
     def decode_after(
         self,

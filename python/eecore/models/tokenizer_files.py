@@ -7,21 +7,19 @@ make a text grow without end. Both are found here.
 from __future__ import annotations
 
 import base64
-import json
 import re
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from eecore.errors import CheckpointError, ModelNotFoundError
-from eecore.models.config_json import read_json
+from eecore.json_fields import JsonFields, parse_json
+from eecore.readable import read_bytes, shown_path
 
-__all__ = ["ChatSettings", "is_panic", "read_chat_settings", "read_tokenizer"]
+__all__ = ["ChatSettings", "library_error", "read_chat_settings", "read_tokenizer"]
 
 MOST_BYTES = 512 << 20
 """Of a tokenizer.json; large ones of today have 35 million."""
@@ -46,8 +44,19 @@ class ChatSettings:
     """By name; that called default is for all that has none of its own."""
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether the library has panicked, which Python sees as none of its Exceptions."""
+def library_error(error: BaseException, said: str) -> BaseException:
+    """An error of the library as one of ours; what is none of its own as it is.
+
+    Args:
+        error: that was caught. A panic is none of Python's Exceptions.
+        said: ``tokenizer.json: expected a tokenizer``
+    """
+    if isinstance(error, Exception) or _is_panic(error):
+        return CheckpointError(f"{said}, got: {error}")
+    return error
+
+
+def _is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -57,31 +66,23 @@ def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Toke
     Raises:
         CheckpointError: it is no tokenizer, cannot be used, or has other ids than the model.
     """
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise CheckpointError(f"{path}: expected at most {MOST_BYTES} bytes, got {size}")
+    content, where = read_bytes(path, MOST_BYTES, CheckpointError), shown_path(path)
+    _check_charsmaps(where, content)
     try:
-        content = path.read_bytes()
-        _check_charsmaps(path, content)
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_truncation()
         backend.no_padding()
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{path}: expected a tokenizer, got: {error}") from None
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise CheckpointError(f"{path}: expected a tokenizer, got: {error}") from None
-    _check_steps(path, backend)
-    _check_use(path, backend)
+    except BaseException as error:  # the library raises plain Exception
+        raise library_error(error, f"{where}: expected a tokenizer") from None
+    for name in ("normalizer", "decoder", "post_processor"):
+        _check_step(name, _parts(_step(backend, name, where)))
+    _check_use(where, backend)
     if vocab_size is not None:
-        _check_ids(path, backend, vocab_size)
+        _check_ids(where, backend, vocab_size)
     return backend
 
 
-def _check_charsmaps(path: Path, content: bytes) -> None:
+def _check_charsmaps(where: str, content: bytes) -> None:
     """The trie of a charsmap is as large as it says, for which the library takes memory at once."""
     for found in CHARSMAP.finditer(content):
         try:
@@ -91,69 +92,73 @@ def _check_charsmaps(path: Path, content: bytes) -> None:
         trie = int.from_bytes(charsmap[:4], "little")
         if 4 + trie > len(charsmap):
             raise CheckpointError(
-                f"{path}: precompiled_charsmap: expected a trie of {trie} bytes, "
+                f"{where}: precompiled_charsmap: expected a trie of {trie} bytes, "
                 f"got {len(charsmap) - 4}"
             )
 
 
-def _check_steps(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """What happens to a text before and after the model's part."""
-    for name in ("normalizer", "decoder", "post_processor"):
-        state = _state(getattr(backend, name))
-        growth = _growth(state)
-        if growth > MOST_GROWTH:
-            raise CheckpointError(
-                f"{path}: {name}: expected a text to grow {MOST_GROWTH} times at most, "
-                f"got {growth:.6g}"
-            )
-        if name == "post_processor":
-            for part in _parts(state):
-                _check_template(path, part)
+def _step(backend: tokenizers.Tokenizer, name: str, where: str) -> JsonFields:
+    """What happens to a text before or after the model's part, as the file has it; empty where
+    nothing does."""
+    step = getattr(backend, name)
+    value = {} if step is None else parse_json(step.__getstate__(), where, CheckpointError)
+    return JsonFields.of(value, where, CheckpointError, f"{name}.")
 
 
-def _check_template(path: Path, part: Mapping[str, Any]) -> None:
-    known = part.get("special_tokens") or {}
-    for piece in (*(part.get("single") or ()), *(part.get("pair") or ())):
-        token = piece.get("SpecialToken", {}).get("id")
-        if token is not None and token not in known:
-            raise CheckpointError(
-                f"{path}: post_processor: expected {token!r} among its special_tokens, got none"
-            )
-
-
-def _state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as its file has it; empty where there is none."""
-    state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
-    return state
-
-
-def _parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A part and those that it is a sequence of."""
+def _parts(step: JsonFields) -> list[JsonFields]:
+    """A step and those that it is a sequence of."""
     inner = [
         deeper
         for name in ("normalizers", "decoders", "processors")
-        for part in state.get(name) or ()
+        for part in (step.objects(name) if name in step else ())
         for deeper in _parts(part)
     ]
-    return [state, *inner]
+    return [step, *inner]
 
 
-def _growth(state: Mapping[str, Any]) -> float:
+def _check_step(name: str, parts: list[JsonFields]) -> None:
+    step = parts[0]
+    growth = prod(map(_growth, parts))
+    if growth > MOST_GROWTH:
+        raise CheckpointError(
+            f"{step.where}: {name}: expected a text to grow {MOST_GROWTH} times at most, "
+            f"got {growth:.6g}"
+        )
+    if name == "post_processor":
+        for part in parts:
+            _check_template(part)
+
+
+def _check_template(part: JsonFields) -> None:
+    known = part.inner("special_tokens")
+    for name in ("single", "pair"):
+        for token in _special_pieces(part, name) if name in part else ():
+            if known is None or token not in known:
+                raise CheckpointError(
+                    f"{part.where}: {part.prefix}{name}: expected {token!r} among its "
+                    "special_tokens, got none"
+                )
+
+
+def _special_pieces(part: JsonFields, name: str) -> list[str]:
+    """The special tokens that a template puts around texts."""
+    pieces = (piece.inner("SpecialToken") for piece in part.objects(name))
+    return [token.text("id") for token in pieces if token is not None]
+
+
+def _growth(part: JsonFields) -> float:
     """How many times longer a text can become, in bytes."""
-    return float(prod(_own_growth(part) for part in _parts(state)))
-
-
-def _own_growth(part: Mapping[str, Any]) -> float:
-    kind = part.get("type")
+    kind = part.text("type", None)
     if kind == "Replace":
-        content, pattern = part["content"].encode(), part["pattern"].get("String")
-        if not pattern:  # a regular expression may match a letter, or nothing
+        content, pattern = part.text("content").encode(), part.inner("pattern")
+        found = pattern.text("String", None) if pattern is not None else None
+        if not found:  # a regular expression may match a letter, or nothing
             return 1.0 + len(content)
-        return max(1.0, len(content) / len(pattern.encode()))
+        return max(1.0, len(content) / len(found.encode()))
     if kind == "Precompiled":
-        return _precompiled_growth(part.get("precompiled_charsmap") or "")
+        return _precompiled_growth(part.text("precompiled_charsmap", ""))
     if kind == "TemplateProcessing":
-        return max(1.0, sum("Sequence" in piece for piece in part["single"]))
+        return max(1.0, sum("Sequence" in piece for piece in part.objects("single")))
     return 1.0
 
 
@@ -164,58 +169,58 @@ def _precompiled_growth(charsmap: str) -> float:
     return float(max(1, *map(len, replacements), 1))
 
 
-def _check_use(path: Path, backend: tokenizers.Tokenizer) -> None:
+def _check_use(where: str, backend: tokenizers.Tokenizer) -> None:
     """A file that makes the library panic does so with any text."""
     try:
         backend.decode(backend.encode(TRIAL).ids)
     except Exception:  # this text is not one for it, others may be
         return
     except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise CheckpointError(f"{path}: expected a tokenizer, got: {error}") from None
+        raise library_error(error, f"{where}: expected a tokenizer") from None
 
 
-def _check_ids(path: Path, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
+def _check_ids(where: str, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
     """Tokens that the model does not have: an error where every prompt would hold them."""
     number = backend.get_vocab_size(with_added_tokens=False)
     if number > vocab_size:
         raise CheckpointError(
-            f"{path}: expected at most {vocab_size} tokens, those of the model, got {number}"
+            f"{where}: expected at most {vocab_size} tokens, those of the model, got {number}"
         )
-    always = [token for part in _parts(_state(backend.post_processor)) for token in _around(part)]
+    parts = _parts(_step(backend, "post_processor", where))
+    always = [token for part in parts for token in _around(part)]
     if always and max(always) >= vocab_size:
         raise CheckpointError(
-            f"{path}: post_processor: expected token ids below {vocab_size}, got {max(always)}"
+            f"{where}: post_processor: expected token ids below {vocab_size}, got {max(always)}"
         )
     added = {str(token): i for i, token in backend.get_added_tokens_decoder().items()}
     beyond = [name for name, token_id in added.items() if token_id >= vocab_size]
     if beyond:
         warnings.warn(
-            f"{path}: {beyond[0]!r}: expected an id below {vocab_size}, got {added[beyond[0]]}: "
+            f"{where}: {beyond[0]!r}: expected an id below {vocab_size}, got {added[beyond[0]]}: "
             "texts with it cannot be prompts",
             stacklevel=5,
         )
 
 
-def _around(part: Mapping[str, Any]) -> list[int]:
+def _around(part: JsonFields) -> list[int]:
     """Ids that a post-processor puts around every text."""
-    if part.get("type") == "TemplateProcessing":
-        tokens = part["special_tokens"]
-        names = [piece["SpecialToken"]["id"] for piece in part["single"] if "SpecialToken" in piece]
-        return [token for name in names for token in tokens[name]["ids"]]
-    return [part[name][1] for name in ("cls", "sep") if name in part]
+    if part.text("type", None) == "TemplateProcessing":
+        known = part.inner("special_tokens")
+        used = [known.inner(name) for name in _special_pieces(part, "single")] if known else []
+        return [token for special in used if special for token in special.integers("ids")]
+    pairs = (part.entries(name) for name in ("cls", "sep"))  # a token and its id
+    return [pair.integer("1") for pair in pairs if pair is not None]
 
 
 def read_chat_settings(directory: Path) -> ChatSettings:
     """The special tokens and chat templates of a model directory, as transformers finds them.
 
     Raises:
-        CheckpointError: a file cannot be read, or a template is not text.
+        CheckpointError: a file cannot be read, or a field of it is of another kind.
     """
     path = directory / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
-    templates = _listed_templates(path, settings.get("chat_template"))
+    settings = JsonFields.read_if_there(path, CheckpointError)
+    templates = _listed_templates(settings)
     whole = directory / "chat_template.jinja"
     if whole.is_file():
         templates["default"] = _template_text(whole)
@@ -224,49 +229,32 @@ def read_chat_settings(directory: Path) -> ChatSettings:
     return ChatSettings(_special_tokens(settings), templates)
 
 
-def _listed_templates(path: Path, value: Any) -> dict[str, str]:
+def _listed_templates(settings: JsonFields) -> dict[str, str]:
     """One template, or a list of objects with a name and a template, or an object of them."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        value = {entry.get("name"): entry.get("template") for entry in value}
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path}: chat_template: expected a string, or objects with a name and a template, "
-            f"got {type(value).__name__}"
-        )
-    for name, template in value.items():
-        if not isinstance(name, str) or not isinstance(template, str):
-            raise CheckpointError(
-                f"{path}: chat_template: expected strings as name and template, "
-                f"got {type(name).__name__} and {type(template).__name__}"
-            )
-    return value
+    name = "chat_template"
+    if settings.has_list(name):
+        return {each.text("name"): each.text("template") for each in settings.objects(name)}
+    named = settings.inner(name) if settings.has_inner(name) else None
+    if named is not None:
+        return {each: named.text(each) for each in named.names}
+    return {"default": settings.text(name)} if name in settings else {}
 
 
 def _template_text(path: Path) -> str:
+    content = read_bytes(path, MOST_TEMPLATE_BYTES, CheckpointError, ModelNotFoundError)
     try:
-        size = path.stat().st_size
-        if size > MOST_TEMPLATE_BYTES:
-            raise CheckpointError(
-                f"{path}: expected at most {MOST_TEMPLATE_BYTES} bytes, got {size}"
-            )
-        return path.read_text(encoding="utf-8")
+        return content.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: expected UTF-8 text, got: {error}") from None
-    except OSError as error:
-        raise ModelNotFoundError(f"{path}: {error.strerror or error}") from None
+        raise CheckpointError(f"{shown_path(path)}: expected UTF-8 text, got: {error}") from None
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: JsonFields) -> dict[str, str]:
     """Role to token of a tokenizer_config.json; a token may be a string or an object."""
     tokens = {}
     for role in ROLES:
-        token = settings.get(role)
-        if isinstance(token, Mapping):
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[role] = token
+        token = settings.inner(role) if settings.has_inner(role) else None
+        if token is not None:
+            tokens[role] = token.text("content")
+        elif role in settings:
+            tokens[role] = settings.text(role)
     return tokens

@@ -15,11 +15,10 @@ from eecore.models.checkpoint import Checkpoint, with_stored_tying
 from eecore.models.config_json import (
     ConfigFields,
     read_config_file,
-    read_json,
     refuse_quantised,
 )
 from eecore.models.tokenizer import Tokenizer
-from eecore.readable import kind_of, path_of, shown_path
+from eecore.readable import kind_of, path_of
 from eecore.training.libraries import library
 
 __all__ = ["StartingPoint", "load_starting_point"]
@@ -66,7 +65,7 @@ def load_starting_point(
     directory = given if is_directory else given.parent
     config_file = directory / "config.json" if is_directory else given
     read = read_config_file(config_file)
-    values = ConfigFields(read_json(config_file), shown_path(config_file), ModelError)
+    values = ConfigFields.read(config_file, ModelError)
     refuse_quantised(values, "weights in floats to train")
     # transformers makes a name for each of these, however many a file asks for.
     values.integer("num_labels", 0, MOST_LABELS, None)
