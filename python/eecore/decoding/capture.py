@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -66,53 +67,10 @@ class CallByCall:
         program.run(OnHost())
 
 
-class Tapes:
-    """Replays programs on the CPU, each by one call that holds no lock of the interpreter.
+class _Capturing(ABC):
+    """Captures a program when it first runs, and holds that for as long as there is the program."""
 
-    Args:
-        replay: what is done with a tape to run it.
-    """
-
-    returns_early = False
-
-    def __init__(self, replay: Callable[[ops.Tape], None] = ops.Tape.replay) -> None:
-        self._replay = replay
-        self._captures: WeakKeyDictionary[Program, Capture] = WeakKeyDictionary()
-
-    @property
-    def captures(self) -> list[Capture]:
-        """See :class:`RunProgram`."""
-        return list(self._captures.values())
-
-    def num_bytes(self, program: Program) -> int:
-        """See :class:`RunProgram`."""
-        capture = self._captures.get(program)
-        return 0 if capture is None else capture.num_bytes
-
-    def __call__(self, program: Program) -> None:
-        """See :class:`RunProgram`."""
-        capture = self._captures.get(program)
-        if capture is None:
-            started = time.perf_counter()
-            tape = ops.Tape()
-            with tape.record():
-                program.run(OnTape(tape))
-            seconds = time.perf_counter() - started
-            capture = Capture(partial(self._replay, tape), seconds, tape.num_bytes)
-            self._captures[program] = capture
-        capture.run()
-
-
-class Graphs:
-    """Launches programs on a GPU, each as one graph in which the GPU decides how deep it goes."""
-
-    returns_early = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Graphs never run side by side: they share their memory.
-        self._pool: Any = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
         self._captures: WeakKeyDictionary[Program, Capture] = WeakKeyDictionary()
 
     @property
@@ -131,6 +89,44 @@ class Graphs:
         if capture is None:
             capture = self._captures[program] = self._capture(program)
         capture.run()
+
+    @abstractmethod
+    def _capture(self, program: Program) -> Capture: ...
+
+
+class Tapes(_Capturing):
+    """Replays programs on the CPU, each by one call that holds no lock of the interpreter.
+
+    Args:
+        replay: what is done with a tape to run it.
+    """
+
+    returns_early = False
+
+    def __init__(self, replay: Callable[[ops.Tape], None] = ops.Tape.replay) -> None:
+        super().__init__()
+        self._replay = replay
+
+    def _capture(self, program: Program) -> Capture:
+        started = time.perf_counter()
+        tape = ops.Tape()
+        with tape.record():
+            program.run(OnTape(tape))
+        seconds = time.perf_counter() - started
+        return Capture(partial(self._replay, tape), seconds, tape.num_bytes)
+
+
+class Graphs(_Capturing):
+    """Launches programs on a GPU, each as one graph in which the GPU decides how deep it goes."""
+
+    returns_early = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        # Graphs never run side by side: they share their memory.
+        self._pool: Any = torch.cuda.MemPool()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _capture(self, program: Program) -> Capture:
         program.run(Always())  # loads what a graph will launch; the graph's first run does it again
