@@ -111,7 +111,7 @@ inline int64_t block_size(int64_t head_dim) {
 template <typename T>
 inline void prefetch_row(const T* row, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
-    __builtin_prefetch(row + i);
+    prefetch(row + i);
   }
 }
 

@@ -92,7 +92,7 @@ inline void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stri
   const uint8_t *quants = part.quants, *high_bits = part.high_bits;
   for (int64_t i = 0; i < part.num_blocks; ++i, ++x) {
     if (ahead) {
-      for (int64_t line = 0; line < ahead_step; line += 64) __builtin_prefetch(ahead + line);
+      for (int64_t line = 0; line < ahead_step; line += 64) prefetch(ahead + line);
       ahead += ahead_step;
     }
     Bytes q[8];

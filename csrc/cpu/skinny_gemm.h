@@ -79,7 +79,7 @@ template <int kWRows, int kBatch, int kAhead, typename W>
 #pragma GCC unroll 4
     for (int r = 0; r < kAhead; ++r) {
       for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(W))) {
-        __builtin_prefetch(ahead + r * w_stride + k + line);
+        prefetch(ahead + r * w_stride + k + line);
       }
     }
 #pragma GCC unroll 4

@@ -129,7 +129,7 @@ inline void multiply_tiles(const WeightRows<Tiled<U>>& w, int64_t num_rows, cons
   for (int64_t k = 0; k < n; k += kTileColumns) {
     if (next) {
       for (int64_t r = 0; r < min_of(num_rows, 2 * kTileSide); ++r) {
-        __builtin_prefetch(next + r * w.stride + k);
+        prefetch(next + r * w.stride + k);
       }
     }
     U::template load<6>(x + k * kTileSide, kTileRowBytes);
