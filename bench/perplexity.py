@@ -1,0 +1,59 @@
+"""Perplexity as llama-perplexity counts it: over the second half of each window of a text.
+
+Windows follow each other without overlap and begin without anything before them; a window's tokens
+from the middle on are scored, so that every one has half a window to go by.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eecore.models import AttentionBatch, KVCache, LlamaModel
+
+
+def states_of(model: LlamaModel, token_ids: Tensor) -> Tensor:
+    """[num_tokens, hidden_size] of one text, behind the last layer."""
+    count = len(token_ids)
+    kv = KVCache.allocate(model.config, 1, count, device=model.device, dtype=model.dtype)
+    batch = AttentionBatch(
+        positions=torch.arange(count),
+        slot_mapping=torch.arange(count),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+    )
+    return model.layers(0, model.config.num_layers, model.embed(token_ids), kv, batch)
+
+
+def scored(window: int) -> slice:
+    """The positions of a window whose next token is scored: the last one's lies outside."""
+    return slice(window // 2, window - 1)
+
+
+def window_losses(model: LlamaModel, token_ids: Sequence[int], window: int) -> list[float]:
+    """Mean nats of the scored tokens of each whole window."""
+    losses = []
+    for begin in range(0, len(token_ids) - window + 1, window):
+        ids = torch.tensor(token_ids[begin : begin + window])
+        logits = model.logits(states_of(model, ids)[scored(window)])
+        losses.append(float(functional.cross_entropy(logits.float(), ids[1:][scored(window)])))
+    return losses
+
+
+def losses_of_output(text: str) -> list[float]:
+    """Mean nats of each window, from the running perplexities that llama-perplexity prints."""
+    running = [math.log(float(value)) for value in re.findall(r"\[\d+\](\d+\.\d+)", text)]
+    totals = [0.0, *(count * mean for count, mean in enumerate(running, 1))]
+    return [after - before for before, after in pairwise(totals)]
+
+
+def perplexity(losses: Sequence[float]) -> float:
+    """Of windows of one length, from the mean nats of each."""
+    return math.exp(sum(losses) / len(losses))
