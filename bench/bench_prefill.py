@@ -30,8 +30,8 @@ RESULTS = ROOT / "bench" / "results" / "prefill.json"
 KINDS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"weights": "int8"},
-    "int4": {"weights": "int4"},
+    "int8": {"weights": "int8", "dtype": "bfloat16"},
+    "int4": {"weights": "int4", "dtype": "bfloat16"},
 }
 PEER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -93,7 +93,8 @@ def markdown(result: dict[str, Any]) -> str:
     about = (
         f"SmolLM2-135M-Instruct, a prompt of {result['prompt_tokens']} tokens, best of "
         f"{result['rounds']} rounds; ratio to transformers {result['transformers']} in the same "
-        "dtype: median over rounds, above 1 is faster. The ceiling is that of float32 "
+        "dtype: median over rounds, above 1 is faster; int8 and int4 weights with states in "
+        "bfloat16. The ceiling is that of float32 "
         f"multiply-adds. {result['cpu']}, {result['cpu_capability']} kernels, torch "
         f"{result['torch']}. `python bench/bench_prefill.py`"
     )
