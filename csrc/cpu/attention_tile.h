@@ -53,7 +53,7 @@ inline Range visible_keys(const AttentionPlan& params, const Sequence& seq, int6
 
 // Rows of one sequence, for each of num_heads kv heads from first_head on: row r of a kv head is
 // query (first_row + r) / group_size, head (first_row + r) % group_size of the group.
-struct Tile {
+struct AttentionTile {
   Sequence seq;
   int64_t group_size, first_head, num_heads, first_row, num_rows;
   Range used;  // the keys that any of the rows sees

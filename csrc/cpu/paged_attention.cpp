@@ -16,7 +16,7 @@ namespace {
 // Where the keys and values of a block lie. Of its slots those outside `used` may belong to no one:
 // the nearest used key stands in for them.
 template <typename T>
-void locate_block(const AttentionPlan& params, const Tile& tile, Range keys, Range used,
+void locate_block(const AttentionPlan& params, const AttentionTile& tile, Range keys, Range used,
                   BlockRows<T>& rows) {
   const int32_t* page_table = params.page_table + tile.seq.index * params.page_table_stride;
   const T* k_cache = static_cast<const T*>(params.k_cache) + tile.first_head * params.head_dim;
@@ -47,7 +47,7 @@ void locate_block(const AttentionPlan& params, const Tile& tile, Range keys, Ran
 
 // Adds the keys of one split to the rows' maximum, weight_sum and acc, which it sets up.
 template <typename T>
-void attend_split(const AttentionPlan& params, const Tile& tile, Range split,
+void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range split,
                   TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
   const int64_t block_keys = block_size(head_dim);
@@ -132,7 +132,7 @@ inline Range keys_of_split(const AttentionPlan& params, int64_t split) {
 
 // One work item: a tile with one split, written to `partials`, or with all of them, written to out.
 template <typename T>
-void attend_tile(const AttentionPlan& params, const Tile& tile, int64_t only_split,
+void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t only_split,
                  TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
   const int64_t num_rows = tile.num_heads * tile.num_rows;
@@ -223,7 +223,7 @@ void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t i
               TileScratch& scratch) {
   const int64_t head_group = item / items.num_tiles % items.num_head_groups;
   const int64_t split = items.first_split + item / items.num_tiles / items.num_head_groups;
-  Tile tile;
+  AttentionTile tile;
   tile.seq = items.seq;
   tile.group_size = items.group_size;
   tile.first_head = head_group * items.tile_heads;
