@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import peers
+from eecore.models.weights import BLOCK_FORMATS, care_by_layer
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "bench" / "decode_worker.py"
 CONVERTED = peers.DIRECTORY / "models"
-GGUF_KINDS = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1"}
+GGUF_KINDS = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1_mixed"}
 START_TIMEOUT_S = 600
 ANSWER_TIMEOUT_S = 300
 
@@ -202,22 +203,36 @@ def convert(directory: Path, available: set[str]) -> None:
     """Write the model in the formats of the engines that need one, once."""
     wanted = [("ctranslate2", CONVERTED / directory.name / "ctranslate2", [])]
     wanted += [
-        ("llama.cpp", CONVERTED / directory.name / f"{kind}.gguf", [kind])
-        for kind in GGUF_KINDS.values()
+        ("llama.cpp", gguf_file(directory, bits), [json.dumps(gguf_kinds(directory, bits))])
+        for bits in GGUF_KINDS
     ]
-    for engine, target, kind in wanted:
+    for engine, target, kinds in wanted:
         if engine in available:
-            convert_once("gguf" if kind else "ctranslate2", directory, target, *kind)
+            convert_once("gguf" if kinds else "ctranslate2", directory, target, *kinds)
 
 
-def convert_once(what: str, directory: Path, target: Path, *kind: str) -> None:
+def gguf_kinds(directory: Path, bits: str) -> dict[str, str]:
+    """By the names of matrices, "" for all others; those of int4 are what eecore makes of them."""
+    if bits != "int4":
+        return {"": GGUF_KINDS[bits]}
+    formats = {care: name.lower() for care, name in BLOCK_FORMATS["int4"].items()}
+    kinds = {"": formats["usual"]}
+    kinds |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), formats["most"])
+    config = json.loads((directory / "config.json").read_text())
+    for layer, care in enumerate(care_by_layer(config["num_hidden_layers"])):
+        for name in ("self_attn.v_proj", "mlp.down_proj"):
+            kinds[f"model.layers.{layer}.{name}.weight"] = formats[care]
+    return kinds
+
+
+def convert_once(what: str, directory: Path, target: Path, *kinds: str) -> None:
     """Write one format, unless it is there."""
     if target.exists():
         return
     print(f"{directory.name}: writing {target.relative_to(ROOT)}", file=sys.stderr)
     command = [peers.python_of("python"), ROOT / "bench" / "decode_models.py", what]
     done = subprocess.run(
-        [*command, directory, target, *kind],
+        [*command, directory, target, *kinds],
         capture_output=True,
         text=True,
         env=environment(1, own=False),

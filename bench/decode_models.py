@@ -1,6 +1,6 @@
 """The models of bench_decode.py, and their weights in the format of each engine.
 
-python bench/decode_models.py gguf DIRECTORY FILE f32|bf16|q8_0     in the environment of the peers
+python bench/decode_models.py gguf DIRECTORY FILE '{"": "q8_0"}'    in the environment of the peers
 python bench/decode_models.py ctranslate2 DIRECTORY TARGET          in the environment of the peers
 
 The weights are the same everywhere, but for what the fewer bits of a format round off.
@@ -100,8 +100,15 @@ def make_random_llama(directory: Path, **changes: Any) -> Path:
 # llama.cpp
 
 
-def make_gguf(directory: Path, file: Path, kind: str) -> None:
-    """Write a model as a GGUF file; matrices in ``kind``, norms in float32."""
+def make_gguf(directory: Path, file: Path, kinds: str) -> None:
+    """Write a model as a GGUF file; norms in float32.
+
+    Args:
+        directory: of the model.
+        file: to write.
+        kinds: of the matrices, "q8_0" and the like: JSON, by the checkpoint's names, under "" that
+            of those which are not named.
+    """
     import gguf
     import numpy as np
     from safetensors.numpy import load_file
@@ -109,10 +116,10 @@ def make_gguf(directory: Path, file: Path, kind: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     partial = file.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
-    kinds = gguf.GGMLQuantizationType
-    stored, head = kinds[kind.upper()], kinds.Q8_0 if kind == "q4_1" else kinds[kind.upper()]
+    kind_of = json.loads(kinds)
+    usual = kind_of[""]
     add_settings(writer, config)
-    file_type = "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
+    file_type = "ALL_F32" if usual == "f32" else f"MOSTLY_{usual.upper()}"
     writer.add_file_type(gguf.LlamaFileType[file_type])
     add_vocabulary(writer, directory)
     for name, weight in load_file(directory / "model.safetensors").items():
@@ -120,10 +127,10 @@ def make_gguf(directory: Path, file: Path, kind: str) -> None:
         for projection, heads in (("q_proj", "attention"), ("k_proj", "key_value")):
             if projection in name:
                 weight = interleave_rotary(weight, config[f"num_{heads}_heads"])
-        if weight.ndim == 1 or kind == "f32":
+        if weight.ndim == 1 or usual == "f32":
             writer.add_tensor(gguf_name(name), weight)
         else:
-            kept = head if name in ("model.embed_tokens.weight", "lm_head.weight") else stored
+            kept = gguf.GGMLQuantizationType[kind_of.get(name, usual).upper()]
             writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, kept), raw_dtype=kept)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -232,10 +239,10 @@ def make_ctranslate2(directory: Path, target: Path) -> None:
 
 
 def main() -> None:
-    what, directory, target, *kind = sys.argv[1:]
+    what, directory, target, *kinds = sys.argv[1:]
     make = {"gguf": make_gguf, "ctranslate2": make_ctranslate2}[what]
     Path(target).parent.mkdir(parents=True, exist_ok=True)
-    make(Path(directory), Path(target), *kind)
+    make(Path(directory), Path(target), *kinds)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ class Kernels:
 
     Args:
         config: the model's.
-        weights: "float32", "bfloat16", or "int8" or "int4", whose states are float32.
+        weights: "float32", "bfloat16", or "int8", whose states are float32.
         most_rows: that are asked for.
     """
 
     def __init__(self, config: Any, weights: str, most_rows: int) -> None:
         self._config = config
-        self._format = {"int8": "Q8_0", "int4": "Q4_1"}.get(weights)
+        self._format = {"int8": "Q8_0"}.get(weights)
         self._dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
         layers, hidden, q_size = config.num_layers, config.hidden_size, config.q_size
         is_gated = getattr(config, "is_gated", True)

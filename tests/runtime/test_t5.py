@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_coded_weights import HEADS, rounded
+from test_coded_weights import rounded
 from test_confident_exit import MEASURES, SETTINGS, check_against_reference, policy_of
 from test_cuda_path import POLICIES
 
@@ -165,8 +165,10 @@ def test_int4_is_what_is_left_of_the_weights(family: str, tmp_path: Path) -> Non
     views = model.network.weights.by_checkpoint_name(model.config, "shared.weight")
     packed = {name: view for name, view in views.items() if view.table is not None}
     assert len(packed) > 8 * model.config.num_layers
+    layers = {"encoder": model.config.num_encoder_layers, "decoder": model.config.num_layers}
     for name, view in packed.items():
-        expected = rounded(stored[name], "int4", is_head=name in HEADS)
+        num_layers = layers.get(name.split(".")[0], 1)
+        expected = rounded(name, stored[name], "int4", num_layers)
         assert torch.equal(ops.unpack_weight(view.weight, view.table), expected)
     outputs = eecore.generate(model, INPUTS, max_tokens=6, ignore_eos=True)
     drafted = eecore.generate(

@@ -72,12 +72,20 @@ class LlamaWeights:
             final_norm=new.tensor(hidden),
             attention_norm=new.tensor(layers, hidden),
             mlp_norm=new.tensor(layers, hidden),
-            qkv=new.matrix("qkv", layers, sum(qkv), hidden, parts=qkv, bias=config.attention_bias),
+            qkv=new.matrix(
+                "qkv",
+                layers,
+                sum(qkv),
+                hidden,
+                parts=qkv,
+                delicate=(False, False, True),
+                bias=config.attention_bias,
+            ),
             o=new.matrix("o", layers, hidden, config.q_size, bias=config.output_bias),
             gate_up=new.matrix(
                 "gate_up", layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
             ),
-            down=new.matrix("down", layers, hidden, inner, bias=config.mlp_bias),
+            down=new.matrix("down", layers, hidden, inner, delicate=[True], bias=config.mlp_bias),
             q_norm=new.tensor(*head_norm) if config.qk_norm else None,
             k_norm=new.tensor(*head_norm) if config.qk_norm else None,
         )
@@ -105,14 +113,15 @@ class LlamaWeights:
             "post_attention_layernorm": self.mlp_norm,
         }
         views = {
-            "model.embed_tokens.weight": WeightView.of(self.embed_tokens, is_head=True),
+            "model.embed_tokens.weight": WeightView.of(self.embed_tokens, "most"),
             "model.norm.weight": WeightView(self.final_norm),
         }
         if not config.tie_word_embeddings:
-            views["lm_head.weight"] = WeightView.of(self.lm_head, is_head=True)
+            views["lm_head.weight"] = WeightView.of(self.lm_head, "most")
         by_layer: dict[str, list[WeightView]] = {}
         for name, matrix in matrices.items():
-            by_layer[f"{name}.weight"] = [WeightView.of(part) for part in matrix.unbind()]
+            delicate = name in ("self_attn.v_proj", "mlp.down_proj")
+            by_layer[f"{name}.weight"] = WeightView.of_layers(matrix, delicate=delicate)
             if matrix.bias is not None:
                 by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
         for name, norm in norms.items():

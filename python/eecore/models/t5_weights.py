@@ -47,10 +47,17 @@ class T5StackWeights:
             mlp_norm=new.tensor(num_layers, hidden),
             final_norm=new.tensor(hidden),
             position_bias=new.tensor(config.num_buckets, config.num_heads, dtype=torch.float32),
-            qkv=new.matrix("qkv", num_layers, 3 * size, hidden, parts=(size,) * 3),
+            qkv=new.matrix(
+                "qkv",
+                num_layers,
+                3 * size,
+                hidden,
+                parts=(size,) * 3,
+                delicate=(False, False, True),
+            ),
             o=new.matrix("o", num_layers, hidden, size),
             gate_up=new.matrix("gate_up", num_layers, sum(halves), hidden, parts=halves),
-            down=new.matrix("down", num_layers, hidden, inner),
+            down=new.matrix("down", num_layers, hidden, inner, delicate=[True]),
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -90,11 +97,14 @@ class T5StackWeights:
         }
         matrices = {f"0.SelfAttention.{name}": matrix for name, matrix in attention.items()}
         matrices |= {f"{mlp}.DenseReluDense.{name}": matrix for name, matrix in dense.items()}
-        by_layer = {name: matrix.unbind() for name, matrix in matrices.items()}
+        by_layer = {
+            name: WeightView.of_layers(matrix, delicate=name.endswith((".v", ".wo")))
+            for name, matrix in matrices.items()
+        }
         for layer in range(len(self.attention_norm)):
             block = f"{stack}.block.{layer}.layer"
             for name, parts in by_layer.items():
-                views[f"{block}.{name}.weight"] = WeightView.of(parts[layer])
+                views[f"{block}.{name}.weight"] = parts[layer]
             views[f"{block}.0.layer_norm.weight"] = WeightView(self.attention_norm[layer])
             views[f"{block}.{mlp}.layer_norm.weight"] = WeightView(self.mlp_norm[layer])
         return views
@@ -120,7 +130,14 @@ class T5CrossWeights:
         return cls(
             norm=new.tensor(layers, hidden),
             q=new.matrix("cross_q", layers, size, hidden),
-            kv=new.matrix("cross_kv", layers, 2 * size, hidden, parts=(size, size)),
+            kv=new.matrix(
+                "cross_kv",
+                layers,
+                2 * size,
+                hidden,
+                parts=(size, size),
+                delicate=(False, True),
+            ),
             o=new.matrix("cross_o", layers, hidden, size),
         )
 
@@ -132,13 +149,16 @@ class T5CrossWeights:
             "v": self.kv.rows(slice(config.q_size, None)),
             "o": self.o,
         }
-        by_layer = {name: matrix.unbind() for name, matrix in matrices.items()}
+        by_layer = {
+            name: WeightView.of_layers(matrix, delicate=name == "v")
+            for name, matrix in matrices.items()
+        }
         views = {}
         for layer, norm in enumerate(self.norm):
             block = f"decoder.block.{layer}.layer.1"
             views[f"{block}.layer_norm.weight"] = WeightView(norm)
             for name, parts in by_layer.items():
-                views[f"{block}.EncDecAttention.{name}.weight"] = WeightView.of(parts[layer])
+                views[f"{block}.EncDecAttention.{name}.weight"] = parts[layer]
         return views
 
 
@@ -176,11 +196,11 @@ class T5Weights:
             embeddings: what the checkpoint calls them.
         """
         views = {
-            embeddings: WeightView.of(self.embed_tokens, is_head=True),
+            embeddings: WeightView.of(self.embed_tokens, "most"),
             **self.encoder.by_checkpoint_name(config, "encoder", mlp=1),
             **self.decoder.by_checkpoint_name(config, "decoder", mlp=2),
             **self.cross.by_checkpoint_name(config),
         }
         if not config.tie_word_embeddings:
-            views["lm_head.weight"] = WeightView.of(self.lm_head, is_head=True)
+            views["lm_head.weight"] = WeightView.of(self.lm_head, "most")
         return views

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -19,16 +19,28 @@ Form = Literal["floats", "int8", "blocks"]
 blocks of 4 to 8 bits."""
 Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
-BLOCK_FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}
+Care = Literal["usual", "more", "most"]
+"""What rounding a matrix costs: most that of the LM head, more those of :func:`care_by_layer`."""
+BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
+    "int8": {"usual": "Q8_0", "more": "Q8_0", "most": "Q8_0"},
+    "int4": {"usual": "Q4_1", "more": "Q5_1", "most": "Q8_0"},
+}
 """Of matrices whose rows the blocks' columns fill; others get a scale per row of int8."""
-HEAD_FORMAT = "Q8_0"
-"""That of the LM head, which rounding harms most."""
 BLOCK_COLUMNS = 32
 
 
-def block_format(coding: Coding, *, is_head: bool) -> str:
-    """What a matrix is rounded to."""
-    return HEAD_FORMAT if is_head else BLOCK_FORMATS[coding]
+def care_by_layer(num_layers: int) -> list[Care]:
+    """Of the matrices that make values, and of those that end an MLP.
+
+    The first and the last eighth of the layers get more bits and every third between: those that
+    llama.cpp's Q4_K_M gives more to.
+    """
+    eighth = num_layers // 8
+    last = 7 * num_layers // 8
+    return [
+        "more" if layer < eighth or layer >= last or (layer - eighth) % 3 == 2 else "usual"
+        for layer in range(num_layers)
+    ]
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,15 @@ class NewMatrix:
     """out_features of each tensor of a checkpoint that fills it."""
     is_head: bool
     """Whether it is the LM head, alone or besides the embeddings."""
+    delicate: tuple[bool, ...]
+    """Whether each of these tensors is of those that :func:`care_by_layer` is about."""
+
+    def cares(self) -> Iterator[tuple[Care, int]]:
+        """That for each tensor that fills it, layer by layer, and its out_features."""
+        by_layer = care_by_layer(math.prod(self.shape[:-2]))
+        for care in by_layer:
+            for size, delicate in zip(self.parts, self.delicate, strict=True):
+                yield "most" if self.is_head else care if delicate else "usual", size
 
 
 class MatrixForms(Protocol):
@@ -69,10 +90,11 @@ class CodedForms:
 
     def packed_bytes(self, matrix: NewMatrix) -> int:
         assert self.coding is not None
-        *layers, _, in_features = matrix.shape
-        format = block_format(self.coding, is_head=matrix.is_head)
-        each = (ops.packed_bytes(format, part, in_features) for part in matrix.parts)
-        return math.prod(layers) * sum(each)
+        formats = BLOCK_FORMATS[self.coding]
+        return sum(
+            ops.packed_bytes(formats[care], out_features, matrix.shape[-1])
+            for care, out_features in matrix.cares()
+        )
 
 
 ALL_FLOATS = CodedForms(None)
@@ -96,6 +118,7 @@ class NewWeights:
         field: str,
         *shape: int,
         parts: Sequence[int] = (),
+        delicate: Sequence[bool] = (),
         bias: bool = False,
         is_head: bool = False,
     ) -> Matrix:
@@ -105,10 +128,12 @@ class NewWeights:
             field: of the weights that it will be in.
             shape: of the weight.
             parts: out_features of each tensor of a checkpoint that fills it, if they are several.
+            delicate: whether each of them is, see :func:`care_by_layer`; by default none.
             bias: whether there is one.
             is_head: whether it is the LM head, alone or besides the embeddings.
         """
-        matrix = NewMatrix(field, shape, tuple(parts) or shape[-2:-1], is_head)
+        sizes = tuple(parts) or shape[-2:-1]
+        matrix = NewMatrix(field, shape, sizes, is_head, tuple(delicate) or (False,) * len(sizes))
         rows, form = shape[:-1], self.forms.form(matrix)
         given = self.tensor(*rows) if bias else None
         if form == "floats":
@@ -130,13 +155,20 @@ class WeightView:
     """float32, of that shape without its last axis."""
     table: Tensor | None = None
     """int64, of that shape too; the weight is packed bytes then."""
-    is_head: bool = False
-    """Whether it is the LM head."""
+    care: Care = "usual"
+    """Where it is quantised."""
 
     @classmethod
-    def of(cls, matrix: Matrix, *, is_head: bool = False) -> WeightView:
+    def of(cls, matrix: Matrix, care: Care = "usual") -> WeightView:
         """Of a matrix, whose bias is a tensor of its own."""
-        return cls(matrix.weight, matrix.scale, matrix.table, is_head)
+        return cls(matrix.weight, matrix.scale, matrix.table, care)
+
+    @classmethod
+    def of_layers(cls, matrix: Matrix, *, delicate: bool = False) -> list[WeightView]:
+        """Of each layer's, see :func:`care_by_layer`."""
+        parts = matrix.unbind()
+        cares = care_by_layer(len(parts)) if delicate else ["usual"] * len(parts)
+        return [cls.of(part, care) for part, care in zip(parts, cares, strict=True)]
 
     def fill(self, stored: Tensor) -> None:
         """Copy a stored tensor, converted to the weight's dtype and device, or made int8."""
@@ -170,7 +202,7 @@ class Filling:
             return
         floats = stored if stored.dtype in (torch.float32, torch.bfloat16) else stored.float()
         assert self._coding is not None
-        format = block_format(self._coding, is_head=view.is_head)
+        format = BLOCK_FORMATS[self._coding][view.care]
         self.pack(view, ops.quantise_weight(floats, format), format, stored.shape[-1])
 
     def pack(self, view: WeightView, blocks: Tensor, format: str, in_features: int) -> None:
