@@ -47,7 +47,13 @@ def rounded(name: str, weight: Tensor, coding: str, num_layers: int) -> Tensor:
 
 
 # Layers whose delicate matrices get more bits, by the number of layers.
-MORE_BITS = {2: {1}, 3: {2}, 4: {2, 3}, 5: {2, 4}, 30: {0, 1, 2, 5, 8, 11, 14, 17, 20, 23, *range(26, 30)}}
+MORE_BITS = {
+    2: {1},
+    3: {2},
+    4: {2, 3},
+    5: {2, 4},
+    30: {0, 1, 2, 5, 8, 11, 14, 17, 20, 23, *range(26, 30)},
+}
 
 
 @pytest.mark.parametrize("num_layers", MORE_BITS)

@@ -167,7 +167,8 @@ class WeightView:
     def of_layers(cls, matrix: Matrix, *, delicate: bool = False) -> list[WeightView]:
         """Of each layer's, see :func:`care_by_layer`."""
         parts = matrix.unbind()
-        cares = care_by_layer(len(parts)) if delicate else ["usual"] * len(parts)
+        usual: list[Care] = ["usual"] * len(parts)
+        cares = care_by_layer(len(parts)) if delicate else usual
         return [cls.of(part, care) for part, care in zip(parts, cares, strict=True)]
 
     def fill(self, stored: Tensor) -> None:
