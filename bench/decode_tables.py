@@ -33,8 +33,8 @@ def about(result: dict[str, Any]) -> str:
     )
     return (
         f"One sequence, one thread, {result['tokens']} greedy tokens after a prompt of one; best "
-        f"of {result['rounds']} rounds in turns. int8 is Q8_0, int4 Q4_1 with some matrices of "
-        f"Q5_1 and a head of Q8_0, here and in llama.cpp. {result['cpu']}, "
+        f"of {result['rounds']} rounds in turns. int8 is Q8_0, int4 Q4_1 with keys of Q5_1, "
+        f"values and head of Q8_0, here and in llama.cpp. {result['cpu']}, "
         f"{result['cpu_capability']} kernels, torch {result['torch']}, {versions}. Memory reads at "
         f"{reads} thread(s). "
         "`python bench/bench_decode.py`"

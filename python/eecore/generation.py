@@ -90,7 +90,7 @@ def load(
         dtype: float32, bfloat16 or (CUDA) float16; chosen from the checkpoint and the device when
             None.
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to 8.5
-            bits a number, or to 5 but for those of the LM head, see
+            bits a number, or to 5 but for those of keys, values and the LM head, see
             :func:`eecore.ops.quantise_weight`: so many fewer bytes to read for each token. States
             and the KV cache keep ``dtype``. On the CPU only; every exit mode works with it.
             Quantised models have their own.

@@ -16,8 +16,6 @@ from eecore import ConfidentExit, DraftAndVerify, FixedExit, Full, SelfSpeculati
 from eecore.exits import Exit, ExitClassifier
 from eecore.models import load_model
 from eecore.models.int8 import dequantise_rows, quantise_rows
-from eecore.models.load import read_config
-from eecore.models.weights import care_by_layer
 from real_prompts import real_prompts
 from tiny_models import random_prompts, scale_layers, write_model
 
@@ -32,46 +30,28 @@ CODINGS = ("int8", "int4")
 HEADS = ("lm_head.weight", "model.embed_tokens.weight", "shared.weight")
 
 
-DELICATE = (".v_proj.weight", ".down_proj.weight", ".v.weight", ".wo.weight")
+FIVE_BITS, EIGHT_BITS = (".k_proj.weight", ".k.weight"), (".v_proj.weight", ".v.weight")
 
 
-def rounded(name: str, weight: Tensor, coding: str, num_layers: int) -> Tensor:
+def rounded(name: str, weight: Tensor, coding: str) -> Tensor:
     """What is left of a checkpoint's matrix."""
     if weight.shape[-1] % 32 != 0:
         return dequantise_rows(*quantise_rows(weight), torch.float32)
-    format = "Q8_0" if name in HEADS or coding == "int8" else "Q4_1"
-    if coding == "int4" and name.endswith(DELICATE):
-        layer = int(next(part for part in name.split(".") if part.isdigit()))
-        format = "Q5_1" if layer in MORE_BITS[num_layers] else "Q4_1"
+    format = "Q5_1" if name.endswith(FIVE_BITS) else "Q4_1"
+    if name in HEADS or name.endswith(EIGHT_BITS) or coding == "int8":
+        format = "Q8_0"
     return reference.pack_weight(ops.quantise_weight(weight.float(), format), format)
-
-
-# Layers whose delicate matrices get more bits, by the number of layers.
-MORE_BITS = {
-    2: {1},
-    3: {2},
-    4: {2, 3},
-    5: {2, 4},
-    30: {0, 1, 2, 5, 8, 11, 14, 17, 20, 23, *range(26, 30)},
-}
-
-
-@pytest.mark.parametrize("num_layers", MORE_BITS)
-def test_layers_of_more_bits(num_layers: int) -> None:
-    cares = care_by_layer(num_layers)
-    assert {layer for layer, care in enumerate(cares) if care == "more"} == MORE_BITS[num_layers]
 
 
 def round_weights(directory: Path, coding: str) -> None:
     """Make the checkpoint's linear layers what a coding keeps of them."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
-    num_layers = read_config(directory).num_layers
     untied = {"model.embed_tokens.weight", "shared.weight"} if "lm_head.weight" in tensors else {}
     for name, tensor in tensors.items():
         is_table = "relative_attention_bias" in name or name in untied
         if tensor.dim() == 2 and not is_table:
-            tensors[name] = rounded(name, tensor, coding, num_layers)
+            tensors[name] = rounded(name, tensor, coding)
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -100,11 +80,10 @@ def test_packed_layers_hold_what_the_checkpoint_does(dtype: str, tmp_path: Path)
     directory = write_model(tmp_path, **sizes, intermediate_size=160)
     tensors = load_file(directory / "model.safetensors")
     _, model, _ = load_model(directory, "cpu", dtype, "int4")
-    num_layers = model.config.num_layers
-    for layer in range(num_layers):
+    for layer in range(model.config.num_layers):
         qkv = model.weights.qkv
         parts = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
-        expected = torch.cat([rounded(name, tensors[name], "int4", num_layers) for name in parts])
+        expected = torch.cat([rounded(name, tensors[name], "int4") for name in parts])
         assert torch.equal(ops.unpack_weight(qkv.weight, qkv.table[layer]), expected)
 
 

@@ -23,7 +23,7 @@ from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
 from eecore.models.rope import RopeTable
 from eecore.models.source import ModelSource
-from eecore.models.weights import NewWeights, WeightView
+from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
 
 
@@ -78,14 +78,14 @@ class LlamaWeights:
                 sum(qkv),
                 hidden,
                 parts=qkv,
-                delicate=(False, False, True),
+                cares=("usual", "more", "most"),
                 bias=config.attention_bias,
             ),
             o=new.matrix("o", layers, hidden, config.q_size, bias=config.output_bias),
             gate_up=new.matrix(
                 "gate_up", layers, 2 * inner, hidden, parts=(inner, inner), bias=config.mlp_bias
             ),
-            down=new.matrix("down", layers, hidden, inner, delicate=[True], bias=config.mlp_bias),
+            down=new.matrix("down", layers, hidden, inner, bias=config.mlp_bias),
             q_norm=new.tensor(*head_norm) if config.qk_norm else None,
             k_norm=new.tensor(*head_norm) if config.qk_norm else None,
         )
@@ -106,6 +106,7 @@ class LlamaWeights:
             "mlp.up_proj": self.gate_up.rows(slice(inner, None)),
             "mlp.down_proj": self.down,
         }
+        cares: dict[str, Care] = {"self_attn.k_proj": "more", "self_attn.v_proj": "most"}
         norms = {
             "self_attn.q_norm": self.q_norm,
             "self_attn.k_norm": self.k_norm,
@@ -120,8 +121,8 @@ class LlamaWeights:
             views["lm_head.weight"] = WeightView.of(self.lm_head, "most")
         by_layer: dict[str, list[WeightView]] = {}
         for name, matrix in matrices.items():
-            delicate = name in ("self_attn.v_proj", "mlp.down_proj")
-            by_layer[f"{name}.weight"] = WeightView.of_layers(matrix, delicate=delicate)
+            care = cares.get(name, "usual")
+            by_layer[f"{name}.weight"] = [WeightView.of(part, care) for part in matrix.unbind()]
             if matrix.bias is not None:
                 by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
         for name, norm in norms.items():

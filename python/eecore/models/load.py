@@ -52,8 +52,9 @@ def load_model(
             only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to
             blocks of 32 numbers, see :func:`eecore.ops.quantise_weight`: of 8 bits, or of 4 but for
-            an LM head of 8. Rows that are no multiple of 32 become int8 with a scale of their own.
-            States, the KV cache and norms stay in ``dtype``. On the CPU only.
+            keys of 5, and values and an LM head of 8. Rows that are no multiple of 32 become int8
+            with a scale of their own. States, the KV cache and norms stay in ``dtype``. On the CPU
+            only.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is

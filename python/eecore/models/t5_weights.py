@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import T5Config
-from eecore.models.weights import NewWeights, WeightView
+from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
 
 __all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
@@ -53,11 +53,11 @@ class T5StackWeights:
                 3 * size,
                 hidden,
                 parts=(size,) * 3,
-                delicate=(False, False, True),
+                cares=("usual", "more", "most"),
             ),
             o=new.matrix("o", num_layers, hidden, size),
             gate_up=new.matrix("gate_up", num_layers, sum(halves), hidden, parts=halves),
-            down=new.matrix("down", num_layers, hidden, inner, delicate=[True]),
+            down=new.matrix("down", num_layers, hidden, inner),
         )
 
     def stacked(self) -> ops.DecoderWeights:
@@ -97,10 +97,7 @@ class T5StackWeights:
         }
         matrices = {f"0.SelfAttention.{name}": matrix for name, matrix in attention.items()}
         matrices |= {f"{mlp}.DenseReluDense.{name}": matrix for name, matrix in dense.items()}
-        by_layer = {
-            name: WeightView.of_layers(matrix, delicate=name.endswith((".v", ".wo")))
-            for name, matrix in matrices.items()
-        }
+        by_layer = _by_layer(matrices)
         for layer in range(len(self.attention_norm)):
             block = f"{stack}.block.{layer}.layer"
             for name, parts in by_layer.items():
@@ -108,6 +105,15 @@ class T5StackWeights:
             views[f"{block}.0.layer_norm.weight"] = WeightView(self.attention_norm[layer])
             views[f"{block}.{mlp}.layer_norm.weight"] = WeightView(self.mlp_norm[layer])
         return views
+
+
+def _by_layer(matrices: dict[str, Matrix]) -> dict[str, list[WeightView]]:
+    """Of matrices by name, the last part of which says whether they make keys or values."""
+    cares: dict[str, Care] = {"k": "more", "v": "most"}
+    return {
+        name: [WeightView.of(part, cares.get(name.split(".")[-1], "usual")) for part in m.unbind()]
+        for name, m in matrices.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class T5CrossWeights:
                 2 * size,
                 hidden,
                 parts=(size, size),
-                delicate=(False, True),
+                cares=("more", "most"),
             ),
             o=new.matrix("cross_o", layers, hidden, size),
         )
@@ -149,10 +155,7 @@ class T5CrossWeights:
             "v": self.kv.rows(slice(config.q_size, None)),
             "o": self.o,
         }
-        by_layer = {
-            name: WeightView.of_layers(matrix, delicate=name == "v")
-            for name, matrix in matrices.items()
-        }
+        by_layer = _by_layer(matrices)
         views = {}
         for layer, norm in enumerate(self.norm):
             block = f"decoder.block.{layer}.layer.1"

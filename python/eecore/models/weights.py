@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,27 +20,13 @@ blocks of 4 to 8 bits."""
 Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
 Care = Literal["usual", "more", "most"]
-"""What rounding a matrix costs: most that of the LM head, more those of :func:`care_by_layer`."""
+"""What rounding a matrix costs: most the LM head and what makes values, more what makes keys."""
 BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
     "int8": {"usual": "Q8_0", "more": "Q8_0", "most": "Q8_0"},
     "int4": {"usual": "Q4_1", "more": "Q5_1", "most": "Q8_0"},
 }
 """Of matrices whose rows the blocks' columns fill; others get a scale per row of int8."""
 BLOCK_COLUMNS = 32
-
-
-def care_by_layer(num_layers: int) -> list[Care]:
-    """Of the matrices that make values, and of those that end an MLP.
-
-    The first and the last eighth of the layers get more bits and every third between: those that
-    llama.cpp's Q4_K_M gives more to.
-    """
-    eighth = num_layers // 8
-    last = 7 * num_layers // 8
-    return [
-        "more" if layer < eighth or layer >= last or (layer - eighth) % 3 == 2 else "usual"
-        for layer in range(num_layers)
-    ]
 
 
 @dataclass(frozen=True)
@@ -55,15 +41,8 @@ class NewMatrix:
     """out_features of each tensor of a checkpoint that fills it."""
     is_head: bool
     """Whether it is the LM head, alone or besides the embeddings."""
-    delicate: tuple[bool, ...]
-    """Whether each of these tensors is of those that :func:`care_by_layer` is about."""
-
-    def cares(self) -> Iterator[tuple[Care, int]]:
-        """That for each tensor that fills it, layer by layer, and its out_features."""
-        by_layer = care_by_layer(math.prod(self.shape[:-2]))
-        for care in by_layer:
-            for size, delicate in zip(self.parts, self.delicate, strict=True):
-                yield "most" if self.is_head else care if delicate else "usual", size
+    cares: tuple[Care, ...]
+    """Of these tensors."""
 
 
 class MatrixForms(Protocol):
@@ -90,11 +69,13 @@ class CodedForms:
 
     def packed_bytes(self, matrix: NewMatrix) -> int:
         assert self.coding is not None
+        *layers, _, in_features = matrix.shape
         formats = BLOCK_FORMATS[self.coding]
-        return sum(
-            ops.packed_bytes(formats[care], out_features, matrix.shape[-1])
-            for care, out_features in matrix.cares()
+        each = (
+            ops.packed_bytes(formats[care], out_features, in_features)
+            for out_features, care in zip(matrix.parts, matrix.cares, strict=True)
         )
+        return math.prod(layers) * sum(each)
 
 
 ALL_FLOATS = CodedForms(None)
@@ -118,7 +99,7 @@ class NewWeights:
         field: str,
         *shape: int,
         parts: Sequence[int] = (),
-        delicate: Sequence[bool] = (),
+        cares: Sequence[Care] = (),
         bias: bool = False,
         is_head: bool = False,
     ) -> Matrix:
@@ -128,12 +109,14 @@ class NewWeights:
             field: of the weights that it will be in.
             shape: of the weight.
             parts: out_features of each tensor of a checkpoint that fills it, if they are several.
-            delicate: whether each of them is, see :func:`care_by_layer`; by default none.
+            cares: what is to be taken of each of them where they are quantised; the usual when none
+                are given, and the most of the LM head.
             bias: whether there is one.
             is_head: whether it is the LM head, alone or besides the embeddings.
         """
         sizes = tuple(parts) or shape[-2:-1]
-        matrix = NewMatrix(field, shape, sizes, is_head, tuple(delicate) or (False,) * len(sizes))
+        usual: Care = "most" if is_head else "usual"
+        matrix = NewMatrix(field, shape, sizes, is_head, tuple(cares) or (usual,) * len(sizes))
         rows, form = shape[:-1], self.forms.form(matrix)
         given = self.tensor(*rows) if bias else None
         if form == "floats":
@@ -162,14 +145,6 @@ class WeightView:
     def of(cls, matrix: Matrix, care: Care = "usual") -> WeightView:
         """Of a matrix, whose bias is a tensor of its own."""
         return cls(matrix.weight, matrix.scale, matrix.table, care)
-
-    @classmethod
-    def of_layers(cls, matrix: Matrix, *, delicate: bool = False) -> list[WeightView]:
-        """Of each layer's, see :func:`care_by_layer`."""
-        parts = matrix.unbind()
-        usual: list[Care] = ["usual"] * len(parts)
-        cares = care_by_layer(len(parts)) if delicate else usual
-        return [cls.of(part, care) for part, care in zip(parts, cares, strict=True)]
 
     def fill(self, stored: Tensor) -> None:
         """Copy a stored tensor, converted to the weight's dtype and device, or made int8."""
