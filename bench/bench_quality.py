@@ -164,7 +164,8 @@ def markdown(result: dict[str, Any]) -> str:
         "(`bench/rescaled.py`), they compute the same on no grid. Q4_1 takes 5 bits a number "
         "and 8.5 in the head; int4 besides 6 in what makes keys, 8.5 in what makes values; Q4_K_M "
         "here, where 256 divides few rows, 5.5 in most matrices and 4.5 to 8.5 in others. States "
-        f"in float32, in bfloat16 with bfloat16 weights. {result['cpu_capability']} kernels, torch {result['torch']}, "
+        "in float32, in bfloat16 with bfloat16 weights. "
+        f"{result['cpu_capability']} kernels, torch {result['torch']}, "
         f"llama.cpp of {result['llama_cpp']}. `python bench/bench_quality.py`"
     )
     return "\n".join([*lines, "", about])
