@@ -157,15 +157,20 @@ def begin_round(
             token, position, left = (int(tensor[int(sources[row])]) for tensor in ended)
         most = max(min(int(given.max_drafts[row]), left - 1, num_steps), -1)
         made.first_position[row], made.left[row], made.most[row] = position, left, most
-        made.tokens[row, 0], made.num_drafted[row], made.done[row] = token, 0, most <= 0
+        own = given.num_given is None or int(given.num_given[row]) < 0
+        made.tokens[row, 0], made.num_drafted[row], made.done[row] = token, 0, most <= 0 or not own
+        if given.drafts is not None and given.num_given is not None and not own:
+            count = max(min(int(given.num_given[row]), most), 0)
+            made.num_drafted[row] = count
+            made.tokens[row, 1 : count + 1] = given.drafts[row, :count]
         made.round_slots[row] = -1
         for k in range(most + 1):
             page, offset = divmod(position + k, page_size)
             made.round_slots[row, k] = int(given.page_table[row, page]) * page_size + offset
         assert rows.token_ids is not None
         rows.row[row], rows.token_ids[row], rows.positions[row] = row, max(token, 0), position
-        rows.slot_mapping[row] = made.round_slots[row, 0] if most > 0 else -1
-        rows.seq_lens[row] = position + 1 if most > 0 else 1
+        rows.slot_mapping[row] = -1 if made.done[row] else made.round_slots[row, 0]
+        rows.seq_lens[row] = 1 if made.done[row] else position + 1
     made.all_done.fill_(bool(made.done.all()))
     return made, rows
 

@@ -15,12 +15,17 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     const int64_t left = follows ? params.next_left[source] : params.tokens_left[row];
     const int64_t most = max_of(
         min_of(min_of(params.max_drafts[row], wrapping_add(left, -1)), params.num_steps), -1);
-    const bool done = most <= 0;
+    const int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
+    const bool done = most <= 0 || given >= 0;
     params.first_position[row] = position;
     params.left[row] = left;
     params.most[row] = most;
     params.tokens[row * width] = token;
-    params.num_drafted[row] = 0;
+    const int64_t num_drafted = max_of(min_of(given, most), 0);
+    params.num_drafted[row] = num_drafted;
+    for (int64_t k = 0; k < num_drafted; ++k) {
+      params.tokens[row * width + 1 + k] = params.drafts[row * params.num_steps + k];
+    }
     params.done[row] = done;
     all_done = all_done && done;
 

@@ -11,6 +11,7 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
                  const Tensor& max_drafts, const Tensor& page_table, int64_t page_size,
                  const OptionalTensor& sources, const OptionalTensor& next_token,
                  const OptionalTensor& next_position, const OptionalTensor& next_left,
+                 const OptionalTensor& drafts, const OptionalTensor& num_given,
                  Tensor first_position, Tensor left, Tensor round_slots, Tensor tokens,
                  Tensor num_drafted, Tensor most, Tensor done, Tensor all_done, Tensor row,
                  Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens) {
@@ -28,6 +29,9 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
                 "sources: expected all of sources, next_token, next_position and next_left, or "
                 "none, got ",
                 given, " of them");
+  const bool has_drafts = check(drafts, "drafts", Accept::kInt64, {"num_rows", "num_steps"});
+  check.require(check(num_given, "num_given", Accept::kInt64, {"num_rows"}) == has_drafts,
+                "drafts: expected them with num_given, or neither, got one");
   check.written(first_position, "first_position", Accept::kInt64, {"num_rows"});
   check.written(left, "left", Accept::kInt64, {"num_rows"});
   check.written(round_slots, "round_slots", Accept::kInt64, {"num_rows", "num_steps + 1"});
@@ -42,6 +46,9 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   check.written(slot_mapping, "slot_mapping", Accept::kInt64, {"num_rows"});
   check.written(seq_lens, "seq_lens", Accept::kInt32, {"num_rows"});
   check.require(check["num_steps + 1"] >= 1, "round_slots: expected num_steps + 1 >= 1, got 0");
+  check.require(!has_drafts || check["num_steps"] == check["num_steps + 1"] - 1,
+                "drafts: expected [num_rows, num_steps=", check["num_steps + 1"] - 1, "], got [",
+                check["num_rows"], ", ", has_drafts ? check["num_steps"] : 0, "]");
   check.require(check["num_rows"] == 0 || check["max_pages"] >= 1,
                 "page_table: expected max_pages >= 1, got 0");
   check.require(page_size >= 1 && page_size <= INT32_MAX,
@@ -57,6 +64,8 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   params.next_token = data_or_null<const int64_t>(next_token);
   params.next_position = data_or_null<const int64_t>(next_position);
   params.next_left = data_or_null<const int64_t>(next_left);
+  params.drafts = data_or_null<const int64_t>(drafts);
+  params.num_given = data_or_null<const int64_t>(num_given);
   params.first_position = data<int64_t>(first_position);
   params.left = data<int64_t>(left);
   params.round_slots = data<int64_t>(round_slots);

@@ -19,12 +19,18 @@ __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_
   const int64_t left = follows ? params.next_left[source] : params.tokens_left[row];
   const int64_t most =
       max(min(min(params.max_drafts[row], left - 1), params.num_steps), int64_t{-1});
-  const bool drafts = most > 0;
+  const int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
+  const bool drafts = most > 0 && given < 0;
   params.first_position[row] = position;
   params.left[row] = left;
   params.most[row] = most;
   params.tokens[row * width] = token;
-  params.num_drafted[row] = 0;
+  const int64_t num_drafted = max(min(given, most), int64_t{0});
+  params.num_drafted[row] = num_drafted;
+#pragma unroll 1
+  for (int64_t k = 0; k < num_drafted; ++k) {
+    params.tokens[row * width + 1 + k] = params.drafts[row * params.num_steps + k];
+  }
   params.done[row] = !drafts;
 
   // The slots of the tokens that it may have.

@@ -195,10 +195,12 @@ struct BeginRoundParams {
   const int64_t* next_token;     // [num_ended]; null when sources is
   const int64_t* next_position;  // [num_ended]; null when sources is
   const int64_t* next_left;      // [num_ended]; null when sources is
+  const int64_t* drafts;         // [num_rows, num_steps]; may be null: nobody is given any
+  const int64_t* num_given;      // [num_rows], -1: the row drafts for itself; null when drafts is
   int64_t* first_position;       // [num_rows]
   int64_t* left;                 // [num_rows]
   int64_t* round_slots;          // [num_rows, num_steps + 1]; -1 behind the most drafts
-  int64_t* tokens;               // [num_rows, num_steps + 1], of which the first is written
+  int64_t* tokens;               // [num_rows, num_steps + 1]: the first, and drafts that are given
   int64_t* num_drafted;          // [num_rows]
   int64_t* most;                 // [num_rows], -1..num_steps
   uint8_t* done;                 // [num_rows], 0 or 1

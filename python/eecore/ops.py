@@ -831,6 +831,10 @@ class DraftRound(NamedTuple):
     """[num_rows, num_steps + 1, hidden_size], contiguous rows: after the drafting layers, for the
     verification. What it has of rows and steps that were not drafted means nothing. None: the
     verification runs all layers."""
+    drafts: Tensor | None = None
+    """int64 [num_rows, num_steps]: drafts of rows that are given them; with ``num_given``."""
+    num_given: Tensor | None = None
+    """int64 [num_rows]: how many; such a row drafts none itself, one with -1 does."""
 
 
 class EndedRound(NamedTuple):
@@ -883,7 +887,8 @@ def begin_round(
 ) -> None:
     """Begin a round: where each row starts, how far it may draft, and where its tokens go.
 
-    A row drafts at most ``max_drafts`` tokens, and one fewer than it has left. (LayerSkip §4.3.)
+    A row drafts at most ``max_drafts`` tokens, and one fewer than it has left; of drafts that it is
+    given it takes as many. (LayerSkip §4.3.)
 
     Args:
         draft_round: what is given of it is read, all but the confidences and states written.
@@ -902,6 +907,8 @@ def begin_round(
         page_size,
         sources,
         *(ended or (None, None, None)),
+        draft_round.drafts,
+        draft_round.num_given,
         draft_round.first_position,
         draft_round.left,
         draft_round.round_slots,

@@ -546,7 +546,7 @@ class _Calls:
         room = pages * page_size
         start = m.whole(room, rows)
         most = torch.minimum(m.whole(steps + 3, rows) - 1, room - 1 - start)
-        ended = m.chance()
+        ended, is_given = m.chance(), m.chance()
         num_ended = m.size(5, 1)
         given = {
             "token_ids": m.placed(m.whole(9, rows) - 1),
@@ -559,6 +559,8 @@ class _Calls:
             "next_token": None,
             "next_position": None,
             "next_left": None,
+            "drafts": m.placed(m.whole(9, rows, steps)) if is_given else None,
+            "num_given": m.placed(m.whole(steps + 3, rows) - 1) if is_given else None,
             **_round(m, rows, steps),
             "row": m.placed(m.whole(9, rows).int()),
             "active_token_ids": m.placed(m.whole(9, rows)),

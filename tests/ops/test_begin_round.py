@@ -71,9 +71,35 @@ def test_rows_go_on_where_another_round_ended(device: torch.device) -> None:
     assert given.left.tolist() == [2, own[2], 9]
 
 
+@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
+def test_rows_that_are_given_drafts(num_seqs: int, device: torch.device) -> None:
+    """Some are, some get none, some draft themselves."""
+    rounds = Rounds(num_seqs, 5, device)
+    given = rounds.given()._replace(
+        drafts=rounds.whole(9, num_seqs, 5), num_given=rounds.whole(8, num_seqs) - 1
+    )
+    active = rounds.active()
+    expected = reference.begin_round(given, active, PAGE_SIZE)
+    ops.begin_round(given, active, PAGE_SIZE)
+    assert_same(given, expected[0])
+    assert_same(active, expected[1])
+    if num_seqs > 8:
+        assert 0 < int((given.num_drafted > 0).sum()) < num_seqs
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"drafts": torch.zeros(3, 4).long()}, "drafts: expected them with num_given, or neither"),
+        ({"num_given": torch.zeros(3).long()}, "drafts: expected them with num_given, or neither"),
+        (
+            {"drafts": torch.zeros(3, 5).long(), "num_given": torch.zeros(3).long()},
+            r"drafts: expected \[num_rows, num_steps=4\], got \[3, 5\]",
+        ),
+        (
+            {"drafts": torch.zeros(3, 4).int(), "num_given": torch.zeros(3).long()},
+            "drafts: expected int64 .* got int32",
+        ),
         ({"page_size": 0}, "page_size: expected a number of 1 to 2147483647, got 0"),
         (
             {"sources": torch.tensor([0, -1, 3], dtype=torch.int32)},
@@ -110,10 +136,11 @@ def test_opcheck(device: torch.device) -> None:
     rounds = Rounds(6, device=device)
     given, active, ended = rounds.given(), rounds.active(), rounds.ended()
     sources = torch.full((6,), -1, dtype=torch.int32, device=device)
+    drafts = rounds.whole(9, 6, rounds.num_steps), rounds.whole(6, 6) - 1
     torch.library.opcheck(
         torch.ops.eecore.begin_round.default,
         (
-            *(*given[:5], PAGE_SIZE, sources, *ended),
+            *(*given[:5], PAGE_SIZE, sources, *ended, *drafts),
             *(given.first_position, given.left, given.round_slots, given.tokens),
             *(given.num_drafted, given.most, given.done, given.all_done),
             *(active.row, active.token_ids, active.positions, active.slot_mapping),
