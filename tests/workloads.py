@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from eecore import (
+    Auto,
     ConfidentExit,
     DraftAndVerify,
     Engine,
@@ -19,6 +20,7 @@ from eecore import (
     FixedExit,
     Full,
     Output,
+    PromptLookup,
     SamplingParams,
     SelfSpeculative,
 )
@@ -49,6 +51,8 @@ def policies(classifier: ExitClassifier) -> list[Exit]:
         SelfSpeculative(2, 4),
         SelfSpeculative(1, 2, draft_threshold=0.2),
         DraftAndVerify({2}, {1, 2}),
+        PromptLookup(3, min_ngram=1),
+        Auto(3, exit_layers=(2,)),
     ]
 
 

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from eecore.evaluation.calibration import calibrate
     from eecore.evaluation.skip_search import SkipSearch, search_skipped_sublayers
     from eecore.exits import (
+        Auto,
         ConfidentExit,
         DraftAndVerify,
         ExitClassifier,
         FixedExit,
         Full,
+        PromptLookup,
         SelfSpeculative,
     )
     from eecore.generation import Model, generate, load, stream
@@ -38,11 +40,13 @@ _NAMES = {
     "eecore.evaluation.calibration": ("calibrate",),
     "eecore.evaluation.skip_search": ("SkipSearch", "search_skipped_sublayers"),
     "eecore.exits": (
+        "Auto",
         "ConfidentExit",
         "DraftAndVerify",
         "ExitClassifier",
         "FixedExit",
         "Full",
+        "PromptLookup",
         "SelfSpeculative",
     ),
     "eecore.generation": ("Model", "generate", "load", "stream"),
@@ -54,6 +58,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AsyncEngine",
+    "Auto",
     "Calibration",
     "ConfidentExit",
     "DraftAndVerify",
@@ -68,6 +73,7 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "Output",
+    "PromptLookup",
     "RequestError",
     "RequestFailedError",
     "RequestStats",

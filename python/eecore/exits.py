@@ -25,18 +25,21 @@ from eecore.tensor_files import TensorFile
 from eecore.values import INT32_MAX, Fields, as_items, as_real, as_whole, is_whole, shown
 
 __all__ = [
+    "Auto",
     "ConfidentExit",
     "DraftAndVerify",
     "Exit",
     "ExitClassifier",
     "FixedExit",
     "Full",
+    "PromptLookup",
     "SelfSpeculative",
 ]
 
 Measure = Literal["softmax", "state", "classifier"]
 BatchMode = Literal["each", "all"]
 MOST_LAYERS = 65536
+MOST_NGRAM = 64
 
 
 def _check_layer(name: str, value: int, low: int, high: int, num_layers: int) -> None:
@@ -457,3 +460,88 @@ class DraftAndVerify(Exit):
     def first_skipped(self) -> int:
         """Layers below this one run alike in draft and verification."""
         return min(self.skip_attention | self.skip_mlp)
+
+
+@dataclass(frozen=True)
+class PromptLookup(Exit):
+    """Draft what followed the last tokens where they occurred before, in prompt or output.
+
+    Lossless: greedy output is token for token that of :class:`Full`, and so is sampled output of
+    the same seed. Needs no training and no layer to draft; it pays where an answer repeats what it
+    was given: summaries, code, rewriting. (Saxena 2023; Yang et al. 2023.)
+
+    Args:
+        num_drafts: most tokens drafted a round; 64 are, however many more it says.
+        max_ngram: how many of the last tokens are looked for at most; the longest n-gram that
+            occurred before counts, at its latest place.
+        min_ngram: how many have to be found at least.
+    """
+
+    num_drafts: int = 8
+    max_ngram: int = 8
+    min_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        fields = _fields(self)
+        fields.whole("num_drafts", 1)
+        fields.whole("max_ngram", 1, MOST_NGRAM)
+        fields.whole("min_ngram", 1, self.max_ngram, expected=f"1..max_ngram={self.max_ngram}")
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def ngrams(self) -> tuple[int, int]:
+        """Tokens of the longest and the shortest n-gram that is looked for."""
+        return self.max_ngram, self.min_ngram
+
+    @property
+    def contract(self) -> str:
+        return f"prompt lookup ({self.num_drafts} drafts): lossless"
+
+
+@dataclass(frozen=True)
+class Auto(Exit):
+    """Whatever is fastest, round by round, of what keeps the text of :class:`Full`.
+
+    A round runs at full depth, verifies drafts that were looked up as by :class:`PromptLookup`, or
+    drafts with the first layers as :class:`SelfSpeculative` does. It follows from measured times of
+    passes and from the drafts that stood so far; in a batch there are fewer drafts as rows make
+    verification dear. Greedy output is token for token that of :class:`Full`; so is sampled output
+    of the same seed, for which no layer drafts.
+
+    Args:
+        num_drafts: most tokens drafted a round; 64 are, however many more it says.
+        exit_layers: layers that may draft, none: (). None: those that promise most, of a model that
+            says in ``exits.json`` how its exits agree with the last layer.
+        lookup: whether drafts are looked up.
+    """
+
+    num_drafts: int = 10
+    exit_layers: tuple[int, ...] | None = None
+    lookup: bool = True
+
+    def __post_init__(self) -> None:
+        fields = _fields(self)
+        fields.whole("num_drafts", 1)
+        if self.exit_layers is not None:
+            _layers(self, "exit_layers", tuple)
+        fields.flag("lookup")
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def ngrams(self) -> tuple[int, int] | None:
+        """Tokens of the longest and the shortest n-gram that is looked for."""
+        return PromptLookup().ngrams if self.lookup else None
+
+    @property
+    def contract(self) -> str:
+        return f"auto (at most {self.num_drafts} drafts): lossless"
+
+    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
+        for layer in self.exit_layers or ():
+            _check_layer("Auto.exit_layers", layer, 1, num_layers - 1, num_layers)

@@ -68,7 +68,8 @@ class Output:
     finish_reason: str
     """``stop`` (end-of-sequence, stop token, stop string), ``length``, ``cancelled``, ``error``."""
     exit_layers: list[int]
-    """How many layers the token had behind it; for an accepted draft the draft's."""
+    """How many layers the token had behind it; for an accepted draft the draft's, 0 where it was
+    looked up."""
     confidences: list[float]
     """The policy's measure where it was taken, else the gap of the two largest probabilities."""
     logprobs: list[float] | None

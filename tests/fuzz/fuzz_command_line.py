@@ -42,7 +42,8 @@ LAYERS = ["1", "1,2", "0-3", "3-1", "0-99999999999", "-", ",", "1-", "a", "9", "
 EXITS = [
     "full", "fixed:2", "fixed:0", "fixed:9", "fixed", "fixed:x", "confident", "confident:0.5",
     "confident:nan", "confident:2", "speculative:2,2", "speculative:2,0", "speculative:9,9",
-    "speculative:2,99999999999", "draft-verify", "draft-verify:3", "nothing", "", ":", "fixed:1:2",
+    "speculative:2,99999999999", "draft-verify", "draft-verify:3", "lookup", "lookup:4",
+    "lookup:0", "lookup:1,2", "auto", "auto:3", "auto:0", "nothing", "", ":", "fixed:1:2",
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, str]] = {
     "generate": {

@@ -138,6 +138,10 @@ def test_json_has_everything_of_an_output(model: str, capsys: pytest.CaptureFixt
         (["speculative:2,3"], "self-speculation (exit layer 2, 3 drafts): lossless"),
         (["speculative:2,3", "--draft-threshold", "0.4"], "self-speculation (exit layer 2"),
         (["draft-verify:4", "--skip-attention", "1-2", "--skip-mlp", "2"], "draft and verify (3"),
+        (["lookup"], "prompt lookup (8 drafts): lossless"),
+        (["lookup:3"], "prompt lookup (3 drafts): lossless"),
+        (["auto"], "auto (at most 10 drafts): lossless"),
+        (["auto:4"], "auto (at most 4 drafts): lossless"),
     ],
 )
 def test_every_exit_mode_runs(

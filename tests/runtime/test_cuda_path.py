@@ -16,6 +16,7 @@ from eecore import (
     DraftAndVerify,
     FixedExit,
     Full,
+    PromptLookup,
     SamplingParams,
     SelfSpeculative,
 )
@@ -33,6 +34,7 @@ POLICIES = {
     "state": ConfidentExit(0.8, measure="state"),
     "classifier": ConfidentExit(0.55, measure="classifier", classifier=linear_classifier()),
     "speculative": SelfSpeculative(2, 3),
+    "lookup": PromptLookup(3, min_ngram=1),
 }
 
 
@@ -61,7 +63,7 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
 
 
-@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative", "verify"])
+@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative", "verify", "lookup"])
 def test_a_seed_draws_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 from eecore import (
+    Auto,
     ConfidentExit,
     DraftAndVerify,
     ExitClassifier,
     ExitError,
     FixedExit,
     Full,
+    PromptLookup,
     SelfSpeculative,
 )
 from eecore.exits import Exit
@@ -68,6 +70,16 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
             lambda: SelfSpeculative(2, reuse=1),
             "SelfSpeculative.reuse: expected True or False, got 1",
         ),
+        (lambda: Auto(0), r"Auto\.num_drafts: expected a whole number, 1\.\."),
+        (lambda: Auto(lookup=1), "Auto.lookup: expected True or False, got 1"),
+        (lambda: Auto(exit_layers="ab"), "exit_layers: expected at most 65536 layers, got 'ab'"),
+        (lambda: PromptLookup(0), r"PromptLookup\.num_drafts: expected a whole number, 1\.\."),
+        (
+            lambda: PromptLookup(max_ngram=65),
+            r"max_ngram: expected a whole number, 1\.\.64, got 65",
+        ),
+        (lambda: PromptLookup(4, 2, 3), r"min_ngram: expected 1\.\.max_ngram=2, got 3"),
+        (lambda: PromptLookup(4, min_ngram=0), r"min_ngram: expected 1\.\.max_ngram=8, got 0"),
         (lambda: DraftAndVerify({1}, adaptive="no"), "adaptive: expected True or False, got 'no'"),
         (lambda: DraftAndVerify("ab"), "skip_attention: expected at most 65536 layers, got 'ab'"),
         (lambda: DraftAndVerify(itertools.count()), "skip_attention: expected at most 65536"),
@@ -130,6 +142,7 @@ def test_settings_are_kept_as_pythons_own() -> None:
     [
         (FixedExit(0), r"FixedExit\.exit_layer: expected 1\.\.4 for a model of 4 layers, got 0"),
         (FixedExit(5), r"FixedExit\.exit_layer: expected 1\.\.4 .* got 5"),
+        (Auto(exit_layers=(4,)), r"Auto\.exit_layers: expected 1\.\.3 .* got 4"),
         (SelfSpeculative(0), r"SelfSpeculative\.exit_layer: expected 1\.\.3 .* got 0"),
         (SelfSpeculative(4), r"SelfSpeculative\.exit_layer: expected 1\.\.3 .* got 4"),
         (ConfidentExit(min_exit_layer=0), r"min_exit_layer: expected 1\.\.4 .* got 0"),
@@ -161,6 +174,10 @@ def test_layers_that_the_model_does_not_have_are_refused(policy: Exit, message: 
         SelfSpeculative(1),
         SelfSpeculative(3, 1, draft_threshold=0.0),
         DraftAndVerify({0}, {3}),
+        PromptLookup(),
+        PromptLookup(1, 64, 64),
+        Auto(),
+        Auto(1, exit_layers=[1, 3], lookup=False),  # type: ignore[arg-type]
     ],
 )
 def test_the_edges_are_allowed(policy: Exit) -> None:
@@ -209,6 +226,8 @@ def test_measuring_points() -> None:
         (ConfidentExit(0.25), "confident exit (softmax, threshold 0.25): uncalibrated"),
         (SelfSpeculative(2, 4), "self-speculation (exit layer 2, 4 drafts): lossless"),
         (DraftAndVerify({1}, {1, 2}), "draft and verify (3 sublayers skipped): lossless"),
+        (PromptLookup(4), "prompt lookup (4 drafts): lossless"),
+        (Auto(), "auto (at most 10 drafts): lossless"),
     ],
 )
 def test_each_policy_says_what_it_promises(policy: Exit, contract: str) -> None:

@@ -18,7 +18,9 @@ __all__ = ["EXIT_HELP", "ExitOptions", "parse_layers"]
 EXIT_HELP = (
     "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
     "never) | speculative:E,D (draft D tokens with E layers, verify with all) | draft-verify[:D] "
-    "(draft with some sublayers left out). The last two keep the text of full."
+    "(draft with some sublayers left out) | lookup[:D] (draft what followed the last tokens where "
+    "they occurred before) | auto[:D] (whatever is fastest of full, speculative and lookup). The "
+    "last four keep the text of full."
 )
 BELONGS_TO = {
     "measure": "confident",
@@ -34,7 +36,7 @@ BELONGS_TO = {
     "skips": "draft-verify",
 }
 MOST_LAYERS = 10_000
-KINDS = ("full", "fixed", "confident", "speculative", "draft-verify")
+KINDS = ("full", "fixed", "confident", "speculative", "draft-verify", "lookup", "auto")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,12 @@ class ExitOptions:
             return exits.SelfSpeculative(
                 self._integer(0), self._integer(1), draft_threshold=self.draft_threshold
             )
+        if self.kind == "lookup":
+            self._expect((0, 1), "lookup or lookup:D, such as lookup:8")
+            return exits.PromptLookup(self._integer(0)) if self._numbers else exits.PromptLookup()
+        if self.kind == "auto":
+            self._expect((0, 1), "auto or auto:D, such as auto:10")
+            return exits.Auto(self._integer(0)) if self._numbers else exits.Auto()
         return self._draft_and_verify()
 
     def _confident(self, directory: Path | None) -> Exit:

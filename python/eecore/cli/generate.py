@@ -229,14 +229,16 @@ def generate(
 
 
 def lowest_exit(policy: Exit) -> int:
-    """The lowest layer after which a token can leave, where the colours begin."""
+    """The lowest layer after which a token can leave, where the colours begin; 0 where no layer
+    drafts it.
+    """
     from eecore import exits
 
     if isinstance(policy, (exits.SelfSpeculative, exits.FixedExit)):
         return policy.exit_layer
     if isinstance(policy, exits.ConfidentExit):
         return max(policy.min_exit_layer, min(policy.exit_points or (1,)))
-    return 1
+    return 0 if isinstance(policy, (exits.PromptLookup, exits.Auto)) else 1
 
 
 def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:

@@ -6,6 +6,10 @@ the state of every drafted position at the depth up to which the draft ran exact
 model: verification takes the rows up from there, so that no position passes through one of those
 layers twice. Their keys and values are in the cache already; those of deeper layers, where a draft
 with left-out sublayers wrote any, are overwritten by the verification.
+
+Drafts that were looked up (PromptLookup) come with the round, and all layers verify them. As their
+distribution has no other token, a sampled one stands where the full model's draw is the same token:
+that is rejection sampling, and what is drawn is what decoding without drafts draws.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class DraftKind:
     num_steps: int
     """Most drafts of a row."""
     samples: bool
-    """Some rows draw their tokens."""
+    """Some rows draw their drafts."""
     num_stops: int
     """Most tokens that end a row's text."""
     sizes: Sizes
@@ -76,7 +80,7 @@ def draft_kind(rows: list[Row], *, page_size: int, ahead: bool) -> DraftKind:
     return DraftKind(
         path,
         steps,
-        any(sequence.sampling.temperature > 0.0 for sequence in sequences),
+        not path.is_given and any(s.sampling.temperature > 0.0 for s in sequences),
         power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
         sizes_for(rows, steps + 1, page_size=page_size, ahead=ahead),
     )
@@ -115,6 +119,8 @@ class DraftStep(Step):
             done=zeros(rows, dtype=torch.bool),
             all_done=zeros(1, dtype=torch.bool),
             states=states(rows, width) if kind.path.shared_layers else None,
+            drafts=given.get("drafts"),
+            num_given=given.get("num_given"),
         )
         self._ended = ops.EndedRound(results["next_token"], zeros(rows), zeros(rows))
         open_cross = cross_batch(given, "open_")
@@ -168,7 +174,18 @@ class DraftStep(Step):
             "thresholds": (torch.float32, row),
             "stop_tokens": (torch.int64, (sizes.num_rows, self.kind.num_stops)),
             "sampled": (torch.bool, row),
+            **self._draft_fields(),
             **cross_fields(sizes.num_rows, sizes.num_input_pages),
+        }
+
+    def _draft_fields(self) -> dict[str, Field]:
+        """Of drafts that the host writes, where it does."""
+        if not self.kind.path.is_given:
+            return {}
+        num_rows = self.kind.sizes.num_rows
+        return {
+            "drafts": (torch.int64, (num_rows, self.kind.num_steps)),
+            "num_given": (torch.int64, (num_rows,)),
         }
 
     def _result_fields(self) -> dict[str, Field]:
@@ -204,10 +221,20 @@ class DraftStep(Step):
         stops[:] = -1
         for i, sequence in enumerate(sequences):
             stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
+        if self.kind.path.is_given:
+            self._write_drafts(rows)
         for prefix in ("", "open_"):
             host.write_pages(f"{prefix}page_table", [sequence.pages for sequence in sequences])
             self._write_inputs(sequences, prefix)
         self.send()
+
+    def _write_drafts(self, rows: list[Row]) -> None:
+        """What each row is given; padding gets none."""
+        arrays = self._host.arrays
+        arrays["num_given"][:] = 0
+        for i, row in enumerate(rows):
+            arrays["drafts"][i, : len(row.drafts)] = row.drafts
+            arrays["num_given"][i] = len(row.drafts)
 
     # The program
 
@@ -227,7 +254,8 @@ class DraftStep(Step):
                 ops.begin_round(made, active, self._kv.page_size)
             if control.compacts:
                 ops.compact_rows(made.done, active)
-        control.unless(made.all_done, lambda: self._draft(0, control))
+        if not self.kind.path.is_given:
+            control.unless(made.all_done, lambda: self._draft(0, control))
         self._verify(control)
 
     def _draft(self, step: int, control: Control) -> None:
@@ -385,7 +413,9 @@ class DraftStep(Step):
                 TokenRecord(
                     token,
                     path.num_layers if is_draft else num_layers,
-                    got["draft_confidences"][i][k] if is_draft else got["gap"][at],
+                    got["draft_confidences"][i][k]
+                    if is_draft and not path.is_given
+                    else got["gap"][at],
                     logprob,
                     best,
                 )

@@ -6,6 +6,7 @@ to draft. Nobody's program depends on who else is there.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +19,9 @@ from eecore.decoding.draft_step import DraftKind, DraftStep, draft_kind
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import HostSide
 from eecore.decoding.outcome import Outcome
+from eecore.decoding.plan import Planned, Planner
 from eecore.decoding.prefill import Prefill, encode
-from eecore.decoding.route import DraftPath, route_of
+from eecore.decoding.route import DraftPath
 from eecore.decoding.sampling import needs_logits
 from eecore.decoding.step import Row
 from eecore.models import KVCache, Network
@@ -41,6 +43,8 @@ class Flight:
     program: ExitStep | DraftStep
     rows: list[Row]
     arrived: HostSide
+    is_first: bool = False
+    """Whether the program had never run before."""
 
     @property
     def works(self) -> list[Work]:
@@ -84,6 +88,7 @@ class Iterations:
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
+        self._planner = Planner(model)
         self._last: ExitStep | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
         self._program_bytes: dict[ExitKind | DraftKind, int] = {}
@@ -96,12 +101,10 @@ class Iterations:
     @torch.inference_mode()
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
-        last, self._last = self._last, None  # a run that fails leaves nothing to go on from
-        if last is not None and last.goes_on(works):
-            self.run(last)
-            self._last = last
-            return Flight(last, last.rows, last.fetch()).land()
-        self._last = last
+        if not self._planner.chooses(works):
+            going_on = self._go_on(works)
+            if going_on is not None:
+                return going_on
         outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]
         if prompts:
@@ -110,12 +113,37 @@ class Iterations:
                 encode(self.model, self.kv, unread)
             for outcome in Prefill(self.model, self.kv, prompts).run():
                 outcomes[outcome.sequence] = outcome
-        for family in self._families([work for work in works if not work.is_prefill]).values():
-            flight = self._launch(family, None)
-            assert flight is not None
-            for outcome in flight.land():
+        decoding = self._planner.plan([work for work in works if not work.is_prefill])
+        for family in _families(decoding).values():
+            for outcome in self._run_family(family):
                 outcomes[outcome.sequence] = outcome
         return [outcomes[work.sequence] for work in works]
+
+    def _go_on(self, works: list[Work]) -> list[Outcome] | None:
+        """The next step of the rows of the last run, where these works are just that."""
+        last, self._last = self._last, None  # a run that fails leaves nothing to go on from
+        if last is not None and last.goes_on(works):
+            self.run(last)
+            self._last = last
+            return Flight(last, last.rows, last.fetch()).land()
+        self._last = last
+        return None
+
+    def _run_family(self, family: list[Planned]) -> list[Outcome]:
+        """A run of the program that they share, and what it taught."""
+        started = time.perf_counter()
+        outcomes = None
+        if family[0].route.path is None:
+            outcomes = self._go_on([each.work for each in family])
+        went_on, is_first = outcomes is not None, False
+        if outcomes is None:
+            flight = self._launch(family, None)
+            assert flight is not None
+            outcomes, is_first = flight.land(), flight.is_first
+        if not is_first:
+            seconds = time.perf_counter() - started
+            self._planner.learn(family, outcomes, seconds, went_on=went_on)
+        return outcomes
 
     @torch.inference_mode()
     def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
@@ -131,7 +159,7 @@ class Iterations:
         """
         if not self.ahead or any(map(self._must_land, works)):
             return None
-        families = self._families(works)
+        families = _families(self._planner.plan(works))
         if len(families) != 1:
             return None
         (family,) = families.values()
@@ -139,28 +167,20 @@ class Iterations:
 
     def _must_land(self, work: Work) -> bool:
         """Whether what a row does next depends on more than where the device knows it to be."""
-        route = route_of(work.sequence, self.model.config.num_layers)
-        return work.is_prefill or needs_logits(work.sequence.sampling) or route.adaptive
-
-    def _families(self, works: list[Work]) -> dict[DraftPath | None, list[Work]]:
-        """Works that share a program, by how they draft."""
-        families: dict[DraftPath | None, list[Work]] = {}
-        for work in works:
-            path = route_of(work.sequence, self.model.config.num_layers).path
-            families.setdefault(path, []).append(work)
-        return families
+        route = self._planner.route(work.sequence)
+        waits = route.adaptive or route.ngrams is not None or route.auto is not None
+        return work.is_prefill or needs_logits(work.sequence.sampling) or waits
 
     def _launch(
-        self, works: list[Work], after: Flight | None, only: ExitStep | DraftStep | None = None
+        self, family: list[Planned], after: Flight | None, only: ExitStep | DraftStep | None = None
     ) -> Flight | None:
         """One run of a family's program; None where it would not be ``only``."""
-        page_size, num_layers = self.kv.page_size, self.model.config.num_layers
-        routes = [route_of(work.sequence, num_layers) for work in works]
-        places = [_place(after, work.sequence) for work in works]
-        rows = [Row(*row) for row in zip(works, routes, *zip(*places, strict=True), strict=True)]
-        is_exit = routes[0].path is None
-        make_kind: Any = exit_kind if is_exit else draft_kind
-        kind = make_kind(rows, page_size=page_size, ahead=self.ahead)
+        rows = [
+            Row(each.work, each.route, *_place(after, each.work.sequence), each.drafts)
+            for each in family
+        ]
+        make_kind: Any = exit_kind if family[0].route.path is None else draft_kind
+        kind = make_kind(rows, page_size=self.kv.page_size, ahead=self.ahead)
         if only is not None and only.kind != kind:
             return None
         step = self._program(kind)
@@ -169,10 +189,11 @@ class Iterations:
         self.run(step)
         if isinstance(step, ExitStep):
             self._last = step
-        if kind not in self._program_bytes:
+        is_first = kind not in self._program_bytes
+        if is_first:
             self._program_bytes[kind] = step.num_bytes + self.run.num_bytes(step)
             self._forget_programs()
-        return Flight(step, rows, step.fetch())
+        return Flight(step, rows, step.fetch(), is_first)
 
     def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
         """The program of a kind, made when it is first needed."""
@@ -198,6 +219,14 @@ class Iterations:
             self._program_bytes.pop(kind, None)
             if program is self._last:
                 self._last = None
+
+
+def _families(planned: list[Planned]) -> dict[DraftPath | None, list[Planned]]:
+    """Those that share a program, by how they draft."""
+    families: dict[DraftPath | None, list[Planned]] = {}
+    for each in planned:
+        families.setdefault(each.route.path, []).append(each)
+    return families
 
 
 def _place(flight: Flight | None, sequence: Sequence) -> tuple[int | None, int]:

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eecore.exits import (
+    Auto,
     ConfidentExit,
     DraftAndVerify,
     Exit,
     ExitClassifier,
     FixedExit,
     Measure,
+    PromptLookup,
     SelfSpeculative,
 )
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Check", "DraftPath", "Route", "route_of"]
+__all__ = ["LOOKED_UP", "Check", "DraftPath", "Route", "route_of"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,17 @@ class DraftPath:
     stops_on: Literal["gap", "probability"] = "gap"
     """What of a drafted token is compared with the threshold below which a draft ends: the gap of
     the two largest probabilities, or the token's own probability (Zhang et al. 2023)."""
+    is_given: bool = False
+    """Drafts come with a round, and no layer makes them."""
 
     @property
     def layers_run(self) -> int:
         """Layer executions of one drafted token."""
         return self.num_layers - len(self.skip_attention & self.skip_mlp)
+
+
+LOOKED_UP = DraftPath(0, 0, is_given=True)
+"""Of drafts that no layer makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +68,8 @@ class Route:
         path: how it drafts; None for a request that does not speculate.
         draft_threshold: a draft ends with a token that is below it; None never ends one.
         adaptive: the threshold follows the acceptance rate.
+        ngrams: sizes of the longest and the shortest n-gram by which drafts are looked up.
+        auto: what it does is chosen for each round: this is what it does at full depth.
     """
 
     policy: Exit
@@ -71,6 +81,8 @@ class Route:
     path: DraftPath | None = None
     draft_threshold: float | None = None
     adaptive: bool = False
+    ngrams: tuple[int, int] | None = None
+    auto: Auto | None = None
 
     @property
     def decays(self) -> bool:
@@ -111,6 +123,10 @@ def make_route(policy: Exit, num_layers: int, sampled: bool) -> Route:
             path=DraftPath(policy.exit_layer, policy.exit_layer if policy.reuse else 0),
             draft_threshold=policy.draft_threshold,
         )
+    if isinstance(policy, PromptLookup):
+        return Route(policy, num_layers, path=LOOKED_UP, ngrams=policy.ngrams)
+    if isinstance(policy, Auto):
+        return Route(policy, num_layers, ngrams=policy.ngrams, auto=policy)
     if isinstance(policy, DraftAndVerify):
         first = policy.initial_threshold
         if first is None:

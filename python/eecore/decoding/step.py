@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,8 @@ class Row:
     """Its row in the program's last run, behind which it goes on; None: behind its last token."""
     pending: int = 0
     """Tokens that it gets from that run at most."""
+    drafts: Ordered[int] = ()
+    """That it is given, where its policy looks them up."""
 
     @property
     def sequence(self) -> Sequence:

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 
 from eecore.errors import RequestError
 from eecore.evaluation.generated import generated
-from eecore.exits import ConfidentExit, DraftAndVerify, Exit, FixedExit, Full, SelfSpeculative
+from eecore.exits import (
+    ConfidentExit,
+    DraftAndVerify,
+    Exit,
+    FixedExit,
+    Full,
+    PromptLookup,
+    SelfSpeculative,
+)
 from eecore.generation import Model
 from eecore.output import Output
 
@@ -130,6 +138,8 @@ def _name_of(policy: Exit) -> str:
     if isinstance(policy, SelfSpeculative):
         reuse = "" if policy.reuse else ", reuse=False"
         return f"SelfSpeculative({policy.exit_layer}, {policy.num_drafts}{reuse})"
+    if isinstance(policy, PromptLookup):
+        return f"PromptLookup({policy.num_drafts})"
     if isinstance(policy, DraftAndVerify):
         skipped = len(policy.skip_attention) + len(policy.skip_mlp)
         return f"DraftAndVerify({skipped} skipped, {policy.num_drafts})"

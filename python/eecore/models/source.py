@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from eecore.errors import ModelError
+from eecore.json_fields import JsonFields
 from eecore.readable import regular_file
 
 __all__ = ["ModelSource", "model_digest"]
@@ -24,9 +26,33 @@ class ModelSource:
     """``int8``, ``int4``, or None for those of the dtype, or of a model that is quantised."""
 
     @cached_property
+    def exit_agreement(self) -> tuple[float, ...] | None:
+        """Of each exit layer with the last one, as the model's ``exits.json`` says; None without.
+
+        A file that says anything else is passed over with a warning: nothing but speed hangs on it.
+        """
+        try:
+            return _agreement(self.directory / "exits.json") if self.directory.is_dir() else None
+        except ModelError as error:
+            warnings.warn(f"{error}; it is not used", stacklevel=2)
+            return None
+
+    @cached_property
     def sha256(self) -> str:
         """Of the weight files, read when it is first asked for."""
         return model_digest(self.directory)
+
+
+def _agreement(path: Path) -> tuple[float, ...] | None:
+    fields = JsonFields.read_if_there(path, ModelError)
+    held_out = fields.inner("held_out")
+    if held_out is None:
+        return None
+    num_layers = fields.integer("num_layers", 1)
+    agreement: tuple[float, ...] = held_out.numbers("agreement", 0.0, 1.0)
+    if len(agreement) != num_layers:
+        raise held_out.wrong("agreement", f"{num_layers} numbers", list(agreement))
+    return agreement
 
 
 def model_digest(directory: Path) -> str:

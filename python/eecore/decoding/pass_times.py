@@ -1,0 +1,85 @@
+"""How long passes over a model take, by their number of rows, as they are measured on the way."""
+
+from __future__ import annotations
+
+import bisect
+
+__all__ = ["ROW_COST", "Anchor", "PassTimes", "blended"]
+
+Anchor = tuple[int, float]
+"""Rows of a pass of full depth, and its seconds."""
+
+# What a measurement weighs beside those before, and how much slower than they it can be: what is
+# beyond was disturbed. How many passes it takes to forget one.
+NEW_TIME, MOST_SLOWER = 0.25, 1.5
+FORGET_TIME = 1024
+# Passes of full depth that are measured before anything is held against them.
+FIRST_PASSES = 2
+# Before anything is measured: what one more row costs of a pass of full depth.
+ROW_COST = 0.06
+
+
+class PassTimes:
+    """Seconds of a pass, by its rows: measured ones, and between and beyond them estimates."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._seconds: dict[int, float] = {}
+        self._last: dict[int, int] = {}
+        self._passes: dict[int, int] = {}
+        self._count = 0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A pass that has been measured."""
+        self._count += 1
+        known = self._seconds.get(rows)
+        if known is None:
+            bisect.insort(self._rows, rows)
+            self._seconds[rows] = seconds
+        else:
+            self._seconds[rows] = blended(known, seconds)
+        self._last[rows] = self._count
+        self._passes[rows] = self._passes.get(rows, 0) + 1
+        if self._count % FORGET_TIME == 0:
+            self._forget()
+
+    def near(self, rows: int) -> float | None:
+        """A pass of so many rows, or between two that were measured; None where it was neither."""
+        known = self._seconds.get(rows)
+        if known is None and self._rows and self._rows[0] < rows < self._rows[-1]:
+            low = self._rows[bisect.bisect(self._rows, rows) - 1]
+            return self.of(rows, (low, self._seconds[low]))
+        return known if self._passes.get(rows, 0) >= FIRST_PASSES else None
+
+    def of(self, rows: int, anchor: Anchor) -> float:
+        """A pass of so many rows.
+
+        Args:
+            rows: that are asked for.
+            anchor: another pass, of as many rows or fewer, and its seconds.
+        """
+        known = self._seconds.get(rows)
+        if known is not None:
+            return known
+        at = bisect.bisect(self._rows, rows)
+        low, low_seconds = anchor
+        if at and self._rows[at - 1] >= low:
+            low, low_seconds = self._rows[at - 1], self._seconds[self._rows[at - 1]]
+        if at < len(self._rows):
+            high = self._rows[at]
+            high_seconds = max(self._seconds[high], low_seconds)
+            share = (rows - low) / max(high - low, 1)
+            return low_seconds + share * (high_seconds - low_seconds)
+        return low_seconds + ROW_COST * anchor[1] * (rows - low)
+
+    def _forget(self) -> None:
+        old = self._count - FORGET_TIME
+        self._rows = [rows for rows in self._rows if self._last[rows] > old]
+        for held in (self._seconds, self._last, self._passes):
+            for rows in held.keys() - set(self._rows):
+                held.pop(rows)
+
+
+def blended(known: float, new: float) -> float:
+    """A time that was measured once more."""
+    return known + NEW_TIME * (min(new, MOST_SLOWER * known) - known)

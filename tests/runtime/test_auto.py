@@ -1,0 +1,312 @@
+"""Auto: the tokens of full depth, by whatever is fastest."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from devices import load
+from eecore import Auto, Full, SamplingParams
+from eecore.decoding.chooser import (
+    FULL,
+    MEASURE_AGAIN,
+    Chooser,
+    History,
+    best_exit_layers,
+)
+from eecore.decoding.ngrams import NOTHING, Proposal
+from eecore.decoding.pass_times import ROW_COST, PassTimes
+from tiny_models import random_prompts, write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
+POLICIES = [
+    Auto(),
+    Auto(3, exit_layers=(1, 2)),
+    Auto(5, exit_layers=(3,), lookup=False),
+    Auto(lookup=False),
+]
+
+
+def tokens_of(model: eecore.Model, exit: Any, **settings: Any) -> list[list[int]]:
+    settings = {"max_tokens": 40, "ignore_eos": True, **settings}
+    return [o.token_ids for o in eecore.generate(model, PROMPTS, exit=exit, **settings)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_output_is_that_of_full(agreeing: eecore.Model, policy: Auto) -> None:
+    expected = tokens_of(agreeing, Full())
+    for _ in range(3):  # which does not do the same each time
+        assert tokens_of(agreeing, policy) == expected
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        (alone,) = eecore.generate(agreeing, prompt, exit=policy, max_tokens=40, ignore_eos=True)
+        assert alone.token_ids == tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sampled_output_is_that_of_full(agreeing: eecore.Model, policy: Auto) -> None:
+    """Though layers may draft for greedy requests."""
+    sampling = [
+        SamplingParams(max_tokens=30, ignore_eos=True, seed=i, temperature=0.7, top_k=9)
+        for i in range(len(PROMPTS))
+    ]
+    expected, got = (
+        [o.token_ids for o in eecore.generate(agreeing, PROMPTS, exit=p, sampling=sampling)]
+        for p in (Full(), policy)
+    )
+    assert got == expected
+
+
+class Machine:
+    """A chooser that runs requests whose drafts stand by chance, on times of its own."""
+
+    def __init__(self, pass_time: Callable[[int], float], stands: float, step: float = 0.0) -> None:
+        self.pass_time, self.stands, self.step = pass_time, stands, step
+        self.chooser = Chooser(12, None)
+        self.random = random.Random(3)
+
+    def run(
+        self, rounds: int, rows: int = 1, *, proposes: bool = True, layers: tuple[int, ...] = ()
+    ) -> tuple[float, float]:
+        """Seconds and tokens."""
+        seconds = tokens = 0.0
+        histories = [self.chooser.history() for _ in range(rows)]
+        for _ in range(rounds):
+            proposal = Proposal(list(range(8)), 3) if proposes else NOTHING
+            choice = self.chooser.choose(
+                histories, [proposal] * rows, [8] * rows, exit_layers=layers
+            )
+            drafted = sum(choice.drafts)
+            spent = self.pass_time(rows + drafted) * self.random.uniform(0.98, 1.02)
+            tokens += rows
+            if choice.kind == "full":
+                self.chooser.learn_full(rows, spent)
+            else:
+                steps = 0 if choice.kind == "lookup" else max(choice.drafts)
+                spent += steps * self.step
+                self.chooser.learn_round(choice.exit_layer, rows, drafted, steps, spent)
+                for history, count in zip(histories, choice.drafts, strict=True):
+                    accepted = self.standing(count)
+                    tokens += accepted
+                    self.chooser.learn_drafts(choice.exit_layer, history, 3, count, accepted)
+            seconds += spent
+        return seconds, tokens
+
+    def standing(self, count: int) -> int:
+        accepted = 0
+        while accepted < count and self.random.random() < self.stands:
+            accepted += 1
+        return accepted
+
+
+def cheap_rows(rows: int) -> float:
+    """Weights come from memory."""
+    return 1.0 + 0.03 * rows
+
+
+def dear_rows(rows: int) -> float:
+    """Multiplying is what takes time."""
+    return float(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("stands", [0.0, 0.02, 0.5, 0.95])
+@pytest.mark.parametrize("pass_time", [cheap_rows, dear_rows])
+@pytest.mark.parametrize("layers", [(), (3,)])
+def test_never_much_slower_than_full_depth(
+    pass_time: Callable[[int], float], stands: float, rows: int, layers: tuple[int, ...]
+) -> None:
+    machine = Machine(pass_time, stands, step=0.3 * pass_time(rows))
+    machine.run(40, rows, layers=layers)  # until it knows
+    seconds, tokens = machine.run(300, rows, layers=layers)
+    full = tokens / rows * pass_time(rows)
+    assert seconds < 1.03 * full
+
+
+@pytest.mark.parametrize(("stands", "gain"), [(0.5, 1.4), (0.95, 3.0)])
+def test_drafts_that_stand_are_made(stands: float, gain: float) -> None:
+    machine = Machine(cheap_rows, stands)
+    machine.run(40)
+    seconds, tokens = machine.run(300)
+    assert tokens * cheap_rows(1) / seconds > gain
+
+
+def test_layers_draft_where_they_are_cheap_and_right() -> None:
+    machine = Machine(cheap_rows, 0.9, step=0.2)
+    machine.run(60, proposes=False, layers=(2,))
+    seconds, tokens = machine.run(300, proposes=False, layers=(2,))
+    assert tokens * cheap_rows(1) / seconds > 1.5
+    machine.chooser.learn_full(1, cheap_rows(1))
+    choice = machine.chooser.choose(
+        [machine.chooser.history()], [NOTHING], [8], exit_layers=(2, 11)
+    )
+    assert (choice.kind, choice.exit_layer) == ("draft", 2)
+
+
+def test_more_rows_have_fewer_drafts() -> None:
+    """A row more costs little of a pass of one, and much of a pass of many."""
+
+    def pass_time(rows: int) -> float:
+        return max(1.0, rows / 8)
+
+    drafts = []
+    for rows in (1, 4, 16):
+        machine = Machine(pass_time, 0.7)
+        machine.run(80, rows)
+        machine.chooser.learn_full(rows, pass_time(rows))
+        proposal = Proposal(list(range(8)), 3)
+        choice = machine.chooser.choose(
+            [machine.chooser.history()] * rows, [proposal] * rows, [8] * rows
+        )
+        drafts.append(sum(choice.drafts) / rows)
+    assert drafts[0] > drafts[1] > drafts[2]
+
+
+def test_full_depth_is_measured_first_and_now_and_then() -> None:
+    machine = Machine(cheap_rows, 0.99)
+    history, proposal = machine.chooser.history(), Proposal([1, 2, 3], 8)
+
+    def kind() -> str:
+        return machine.chooser.choose([history], [proposal], [8]).kind
+
+    for _ in range(2):
+        assert kind() == "full"
+        machine.chooser.learn_full(1, 1.0)
+    rounds, most = MEASURE_AGAIN
+    for _ in range(8):
+        for _ in range(rounds):
+            assert kind() == "lookup"
+            machine.chooser.learn_round(0, 1, 3, 0, 1.1)
+        assert kind() == "full"
+        machine.chooser.learn_full(1, 1.0)
+        rounds = min(2 * rounds, most)
+    assert rounds == most
+    assert kind() == "lookup"
+    # Of four rows nothing is known, of two what lies between.
+    assert machine.chooser.choose([history] * 4, [proposal] * 4, [8] * 4) == FULL
+    machine.chooser.learn_full(4, 1.3)
+    machine.chooser.learn_full(4, 1.3)
+    assert machine.chooser.choose([history] * 2, [proposal] * 2, [8] * 2).kind == "lookup"
+
+
+def test_steps_that_do_not_go_on_count_where_none_does() -> None:
+    """They are slower, as rows are written anew."""
+    chooser, proposal = Chooser(12, None), Proposal([1] * 8, 8)
+
+    def kind() -> str:
+        return chooser.choose([chooser.history()], [proposal], [8]).kind
+
+    for _ in range(2):
+        chooser.learn_full(1, 5.0, is_steady=False)
+        chooser.learn_full(1, 1.0)
+    assert chooser.choose([chooser.history()], [NOTHING], [8]) == FULL
+    assert kind() == "lookup"
+    other = Chooser(12, None)
+    for count in range(4):
+        assert other.choose([other.history()], [proposal], [8]) == FULL, count
+        other.learn_full(1, 1.0, is_steady=False)
+    assert other.choose([other.history()], [proposal], [8]).kind == "lookup"
+
+
+def test_nothing_is_chosen_where_nothing_can_be() -> None:
+    chooser = Chooser(12, None)
+    for _ in range(2):
+        chooser.learn_full(1, 1.0)
+    assert chooser.choose([chooser.history()], [NOTHING], [8]) == FULL
+    assert chooser.choose([chooser.history()], [NOTHING], [0], exit_layers=(3,)) == FULL
+
+
+def test_a_request_has_odds_of_its_own() -> None:
+    """That of another whose drafts never stand is expected to fail, until it does not."""
+    chooser = Chooser(12, None)
+    one, other = chooser.history(), chooser.history()
+    for _ in range(60):
+        chooser.learn_drafts(0, one, 4, 3, 0)
+        chooser.learn_drafts(0, other, 4, 3, 3)
+    for _ in range(2):
+        chooser.learn_full(2, 1.0)
+    proposal = Proposal([1, 2, 3], 4)
+    choice = chooser.choose([one, other], [proposal, proposal], [8, 8])
+    assert choice.kind == "lookup"
+    assert choice.drafts[0] == 0
+    assert choice.drafts[1] == 3
+
+
+def test_times_between_and_beyond_measured_ones() -> None:
+    times = PassTimes()
+    anchor = 2, 10.0
+    assert times.of(2, anchor) == 10.0
+    assert times.of(6, anchor) == pytest.approx(10.0 + 4 * ROW_COST * 10.0)
+    times.add(6, 20.0)
+    assert times.of(4, anchor) == pytest.approx(15.0)
+    assert times.of(6, anchor) == 20.0
+    assert times.of(8, anchor) == pytest.approx(20.0 + 2 * ROW_COST * 10.0)
+    times.add(6, 500.0)  # a disturbance
+    assert times.of(6, anchor) == pytest.approx(22.5)
+    times.add(6, 12.5)
+    assert times.of(6, anchor) == pytest.approx(20.0)
+    assert times.near(4) is None
+    times.add(2, 10.0)
+    assert times.near(2) is None  # once is not enough
+    assert times.near(4) == pytest.approx(15.0)
+    times.add(2, 10.0)
+    assert times.near(2) == 10.0
+
+
+def test_exit_layers_that_promise_most() -> None:
+    assert best_exit_layers(None) == ()
+    assert best_exit_layers([0.01] * 11 + [1.0]) == ()
+    agreement = [0.5, 0.9, 0.95, *[0.97] * 8, 1.0]
+    assert set(best_exit_layers(agreement)) == {2, 3}
+
+
+def about(directory: Path, **fields: Any) -> None:
+    content = {"num_layers": 4, "held_out": {"agreement": [0.2, 0.9, 0.95, 1.0]}, **fields}
+    (directory / "exits.json").write_text(json.dumps(content))
+
+
+def test_a_model_says_how_its_exits_agree(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    source = load(directory, kv_cache_tokens=256).network.source
+    assert source is not None
+    assert source.exit_agreement is None
+    about(directory)
+    source = load(directory, kv_cache_tokens=256).network.source
+    assert source is not None
+    assert source.exit_agreement == (0.2, 0.9, 0.95, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"held_out": {"agreement": [0.2, 0.9]}}, "held_out.agreement: expected 4 numbers"),
+        ({"held_out": {"agreement": [0.2, 0.9, 2.0, 1]}}, "held_out.agreement: expected a list of"),
+        ({"held_out": {}}, "held_out.agreement: expected a list"),
+        ({"num_layers": "4"}, "num_layers: expected an integer"),
+    ],
+)
+def test_a_file_that_says_nonsense_costs_speed_alone(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    directory = write_model(tmp_path)
+    expected = tokens_of(load(directory, kv_cache_tokens=1024), Full())
+    about(directory, **fields)
+    with pytest.warns(UserWarning, match=message):
+        assert tokens_of(load(directory, kv_cache_tokens=1024), Auto()) == expected
+
+
+def test_knowledge_is_of_requests_not_of_time() -> None:
+    """What is new begins with what was seen of others."""
+    chooser = Chooser(12, [0.3] * 12)
+    history = chooser.history()
+    for _ in range(50):
+        chooser.learn_drafts(2, history, 0, 4, 4)
+    new: History = chooser.history()
+    assert new.drafted[2].share > 0.9
