@@ -21,7 +21,7 @@ from eecore.decoding.chooser import (
     best_exit_layers,
 )
 from eecore.decoding.ngrams import NOTHING, Proposal
-from eecore.decoding.pass_times import ROW_COST, PassTimes
+from eecore.decoding.pass_times import COST_AMONG_ROWS, ROW_COST, PassTimes
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,6 +196,25 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
     assert machine.chooser.choose([history] * 2, [proposal] * 2, [8] * 2).kind == "lookup"
 
 
+def test_what_turns_out_dear_is_not_done_again() -> None:
+    """A row more than eight takes another kernel."""
+
+    def pass_time(rows: int) -> float:
+        return 1.0 if rows <= 8 else 2.0
+
+    machine = Machine(pass_time, 0.6)
+    machine.run(40, 8)
+    seconds, tokens = machine.run(200, 8)
+    assert seconds < 1.03 * tokens / 8
+    # Full depth of more requests says what verifying as many rows takes at least.
+    chooser = Chooser(12, None)
+    for _ in range(2):
+        chooser.learn_full(8, 1.0)
+        chooser.learn_full(9, 2.0)
+    proposal = Proposal([1, 2], 3)
+    assert chooser.choose([chooser.history()] * 8, [proposal] * 8, [8] * 8) == FULL
+
+
 def test_steps_that_do_not_go_on_count_where_none_does() -> None:
     """They are slower, as rows are written anew."""
     chooser, proposal = Chooser(12, None), Proposal([1] * 8, 8)
@@ -243,11 +262,12 @@ def test_times_between_and_beyond_measured_ones() -> None:
     times = PassTimes()
     anchor = 2, 10.0
     assert times.of(2, anchor) == 10.0
-    assert times.of(6, anchor) == pytest.approx(10.0 + 4 * ROW_COST * 10.0)
+    assert times.of(3, (1, 10.0)) == pytest.approx(10.0 + 2 * ROW_COST * 10.0)
+    assert times.of(6, anchor) == pytest.approx(10.0 + 4 * COST_AMONG_ROWS * 10.0)
     times.add(6, 20.0)
     assert times.of(4, anchor) == pytest.approx(15.0)
     assert times.of(6, anchor) == 20.0
-    assert times.of(8, anchor) == pytest.approx(20.0 + 2 * ROW_COST * 10.0)
+    assert times.of(8, anchor) == pytest.approx(20.0 + 2 * COST_AMONG_ROWS * 10.0)
     times.add(6, 500.0)  # a disturbance
     assert times.of(6, anchor) == pytest.approx(22.5)
     times.add(6, 12.5)

@@ -27,12 +27,13 @@ LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Drafts have to gain so much before anything but full depth is done.
-MIN_GAIN = 1.02
+MIN_GAIN = 1.05
 # Of passes of full depth in a row of which none went on from the last, this one counts and those
 # behind it.
 UNSTEADY_PASSES = 3
-# For so many rounds what follows from many measurements is held.
+# For so many rounds what follows from many measurements is held, unless one is so far off.
 HOLD = 8
+SURPRISE = 0.1
 # Rounds after which full depth is measured once more, where it was not the best: at first, and each
 # time twice as many.
 MEASURE_AGAIN = (8, 256)
@@ -200,9 +201,16 @@ class Chooser:
         key = rows, power_of_two(most)
 
         def estimate() -> list[float]:
-            return [self._verify.of(rows + drafts, anchor) for drafts in range(key[1] + 1)]
+            return [self._verified(rows + drafts, anchor) for drafts in range(key[1] + 1)]
 
         return self._held(self._estimates, key, estimate)
+
+    def _verified(self, rows: int, anchor: Anchor) -> float:
+        """Seconds of a pass that verifies: measured, or not less than those of full depth."""
+        seconds = self._verify.of(rows, anchor)
+        if rows in self._verify:
+            return seconds
+        return max(seconds, self._full.near(rows) or 0.0)
 
     def _held(self, held: dict[Any, tuple[int, T]], key: Any, make: Callable[[], T]) -> T:
         """What is held for some rounds, or made anew."""
@@ -250,11 +258,19 @@ class Chooser:
         """
         self._rounds += 1
         full = self._full.near(rows)
+        if full is None:
+            return
+        expected = self._verified(rows + drafted, (rows, full))
         if layer == 0:
             self._verify.add(rows + drafted, seconds)
-        elif steps and full is not None:
-            share = (seconds - self._verify.of(rows + drafted, (rows, full))) / steps / full
-            self._step_share[layer] = max(blended(self._share_of(layer), share), LEAST_STEP)
+        elif steps:
+            share = self._share_of(layer)
+            measured = (seconds - expected) / steps / full
+            self._step_share[layer] = max(blended(share, measured), LEAST_STEP)
+            expected += steps * share * full
+        if abs(seconds - expected) > SURPRISE * expected:
+            self._estimates.clear()
+            self._drafts.clear()
 
     def learn_drafts(
         self, layer: int, history: History, match: int, drafted: int, accepted: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-__all__ = ["ROW_COST", "Anchor", "PassTimes", "blended"]
+__all__ = ["COST_AMONG_ROWS", "ROW_COST", "Anchor", "PassTimes", "blended"]
 
 Anchor = tuple[int, float]
 """Rows of a pass of full depth, and its seconds."""
@@ -15,8 +15,8 @@ NEW_TIME, MOST_SLOWER = 0.25, 1.5
 FORGET_TIME = 1024
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
-# Before anything is measured: what one more row costs of a pass of full depth.
-ROW_COST = 0.06
+# Before anything is measured: what one more row costs of a pass of one row, and of more.
+ROW_COST, COST_AMONG_ROWS = 0.1, 0.08
 
 
 class PassTimes:
@@ -28,6 +28,10 @@ class PassTimes:
         self._last: dict[int, int] = {}
         self._passes: dict[int, int] = {}
         self._count = 0
+
+    def __contains__(self, rows: int) -> bool:
+        """Whether a pass of so many rows was measured."""
+        return rows in self._seconds
 
     def add(self, rows: int, seconds: float) -> None:
         """A pass that has been measured."""
@@ -70,7 +74,8 @@ class PassTimes:
             high_seconds = max(self._seconds[high], low_seconds)
             share = (rows - low) / max(high - low, 1)
             return low_seconds + share * (high_seconds - low_seconds)
-        return low_seconds + ROW_COST * anchor[1] * (rows - low)
+        cost = ROW_COST if anchor[0] == 1 else COST_AMONG_ROWS
+        return low_seconds + cost * anchor[1] * (rows - low)
 
     def _forget(self) -> None:
         old = self._count - FORGET_TIME
