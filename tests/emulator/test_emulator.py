@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import emulated
+from sanitized import runtimes
 
 NUM_THREADS = 64
 
@@ -93,16 +94,12 @@ print("ran", failed)
 @pytest.fixture(scope="module")
 def sanitizer() -> dict[str, str]:
     """The environment in which the sanitized library can be loaded into Python."""
-    runtime = Path(
-        subprocess.run(
-            ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True
-        ).stdout.strip()
-    )
-    if not runtime.is_absolute():
+    libraries = runtimes()
+    if not libraries:
         pytest.skip("no AddressSanitizer for this compiler")
     return {
         **os.environ,
-        "LD_PRELOAD": str(runtime.resolve()),
+        "LD_PRELOAD": " ".join(map(str, libraries)),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
         "EECORE_EMULATED_SANITIZED": "1",
     }
