@@ -296,11 +296,11 @@ def test_a_model_says_how_its_exits_agree(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     source = load(directory, kv_cache_tokens=256).network.source
     assert source is not None
-    assert source.exit_agreement is None
+    assert source.exit_agreement(4) is None
     about(directory)
     source = load(directory, kv_cache_tokens=256).network.source
     assert source is not None
-    assert source.exit_agreement == (0.2, 0.9, 0.95, 1.0)
+    assert source.exit_agreement(4) == (0.2, 0.9, 0.95, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +310,10 @@ def test_a_model_says_how_its_exits_agree(tmp_path: Path) -> None:
         ({"held_out": {"agreement": [0.2, 0.9, 2.0, 1]}}, "held_out.agreement: expected a list of"),
         ({"held_out": {}}, "held_out.agreement: expected a list"),
         ({"num_layers": "4"}, "num_layers: expected an integer"),
+        (
+            {"num_layers": 12, "held_out": {"agreement": [0.9] * 11 + [1.0]}},
+            r"num_layers: expected an integer.*4.*got 12",
+        ),
     ],
 )
 def test_a_file_that_says_nonsense_costs_speed_alone(

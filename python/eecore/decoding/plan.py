@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from eecore.decoding.chooser import Chooser, History
 from eecore.decoding.ngrams import NOTHING, Proposal, look_up
@@ -47,7 +47,8 @@ class Planner:
     def chooser(self) -> Chooser:
         """Of ``Auto`` requests, once there is one."""
         source = self._model.source
-        return Chooser(self._num_layers, None if source is None else source.exit_agreement)
+        agreement = None if source is None else source.exit_agreement(self._num_layers)
+        return Chooser(self._num_layers, agreement)
 
     def route(self, sequence: Sequence) -> Route:
         """Of a request, as its policy says."""
@@ -159,7 +160,6 @@ def _proposal(work: Work, route: Route) -> Proposal:
     return look_up(work.sequence, route.ngrams, work.max_drafts)
 
 
-@lru_cache(maxsize=64)
 def _path(exit_layer: int) -> DraftPath:
     """By which a chosen round drafts."""
     return LOOKED_UP if exit_layer == 0 else DraftPath(exit_layer, exit_layer)

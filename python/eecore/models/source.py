@@ -25,14 +25,16 @@ class ModelSource:
     weights: str | None
     """``int8``, ``int4``, or None for those of the dtype, or of a model that is quantised."""
 
-    @cached_property
-    def exit_agreement(self) -> tuple[float, ...] | None:
+    def exit_agreement(self, num_layers: int) -> tuple[float, ...] | None:
         """Of each exit layer with the last one, as the model's ``exits.json`` says; None without.
 
-        A file that says anything else is passed over with a warning: nothing but speed hangs on it.
+        A file that says anything else, or of a model with other layers, is passed over with a
+        warning: nothing but speed hangs on it.
         """
+        if not self.directory.is_dir():
+            return None
         try:
-            return _agreement(self.directory / "exits.json") if self.directory.is_dir() else None
+            return _agreement(self.directory / "exits.json", num_layers)
         except ModelError as error:
             warnings.warn(f"{error}; it is not used", stacklevel=2)
             return None
@@ -43,12 +45,12 @@ class ModelSource:
         return model_digest(self.directory)
 
 
-def _agreement(path: Path) -> tuple[float, ...] | None:
+def _agreement(path: Path, num_layers: int) -> tuple[float, ...] | None:
     fields = JsonFields.read_if_there(path, ModelError)
     held_out = fields.inner("held_out")
     if held_out is None:
         return None
-    num_layers = fields.integer("num_layers", 1)
+    fields.integer("num_layers", num_layers, num_layers)
     agreement: tuple[float, ...] = held_out.numbers("agreement", 0.0, 1.0)
     if len(agreement) != num_layers:
         raise held_out.wrong("agreement", f"{num_layers} numbers", list(agreement))
