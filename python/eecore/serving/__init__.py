@@ -1,0 +1,37 @@
+"""An OpenAI-compatible server in which every request says how deep it may go.
+
+A request goes through ``app.py`` (the endpoints), ``admission.py`` (who is let in), ``bodies.py``,
+``protocol.py`` (the fields), ``asking.py`` (requests of the engine, made in a thread),
+``answering.py`` (which runs them) and ``shapes.py`` (OpenAI's words for what came). ``depth.py``
+knows the exit policies that may be asked for, ``served.py`` the model, ``metrics.py`` counts,
+``server.py`` is the process. Needs ``pip install 'eecore[serve]'``; to import the package alone
+does not.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from eecore.errors import EecoreError
+
+__all__ = ["MissingExtraError", "require_extra"]
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+class MissingExtraError(EecoreError, ImportError):
+    """The packages that the server needs are not installed."""
+
+
+def require_extra() -> None:
+    """Raise unless the packages of the server are there.
+
+    Raises:
+        MissingExtraError: says how to install them.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"eecore serve: expected {', '.join(NEEDED)}, got no {missing[0]}: "
+            "pip install 'eecore[serve]'"
+        )

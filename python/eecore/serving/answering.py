@@ -1,0 +1,309 @@
+"""One request from its body to the last byte of its answer.
+
+A request has seats from before its body is read until its answer is sent or its client has gone;
+leaving, in whatever way, ends its streams, and the engine takes their pages back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import anyio
+from anyio import CapacityLimiter
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from eecore.engine.async_engine import AsyncStream
+from eecore.output import Output, StepOutput
+from eecore.serving.admission import Admission, Seats
+from eecore.serving.asking import Asked
+from eecore.serving.bodies import ClientGoneError, gone, read_body
+from eecore.serving.metrics import Metrics
+from eecore.serving.protocol import GenerationRequest, Request, read
+from eecore.serving.refusals import ApiError, as_api_error
+from eecore.serving.served import ServedModel
+from eecore.serving.shapes import Shape
+
+__all__ = ["Answer", "Generation", "Service", "refusal"]
+
+LOGGER = logging.getLogger("eecore")
+# Threads that read bodies and tokenize.
+PREPARING = 2
+# For the last words to a client that may not be reading.
+FAREWELL_SECONDS = 1.0
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+Body = TypeVar("Body", bound=Request)
+Asking = TypeVar("Asking", bound=GenerationRequest)
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Service:
+    """What all requests to a server share.
+
+    Args:
+        served: the model.
+        admission: who is let in.
+        metrics: what is counted.
+        max_body: bytes.
+        timeout: seconds for a request; None for no limit.
+    """
+
+    served: ServedModel
+    admission: Admission
+    metrics: Metrics
+    max_body: int
+    timeout: float | None
+    _preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARING))
+
+    async def beside(self, work: Callable[[], Result]) -> Result:
+        """Something that takes its time, in a thread."""
+        return await anyio.to_thread.run_sync(work, limiter=self._preparing)
+
+
+class Answer(Response, Generic[Body]):
+    """What is said to a body, at once.
+
+    Args:
+        service: of the server.
+        kind: of the body.
+        says: makes the answer, in a thread.
+    """
+
+    def __init__(
+        self, service: Service, kind: type[Body], says: Callable[[ServedModel, Body], Any]
+    ) -> None:
+        super().__init__()
+        self._service, self._kind, self._says = service, kind, says
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        try:
+            with service.admission.seats():
+                body = await read_body(scope, receive, service.max_body)
+                said = await service.beside(
+                    lambda: self._says(service.served, read(self._kind, body))
+                )
+            await JSONResponse(said)(scope, receive, send)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await refusal(error)(scope, receive, send)
+
+
+class Generation(Response, Generic[Asking]):
+    """What a model says to a body, whole or as a stream.
+
+    Args:
+        service: of the server.
+        kind: of the body.
+        ask: makes requests of it.
+        shape: of the answer.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        kind: type[Asking],
+        ask: Callable[[ServedModel, Asking], Asked],
+        shape: type[Shape],
+    ) -> None:
+        super().__init__()
+        self._service, self._kind, self._ask, self._shape = service, kind, ask, shape
+        self._is_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+
+        async def counted(message: Any) -> None:
+            self._is_started = True
+            await send(message)
+
+        try:
+            with service.admission.seats() as seats:
+                body = await read_body(scope, receive, service.max_body)
+                await _unless_gone(receive, self._served(body, seats, scope, receive, counted))
+        except ClientGoneError:
+            return
+        except Exception as error:
+            if not isinstance(as_api_error(error), ApiError):
+                LOGGER.error("a request failed", exc_info=error)
+            await self._refuse(error, scope, receive, send)
+
+    async def _served(
+        self, body: bytes, seats: Seats, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        service = self._service
+        asked = await service.beside(lambda: self._ask(service.served, read(self._kind, body)))
+        seats.take(len(asked.choices))
+        tally = Tally(service.metrics, len(asked.choices))
+        shape = self._shape(service.served, asked)
+        with tally:
+            try:
+                with anyio.fail_after(service.timeout):
+                    if asked.streams:
+                        await self._stream(asked, shape, tally, send)
+                        return
+                    outputs = await self._outputs(asked, tally)
+            except TimeoutError:
+                tally.outcome = "timeout"
+                raise ApiError(
+                    504,
+                    f"expected an answer within {service.timeout:g} s, got none",
+                    code="deadline_exceeded",
+                ) from None
+        await JSONResponse(shape.whole(outputs))(scope, receive, send)
+
+    async def _outputs(self, asked: Asked, tally: Tally) -> list[Output]:
+        engine = self._service.served.engine
+        outputs = await _all_of([engine.generate(choice.prepared) for choice in asked.choices])
+        for output in outputs:
+            tally.ended(output)
+        return outputs
+
+    async def _stream(self, asked: Asked, shape: Shape, tally: Tally, send: Send) -> None:
+        engine = self._service.served.engine
+        streams = [engine.stream(choice.prepared) for choice in asked.choices]
+        outputs: dict[int, Output] = {}
+        has_begun: set[int] = set()
+        try:
+            async with aclosing(_merged(streams)) as steps:
+                async for index, step in steps:
+                    if not self._is_started:  # by now most of what can go wrong has not
+                        head = {"status": 200, "headers": STREAM_HEADERS}
+                        await send({"type": "http.response.start", **head})
+                    if index not in has_begun:
+                        has_begun.add(index)
+                        await _send_event(send, shape.first(index))
+                    await _send_event(send, shape.delta(index, step))
+                    if step.output is not None:
+                        outputs[index] = step.output
+                        tally.ended(step.output)
+                        await _send_event(send, shape.last(index, step.output))
+        finally:
+            for stream in streams:
+                stream.close()
+        if asked.includes_usage:
+            await _send_event(send, shape.total([outputs[i] for i in sorted(outputs)]))
+        await _send_done(send)
+
+    async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        """An error in place of the answer, or at the end of a stream that has begun."""
+        if not self._is_started:
+            self._service.metrics.refused()
+            await refusal(error)(scope, receive, send)
+            return
+        with suppress(TimeoutError), anyio.fail_after(FAREWELL_SECONDS):
+            await _send_event(send, _api_error(error).body)
+            await _send_done(send)
+
+
+class Tally:
+    """Counts the sequences of a request as they end; those that have not when it is left have been
+    cancelled.
+    """
+
+    def __init__(self, metrics: Metrics, count: int) -> None:
+        self._metrics, self._left = metrics, count
+        self.outcome = "cancelled"
+
+    def ended(self, output: Output) -> None:
+        self._left -= 1
+        self._metrics.ended(output.finish_reason, output)
+
+    def __enter__(self) -> Tally:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
+        if kind is not None and issubclass(kind, Exception) and self.outcome == "cancelled":
+            self.outcome = "error"
+        output = getattr(error, "output", None)  # of the one that failed
+        for _ in range(self._left):
+            self._metrics.ended(self.outcome, output)
+            output = None
+
+
+def refusal(error: Exception) -> Response:
+    """The answer that an error is."""
+    known = _api_error(error)
+    return JSONResponse(known.body, known.status, headers=known.headers)
+
+
+def _api_error(error: Exception) -> ApiError:
+    return as_api_error(error) or ApiError(
+        500, f"the server failed: {type(error).__name__}", code="internal_error"
+    )
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do it, and stop when the client has gone."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(gone(receive))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _all_of(works: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
+    """What all of them give; where one fails, or nobody waits any more, the others end."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _merged(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, StepOutput], None]:
+    """The steps of all streams as they come. Who reads slowly holds all of them up."""
+    if len(streams) == 1:
+        async for step in streams[0]:
+            yield 0, step
+        return
+    queue: asyncio.Queue[tuple[int, StepOutput | Exception]] = asyncio.Queue(len(streams))
+
+    async def pass_on(index: int) -> None:
+        try:
+            async for step in streams[index]:
+                await queue.put((index, step))
+        except Exception as error:
+            await queue.put((index, error))
+
+    tasks = [asyncio.create_task(pass_on(index)) for index in range(len(streams))]
+    try:
+        unfinished = len(streams)
+        while unfinished:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            unfinished -= item.finished
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _send_event(send: Send, event: dict[str, Any] | None) -> None:
+    if event is not None:
+        data = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        body = f"data: {data}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _send_done(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

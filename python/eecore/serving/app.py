@@ -1,0 +1,167 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi import Request as HttpRequest
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from eecore import build_info
+from eecore.errors import EecoreError
+from eecore.serving.answering import Answer, Generation, Service, refusal
+from eecore.serving.asking import ask_chat, ask_completion, tokens_of
+from eecore.serving.metrics import CONTENT_TYPE
+from eecore.serving.page_files import about, page_file
+from eecore.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Request,
+    TokenizeRequest,
+)
+from eecore.serving.refusals import ApiError
+from eecore.serving.served import ServedModel
+from eecore.serving.shapes import ChatShape, CompletionShape
+
+__all__ = ["create_app"]
+
+
+def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The application of a server.
+
+    Args:
+        service: what its requests share.
+        api_keys: one of them has to come with what costs anything; empty: none has to.
+    """
+    app = FastAPI(title="eecore", version=_version(), docs_url=None, redoc_url=None)
+    guarded = [Depends(_key_check(api_keys))]
+    served, metrics = service.served, service.metrics
+
+    @app.post("/v1/chat/completions", **_generates(ChatRequest), dependencies=guarded)
+    async def chat() -> Response:
+        """The answer to a conversation."""
+        return Generation(service, ChatRequest, ask_chat, ChatShape)
+
+    @app.post("/v1/completions", **_generates(CompletionRequest), dependencies=guarded)
+    async def completions() -> Response:
+        """What follows a prompt."""
+        return Generation(service, CompletionRequest, ask_completion, CompletionShape)
+
+    @app.post("/tokenize", dependencies=guarded, openapi_extra=_takes(TokenizeRequest))
+    async def tokenize() -> Response:
+        """The tokens of a prompt or a conversation."""
+        return Answer(service, TokenizeRequest, _tokenized)
+
+    @app.post("/detokenize", dependencies=guarded, openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize() -> Response:
+        """The text of tokens."""
+        return Answer(service, DetokenizeRequest, _detokenized)
+
+    @app.get("/v1/models", dependencies=guarded)
+    async def models() -> Response:
+        """The model, and once more under the name of each policy that is recommended."""
+        return JSONResponse({"object": "list", "data": served.cards()})
+
+    @app.get("/v1/models/{name:path}", dependencies=guarded)
+    async def model(name: str) -> Response:
+        """The model under one name."""
+        return JSONResponse(served.card(name))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return page_file("index.html")
+
+    @app.get("/page/depth.json", include_in_schema=False)
+    async def depth() -> Response:
+        return JSONResponse(about(served))
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def file_of_page(name: str) -> Response:
+        return page_file(name)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while requests are taken, 503 when the server is closing."""
+        closing = service.admission.is_closing
+        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
+
+    @app.get("/version")
+    async def version() -> Response:
+        """Of eecore."""
+        return JSONResponse({"version": _version()})
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def read_metrics() -> Response:
+        """For Prometheus."""
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    app.add_exception_handler(HTTPException, _of_http)
+    app.add_exception_handler(Exception, _of_any)
+    for kind in (ApiError, EecoreError):
+        app.add_exception_handler(kind, _of_any)
+    return app
+
+
+def _tokenized(served: ServedModel, body: TokenizeRequest) -> dict[str, Any]:
+    tokens = tokens_of(served, body)
+    texts = [served.token_text(token) for token in tokens] if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": served.max_model_len,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+def _detokenized(served: ServedModel, body: DetokenizeRequest) -> dict[str, Any]:
+    return {"prompt": served.tokenizer.decode(body.tokens)}
+
+
+def _key_check(keys: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
+    known = [key.encode() for key in keys]
+
+    async def check(request: HttpRequest) -> None:
+        if not known:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1", "replace")
+        same = [hmac.compare_digest(given, each) for each in known]  # all, at any rate
+        if kind.lower() != "bearer" or not any(same):
+            raise ApiError(
+                401,
+                "authorization: expected Bearer and a key of this server, got "
+                + ("another" if key else "none"),
+                code="invalid_api_key",
+            )
+
+    return check
+
+
+def _takes(kind: type[Request]) -> dict[str, Any]:
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _generates(kind: type[Request]) -> dict[str, Any]:
+    """Of an endpoint that answers whole or as a stream."""
+    content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
+    return {"openapi_extra": _takes(kind), "responses": {200: {"content": content}}}
+
+
+def _version() -> str:
+    return str(build_info()["version"])
+
+
+async def _of_http(_request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = ApiError(error.status_code, f"{_request.method} {_request.url.path}: {error.detail}")
+    return JSONResponse(known.body, known.status, headers={**(error.headers or {})})
+
+
+async def _of_any(_request: HttpRequest, error: Exception) -> Response:
+    return refusal(error)

@@ -1,0 +1,253 @@
+"""From a request's body to requests of the engine: checked, tokenized, ready to run.
+
+All of it happens in a thread beside the event loop: a long text takes its time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from eecore.config import SamplingParams
+from eecore.engine.async_engine import Prepared
+from eecore.serving.protocol import (
+    NOT_SUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from eecore.serving.refusals import invalid
+from eecore.serving.served import ServedModel
+from eecore.values import shown
+
+__all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "tokens_of"]
+
+# Of a completion; OpenAI's. A chat may go on until the context is full.
+MAX_TOKENS = 16
+SEEDS = 2**64
+LACKS = "is not supported"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the answers that a request wants."""
+
+    prompt_tokens: int
+    echo: str
+    """What its text begins with."""
+    prepared: Prepared
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that can be served."""
+
+    model: str
+    """As the request calls it."""
+    choices: list[Choice]
+    num_prompts: int
+    streams: bool
+    includes_usage: bool
+    wants_layers: bool
+    logprobs: int | None
+
+
+def ask_completion(served: ServedModel, body: CompletionRequest) -> Asked:
+    """The prompts of a completion, each as often as is asked for.
+
+    Raises:
+        ApiError, RequestError: it cannot be served.
+    """
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid(f"best_of: expected as many as n={body.n or 1}, got {body.best_of}")
+    if body.echo and body.logprobs is not None:
+        raise invalid("echo: expected none beside logprobs: those of prompts are not supported")
+    prompts = _prompts(body.prompt)
+    _count(served, len(prompts) * (body.n or 1))
+    special = body.add_special_tokens is not False
+    encoded = [_encoded(served, prompt, special) for prompt in prompts]
+    echoes = [_text(served, prompt) if body.echo else "" for prompt in prompts]
+    given = list(zip(encoded, echoes, strict=True))
+    return _asked(served, body, given, body.max_tokens or MAX_TOKENS, body.logprobs)
+
+
+def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
+    """The answers to a conversation.
+
+    Raises:
+        ApiError, RequestError: it cannot be served.
+    """
+    if body.tool_choice not in (None, "none", "auto"):
+        raise invalid(
+            f"tool_choice: expected none or auto, since others are not supported, "
+            f"got {shown(body.tool_choice)}",
+            "tool_choice",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs: expected logprobs=true beside it", "top_logprobs")
+    _count(served, body.n or 1)
+    text = conversation(served, body, body.tool_choice != "none")
+    encoded = served.encode(text, add_special_tokens=False)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = body.max_completion_tokens or body.max_tokens
+    return _asked(served, body, [(encoded, "")], most, logprobs)
+
+
+def tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:
+    """The tokens of a prompt or conversation."""
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt: expected it or messages, got both or none", "prompt")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return served.encode(body.prompt, add_special_tokens=special)
+    text = conversation(served, body, True)
+    return served.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+def conversation(served: ServedModel, body: ChatRequest | TokenizeRequest, with_tools: bool) -> str:
+    """The text that the model's chat template makes of messages."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.tools and with_tools:
+        variables["tools"] = body.tools
+    for name in ("messages", "add_generation_prompt"):
+        variables.pop(name, None)
+    messages = [_plain(index, message) for index, message in enumerate(body.messages or ())]
+    begins = body.add_generation_prompt is not False
+    return served.tokenizer.apply_chat_template(messages, add_generation_prompt=begins, **variables)
+
+
+def _asked(
+    served: ServedModel,
+    body: GenerationRequest,
+    given: list[tuple[list[int], str]],
+    most: int | None,
+    logprobs: int | None,
+) -> Asked:
+    _refuse_what_is_lacking(body)
+    said = served.says(body.model)
+    from_metadata = (body.metadata or {}).get("exit")
+    for each in (from_metadata, body.exit):
+        if isinstance(each, (str, dict)):
+            said = each  # type: ignore[assignment]
+        elif each is not None:
+            raise invalid(f"metadata.exit: expected text or an object, got {shown(each)}")
+    policy = served.depths.chosen(said)
+    choices = []
+    for ids, echo in given:
+        sampling = _sampling(body, _most_tokens(served, len(ids), most), logprobs)
+        for index in range(body.n or 1):
+            own = sampling
+            if sampling.seed is not None:
+                own = replace(sampling, seed=(sampling.seed + index) % SEEDS)
+            prepared = served.engine.prepare(ids, exit=policy, sampling=own)
+            choices.append(Choice(len(ids), echo, prepared))
+    return Asked(
+        model=body.model or served.name,
+        choices=choices,
+        num_prompts=len(given),
+        streams=bool(body.stream),
+        includes_usage=(body.stream_options or {}).get("include_usage") is True,
+        wants_layers=bool(body.return_exit_layers),
+        logprobs=logprobs,
+    )
+
+
+def _refuse_what_is_lacking(body: GenerationRequest) -> None:
+    """What nobody misses where it says what is so anyway may be there."""
+    for name in NOT_SUPPORTED:
+        if getattr(body, name, None) not in (None, 0, False, "", [], {}):
+            raise invalid(f"{name}: {LACKS}", name, "not_supported")
+    form = (body.response_format or {}).get("type", "text")
+    if form != "text":
+        raise invalid(f"response_format: expected text: {shown(form)} {LACKS}", "response_format")
+
+
+def _sampling(body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+    for field in fields(SamplingParams):
+        value = getattr(body, field.name, None)
+        if field.name not in settings and value is not None:
+            settings[field.name] = value
+    if settings.get("top_k") == -1:
+        settings["top_k"] = 0
+    if "seed" in settings:
+        settings["seed"] %= SEEDS
+    if "stop" in settings:
+        stop = settings["stop"]
+        settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return SamplingParams(**settings)
+
+
+def _most_tokens(served: ServedModel, prompt_tokens: int, most: int | None) -> int:
+    room = served.room(prompt_tokens)
+    if room < (most or 1):
+        wanted = f" and max_tokens={most}" if most is not None else ""
+        raise invalid(
+            f"prompt of {prompt_tokens} tokens{wanted}: expected at most {served.max_model_len} "
+            "together, what the model's context and the KV cache hold",
+            code="context_length_exceeded",
+        )
+    return room if most is None else most
+
+
+def _count(served: ServedModel, count: int) -> None:
+    """Before a long list of prompts is tokenized."""
+    if count > (most := served.max_choices):
+        raise invalid(f"n: expected at most {most} choices, over all prompts, got {count}", "n")
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise invalid("prompt: expected at least one token or prompt, got none", "prompt")
+    return [given] if isinstance(given[0], int) else given
+
+
+def _encoded(served: ServedModel, prompt: str | list[int], special: bool) -> list[int]:
+    if isinstance(prompt, list):
+        return prompt
+    if not prompt:
+        raise invalid("prompt: expected some text, got an empty string")
+    return served.encode(prompt, add_special_tokens=special)
+
+
+def _text(served: ServedModel, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
+
+
+def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, a call's arguments as an object."""
+    plain = dict(message)
+    if plain.get("role") == "developer":
+        plain["role"] = "system"
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(_part(index, part) for part in content)
+    calls = plain.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _part(index: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise invalid(f"messages[{index}].content: expected text, got {shown(kind)}", "messages")
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,238 @@
+"""The exit policies that requests may ask for: as text, as an object, as part of a model's name.
+
+Text is that of ``eecore generate --exit``, and ``calibrated:MEASURE`` besides: the threshold that
+lies beside the model. Nothing that a request says names a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eecore.errors import ExitError, RequestError
+from eecore.exit_text import parse_exit
+from eecore.exits import (
+    Auto,
+    ConfidentExit,
+    DraftAndVerify,
+    Exit,
+    ExitClassifier,
+    FixedExit,
+    Full,
+    HeadDrafts,
+    PromptLookup,
+    SelfSpeculative,
+)
+from eecore.serving.refusals import invalid
+from eecore.values import shown
+
+__all__ = ["MODES", "Depths", "Policies", "recommended"]
+
+MEASURES = ("softmax", "state", "classifier")
+# An exit layer is recommended for drafts where so many of its tokens are the last layer's, of a
+# model that says so.
+AGREEMENT, NUM_DRAFTS = 0.97, 6
+
+# What an object may say for each mode; but for "calibrated" as fields of the policy.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "fixed": ("exit_layer",),
+    "confident": (
+        "threshold",
+        "measure",
+        "batch",
+        "decay_tau",
+        "exit_points",
+        "min_exit_layer",
+    ),
+    "calibrated": ("measure",),
+    "speculative": ("exit_layer", "num_drafts", "draft_threshold", "reuse"),
+    "draft-verify": ("skip_attention", "skip_mlp", "num_drafts", "adaptive", "initial_threshold"),
+    "lookup": ("num_drafts", "max_ngram", "min_ngram"),
+    "head": ("num_drafts", "threshold"),
+    "auto": ("num_drafts", "exit_layers", "lookup", "head"),
+}
+MODES: tuple[str, ...] = tuple(FIELDS)
+KINDS: dict[str, Callable[..., Exit]] = {
+    "full": Full,
+    "fixed": FixedExit,
+    "speculative": SelfSpeculative,
+    "draft-verify": DraftAndVerify,
+    "lookup": PromptLookup,
+    "head": HeadDrafts,
+    "auto": Auto,
+}
+
+
+class Policies:
+    """Policies as they are said.
+
+    Args:
+        directory: of the model, which may hold calibrations and a classifier.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._calibrated: dict[str, Exit] = {}
+
+    def of(self, said: str | dict[str, Any]) -> Exit:
+        """The policy.
+
+        Raises:
+            ExitError: there is none such, or it contradicts itself.
+        """
+        if isinstance(said, str):
+            return self._of_text(said)
+        mode, settings = _of_object(said)
+        if mode == "calibrated":
+            return self.calibrated(settings.get("measure", "softmax"))
+        if mode == "confident":
+            if settings.get("measure") == "classifier":
+                settings["classifier"] = self._classifier()
+            return ConfidentExit(**settings)
+        return KINDS[mode](**settings)
+
+    def _of_text(self, said: str) -> Exit:
+        mode, _, rest = said.partition(":")
+        if mode == "calibrated":
+            return self.calibrated(rest or "softmax")
+        if mode == "draft-verify":
+            raise ExitError(
+                f"exit: expected an object with skip_attention and skip_mlp, got {shown(said)}"
+            )
+        if mode not in MODES:
+            raise ExitError(f"exit: expected {', '.join(MODES)}, got {shown(said)}")
+        return parse_exit(said)
+
+    def calibrated(self, measure: Any) -> Exit:
+        """The policy of a calibration that lies beside the model.
+
+        Raises:
+            ExitError: there is none for this measure.
+        """
+        if measure not in MEASURES:
+            raise ExitError(f"exit: expected a measure of {', '.join(MEASURES)}, got {measure!r}")
+        if measure not in self._calibrated:
+            path = self._directory / f"calibration-{measure}.json"
+            if not path.is_file():
+                raise ExitError(f"exit: expected {path.name} beside the model, got nothing")
+            classifier = self._classifier() if measure == "classifier" else None
+            self._calibrated[measure] = ConfidentExit.calibrated(path, classifier)
+        return self._calibrated[measure]
+
+    def _classifier(self) -> ExitClassifier:
+        path = self._directory / "classifier.safetensors"
+        if not path.is_file():
+            raise ExitError(f"exit: expected {path.name} beside the model, got nothing")
+        return ExitClassifier.load(path)
+
+
+@dataclass(frozen=True)
+class Depths:
+    """What one server lets requests choose.
+
+    Args:
+        policies: as they are said.
+        default: that of requests that say nothing.
+        allowed: modes, and whole policies; None for all.
+        aliases: policies that are listed as models of their own, as they are said.
+    """
+
+    policies: Policies
+    default: str
+    allowed: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
+
+    def chosen(self, said: str | dict[str, Any] | None) -> Exit:
+        """The policy of a request.
+
+        Raises:
+            ApiError: 400: it is one that this server does not let requests choose.
+            ExitError: there is none such.
+        """
+        if said is None:
+            return self.policies.of(self.default)
+        policy = self.policies.of(said)
+        if self._is_allowed(said, policy):
+            return policy
+        raise invalid(
+            f"exit: expected one of {', '.join((self.default, *(self.allowed or ())))}, "
+            f"got {shown(said)}",
+            param="exit",
+            code="exit_not_allowed",
+        )
+
+    def allows(self, said: str | dict[str, Any]) -> bool:
+        """Whether requests may choose a policy."""
+        return self._is_allowed(said, self.policies.of(said))
+
+    def _is_allowed(self, said: str | dict[str, Any], policy: Exit) -> bool:
+        if self.allowed is None:
+            return True
+        mode = said.partition(":")[0] if isinstance(said, str) else said["mode"]
+        known = [self.default, *(each for each in self.allowed if each not in MODES)]
+        return mode in self.allowed or any(policy == self.policies.of(each) for each in known)
+
+    def of_name(self, suffix: str) -> str | None:
+        """What the part of a model's name behind the colon says; None if that is no policy."""
+        for mode in MODES:
+            if suffix == mode or suffix.startswith(f"{mode}-"):
+                numbers = suffix[len(mode) + 1 :].replace("-", ",")
+                return f"{mode}:{numbers}" if numbers else mode
+        return None
+
+    @staticmethod
+    def name_of(said: str) -> str:
+        """The part of a model's name that says a policy."""
+        return said.replace(":", "-").replace(",", "-")
+
+
+def recommended(
+    policies: Policies,
+    num_layers: int,
+    source: Any,
+    agreement: Sequence[float] | None,
+    has_head: bool,
+) -> tuple[str, ...]:
+    """Policies that a model was made for: those that are listed where nobody says which.
+
+    Args:
+        policies: of the model.
+        num_layers: it has.
+        source: which model this is; a calibration for another is not listed.
+        agreement: of each exit layer with the last one, where the model says so.
+        has_head: there is a draft head for it.
+    """
+    names = ["full", "auto"]
+    if has_head:
+        names.append("head")
+    for layer, share in enumerate(agreement or (), 1):
+        if share >= AGREEMENT and layer < num_layers:
+            names.append(f"speculative:{layer},{NUM_DRAFTS}")
+            break
+    for measure in MEASURES:
+        try:
+            policies.calibrated(measure).check_request(source, 0.0)
+        except RequestError:
+            continue
+        names.append(f"calibrated:{measure}")
+    return tuple(names)
+
+
+def _of_object(said: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    mode = said.get("mode")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ExitError(f"exit.mode: expected {', '.join(MODES)}, got {shown(mode)}")
+    settings = {name: value for name, value in said.items() if name != "mode"}
+    for name in settings:
+        if name not in FIELDS[mode]:
+            expected = ", ".join(FIELDS[mode]) or "nothing but the mode"
+            raise ExitError(f"exit: expected {expected} for {mode}, got {shown(name)}")
+    for name in ("exit_points", "exit_layers"):
+        if isinstance(settings.get(name), list):
+            settings[name] = tuple(settings[name])
+    if mode in ("fixed", "speculative") and "exit_layer" not in settings:
+        raise ExitError(f"exit.exit_layer: expected a layer for {mode}, got none")
+    return mode, settings

@@ -1,0 +1,105 @@
+"""What a server says when it does not answer: OpenAI's shape of an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eecore.errors import EngineClosedError, ExitError, ModelError, RequestError
+from eecore.output import RequestFailedError
+
+__all__ = ["MOST_MESSAGE", "ApiError", "as_api_error", "invalid", "unavailable"]
+
+MOST_MESSAGE = 1000
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: what was expected, and what came.
+        param: the field of the body that is wrong.
+        code: a word for programs.
+        retry_after: seconds after which it is worth another try.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MOST_MESSAGE else message[:MOST_MESSAGE] + "..."
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else TYPES[400])
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status in (408, 413, 415):  # the rest of the body is not read
+            headers["Connection"] = "close"
+        return headers
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that can never be served. Most messages begin with the name of the field."""
+    name = message.partition(":")[0]
+    if param is None and name.isidentifier() and name != "body":
+        param = name
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, retry_after: int = 1) -> ApiError:
+    """A server that is going away."""
+    return ApiError(503, message, code="shutting_down", retry_after=retry_after)
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """What one of eecore's errors means to a client; None for what is nobody's fault but ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error), code="request_failed")
+    if isinstance(error, EngineClosedError):
+        return unavailable("the server is shutting down")
+    if isinstance(error, ExitError):
+        return invalid(str(error), param="exit", code="exit_not_possible")
+    if isinstance(error, (RequestError, ModelError)):
+        return invalid(str(error))
+    return None

@@ -1,0 +1,99 @@
+"""How a server is set up: from a model and settings to what its requests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eecore.config import SamplingParams
+from eecore.errors import ExitError, RequestError
+from eecore.exits import Exit
+from eecore.generation import Model
+from eecore.serving.admission import Admission
+from eecore.serving.answering import Service
+from eecore.serving.depth import MODES, Depths, Policies, recommended
+from eecore.serving.metrics import Metrics
+from eecore.serving.served import ServedModel
+
+__all__ = ["ServerSettings", "service_of"]
+
+MOST_CHOICES = 128
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Of a server.
+
+    Args:
+        name: what requests call the model; None for its directory's.
+        exit: the policy of requests that say nothing.
+        allow_exit: modes and policies that requests may choose; None for all.
+        aliases: policies that are listed as models; None for those that suit the model.
+        max_waiting: sequences that may wait beside those that run.
+        max_body: bytes of a request.
+        timeout: seconds for a request; None for no limit.
+        max_num_seqs: sequences that run at once; None for the model's.
+    """
+
+    name: str | None = None
+    exit: str = "full"
+    allow_exit: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] | None = None
+    max_waiting: int = 256
+    max_body: int = 4 << 20
+    timeout: float | None = 600.0
+    max_num_seqs: int | None = None
+
+    def check(self, policies: Policies) -> None:
+        """Of the policies all that can be known without the model.
+
+        Raises:
+            ExitError: names the first that is none.
+        """
+        for name, said in (
+            ("exit", (self.exit,)),
+            ("allow-exit", self.allow_exit or ()),
+            ("alias", self.aliases or ()),
+        ):
+            for each in said:
+                if name != "allow-exit" or each not in MODES:
+                    _named(name, policies, each)
+
+
+def service_of(model: Model, settings: ServerSettings) -> Service:
+    """What the requests to a server share.
+
+    Raises:
+        ExitError: a policy of the settings that the model cannot run.
+    """
+    source = model.network.source
+    directory = source.directory if source is not None else Path()
+    policies = Policies(directory)
+    config = model.config
+    aliases = settings.aliases
+    if aliases is None:
+        agreement = None if source is None else source.exit_agreement(config.num_layers)
+        has_head = model.network.draft_head is not None
+        aliases = recommended(policies, config.num_layers, source, agreement, has_head)
+    depths = Depths(policies, settings.exit, settings.allow_exit, aliases)
+    if settings.allow_exit is not None:
+        aliases = tuple(said for said in aliases if depths.allows(said))
+        depths = replace(depths, aliases=aliases)
+    limits = model.engine_config
+    if settings.max_num_seqs is not None:
+        limits = replace(limits, max_num_seqs=settings.max_num_seqs)
+    engine = model.async_engine(None if limits == model.engine_config else limits)
+    for said in (settings.exit, *aliases):  # as a request that may be served
+        engine.prepare([0], exit=policies.of(said), sampling=SamplingParams(max_tokens=1))
+    admission = Admission(limits.max_num_seqs, settings.max_waiting)
+    name = settings.name or directory.resolve().stem or "model"
+    served = ServedModel(model, name, depths, engine, min(MOST_CHOICES, admission.capacity))
+    metrics = Metrics(engine.engine, name)
+    return Service(served, admission, metrics, settings.max_body, settings.timeout)
+
+
+def _named(name: str, policies: Policies, said: str) -> Exit:
+    try:
+        return policies.of(said)
+    except RequestError as error:
+        raise ExitError(f"--{name} {said}: {error}") from None

@@ -1,0 +1,217 @@
+"""What came of a request in OpenAI's words: whole answers, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eecore.output import Output, StepOutput
+from eecore.serving.asking import Asked
+from eecore.serving.served import ServedModel
+
+__all__ = ["ChatShape", "CompletionShape", "Shape", "usage"]
+
+LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON cannot say."""
+
+Tokens = Output | StepOutput
+
+
+@dataclass
+class Shape:
+    """The answer to one request.
+
+    Args:
+        served: the model.
+        asked: the request.
+    """
+
+    served: ServedModel
+    asked: Asked
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """All of it."""
+        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+        body = {**self._head(self.whole_object), "choices": choices}
+        return {**body, "usage": usage(self.served, self.asked, outputs)}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """A chunk before all others of a choice, if it needs one."""
+        raise NotImplementedError
+
+    def delta(self, index: int, step: StepOutput) -> dict[str, Any] | None:
+        """What a step adds; None if that is nothing to be seen."""
+        if not step.text and not (step.token_ids and self._wants_tokens):
+            return None
+        choice = {"index": index, **self._text(step.text), **self._details(index, step)}
+        return self._chunk([{**choice, "finish_reason": None}])
+
+    def last(self, index: int, output: Output) -> dict[str, Any]:
+        """The end of a choice."""
+        choice = {"index": index, **self._text(None), "logprobs": None}
+        return self._chunk([{**choice, "finish_reason": output.finish_reason}])
+
+    def total(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The chunk with the usage, behind all choices."""
+        return {**self._chunk([]), "usage": usage(self.served, self.asked, outputs)}
+
+    @property
+    def _wants_tokens(self) -> bool:
+        return self.asked.wants_layers or self.asked.logprobs is not None
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.asked.model,
+            "system_fingerprint": None,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head(self.chunk_object), "choices": choices}
+        return {**chunk, "usage": None} if self.asked.includes_usage else chunk
+
+    def _details(self, index: int, tokens: Tokens) -> dict[str, Any]:
+        """Log-probabilities, and how deep each token went."""
+        known: dict[str, Any] = {"logprobs": None}
+        if self.asked.logprobs is not None:
+            known["logprobs"] = self._logprobs(index, tokens)
+        if self.asked.wants_layers:
+            known["token_ids"] = tokens.token_ids
+            known["tokens"] = [self.served.token_text(token) for token in tokens.token_ids]
+            known["exit_layers"] = tokens.exit_layers
+            known["confidences"] = [_number(value) for value in tokens.confidences]
+        return known
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _text(self, text: str | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, index: int, tokens: Tokens) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatShape(Shape):
+    """Of /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def first(self, index: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice])
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text or "", "refusal": None}
+        choice = {"index": index, "message": message, **self._details(index, output)}
+        return {**choice, "finish_reason": output.finish_reason}
+
+    def _text(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
+
+    def _logprobs(self, index: int, tokens: Tokens) -> dict[str, Any]:  # noqa: ARG002
+        tops: Sequence[dict[int, float]] = tokens.top_logprobs or [{} for _ in tokens.token_ids]
+        each = zip(tokens.token_ids, tokens.logprobs or (), tops, strict=False)
+        content = [
+            {**self._entry(token, value), "top_logprobs": [self._entry(*t) for t in top.items()]}
+            for token, value, top in each
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.served.token_text(token)
+        # A part of a character has no text.
+        spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": _logprob(logprob), "bytes": spelled}
+
+
+class CompletionShape(Shape):
+    """Of /v1/completions."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._offsets = [len(choice.echo) for choice in self.asked.choices]
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        echo = self.asked.choices[index].echo
+        if not echo:
+            return None
+        choice = {"index": index, "text": echo, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice])
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        text = self.asked.choices[index].echo + (output.text or "")
+        choice = {"index": index, "text": text, **self._details(index, output)}
+        return {**choice, "finish_reason": output.finish_reason}
+
+    def _text(self, text: str | None) -> dict[str, Any]:
+        return {"text": text or ""}
+
+    def _logprobs(self, index: int, tokens: Tokens) -> dict[str, Any]:
+        texts = [self.served.token_text(token) for token in tokens.token_ids]
+        logprobs = [_logprob(value) for value in tokens.logprobs or ()]
+        tops = [
+            {text: own, **{self.served.token_text(t): _logprob(v) for t, v in top.items()}}
+            for text, own, top in zip(texts, logprobs, tokens.top_logprobs or (), strict=False)
+        ]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops or None,
+            "text_offset": offsets,
+        }
+
+
+def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[str, Any]:
+    """Tokens, and the work behind them: prompts count once, however many answers they have."""
+    per_prompt = len(asked.choices) // asked.num_prompts
+    prompt = sum(choice.prompt_tokens for choice in asked.choices[::per_prompt])
+    generated = sum(len(output.token_ids) for output in outputs)
+    stats = [output.stats for output in outputs]
+    layers = sum(sum(output.exit_layers) for output in outputs)
+    run = sum(each.layers_run for each in stats)
+    # The first token comes with the prompt.
+    full = sum(max(each.generated_tokens - 1, 0) for each in stats) * served.num_layers
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "eecore": {
+            "contract": stats[0].contract,
+            "num_layers": served.num_layers,
+            "mean_exit_layer": layers / generated if generated else 0.0,
+            "layers_run": run,
+            "layers_skipped": max(full - run, 0),
+            "drafted": sum(each.drafted for each in stats),
+            "accepted": sum(each.accepted for each in stats),
+        },
+    }
+
+
+def _logprob(value: float) -> float:
+    return max(value, LEAST_LOGPROB) if not math.isnan(value) else LEAST_LOGPROB
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

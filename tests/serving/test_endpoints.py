@@ -1,0 +1,226 @@
+"""Answers as OpenAI's clients read them, and what they say beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import eecore
+from servers import Asker, asker, assert_idle, events
+
+PROMPT = "lock the front door"
+OTHER = "turn the kitchen lights down to 20 percent"
+TEXT = "[HassTurnOn [name front door]]"
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "intent", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def completion(prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
+    return {"model": "intent", "prompt": prompt, "max_tokens": 64, **fields}
+
+
+def test_a_completion(server: Asker, intent: eecore.Model) -> None:
+    body = server.post("/v1/completions", completion()).json()
+    (expected,) = eecore.generate(intent, PROMPT, max_tokens=64)
+    (choice,) = body["choices"]
+    assert body["object"] == "text_completion"
+    assert body["model"] == "intent"
+    assert choice == {
+        "index": 0,
+        "text": expected.text,
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert usage["completion_tokens"] == len(expected.token_ids)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["eecore"] == {
+        "contract": "full: every layer",
+        "num_layers": 12,
+        "mean_exit_layer": 12.0,
+        "layers_run": 12 * (len(expected.token_ids) - 1),
+        "layers_skipped": 0,
+        "drafted": 0,
+        "accepted": 0,
+    }
+
+
+def test_a_chat(server: Asker) -> None:
+    parts = [{"type": "text", "text": PROMPT}]
+    for content in (PROMPT, parts):
+        body = server.post("/v1/chat/completions", chat(content, max_completion_tokens=64)).json()  # type: ignore[arg-type]
+        assert body["object"] == "chat.completion"
+        message = {"role": "assistant", "content": TEXT, "refusal": None}
+        assert body["choices"][0]["message"] == message
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_end(server: Asker) -> None:
+    body = server.post("/v1/chat/completions", chat(PROMPT, ignore_eos=True)).json()
+    assert body["usage"]["total_tokens"] == 256
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_streams_add_up(server: Asker, usage: bool) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": usage}}
+    answer = server.post("/v1/chat/completions", chat(PROMPT, **options))
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    chunks = events(answer.text)
+    if usage:
+        last = chunks.pop()
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 8
+        assert all(chunk["usage"] is None for chunk in chunks)
+    else:
+        assert all("usage" not in chunk for chunk in chunks)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(c["delta"].get("content", "") for c in choices) == TEXT
+    assert [c["finish_reason"] for c in choices][-2:] == [None, "stop"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+    chunks = events(server.post("/v1/completions", completion(echo=True, **options)).text)
+    texts = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(texts) == PROMPT + TEXT
+    assert_idle(server.service)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_several_times(server: Asker, stream: bool) -> None:
+    fields = {"n": 2, "temperature": 1.5, "seed": 7, "stream": stream, "max_tokens": 6}
+    answer = server.post("/v1/completions", completion([PROMPT, OTHER], **fields))
+    if stream:
+        chunks = [choice for chunk in events(answer.text) for choice in chunk["choices"]]
+        texts = ["".join(c["text"] for c in chunks if c["index"] == i) for i in range(4)]
+    else:
+        body = answer.json()
+        texts = [choice["text"] for choice in body["choices"]]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        assert body["usage"]["prompt_tokens"] < 20  # each once
+    sampling = [
+        eecore.SamplingParams(max_tokens=6, temperature=1.5, seed=seed) for seed in (7, 8, 7, 8)
+    ]
+    model = server.service.served.model
+    expected = eecore.generate(model, [PROMPT, PROMPT, OTHER, OTHER], sampling=sampling)
+    assert texts == [output.text for output in expected]
+
+
+def test_prompts_of_token_ids(server: Asker, intent: eecore.Model) -> None:
+    assert intent.tokenizer is not None
+    ids = intent.tokenizer.encode(PROMPT)
+    for prompt in (ids, [ids], [ids, ids]):
+        body = server.post("/v1/completions", completion(prompt)).json()
+        assert {choice["text"] for choice in body["choices"]} == {TEXT}
+
+
+def test_stops_and_penalties_reach_the_engine(server: Asker, intent: eecore.Model) -> None:
+    fields: dict[str, Any] = {"repetition_penalty": 1.3, "min_p": 0.1, "top_k": 5, "top_p": 0.9}
+    fields |= {"temperature": 1.2, "seed": 3, "ignore_eos": True, "max_tokens": 20}
+    body = server.post("/v1/completions", completion(**fields)).json()
+    assert body["choices"][0]["text"] == eecore.generate(intent, PROMPT, **fields)[0].text
+    for stop in (" front", [" front", "zzz"]):
+        body = server.post("/v1/completions", completion(stop=stop)).json()
+        assert body["choices"][0]["text"] == "[HassTurnOn [name"
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(server: Asker, intent: eecore.Model, stream: bool) -> None:
+    (expected,) = eecore.generate(intent, PROMPT, max_tokens=64, logprobs=2)
+    assert expected.logprobs is not None
+    asked = completion(logprobs=2, stream=stream)
+    answer = server.post("/v1/completions", asked)
+    if stream:
+        choices = [choice for chunk in events(answer.text) for choice in chunk["choices"]]
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    else:
+        parts = [answer.json()["choices"][0]["logprobs"]]
+    tokens = [token for part in parts for token in part["tokens"]]
+    assert "".join(tokens) == TEXT + "<|end|>"
+    assert [v for p in parts for v in p["token_logprobs"]] == pytest.approx(expected.logprobs)
+    assert [at for p in parts for at in p["text_offset"]][:3] == [0, 1, 11]
+    assert all(len(top) == 2 for part in parts for top in part["top_logprobs"])
+
+    asked = chat(PROMPT, logprobs=True, top_logprobs=3, stream=stream)
+    answer = server.post("/v1/chat/completions", asked)
+    if stream:
+        choices = [choice for chunk in events(answer.text) for choice in chunk["choices"]]
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    else:
+        parts = [answer.json()["choices"][0]["logprobs"]]
+    entries = [entry for part in parts for entry in part["content"]]
+    assert [entry["token"] for entry in entries] == tokens
+    assert entries[1]["bytes"] == list(b"HassTurnOn")
+    assert all(len(entry["top_logprobs"]) == 3 for entry in entries)
+    assert entries[0]["top_logprobs"][0]["token"] == "["
+
+
+def test_models_and_their_policies(server: Asker) -> None:
+    cards = server.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == [
+        "intent",
+        "intent:full",
+        "intent:auto",
+        "intent:speculative-3-6",
+        "intent:calibrated-softmax",
+        "intent:calibrated-state",
+        "intent:calibrated-classifier",
+    ]
+    assert {card["max_model_len"] for card in cards} == {256}
+    card = server.get("/v1/models/intent:lookup-4").json()
+    assert card["exit"] == "lookup:4"
+    assert "lossless" in card["contract"]
+
+
+def test_tokens_and_back(server: Asker) -> None:
+    body = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
+    assert body["count"] == len(body["tokens"]) == 5
+    assert "".join(body["token_strs"]) == PROMPT + "<|parse|>"
+    text = server.post("/detokenize", {"tokens": body["tokens"]}).json()["prompt"]
+    assert text == PROMPT
+    conversation = server.post("/tokenize", {"messages": chat(PROMPT)["messages"]}).json()
+    assert conversation["tokens"] == body["tokens"]
+
+
+def test_health_version_and_schema(server: Asker) -> None:
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/version").json() == {"version": "0.1.0"}
+    schema = server.get("/openapi.json").json()
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    fields = body["content"]["application/json"]["schema"]["properties"]
+    assert {"exit", "messages", "return_exit_layers"} <= set(fields)
+
+
+def test_tools_reach_the_template(endless: eecore.Model) -> None:
+    """A template that has no place for them passes over them; one that has gets them."""
+    tokenizer = endless.tokenizer
+    assert tokenizer is not None
+    template = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    template += "{% for m in messages %}{{ m.role }}={{ m.content }};"
+    template += "{% for c in m.tool_calls or [] %}{{ c.function.arguments.at }};{% endfor %}"
+    template += "{% endfor %}{{ enable_thinking }}"
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"at": 3}'}}
+    messages = [
+        {"role": "developer", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    asked = {
+        "messages": messages,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    try:
+        server = asker(endless)
+        tokens = server.post("/tokenize", asked).json()["tokens"]
+        text = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert text == "f;system=x;assistant=None;3;False"
+        short = {**asked, "max_tokens": 2}
+        assert server.post("/v1/chat/completions", short).status_code == 200
+    finally:
+        tokenizer.chat_template = before
