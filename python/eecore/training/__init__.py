@@ -16,6 +16,7 @@ from eecore.training.calm import (
     train_exit_classifier,
 )
 from eecore.training.data import Batch, BatchOrder, TokenData, collate, read_data
+from eecore.training.draft_head import DraftHead, HeadSizes
 from eecore.training.early_exit_loss import (
     EarlyExitLoss,
     LastLayerLoss,
@@ -33,6 +34,15 @@ from eecore.training.frozen_model import (
     is_quantised,
     load_running_model,
 )
+from eecore.training.head_pack import HeadFacts, plot_head, save_head
+from eecore.training.head_run import HeadConfig, HeadReport, HeadRun, steps_in
+from eecore.training.head_states import (
+    HeadStates,
+    StatesSettings,
+    WrittenText,
+    collect_states,
+    open_states,
+)
 from eecore.training.interrupts import stop_on_signals
 from eecore.training.layer_dropout import LayerDropout, LayerDropoutHandle, drop_layers
 from eecore.training.loading import StartingPoint, load_starting_point
@@ -40,16 +50,24 @@ from eecore.training.pace import seconds_per_step
 from eecore.training.plots import plot_run
 from eecore.training.recipe import LoraSettings, TrainingConfig
 from eecore.training.run import StepReport, TrainingResult, state_path, train
+from eecore.training.trained_head import TrainedHead, read_head
 
 __all__ = [
     "Batch",
     "BatchOrder",
     "CalmLoss",
     "ClassifierConfig",
+    "DraftHead",
     "EarlyExitLoss",
     "ExitModel",
     "ExitScores",
     "FrozenModel",
+    "HeadConfig",
+    "HeadFacts",
+    "HeadReport",
+    "HeadRun",
+    "HeadSizes",
+    "HeadStates",
     "LastLayerLoss",
     "LayerDropout",
     "LayerDropoutHandle",
@@ -57,14 +75,18 @@ __all__ = [
     "LossWeights",
     "RunningModel",
     "StartingPoint",
+    "StatesSettings",
     "StepReport",
     "Targets",
     "TokenData",
+    "TrainedHead",
     "TrainingConfig",
     "TrainingResult",
+    "WrittenText",
     "agreement_labels",
     "classifier_loss",
     "collate",
+    "collect_states",
     "drop_layers",
     "early_exit_backward",
     "early_exit_loss",
@@ -74,11 +96,16 @@ __all__ = [
     "load_running_model",
     "load_starting_point",
     "model_digest",
+    "open_states",
+    "plot_head",
     "plot_run",
     "read_data",
+    "read_head",
     "save_classifier",
+    "save_head",
     "seconds_per_step",
     "state_path",
+    "steps_in",
     "stop_on_signals",
     "train",
     "train_exit_classifier",

@@ -1,0 +1,304 @@
+"""``eecore train-exits`` as a user meets it: answers, states, a head, and a directory of it."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import eecore
+from draft_prompts import QUESTIONS
+from eecore.answers import builtin_questions
+from eecore.cli.app import run
+from eecore.models.network_digest import network_digest
+from eecore.training.draft_head import TENSOR_NAMES, DraftHead, HeadSizes
+from tiny_models import write_model
+from tiny_t5 import write_t5
+
+USAGE, MODEL, REQUEST = 2, 3, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model, one that cannot chat, and questions."""
+    folder = tmp_path_factory.mktemp("train_exits")
+    write_model(folder / "model", num_hidden_layers=3)
+    write_model(folder / "dumb", num_hidden_layers=3)
+    settings = folder / "dumb" / "tokenizer_config.json"
+    kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
+    settings.write_text(json.dumps(kept))
+    write_model(folder / "wordless", num_hidden_layers=3, tokenizer=False)
+    questions = "\n".join(f"What is {number} and {number}?" for number in range(90))
+    (folder / "questions.txt").write_text(questions)
+    return folder
+
+
+def arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list[str]:
+    return [
+        *("train-exits", str(folder / model), "--out", str(out)),
+        *("--prompts", str(folder / "questions.txt"), "--tokens", "1400", "--answer-tokens", "16"),
+        *("--vocabulary", "120", "--epochs", "3", "--batch-size", "4", "--threads", "1", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """The directory of a head."""
+    out = folder / "head"
+    assert run(arguments(folder, out, "--epochs", "4", "--learning-curve")) == 0
+    return out
+
+
+def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
+    tensors = load_file(trained / "head.safetensors")
+    about = json.loads((trained / "head.json").read_text())
+    hidden, inner = 64, 96
+    shapes = {
+        "taps.norm": (3, hidden),
+        "taps.weight": (3, hidden, hidden),
+        "state.norm": (hidden,),
+        "state.weight": (hidden, hidden),
+        "token.norm": (hidden,),
+        "token.weight": (hidden, hidden),
+        "mlp.norm": (1, hidden),
+        "mlp.gate": (1, inner, hidden),
+        "mlp.up": (1, inner, hidden),
+        "mlp.down": (1, hidden, inner),
+        "norm": (hidden,),
+        "vocabulary": (120,),
+    }
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+    vocabulary = tensors.pop("vocabulary")
+    assert vocabulary.dtype == torch.int32
+    assert (vocabulary[1:] > vocabulary[:-1]).all()
+    assert 257 in vocabulary.tolist()  # what ends a text
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert (about["version"], about["kind"], about["taps"]) == (1, "state and token", [1, 2, 3])
+    model = eecore.load(trained.parent / "model", device="cpu", kv_cache_tokens=64)
+    assert about["model"] == {
+        "digest": network_digest(model.network),
+        "num_layers": 3,
+        "hidden_size": hidden,
+        "vocab_size": 320,
+    }
+    assert about["weights"] == "float32"
+    tokens = [count for count, _ in about["agreement"]["by_tokens"]]
+    assert len(tokens) == 3
+    assert tokens == sorted(tokens)
+    assert tokens[-1] == about["training"]["tokens"]
+    assert about["policy"]["num_drafts"] >= 1
+
+
+def test_training_brings_agreement(trained: Path) -> None:
+    agreement = json.loads((trained / "head.json").read_text())["agreement"]["by_position"][0]
+    assert agreement > 5 / 120
+
+
+def test_the_runtime_drafts_by_it(folder: Path, trained: Path) -> None:
+    """As trained: a step of the loop and the head that runs say the same."""
+    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=1024, exits=trained)
+    assert model.tokenizer is not None
+    prompts = []
+    for number in range(0, 90, 2):
+        asked = [{"role": "user", "content": f"What is {number} and {number}?"}]
+        text = model.tokenizer.apply_chat_template(asked)
+        prompts.append(model.tokenizer.encode(text, add_special_tokens=False))
+    settings: dict[str, Any] = {"max_tokens": 16}
+    expected = eecore.generate(model, prompts, **settings)
+    got = eecore.generate(model, prompts, exit=eecore.HeadDrafts(3, 0.0), **settings)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert sum(output.stats.accepted for output in got) > 0
+
+    head, runs = _trained_head(trained), model.network.draft_head
+    assert runs is not None
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(5, 3, 64, generator=generator)
+    embedded = torch.randn(5, 64, generator=generator)
+    with torch.no_grad():
+        state = head.step(head.begin(states), embedded)
+    got_state = runs.step(runs.begin(list(states.unbind(1))), embedded)
+    torch.testing.assert_close(got_state, state, rtol=1e-4, atol=1e-4)
+
+
+def _trained_head(directory: Path) -> DraftHead:
+    """The module of the training, with the weights of the files."""
+    head = DraftHead(HeadSizes(64, 3, 96, 1), 1e-5, torch.ones(64))
+    tensors = load_file(directory / "head.safetensors")
+    for name, stored in TENSOR_NAMES.items():
+        getattr(head, name).data.copy_(tensors[stored].float())
+    return head
+
+
+def test_the_model_is_left_as_it_was(folder: Path, trained: Path) -> None:
+    names = {path.name for path in (folder / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert trained.is_dir()
+
+
+def test_what_stopped_goes_on_where_it_was(
+    folder: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in each of the three steps, and cut in the middle of a line and of a row."""
+    out = tmp_path / "head"
+    for module, name, calls in (
+        ("eecore.answers", "write_answers", 20),
+        ("eecore.training", "collect_states", 1),
+        ("eecore.training.head_run", "HeadRun.all_steps", 30),
+    ):
+        with monkeypatch.context() as patch:
+            _stopping_after(patch, module, name, calls)
+            more = ["--epochs", "4", *(["--resume"] if out.exists() else [])]
+            assert run(arguments(folder, out, *more)) == 130
+    work = out / "work"
+    with (work / "answers.jsonl").open("a") as file:
+        file.write('{"index":')
+    with (work / "states" / "states.bin").open("ab") as file:
+        file.write(b"xyz")
+    assert run(arguments(folder, out, "--epochs", "4", "--resume")) == 0
+    straight, resumed = (load_file(place / "head.safetensors") for place in (trained, out))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert sorted(answers(trained)) == sorted(answers(out))
+
+
+def test_a_head_begins_with_another(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is as good as it was before the first step."""
+    out = tmp_path / "head"
+    few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9"]
+    assert run(arguments(folder, out, *few)) == 0
+    before, after = (load_file(place / "head.safetensors") for place in (trained, out))
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0.01)
+    about = json.loads((out / "head.json").read_text())
+    assert about["training"]["before"]["steps"] > about["training"]["steps"]
+    capsys.readouterr()
+    for more, code, said in (
+        (["--taps", "1,3"], REQUEST, "taps: expected [1, 3], as this run has, got [1, 2, 3]"),
+        (["--vocabulary", "100"], REQUEST, "vocabulary_size: expected 100, as this run has"),
+        (["--blocks", "2"], REQUEST, "num_blocks: expected 2, as this run has, got 1"),
+        (["--begin", str(tmp_path)], MODEL, "head.json"),
+    ):
+        assert run(arguments(folder, tmp_path / "other", *few, *more)) == code
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
+
+
+def test_a_finished_run_is_not_done_again(folder: Path, trained: Path) -> None:
+    before = (trained / "head.safetensors").read_bytes()
+    assert run(arguments(folder, trained, "--epochs", "4", "--learning-curve", "--resume")) == 0
+    assert (trained / "head.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "code", "said"),
+    [
+        ("none", [], MODEL, "none: expected a model directory"),
+        ("dumb", [], MODEL, "chat_template: expected one in the model directory, got none"),
+        ("wordless", [], MODEL, "expected a model with a tokenizer, got none"),
+        ("t5", [], MODEL, "expected a model without an encoder, got T5ForConditionalGeneration"),
+        ("model", ["--vocabulary", "321"], USAGE, "expected at most the model's 320 tokens"),
+        ("model", ["--taps", "1,4"], USAGE, "ascending layers of 1..3, the last 3, got 1,4"),
+        ("model", ["--taps", "2,1,3"], USAGE, "ascending layers of 1..3"),
+        ("model", ["--taps", "one"], USAGE, "--taps: expected layers such as 10,20,30, got one"),
+        ("model", ["--minutes", "1"], USAGE, "--minutes: expected it or --epochs, got both"),
+        ("model", ["--prompts", "nowhere.txt"], REQUEST, "nowhere.txt: No such file"),
+        ("model", ["--resume"], USAGE, "--resume: "),
+    ],
+)
+def test_bad_input_is_said_before_anything_is_made(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    more: list[str],
+    code: int,
+    said: str,
+) -> None:
+    if model == "t5":
+        write_t5(folder / "t5")
+    out = tmp_path / "head"
+    assert run(arguments(folder, out, *more, model=model)) == code
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_work_of_others_is_left_alone(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(folder, trained)) == USAGE
+    assert "--out: expected no head there yet, got one in " in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "head", "--work", str(trained / "work"))) == USAGE
+    assert "expected a new or empty directory" in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "head", "--work", str(folder), "--resume")) == USAGE
+    assert "expected a run, got no answers there" in capsys.readouterr().err
+    write_model(folder / "other", num_hidden_layers=3, seed=1)
+    work = ["--work", str(trained / "work"), "--resume"]
+    assert run(arguments(folder, tmp_path / "head", *work, model="other")) == REQUEST
+    assert "model: expected " in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "head", *work, "--taps", "3")) == REQUEST
+    assert "taps: expected (3,), as this run has, got (1, 2, 3)" in capsys.readouterr().err
+    assert not (tmp_path / "head").exists()
+
+
+def test_too_few_texts_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.jsonl").write_text('"Who?"\n{"prompt": "Why?"}\n')
+    more = ["--prompts", str(tmp_path / "few.jsonl")]
+    assert run(arguments(folder, tmp_path / "head", *more)) == REQUEST
+    assert "texts: expected more than 40, to hold some out, got 2" in capsys.readouterr().err
+
+
+def test_a_question_that_cannot_be_asked_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.txt").write_text("Who?\n" + 600 * "why " + "\n")
+    more = ["--prompts", str(tmp_path / "long.txt")]
+    assert run(arguments(folder, tmp_path / "head", *more)) == REQUEST
+    assert "error: question 2: " in capsys.readouterr().err
+
+
+def test_the_questions_that_ship() -> None:
+    questions = list(islice(builtin_questions(0), 3000))
+    assert len(set(questions)) == 3000
+    assert questions[:50] == list(islice(builtin_questions(0), 50))
+    assert questions[:50] != list(islice(builtin_questions(1), 50))
+    benchmark = {question.lower() for question in QUESTIONS}
+    assert not benchmark & {question.lower() for question in questions}
+    assert not any("{" + name + "}" in q for q in questions for name in ("name", "place", "thing"))
+
+
+def answers(out: Path) -> list[str]:
+    return (out / "work" / "answers.jsonl").read_text().splitlines()
+
+
+def _stopping_after(patch: pytest.MonkeyPatch, module: str, name: str, calls: int) -> None:
+    """Have a step of the command told to stop when it has asked so often."""
+    *places, last = name.split(".")
+    place: Any = importlib.import_module(module)
+    for part in places:
+        place = getattr(place, part)
+    original = getattr(place, last)
+
+    def stopping(*given: Any, **options: Any) -> Any:
+        asked = itertools.count(1)
+
+        def should_stop() -> bool:
+            return next(asked) >= calls
+
+        if "should_stop" in options:
+            options["should_stop"] = should_stop
+        else:
+            given = (*given[:-1], should_stop)
+        return original(*given, **options)
+
+    patch.setattr(place, last, stopping)
