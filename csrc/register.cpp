@@ -38,7 +38,8 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "accept_round(Tensor tokens, Tensor num_drafted, Tensor most, Tensor first_position, "
       "Tensor left, Tensor query_start_loc, Tensor target, Tensor(a!) next_token, "
       "Tensor(b!) next_position, Tensor(c!) next_left, Tensor(d!) num_accepted, "
-      "Tensor? sampled, Tensor? draft_probs, Tensor? target_probs, Tensor? uniform) -> ()");
+      "Tensor? sampled, Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, "
+      "Tensor(e!)? last_row) -> ()");
   m.def(
       "compact_rows(Tensor leaving, Tensor(a!) row, Tensor(b!) positions, "
       "Tensor(c!) slot_mapping, Tensor(d!) seq_lens, Tensor(e!) page_table, "
@@ -58,8 +59,8 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
   m.def(
       "place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_logit, "
       "Tensor? index, Tensor? kind, int wanted, Tensor? measured_at, Tensor? exit_layer, "
-      "bool as_probability, Tensor(a!) out_token, Tensor(b!) out_confidence, "
-      "Tensor(c!) out_logprob) -> ()");
+      "bool as_probability, Tensor? vocabulary, Tensor(a!) out_token, "
+      "Tensor(b!) out_confidence, Tensor(c!) out_logprob) -> ()");
   m.def(
       "select_rows(Tensor hidden, Tensor? row, Tensor? kind, int wanted, Tensor? thresholds, "
       "Tensor? accepted, Tensor(a!) index, Tensor(b!) count, Tensor(c!) states) -> ()");

@@ -127,6 +127,17 @@ def smollm2_modes(num_layers: int) -> list[Mode]:
             "layers verify: the text is that of full, and the model needs no training",
             eecore.SkipSearch.load(SKIPS).policy(),
         ),
+        Mode(
+            "draft head",
+            "a small head behind the last layer drafts, all layers verify: the text is that of "
+            "full. It was trained in half an hour on what the model writes itself; no layer drafts",
+            eecore.HeadDrafts(),
+        ),
+        Mode(
+            "auto",
+            "round by round what is fastest: full depth, drafts of the head, or of the text itself",
+            eecore.Auto(),
+        ),
     ]
 
 

@@ -141,7 +141,12 @@ def train_tokenizer(folder: Path, task: Task, data: Path | None = None) -> Token
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     ends = task.start if task.start == END else task.ask
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": ends,
+        # Of a conversation the last thing that was said.
+        "chat_template": "{{ messages[-1]['content'] }}" + task.ask,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return tokenizer
 

@@ -126,6 +126,7 @@ def place_head(
     measured_at: Tensor | None = None,
     exit_layer: Tensor | None = None,
     as_probability: bool = False,
+    vocabulary: Tensor | None = None,
 ) -> ops.HeadRows:
     """New rows, one by one; see eecore.ops.place_head."""
     out = ops.HeadRows(*(tensor.clone() for tensor in given))
@@ -133,7 +134,10 @@ def place_head(
         if kind is not None and int(kind[i]) != wanted:
             continue
         logprob = head.top_logit[j] - head.logsumexp[j]
-        out.token[i], out.logprob[i] = head.token[j], logprob
+        token = int(head.token[j])
+        if vocabulary is not None and token >= 0:
+            token = int(vocabulary[token])
+        out.token[i], out.logprob[i] = token, logprob
         if measured_at is None or exit_layer is None or measured_at[i] != exit_layer[i]:
             out.confidence[i] = logprob.exp() if as_probability else head.confidence[j]
     return out
@@ -258,12 +262,12 @@ def accept_round(
     draft_probs: Tensor | None = None,
     target_probs: Tensor | None = None,
     uniform: Tensor | None = None,
-) -> tuple[ops.EndedRound, Tensor]:
-    """Where each row goes on, and num_accepted; see eecore.ops.accept_round."""
+) -> tuple[ops.EndedRound, Tensor, Tensor]:
+    """Where each row goes on, num_accepted and last_row; see eecore.ops.accept_round."""
     ended = ops.EndedRound(
         given.tokens[:, 0].clone(), given.first_position.clone(), given.left.clone()
     )
-    num_accepted = torch.zeros_like(given.most)
+    num_accepted, last_row = torch.zeros_like(given.most), torch.zeros_like(given.most)
     num_steps = given.tokens.shape[1] - 1
     starts = verification.query_start_loc.tolist()
     for row in (given.most >= 0).nonzero().flatten().tolist():
@@ -296,11 +300,11 @@ def accept_round(
             (accepted,), (token,) = speculative_accept(
                 drafts, start_loc, target_tokens=target[rows]
             )
-        num_accepted[row] = accepted
+        num_accepted[row], last_row[row] = accepted, begin + accepted
         ended.next_token[row] = token
         ended.next_position[row] += accepted + 1
         ended.next_left[row] -= accepted + 1
-    return ended, num_accepted
+    return ended, num_accepted, last_row
 
 
 def _copied(rows: Rows) -> Rows:

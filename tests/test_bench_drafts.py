@@ -12,6 +12,7 @@ import pytest
 import bench_drafts
 import draft_prompts
 import eecore
+from head_packs import write_pack
 from tiny_models import random_prompts, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,14 @@ def test_all_modes_say_the_same_and_are_counted(tmp_path: Path) -> None:
     assert all(mode.seconds > 0 for mode in modes)
 
 
+def test_a_head_takes_part_where_there_is_one(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_pack(directory / "exits", eecore.load(directory, device="cpu"))
+    model = eecore.load(directory, device="cpu", kv_cache_tokens=1024)
+    modes = bench_drafts.measure(model, random_prompts(6, 5), 2, 24, 1)
+    assert [mode.name for mode in modes] == ["full", "lookup", "head", "auto"]
+
+
 def test_other_tokens_than_those_of_full_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +71,7 @@ def test_what_an_answer_took_begins_with_the_last_first_token() -> None:
     assert (mode.tokens, mode.drafted, mode.accepted) == (15, 6, 4)
 
 
-def test_the_table_of_the_results_is_that_of_their_json() -> None:
-    result = json.loads((ROOT / "bench" / "results" / "drafts.json").read_text())
+@pytest.mark.parametrize("name", bench_drafts.TABLES)
+def test_the_table_of_the_results_is_that_of_their_json(name: str) -> None:
+    result = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
     assert bench_drafts.markdown(result) in (ROOT / "bench" / "RESULTS.md").read_text()

@@ -64,7 +64,7 @@ def test_a_tape_replays_the_rows_that_there_are() -> None:
         verification = reference.begin_verification(made, len(expected.target))
         assert made.states is not None
         states = reference.gather_states(made.states, expected.last, verification)
-        ended, num_accepted = reference.accept_round(made, verification, expected.target)
+        ended, num_accepted, _ = reference.accept_round(made, verification, expected.target)
 
         tape.replay()
         assert bool(memory.given.all_done)

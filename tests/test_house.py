@@ -212,19 +212,22 @@ FLOORS = {
     "free_memory": "",
     "calibration_file": "config",
     "exits": "calibration_file config",
+    "exit_text": "exits",
     "ops": "_C _cuda",
     "models": "ops config",
     "scheduling": "config",
     "decoding": "scheduling models ops exits config",
-    "engine": "decoding scheduling models exits config output",
+    "engine": "decoding scheduling models exit_text exits config output",
     "training": "models exits config",
     "generation": "engine models exits builtin free_memory config output",
+    "answers": "generation engine config output",
     "evaluation": "generation decoding models exits calibration_file config output depth_colours",
     "eecore": "evaluation generation engine ops exits calibration_file builtin config output",
     "integrations": "eecore evaluation generation engine models ops exits config output",
-    "serving": "eecore evaluation generation engine models exits config output",
-    "cli": "eecore serving evaluation generation training models exits calibration_file builtin "
-    "config output depth_colours",
+    "serving": "eecore evaluation generation engine models exit_text exits config output "
+    "depth_colours",
+    "cli": "eecore serving evaluation answers generation training models exit_text exits "
+    "calibration_file builtin config output depth_colours",
     "__main__": "cli",
 }
 # What a floor may name in annotations alone.
@@ -281,6 +284,14 @@ def test_training_never_imports_its_extra_outright() -> None:
     for module in on_floor("training"):
         lazy = {name for name in imports(module) if name.split(".")[0] in ("transformers", "peft")}
         assert not lazy, f"{module} imports {lazy}: they come with an extra"
+
+
+def test_the_command_line_needs_nothing_of_the_server() -> None:
+    """Its packages come with an extra; ``eecore serve`` says so where they are not there."""
+    extra = {"fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic", "anyio"}
+    for module in ["eecore.serving", *on_floor("cli")]:
+        names = {name.split(".")[0] for name in imports(module)}
+        assert not names & extra, f"{module} imports {names & extra}"
 
 
 # Every op has all of its rooms

@@ -19,6 +19,7 @@ from eecore import (
     ExitClassifier,
     FixedExit,
     Full,
+    HeadDrafts,
     Output,
     PromptLookup,
     SamplingParams,
@@ -40,7 +41,7 @@ SMALL_CACHES = [
 
 
 def policies(classifier: ExitClassifier) -> list[Exit]:
-    """Of every kind, for a model of three layers."""
+    """Of every kind, for a model of three layers that has a draft head."""
     return [
         Full(),
         FixedExit(1),
@@ -52,6 +53,7 @@ def policies(classifier: ExitClassifier) -> list[Exit]:
         SelfSpeculative(1, 2, draft_threshold=0.2),
         DraftAndVerify({2}, {1, 2}),
         PromptLookup(3, min_ngram=1),
+        HeadDrafts(3, 0.01),
         Auto(3, exit_layers=(2,)),
     ]
 

@@ -11,6 +11,7 @@ void accept(const AcceptRoundParams& params, int64_t row) {
     params.next_token[row] = tokens[0];
     params.next_position[row] = params.first_position[row];
     params.next_left[row] = params.left[row];
+    if (params.last_row != nullptr) params.last_row[row] = 0;
     return;
   }
   const int64_t* drafts = tokens + 1;
@@ -36,6 +37,7 @@ void accept(const AcceptRoundParams& params, int64_t row) {
   params.next_token[row] = token;
   params.next_position[row] = wrapping_add(params.first_position[row], accepted + 1);
   params.next_left[row] = wrapping_add(params.left[row], -accepted - 1);
+  if (params.last_row != nullptr) params.last_row[row] = first + accepted;
 }
 
 }  // namespace

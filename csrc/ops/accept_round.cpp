@@ -35,7 +35,7 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
                   const Tensor& target, Tensor next_token, Tensor next_position, Tensor next_left,
                   Tensor num_accepted, const OptionalTensor& sampled,
                   const OptionalTensor& draft_probs, const OptionalTensor& target_probs,
-                  const OptionalTensor& uniform) {
+                  const OptionalTensor& uniform, OptionalTensor last_row) {
   Checker check("accept_round");
   check(tokens, "tokens", Accept::kInt64, {"num_rows", "num_steps + 1"});
   const int64_t num_rows = check["num_rows"], num_steps = check["num_steps + 1"] - 1;
@@ -52,6 +52,7 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
   check.written(next_position, "next_position", Accept::kInt64, {"num_rows"});
   check.written(next_left, "next_left", Accept::kInt64, {"num_rows"});
   check.written(num_accepted, "num_accepted", Accept::kInt64, {"num_rows"});
+  check.written(last_row, "last_row", Accept::kInt64, {"num_rows"});
   const int given =
       check(sampled, "sampled", Accept::kBool, {"num_rows"}) +
       check(draft_probs, "draft_probs", Accept::kFloat32, {"num_rows * num_steps", "vocab_size"}) +
@@ -78,6 +79,7 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
   params.next_position = data<int64_t>(next_position);
   params.next_left = data<int64_t>(next_left);
   params.num_accepted = data<int64_t>(num_accepted);
+  params.last_row = data_or_null<int64_t>(last_row);
   params.num_rows = num_rows;
   params.num_steps = num_steps;
   params.vocab_size = given == 0 ? 0 : check["vocab_size"];

@@ -9,7 +9,8 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
                 const Tensor& top_logit, const std::optional<Tensor>& index,
                 const std::optional<Tensor>& kind, int64_t wanted,
                 const std::optional<Tensor>& measured_at, const std::optional<Tensor>& exit_layer,
-                bool as_probability, Tensor out_token, Tensor out_confidence, Tensor out_logprob) {
+                bool as_probability, const std::optional<Tensor>& vocabulary, Tensor out_token,
+                Tensor out_confidence, Tensor out_logprob) {
   Checker check("place_head");
   check(confidence, "confidence", Accept::kFloat32, {"num_selected"});
   check(token, "token", Accept::kInt64, {"num_selected"});
@@ -22,6 +23,7 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
   check(kind, "kind", Accept::kInt32, {"num_rows"});
   const bool has_measured = check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
   const bool has_exit_layer = check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
+  const bool is_cut = check(vocabulary, "vocabulary", Accept::kInt64, {"vocab_size"});
   check.require(has_measured == has_exit_layer, has_measured ? "exit_layer" : "measured_at",
                 ": expected both measured_at and exit_layer, or none, got one of them");
   check.require(wanted >= INT32_MIN && wanted <= INT32_MAX,
@@ -39,6 +41,7 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
   params.kind = data_or_null<const int32_t>(kind);
   params.measured_at = data_or_null<const int32_t>(measured_at);
   params.exit_layer = data_or_null<const int32_t>(exit_layer);
+  params.vocabulary = data_or_null<const int64_t>(vocabulary);
   params.out_token = data<int64_t>(out_token);
   params.out_confidence = data<float>(out_confidence);
   params.out_logprob = data<float>(out_logprob);
@@ -48,6 +51,9 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
 #ifndef EECORE_BACKEND_CUDA
   if (has_index) {
     check_range(check, "index", params.index, params.num_selected, 0, check["num_rows"]);
+  }
+  if (is_cut) {
+    check_range(check, "token", params.token, params.num_selected, -1, check["vocab_size"]);
   }
 #endif
   EECORE_RUN(place_head, params, confidence);

@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(kThreads) accept_round_kernel(AcceptRoundParam
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const int64_t* tokens = params.tokens + row * (params.num_steps + 1);
-  int64_t accepted = 0, emitted = 0, token = tokens[0];  // without a round it stays where it is
+  // Without a round it stays where it is.
+  int64_t accepted = 0, emitted = 0, token = tokens[0], last = 0;
   if (params.most[row] >= 0) {
     const int64_t* drafts = tokens + 1;
     const int64_t num_drafts = params.num_drafted[row];
@@ -40,12 +41,14 @@ __global__ void __launch_bounds__(kThreads) accept_round_kernel(AcceptRoundParam
                   : targets[accepted];
     }
     emitted = accepted + 1;
+    last = first + accepted;
   }
   if (threadIdx.x != 0) return;
   params.num_accepted[row] = accepted;
   params.next_token[row] = token;
   params.next_position[row] = params.first_position[row] + emitted;
   params.next_left[row] = params.left[row] - emitted;
+  if (params.last_row != nullptr) params.last_row[row] = last;
 }
 
 }  // namespace eecore::cuda

@@ -175,6 +175,7 @@ struct PlaceHeadParams {
   const int32_t* kind;         // [num_rows]; may be null: of any kind
   const int32_t* measured_at;  // [num_rows]; may be null: every confidence is written
   const int32_t* exit_layer;   // [num_rows]; where measured_at is this, the confidence stays
+  const int64_t* vocabulary;   // [vocab_size], the token of each row of a cut head; may be null
   int64_t* out_token;          // [num_rows]
   float* out_confidence;       // [num_rows]
   float* out_logprob;          // [num_rows]
@@ -291,6 +292,8 @@ struct AcceptRoundParams {
   int64_t* next_position;          // [num_rows]
   int64_t* next_left;              // [num_rows]
   int64_t* num_accepted;           // [num_rows]
+  int64_t* last_row;               // [num_rows], the ragged row before next_token, 0 without a
+                                   // round; may be null
   int64_t num_rows, num_steps, vocab_size;
 };
 

@@ -17,7 +17,9 @@ __global__ void __launch_bounds__(kPlaceHeadThreads) place_head_kernel(PlaceHead
   const int64_t i = params.index == nullptr ? j : params.index[j];
   if (params.kind != nullptr && params.kind[i] != params.wanted) return;
   const float logprob = params.top_logit[j] - params.logsumexp[j];
-  params.out_token[i] = params.token[j];
+  const int64_t token = params.token[j];  // -1: none
+  const bool is_cut = params.vocabulary != nullptr && token >= 0;
+  params.out_token[i] = is_cut ? params.vocabulary[token] : token;
   params.out_logprob[i] = logprob;
   if (params.measured_at != nullptr && params.measured_at[i] == params.exit_layer[i]) return;
   params.out_confidence[i] = params.as_probability ? expf(logprob) : params.confidence[j];

@@ -32,6 +32,7 @@ __all__ = [
     "ExitClassifier",
     "FixedExit",
     "Full",
+    "HeadDrafts",
     "PromptLookup",
     "SelfSpeculative",
 ]
@@ -78,6 +79,11 @@ class Exit:
     def max_drafts(self) -> int:
         """Most tokens drafted a round; 0 for a policy that does not speculate."""
         return 0
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether it takes a model with a draft head."""
+        return False
 
     def check(self, num_layers: int, hidden_size: int) -> None:
         """Raise :class:`eecore.ExitError` when a model of this shape cannot run the policy."""
@@ -502,11 +508,49 @@ class PromptLookup(Exit):
 
 
 @dataclass(frozen=True)
+class HeadDrafts(Exit):
+    """Draft with a small head behind the last layer, verify with all layers.
+
+    The head was trained for the model on text of its own (``eecore train-exits``); no weight of the
+    model is another. At the end of each round it drafts for the next one, from the states that are
+    at hand then. Lossless: greedy output is token for token that of :class:`Full`, and so is
+    sampled output of the same seed. (Medusa, Cai et al. 2024; EAGLE, Li et al. 2024; recurrent
+    drafter, Zhang et al. 2024.)
+
+    Args:
+        num_drafts: most tokens drafted a round; 8 are, however many more it says.
+        threshold: a draft whose probability, as the head has it, is below it is not verified, nor
+            is there one behind it.
+    """
+
+    num_drafts: int = 4
+    threshold: float = 0.4
+
+    def __post_init__(self) -> None:
+        fields = _fields(self)
+        fields.whole("num_drafts", 1)
+        fields.real("threshold", 0.0, 1.0)
+
+    @property
+    def max_drafts(self) -> int:
+        return self.num_drafts
+
+    @property
+    def needs_head(self) -> bool:
+        return True
+
+    @property
+    def contract(self) -> str:
+        return f"draft head ({self.num_drafts} drafts): lossless"
+
+
+@dataclass(frozen=True)
 class Auto(Exit):
     """Whatever is fastest, round by round, of what keeps the text of :class:`Full`.
 
-    A round runs at full depth, verifies drafts that were looked up as by :class:`PromptLookup`, or
-    drafts with the first layers as :class:`SelfSpeculative` does. It follows from measured times of
+    A round runs at full depth, verifies drafts that were looked up as by :class:`PromptLookup` or
+    that the model's draft head made as by :class:`HeadDrafts`, or drafts with the first layers as
+    :class:`SelfSpeculative` does. It follows from measured times of
     passes and from the drafts that stood so far; in a batch there are fewer drafts as rows make
     verification dear. Greedy output is token for token that of :class:`Full`; so is sampled output
     of the same seed, for which no layer drafts.
@@ -516,11 +560,13 @@ class Auto(Exit):
         exit_layers: layers that may draft, none: (). None: those that promise most, of a model that
             says in ``exits.json`` how its exits agree with the last layer.
         lookup: whether drafts are looked up.
+        head: whether the model's draft head drafts, if it has one.
     """
 
     num_drafts: int = 10
     exit_layers: tuple[int, ...] | None = None
     lookup: bool = True
+    head: bool = True
 
     def __post_init__(self) -> None:
         fields = _fields(self)
@@ -528,6 +574,7 @@ class Auto(Exit):
         if self.exit_layers is not None:
             _layers(self, "exit_layers", tuple)
         fields.flag("lookup")
+        fields.flag("head")
 
     @property
     def max_drafts(self) -> int:

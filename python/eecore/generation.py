@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
 
@@ -19,7 +19,7 @@ from eecore.engine.shared import Client, SharedEngine
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.free_memory import free_memory
-from eecore.models import KVCache, Network, Tokenizer, load_model
+from eecore.models import KVCache, Network, Tokenizer, find_head, load_model
 from eecore.output import Output, StepOutput
 
 __all__ = ["Model", "generate", "load", "stream"]
@@ -76,6 +76,7 @@ def load(
     weights: str | None = None,
     kv_cache_tokens: int | None = None,
     engine: EngineConfig | None = None,
+    exits: str | Path | Literal[False] | None = None,
 ) -> Model:
     """Load a model directory in Hugging Face layout, or a GGUF file.
 
@@ -98,6 +99,11 @@ def load(
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
             ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.
         engine: batching limits.
+        exits: the directory of a draft head that ``eecore train-exits`` made for the model, for
+            :class:`eecore.HeadDrafts` and :class:`eecore.Auto`; False: none. When None the one in
+            ``exits`` in the model's directory, in ``NAME.exits`` beside a file ``NAME.gguf``, or
+            one that ships with eecore for this model; it may have been trained beside other bits of
+            it.
 
     Raises:
         ModelError: for a directory or file that is missing, corrupt, or of an unsupported
@@ -105,6 +111,7 @@ def load(
     """
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
+    network.draft_head = find_head(network, directory, exits)
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
     if kv_cache_tokens is not None:
         limits["kv_cache_tokens"] = kv_cache_tokens
@@ -125,7 +132,7 @@ def generate(
     model: Model,
     prompts: Prompt | Sequence[Prompt],
     *,
-    exit: Exit | Sequence[Exit] | None = None,
+    exit: Exit | str | Sequence[Exit | str] | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     **sampling_fields: Any,
 ) -> list[Output]:
@@ -140,7 +147,8 @@ def generate(
     Args:
         model: from :func:`load`.
         prompts: strings or lists of token ids; a single one is a list of one.
-        exit: an exit policy, or one per prompt; :class:`eecore.Full` when None.
+        exit: an exit policy, or one per prompt, as a text too: ``"auto"``, ``"speculative:3,6"``;
+            :class:`eecore.Full` when None.
         sampling: :class:`eecore.SamplingParams`, or one per prompt.
         **sampling_fields: fields of SamplingParams, instead of ``sampling``: ``max_tokens=128``,
             ``temperature=0.8``, ...
@@ -162,7 +170,7 @@ def stream(
     model: Model,
     prompts: Prompt | Sequence[Prompt],
     *,
-    exit: Exit | Sequence[Exit] | None = None,
+    exit: Exit | str | Sequence[Exit | str] | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     order: list[str] | None = None,
     **sampling_fields: Any,
@@ -192,7 +200,7 @@ def _steps(
 ) -> Iterator[StepOutput]:
     """What each step adds, or with ``whole`` the last ones alone."""
     many = _as_list(prompts)
-    exits = _per_prompt("exit", exit, Exit, len(many))
+    exits = _per_prompt("exit", exit, (Exit, str), len(many))
     samplings = _per_prompt(
         "sampling", _sampling(sampling, sampling_fields), SamplingParams, len(many)
     )
@@ -226,13 +234,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return many
 
 
-def _per_prompt(name: str, given: Any, kind: type, count: int) -> list[Any]:
+def _per_prompt(name: str, given: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
     if given is None or isinstance(given, kind):
         return [given] * count
     each = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in each:
         if not isinstance(item, kind):
-            raise RequestError(f"{name}: expected {kind.__name__} objects, got {item!r}")
+            first = kind[0] if isinstance(kind, tuple) else kind
+            raise RequestError(f"{name}: expected {first.__name__} objects, got {item!r}")
     if len(each) != count:
         raise RequestError(f"{name}: expected one, or one per prompt ({count}), got {len(each)}")
     return each

@@ -130,6 +130,11 @@ class JsonFields:
         return cls.read(path, error)
 
     @property
+    def values(self) -> dict[str, Any]:
+        """All of them, as they are."""
+        return dict(self._values)
+
+    @property
     def names(self) -> list[str]:
         return list(self._values)
 

@@ -770,6 +770,7 @@ def place_head(
     measured_at: Tensor | None = None,
     exit_layer: Tensor | None = None,
     as_probability: bool = False,
+    vocabulary: Tensor | None = None,
 ) -> None:
     """Put what the head gives of some rows to where all rows have theirs.
 
@@ -783,8 +784,12 @@ def place_head(
             after, the row keeps its confidence.
         exit_layer: int32 [num_rows].
         as_probability: the confidence is the token's probability, not the head's.
+        vocabulary: int64 [vocab_size], the token of each row of a head that was cut; None: row t is
+            token t. A token of -1 stays what it is.
     """
-    _place_head(*head, index, kind, wanted, measured_at, exit_layer, as_probability, *out)
+    _place_head(
+        *(*head, index, kind, wanted, measured_at, exit_layer, as_probability, vocabulary), *out
+    )
 
 
 class DraftRound(NamedTuple):
@@ -1028,6 +1033,7 @@ def accept_round(
     draft_probs: Tensor | None = None,
     target_probs: Tensor | None = None,
     uniform: Tensor | None = None,
+    last_row: Tensor | None = None,
 ) -> None:
     """Accept the longest valid prefix of each row's drafts, and say where its text goes on.
 
@@ -1050,6 +1056,8 @@ def accept_round(
         uniform: float32 [max_tokens, 2] in [0, 1): of each ragged row to accept the draft behind
             it, and to draw another token instead. A number that has drawn a token must not come
             back in a later round, so each position has numbers of its own.
+        last_row: int64 [num_rows], written: the ragged row whose state gave the next token; 0
+            without a round.
     """
     _accept_round(
         draft_round.tokens,
@@ -1065,6 +1073,7 @@ def accept_round(
         draft_probs,
         target_probs,
         uniform,
+        last_row,
     )
 
 

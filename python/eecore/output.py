@@ -92,6 +92,9 @@ class StepOutput:
     confidences: list[float]
     output: Output | None
     """The whole result, with the request's last step."""
+    logprobs: list[float] | None = None
+    """Of each token, as in :class:`Output`, when asked for."""
+    top_logprobs: list[dict[int, float]] | None = None
     piece: Callable[[], str] | None = field(default=None, repr=False)
     """Decodes :attr:`text`, which nobody may ever ask for."""
 

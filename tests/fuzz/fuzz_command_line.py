@@ -94,6 +94,12 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--data": "file", "--out": "out", "--learning-rate": "number", "--context": "number",
         "--seed": "number",
     },
+    "train-exits": {
+        "--out": "out", "--prompts": "file", "--work": "out", "--taps": "layers",
+        "--vocabulary": "number", "--blocks": "number", "--drafts": "number", "--resume": "",
+        "--seed": "number",
+        "--minutes": "number", "--learning-rate": "number", "--answer-tokens": "number",
+    },
 }  # fmt: skip
 VALID: dict[str, list[str]] = {
     "--measure": ["softmax", "state"], "--batch-mode": ["each", "all"], "--dtype": ["float32"],
@@ -108,6 +114,7 @@ VALID: dict[str, list[str]] = {
 }  # fmt: skip
 NEEDED = {"search": ("--text", "--out"), "train": ("--data", "--out")}
 NEEDED |= {"train-classifier": ("--data", "--out"), "calibrate": ("--data", "--out")}
+NEEDED |= {"train-exits": ("--out",)}
 NEEDED |= dict.fromkeys(("sweep", "evaluate layerskip", "evaluate calm"), ("--data",))
 
 
@@ -179,6 +186,8 @@ def _bounds(random: Random, command: str) -> list[str]:
         return ["--steps", random.choice(["0", "-1", "x"]) if random.random() < 0.8 else "1"]
     if command == "train-classifier":
         return ["--steps", random.choice(NUMBERS[:4]) if odd else "1"]
+    if command == "train-exits":  # too few answers to learn from
+        return ["--tokens", "8", "--vocabulary", "50", "--epochs", "0.1"]
     if command in ("info", "convert"):
         return []
     bounds = ["--max-tokens", random.choice(NUMBERS[:14]) if odd else "2"]

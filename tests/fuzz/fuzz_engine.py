@@ -17,6 +17,8 @@ import torch
 import eecore
 from devices import engine_of
 from eecore import Auto, Engine, EngineConfig, ExitClassifier, Output, SamplingParams
+from eecore.exits import Exit
+from head_packs import write_pack
 from tiny_models import scale_layers, write_model
 from tiny_t5 import write_t5
 from tripwire import Fault, Interrupt
@@ -45,14 +47,18 @@ def prepare() -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     llama = write_model(folder / "llama", num_hidden_layers=3, seed=8)
+    scale_layers(llama, {1: 0.3, 2: 0.3})
+    write_pack(llama / "exits", eecore.load(llama), taps=(2,), follows_tokens=True)
     t5 = write_t5(folder / "t5")
-    for directory in (scale_layers(llama, {1: 0.3, 2: 0.3}), t5):
+    for directory in (llama, t5):
         MODELS.append(eecore.load(directory, kv_cache_tokens=128))
         random = Random(4)
-        REQUESTS.append([make_request(random) for _ in range(NUM_REQUESTS)])
+        has_head = MODELS[-1].network.draft_head is not None
+        able = [policy for policy in POLICIES if has_head or not policy.needs_head]
+        REQUESTS.append([make_request(random, able) for _ in range(NUM_REQUESTS)])
 
 
-def make_request(random: Random) -> Request:
+def make_request(random: Random, policies: list[Exit]) -> Request:
     """One that fits into the smallest of the caches."""
     prompt = [random.randrange(256) for _ in range(random.choice((1, 2, 3, 5, 9, 14)))]
     sampling = SamplingParams(
@@ -65,7 +71,7 @@ def make_request(random: Random) -> Request:
         stop_token_ids=random.choice(((), tuple(range(0, 320, 9)))),
         seed=random.getrandbits(60),
     )
-    return Request(prompt, random.choice(POLICIES), sampling)
+    return Request(prompt, random.choice(policies), sampling)
 
 
 def faults(random: Random, kind: type[BaseException]) -> list[Any]:

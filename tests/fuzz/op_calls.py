@@ -511,7 +511,7 @@ class _Calls:
         measures = m.chance()
         given = {
             "confidence": m.placed(m.uniform(selected)),
-            "token": m.placed(m.whole(99, selected)),
+            "token": m.placed(m.whole(100, selected) - 1),
             "logsumexp": m.placed(m.uniform(selected) + 1),
             "top_logit": m.placed(m.uniform(selected)),
             "index": m.maybe(lambda: m.placed(m.shuffled(rows)[:selected].int())),
@@ -520,6 +520,7 @@ class _Calls:
             "measured_at": m.placed(m.whole(3, rows).int()) if measures else None,
             "exit_layer": m.placed(m.whole(3, rows).int()) if measures else None,
             "as_probability": m.chance(),
+            "vocabulary": m.maybe(lambda: m.placed(m.shuffled(99))),
             "out_token": m.placed(m.whole(9, rows)),
             "out_confidence": m.placed(m.uniform(rows)),
             "out_logprob": m.placed(m.uniform(rows)),
@@ -527,6 +528,7 @@ class _Calls:
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
             names = ("index", "kind", "wanted", "measured_at", "exit_layer", "as_probability")
+            names = (*names, "vocabulary")
             outputs = ("out_token", "out_confidence", "out_logprob")
             head = (before[n] for n in ("confidence", "token", "logsumexp", "top_logit"))
             new = reference.place_head(
@@ -705,6 +707,7 @@ class _Calls:
             "next_position": m.placed(m.whole(9, rows)),
             "next_left": m.placed(m.whole(9, rows)),
             "num_accepted": m.placed(m.whole(9, rows)),
+            "last_row": m.maybe(lambda: m.placed(m.whole(9, rows))),
             "sampled": m.flags(rows) if samples else None,
             "draft_probs": m.placed(m.normal(rows * steps, vocab).softmax(-1)) if samples else None,
             "target_probs": m.placed(m.normal(tokens, vocab).softmax(-1)) if samples else None,
@@ -714,13 +717,14 @@ class _Calls:
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
             names = ("sampled", "draft_probs", "target_probs", "uniform")
-            ended, accepted = reference.accept_round(
+            ended, accepted, last_row = reference.accept_round(
                 _draft_round(before),
                 verification,
                 before["target"],
                 **{n: before[n] for n in names},
             )
-            return {**ended._asdict(), "num_accepted": accepted}
+            new = {**ended._asdict(), "num_accepted": accepted}
+            return new if before["last_row"] is None else {**new, "last_row": last_row}
 
         return given, _compare(oracle)
 

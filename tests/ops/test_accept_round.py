@@ -31,7 +31,7 @@ class Verified:
         right = rounds.uniform(max_tokens - 1) < 0.75
         self.target[:-1][right] = self.verification.token_ids[1:][right]
         self.ended = rounds.ended()
-        self.num_accepted = rounds.whole(99, num_rows)
+        self.num_accepted, self.last_row = rounds.whole(99, num_rows), rounds.whole(99, num_rows)
         self.sampling: dict[str, Tensor] = {}
 
     def sample(self, vocab_size: int) -> None:
@@ -62,16 +62,18 @@ class Verified:
             self.target,
             self.ended,
             self.num_accepted,
+            last_row=self.last_row,
             **self.sampling,
         )
 
     def check(self) -> None:
         """That the op does what the reference says."""
-        ended, num_accepted = reference.accept_round(
+        ended, num_accepted, last_row = reference.accept_round(
             self.round, self.verification, self.target, **self.sampling
         )
         self.accept()
         assert torch.equal(self.num_accepted, num_accepted)
+        assert torch.equal(self.last_row, last_row)
         assert_same(self.ended, ended)
 
 
@@ -265,5 +267,6 @@ def test_opcheck(greedy: bool, device: torch.device) -> None:
             *(verified.verification.query_start_loc, verified.target, *verified.ended),
             verified.num_accepted,
             *((None,) * 4 if greedy else verified.sampling.values()),
+            verified.last_row,
         ),
     )

@@ -32,6 +32,7 @@ class Placing:
         index = torch.randperm(num_rows, generator=generator)[:num_selected]
         self.index = index.sort().values.int().to(device)
         self.kind = whole(num_rows, 3)
+        self.vocabulary = torch.randperm(1000, generator=generator).to(device)
         self.measured = {"measured_at": whole(num_rows, 3), "exit_layer": whole(num_rows, 3)}
 
     def check(self, **given: Any) -> None:
@@ -61,6 +62,8 @@ def test_matches_the_reference(
         as_probability=as_probability,
     )
     placing.check(index=placing.index, as_probability=as_probability)
+    placing.head.token[num_selected // 2 :] = -1
+    placing.check(index=placing.index, vocabulary=placing.vocabulary)
 
 
 @pytest.mark.parametrize("num_selected", [0, 1, 7])
@@ -80,6 +83,11 @@ def test_rows_in_their_places(num_selected: int, device: torch.device) -> None:
         ({"index": torch.zeros(3).long()}, "index: expected int32 .* got int64"),
         ({"kind": torch.zeros(3).int()}, r"kind: expected int32 \[num_rows=4\], got int32 \[3\]"),
         ({"wanted": -(1 << 40)}, "wanted: expected a kind of 32 bits"),
+        ({"vocabulary": torch.zeros(9).int()}, "vocabulary: expected int64 .* got int32"),
+        (
+            {"vocabulary": torch.zeros(1).long()},
+            r"token: expected values in \[-1, 1\), got",
+        ),
         ({"exit_layer": None}, "exit_layer: expected both measured_at and exit_layer, or none"),
         ({"measured_at": None}, "measured_at: expected both measured_at and exit_layer, or none"),
         ({"token": torch.zeros(4).int()}, "out_token: expected int64 .* got int32"),
@@ -111,6 +119,6 @@ def test_opcheck(device: torch.device) -> None:
         torch.ops.eecore.place_head.default,
         (
             *(*placing.head, placing.index, placing.kind, 1),
-            *(*placing.measured.values(), True, *placing.out),
+            *(*placing.measured.values(), True, placing.vocabulary, *placing.out),
         ),
     )

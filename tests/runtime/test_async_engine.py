@@ -96,6 +96,31 @@ def test_generate_and_a_second_event_loop(
     assert_idle(engine)
 
 
+def test_a_request_that_was_prepared_in_another_thread(
+    agreeing: eecore.Model, expected: list[eecore.Output]
+) -> None:
+    engine = agreeing.async_engine()
+    sampling = SamplingParams(max_tokens=14, ignore_eos=True, logprobs=2)
+
+    async def main() -> tuple[list[eecore.StepOutput], eecore.Output]:
+        prepared = [
+            await asyncio.to_thread(engine.prepare, PROMPTS[1], exit=POLICIES[1], sampling=sampling)
+            for _ in range(2)
+        ]
+        steps = [step async for step in engine.stream(prepared[0])]
+        return steps, await engine.generate(prepared[1])
+
+    steps, output = run(main())
+    assert output.token_ids == expected[1].token_ids
+    assert [token for step in steps for token in step.token_ids] == output.token_ids
+    # What each step says adds up to what the output says.
+    assert [value for step in steps for value in step.logprobs] == output.logprobs
+    assert [tops for step in steps for tops in step.top_logprobs] == output.top_logprobs
+    with pytest.raises(RequestError, match="expected at least one token"):
+        engine.prepare([])
+    assert_idle(engine)
+
+
 def test_closing_a_stream_cancels_its_request_only(
     agreeing: eecore.Model, expected: list[eecore.Output]
 ) -> None:

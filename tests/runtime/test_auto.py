@@ -16,12 +16,13 @@ from eecore import Auto, Full, SamplingParams
 from eecore.decoding.chooser import (
     FULL,
     MEASURE_AGAIN,
+    Choice,
     Chooser,
     History,
     best_exit_layers,
 )
-from eecore.decoding.ngrams import NOTHING, Proposal
 from eecore.decoding.pass_times import COST_AMONG_ROWS, ROW_COST, PassTimes
+from eecore.decoding.proposal import NOTHING, Proposal
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,9 +80,9 @@ class Machine:
         seconds = tokens = 0.0
         histories = [self.chooser.history() for _ in range(rows)]
         for _ in range(rounds):
-            proposal = Proposal(list(range(8)), 3) if proposes else NOTHING
+            proposals = [Proposal(list(range(8)), 3)] if proposes else []
             choice = self.chooser.choose(
-                histories, [proposal] * rows, [8] * rows, exit_layers=layers
+                histories, [proposals] * rows, [8] * rows, exit_layers=layers
             )
             drafted = sum(choice.drafts)
             spent = self.pass_time(rows + drafted) * self.random.uniform(0.98, 1.02)
@@ -89,13 +90,18 @@ class Machine:
             if choice.kind == "full":
                 self.chooser.learn_full(rows, spent)
             else:
-                steps = 0 if choice.kind == "lookup" else max(choice.drafts)
-                spent += steps * self.step
-                self.chooser.learn_round(choice.exit_layer, rows, drafted, steps, spent)
+                layer = choice.exit_layer
+                if choice.kind == "given":
+                    self.chooser.learn_given(rows, drafted, 0, spent)
+                else:
+                    steps = max(choice.drafts)
+                    spent += steps * self.step
+                    self.chooser.learn_drafted(layer, rows, drafted, steps, spent)
                 for history, count in zip(histories, choice.drafts, strict=True):
                     accepted = self.standing(count)
                     tokens += accepted
-                    self.chooser.learn_drafts(choice.exit_layer, history, 3, count, accepted)
+                    given = Proposal(list(range(count)), 3)
+                    self.chooser.learn_drafts(layer, history, given, count, accepted)
             seconds += spent
         return seconds, tokens
 
@@ -130,6 +136,88 @@ def test_never_much_slower_than_full_depth(
     assert seconds < 1.03 * full
 
 
+class HeadMachine:
+    """A chooser whose requests have a draft head, sure of some drafts, which then stand."""
+
+    def __init__(
+        self, pass_time: Callable[[int], float], sure: float, step: float, believes: float = 0.9
+    ) -> None:
+        self.pass_time, self.sure, self.step, self.believes = pass_time, sure, step, believes
+        self.chooser = Chooser(12, None, [0.5, 0.4, 0.3])
+        self.random = random.Random(5)
+
+    def drafted(self, choice: Choice) -> Proposal:
+        """What it makes behind a round; each draft is one it is sure of, or the last one."""
+        probabilities: list[float] = []
+        while len(probabilities) < choice.ahead:
+            is_sure = self.random.random() < self.sure
+            probabilities.append(self.believes if is_sure else 0.1)
+            if probabilities[-1] < choice.ahead_threshold:
+                break
+        return Proposal(list(range(len(probabilities))), 0, probabilities)
+
+    def run(self, rounds: int, rows: int = 1) -> tuple[float, float]:
+        """Seconds and tokens."""
+        seconds = tokens = 0.0
+        histories = [self.chooser.history() for _ in range(rows)]
+        ahead = [NOTHING] * rows
+        for _ in range(rounds):
+            proposals = [[each] if each.tokens else [] for each in ahead]
+            choice = self.chooser.choose(histories, proposals, [8] * rows, can_draft_ahead=True)
+            count = sum(choice.drafts)
+            spent = self.pass_time(rows + count) * self.random.uniform(0.98, 1.02)
+            tokens += rows
+            had, ahead = ahead, [NOTHING] * rows
+            if choice.kind == "full":
+                self.chooser.learn_full(rows, spent)
+            else:
+                if choice.ahead:
+                    ahead = [self.drafted(choice) for _ in range(rows)]
+                steps = max(len(each.tokens) for each in ahead)
+                spent += steps * self.step
+                self.chooser.learn_given(rows, count, steps, spent)
+                for i, history in enumerate(histories):
+                    accepted = 0
+                    given = choice.given[i]
+                    while accepted < len(given.tokens):
+                        if given.probabilities[accepted] < 0.5 or self.random.random() > 0.9:
+                            break
+                        accepted += 1
+                    tokens += accepted
+                    drafts = len(given.tokens)
+                    self.chooser.learn_drafts(0, history, given, drafts, accepted)
+                    if choice.ahead and had[i].tokens:
+                        ahead_steps = len(ahead[i].tokens)
+                        self.chooser.learn_ahead(history, drafts, accepted, ahead_steps)
+            seconds += spent
+        return seconds, tokens
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("sure", [0.0, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("pass_time", [cheap_rows, dear_rows])
+def test_a_head_never_costs_much(pass_time: Callable[[int], float], sure: float, rows: int) -> None:
+    machine = HeadMachine(pass_time, sure, step=0.08 * pass_time(rows))
+    machine.run(100, rows)
+    seconds, tokens = machine.run(400, rows)
+    assert seconds < 1.02 * tokens / rows * pass_time(rows)
+
+
+@pytest.mark.parametrize(("sure", "gain"), [(0.5, 1.3), (0.8, 1.8)])
+def test_a_head_that_is_sure_and_right_is_used(sure: float, gain: float) -> None:
+    machine = HeadMachine(cheap_rows, sure, step=0.08)
+    machine.run(40)
+    seconds, tokens = machine.run(400)
+    assert tokens * cheap_rows(1) / seconds > gain
+
+
+def test_a_head_that_believes_what_is_wrong_is_found_out() -> None:
+    machine = HeadMachine(cheap_rows, 0.9, step=0.08, believes=0.45)  # which never stands
+    machine.run(100)
+    seconds, tokens = machine.run(400)
+    assert seconds < 1.02 * tokens * cheap_rows(1)
+
+
 @pytest.mark.parametrize(("stands", "gain"), [(0.5, 1.4), (0.95, 3.0)])
 def test_drafts_that_stand_are_made(stands: float, gain: float) -> None:
     machine = Machine(cheap_rows, stands)
@@ -144,9 +232,7 @@ def test_layers_draft_where_they_are_cheap_and_right() -> None:
     seconds, tokens = machine.run(300, proposes=False, layers=(2,))
     assert tokens * cheap_rows(1) / seconds > 1.5
     machine.chooser.learn_full(1, cheap_rows(1))
-    choice = machine.chooser.choose(
-        [machine.chooser.history()], [NOTHING], [8], exit_layers=(2, 11)
-    )
+    choice = machine.chooser.choose([machine.chooser.history()], [[]], [8], exit_layers=(2, 11))
     assert (choice.kind, choice.exit_layer) == ("draft", 2)
 
 
@@ -163,7 +249,7 @@ def test_more_rows_have_fewer_drafts() -> None:
         machine.chooser.learn_full(rows, pass_time(rows))
         proposal = Proposal(list(range(8)), 3)
         choice = machine.chooser.choose(
-            [machine.chooser.history()] * rows, [proposal] * rows, [8] * rows
+            [machine.chooser.history()] * rows, [[proposal]] * rows, [8] * rows
         )
         drafts.append(sum(choice.drafts) / rows)
     assert drafts[0] > drafts[1] > drafts[2]
@@ -174,7 +260,7 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
     history, proposal = machine.chooser.history(), Proposal([1, 2, 3], 8)
 
     def kind() -> str:
-        return machine.chooser.choose([history], [proposal], [8]).kind
+        return machine.chooser.choose([history], [[proposal]], [8]).kind
 
     for _ in range(2):
         assert kind() == "full"
@@ -182,18 +268,18 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
     rounds, most = MEASURE_AGAIN
     for _ in range(8):
         for _ in range(rounds):
-            assert kind() == "lookup"
-            machine.chooser.learn_round(0, 1, 3, 0, 1.1)
+            assert kind() == "given"
+            machine.chooser.learn_given(1, 3, 0, 1.1)
         assert kind() == "full"
         machine.chooser.learn_full(1, 1.0)
         rounds = min(2 * rounds, most)
     assert rounds == most
-    assert kind() == "lookup"
+    assert kind() == "given"
     # Of four rows nothing is known, of two what lies between.
-    assert machine.chooser.choose([history] * 4, [proposal] * 4, [8] * 4) == FULL
+    assert machine.chooser.choose([history] * 4, [[proposal]] * 4, [8] * 4) == FULL
     machine.chooser.learn_full(4, 1.3)
     machine.chooser.learn_full(4, 1.3)
-    assert machine.chooser.choose([history] * 2, [proposal] * 2, [8] * 2).kind == "lookup"
+    assert machine.chooser.choose([history] * 2, [[proposal]] * 2, [8] * 2).kind == "given"
 
 
 def test_what_turns_out_dear_is_not_done_again() -> None:
@@ -212,7 +298,7 @@ def test_what_turns_out_dear_is_not_done_again() -> None:
         chooser.learn_full(8, 1.0)
         chooser.learn_full(9, 2.0)
     proposal = Proposal([1, 2], 3)
-    assert chooser.choose([chooser.history()] * 8, [proposal] * 8, [8] * 8) == FULL
+    assert chooser.choose([chooser.history()] * 8, [[proposal]] * 8, [8] * 8) == FULL
 
 
 def test_steps_that_do_not_go_on_count_where_none_does() -> None:
@@ -220,40 +306,40 @@ def test_steps_that_do_not_go_on_count_where_none_does() -> None:
     chooser, proposal = Chooser(12, None), Proposal([1] * 8, 8)
 
     def kind() -> str:
-        return chooser.choose([chooser.history()], [proposal], [8]).kind
+        return chooser.choose([chooser.history()], [[proposal]], [8]).kind
 
     for _ in range(2):
         chooser.learn_full(1, 5.0, is_steady=False)
         chooser.learn_full(1, 1.0)
-    assert chooser.choose([chooser.history()], [NOTHING], [8]) == FULL
-    assert kind() == "lookup"
+    assert chooser.choose([chooser.history()], [[]], [8]) == FULL
+    assert kind() == "given"
     other = Chooser(12, None)
     for count in range(4):
-        assert other.choose([other.history()], [proposal], [8]) == FULL, count
+        assert other.choose([other.history()], [[proposal]], [8]) == FULL, count
         other.learn_full(1, 1.0, is_steady=False)
-    assert other.choose([other.history()], [proposal], [8]).kind == "lookup"
+    assert other.choose([other.history()], [[proposal]], [8]).kind == "given"
 
 
 def test_nothing_is_chosen_where_nothing_can_be() -> None:
     chooser = Chooser(12, None)
     for _ in range(2):
         chooser.learn_full(1, 1.0)
-    assert chooser.choose([chooser.history()], [NOTHING], [8]) == FULL
-    assert chooser.choose([chooser.history()], [NOTHING], [0], exit_layers=(3,)) == FULL
+    assert chooser.choose([chooser.history()], [[]], [8]) == FULL
+    assert chooser.choose([chooser.history()], [[]], [0], exit_layers=(3,)) == FULL
 
 
 def test_a_request_has_odds_of_its_own() -> None:
     """That of another whose drafts never stand is expected to fail, until it does not."""
     chooser = Chooser(12, None)
     one, other = chooser.history(), chooser.history()
+    proposal = Proposal([1, 2, 3], 4)
     for _ in range(60):
-        chooser.learn_drafts(0, one, 4, 3, 0)
-        chooser.learn_drafts(0, other, 4, 3, 3)
+        chooser.learn_drafts(0, one, proposal, 3, 0)
+        chooser.learn_drafts(0, other, proposal, 3, 3)
     for _ in range(2):
         chooser.learn_full(2, 1.0)
-    proposal = Proposal([1, 2, 3], 4)
-    choice = chooser.choose([one, other], [proposal, proposal], [8, 8])
-    assert choice.kind == "lookup"
+    choice = chooser.choose([one, other], [[proposal], [proposal]], [8, 8])
+    assert choice.kind == "given"
     assert choice.drafts[0] == 0
     assert choice.drafts[1] == 3
 
@@ -331,6 +417,6 @@ def test_knowledge_is_of_requests_not_of_time() -> None:
     chooser = Chooser(12, [0.3] * 12)
     history = chooser.history()
     for _ in range(50):
-        chooser.learn_drafts(2, history, 0, 4, 4)
+        chooser.learn_drafts(2, history, NOTHING, 4, 4)
     new: History = chooser.history()
     assert new.drafted[2].share > 0.9

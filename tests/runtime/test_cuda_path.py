@@ -16,10 +16,12 @@ from eecore import (
     DraftAndVerify,
     FixedExit,
     Full,
+    HeadDrafts,
     PromptLookup,
     SamplingParams,
     SelfSpeculative,
 )
+from head_packs import write_pack
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,20 +37,39 @@ POLICIES = {
     "classifier": ConfidentExit(0.55, measure="classifier", classifier=linear_classifier()),
     "speculative": SelfSpeculative(2, 3),
     "lookup": PromptLookup(3, min_ngram=1),
+    "head": HeadDrafts(3, 0.0),
 }
+
+
+@pytest.fixture(scope="module")
+def pack(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a draft head."""
+    model = eecore.load(tiny_directory, device="cpu")
+    return write_pack(tmp_path_factory.mktemp("pack"), model, taps=(2,), vocabulary_size=300)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_directory: Path, pack: Path) -> eecore.Model:
+    """With the draft head, on the CPU."""
+    return eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
 
 
 @pytest.fixture(params=["emulated", "cuda"])
 def on_cuda(
-    request: pytest.FixtureRequest, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tiny_directory: Path,
+    pack: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> eecore.Model:
     """The tiny model on the CUDA path: on a GPU, or over the emulator on the CPU's memory."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
-        return as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
+        return as_on_cuda(
+            eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
+        )
     if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
         pytest.skip("no GPU, or a build without eecore._cuda")
-    return eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512)
+    return eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512, exits=pack)
 
 
 @pytest.mark.parametrize("mode", POLICIES)
@@ -63,7 +84,9 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
 
 
-@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative", "verify", "lookup"])
+@pytest.mark.parametrize(
+    "mode", ["full", "softmax_each", "speculative", "verify", "lookup", "head"]
+)
 def test_a_seed_draws_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -10,7 +10,8 @@ import pytest
 import eecore
 from devices import engine_of, load
 from eecore import Auto, EngineConfig, Full, PromptLookup, SamplingParams, SelfSpeculative
-from eecore.decoding.ngrams import MOST_CANDIDATES, NOTHING, NgramIndex, Proposal
+from eecore.decoding.ngrams import MOST_CANDIDATES, NgramIndex
+from eecore.decoding.proposal import NOTHING, Proposal
 from tiny_models import random_prompts, write_model
 from tiny_t5 import write_t5
 

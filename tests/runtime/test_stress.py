@@ -10,6 +10,7 @@ from test_confident_exit import mlp_classifier
 import eecore
 from devices import load
 from eecore import EngineConfig, ExitClassifier, Output, SamplingParams
+from head_packs import write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from workloads import SMALL_CACHES, Request, policies
 
@@ -61,7 +62,9 @@ def same(output: Output, alone: Output) -> bool:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
     directory = write_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=3, seed=8)
-    return load(scale_layers(directory, {1: 0.3, 2: 0.3}), kv_cache_tokens=64)
+    scale_layers(directory, {1: 0.3, 2: 0.3})
+    write_pack(directory / "exits", load(directory), taps=(2,), follows_tokens=True)
+    return load(directory, kv_cache_tokens=64)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command line: ``eecore generate``, ``info``, ``convert``, ``search``, ``train``,
+"""The command line: ``eecore generate``, ``serve``, ``info``, ``convert``, ``search``, ``train``,
 ``train-classifier``, ``calibrate``, ``evaluate``, ``sweep`` and ``exits``.
 
 Heavy modules are imported by the command that needs them, so that ``eecore --help`` is quick.

@@ -18,8 +18,10 @@ from eecore.cli import (
     generate,
     info,
     search,
+    serve,
     train,
     train_classifier,
+    train_exits,
 )
 from eecore.cli.failures import EXIT_CODES, UsageError, failure, reports_failures
 from eecore.cli.streams import say
@@ -37,11 +39,13 @@ app = typer.Typer(
 )
 for _name, _command in (
     ("generate", generate.generate),
+    ("serve", serve.serve),
     ("info", info.info),
     ("convert", convert.convert),
     ("search", search.search),
     ("train", train.train),
     ("train-classifier", train_classifier.train_classifier),
+    ("train-exits", train_exits.train_exits),
     ("calibrate", calibrate.calibrate),
     ("sweep", evaluate.sweep),
     ("exits", exits.exits),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ EXIT_HELP = (
     "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
     "never) | speculative:E,D (draft D tokens with E layers, verify with all) | draft-verify[:D] "
     "(draft with some sublayers left out) | lookup[:D] (draft what followed the last tokens where "
-    "they occurred before) | auto[:D] (whatever is fastest of full, speculative and lookup). The "
-    "last four keep the text of full."
+    "they occurred before) | head[:D] (draft with the head that eecore train-exits made) | "
+    "auto[:D] (whatever is fastest of full, speculative, lookup and head). The last five keep the "
+    "text of full."
 )
 BELONGS_TO = {
     "measure": "confident",
@@ -36,7 +37,7 @@ BELONGS_TO = {
     "skips": "draft-verify",
 }
 MOST_LAYERS = 10_000
-KINDS = ("full", "fixed", "confident", "speculative", "draft-verify", "lookup", "auto")
+KINDS = ("full", "fixed", "confident", "speculative", "draft-verify", "lookup", "head", "auto")
 
 
 @dataclass(frozen=True)
@@ -80,43 +81,36 @@ class ExitOptions:
         Calibrations and classifiers may be named as they are called in the model's ``directory``,
         and a classifier that was made for another model is an error.
         """
-        from eecore import exits
-
-        if self.kind == "full":
-            self._expect(0, "full")
-            return exits.Full()
-        if self.kind == "fixed":
-            self._expect(1, "fixed:E, such as fixed:12")
-            return exits.FixedExit(self._integer(0))
+        if self.kind == "draft-verify":
+            return self._draft_and_verify()
         if self.kind == "confident":
             return self._confident(directory)
-        if self.kind == "speculative":
-            self._expect(2, "speculative:E,D, such as speculative:8,6")
-            return exits.SelfSpeculative(
-                self._integer(0), self._integer(1), draft_threshold=self.draft_threshold
-            )
-        if self.kind == "lookup":
-            self._expect((0, 1), "lookup or lookup:D, such as lookup:8")
-            return exits.PromptLookup(self._integer(0)) if self._numbers else exits.PromptLookup()
-        if self.kind == "auto":
-            self._expect((0, 1), "auto or auto:D, such as auto:10")
-            return exits.Auto(self._integer(0)) if self._numbers else exits.Auto()
-        return self._draft_and_verify()
+        policy = self._said()
+        if self.draft_threshold is not None:
+            policy = replace(policy, draft_threshold=self.draft_threshold)  # type: ignore[call-arg]
+        return policy
+
+    def _said(self) -> Exit:
+        """The policy of the text alone."""
+        from eecore.exit_text import ExitTextError, parse_exit
+
+        try:
+            return parse_exit(self.exit)
+        except ExitTextError as error:
+            raise UsageError(f"--{error}") from None
 
     def _confident(self, directory: Path | None) -> Exit:
-        from eecore import exits
-
         if self.calibration is not None:
             return self._calibrated(in_model(self.calibration, directory), directory)
-        self._expect((0, 1), "confident or confident:THRESHOLD, such as confident:0.8")
+        said = self._said()
         measure = self.measure or ("classifier" if self.classifier else "softmax")
         if measure == "classifier" and self.classifier is None:
             raise UsageError("--classifier: expected a file for --measure classifier, got none")
         points = self.exit_points
-        return exits.ConfidentExit(
-            self._number(0) if self._numbers else 0.9,
-            measure=measure,  # type: ignore[arg-type]
-            batch=self.batch_mode or "each",  # type: ignore[arg-type]
+        return replace(
+            said,  # type: ignore[call-arg]
+            measure=measure,
+            batch=self.batch_mode or "each",
             decay_tau=self.decay_tau or 0.0,
             exit_points=None if points is None else parse_layers("--exit-points", points),
             min_exit_layer=self.min_exit_layer or 1,
@@ -169,12 +163,6 @@ class ExitOptions:
             return int(self._numbers[index])
         except ValueError:
             raise UsageError(f"--exit: expected whole numbers, got {self.exit!r}") from None
-
-    def _number(self, index: int) -> float:
-        try:
-            return float(self._numbers[index])
-        except ValueError:
-            raise UsageError(f"--exit: expected a number, got {self.exit!r}") from None
 
 
 def parse_layers(flag: str, text: str) -> tuple[int, ...]:

@@ -105,6 +105,14 @@ def generate(
             help="speculative: end a draft at a token less sure than this.", rich_help_panel=EXITS
         ),
     ] = None,
+    exits: Annotated[
+        str | None,
+        typer.Option(
+            help="head, auto: a directory that eecore train-exits made; none.",
+            show_default="the one beside the model, or one that ships for it",
+            rich_help_panel=EXITS,
+        ),
+    ] = None,
     skips: Annotated[
         Path | None,
         typer.Option(help="draft-verify: a file from eecore search.", rich_help_panel=EXITS),
@@ -222,6 +230,7 @@ def generate(
         dtype=dtype,
         weights=weights,
         kv_cache_tokens=kv_cache_tokens,
+        exits=False if exits == "none" else exits,
     )
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)
@@ -238,7 +247,7 @@ def lowest_exit(policy: Exit) -> int:
         return policy.exit_layer
     if isinstance(policy, exits.ConfidentExit):
         return max(policy.min_exit_layer, min(policy.exit_points or (1,)))
-    return 0 if isinstance(policy, (exits.PromptLookup, exits.Auto)) else 1
+    return 0 if isinstance(policy, (exits.PromptLookup, exits.HeadDrafts, exits.Auto)) else 1
 
 
 def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:

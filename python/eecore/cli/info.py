@@ -58,6 +58,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
         "config": asdict(config),
         "num_parameters": config.num_parameters,
         "exit_layers": [1, config.num_layers],
+        "draft_head": _head_facts(directory),
         **stored,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_bytes_per_token": KVCache.bytes_per_token(config, dtype),
@@ -72,6 +73,24 @@ def model_facts(directory: Path) -> dict[str, Any]:
             ],
         },
         "build": build_info(),
+    }
+
+
+def _head_facts(directory: Path) -> dict[str, Any] | None:
+    """Of the draft head beside the model, where there is one."""
+    from eecore.models.find_head import pack_beside
+    from eecore.models.head_file import HeadSettings
+
+    pack = pack_beside(directory)
+    if pack is None:
+        return None
+    settings = HeadSettings.read(pack)
+    return {
+        "path": str(pack),
+        "taps": list(settings.taps),
+        "vocabulary_size": settings.vocabulary_size,
+        "agreement": list(settings.agreement),
+        "weights": settings.weights,
     }
 
 
@@ -205,6 +224,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("architecture", config["architecture"]),
         ("parameters", f"{facts['num_parameters']:,}"),
         ("layers", f"{config['num_layers']} (exit layers 1..{facts['exit_layers'][1]}){encoder}"),
+        *_head_row(facts["draft_head"]),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
         ("heads", f"{heads}, size {config['head_dim']}"),
         (
@@ -224,6 +244,14 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("CPU kernels", f"{build['cpu_capability']} of {', '.join(build['cpu_capabilities'])}"),
         ("CUDA kernels", str(cuda)),
     ]
+
+
+def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if head is None:
+        return []
+    agreement = ", ".join(f"{share:.0%}" for share in head["agreement"])
+    tokens = head["vocabulary_size"]
+    return [("draft head", f"beside it; {tokens} tokens, drafts right {agreement}")]
 
 
 def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:

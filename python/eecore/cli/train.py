@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, spinner
@@ -259,21 +260,26 @@ class ProgressLine:
 
     def show(self, report: StepReport) -> None:
         """A step that has been done; scores of the exits get a line that stays."""
-        now = time.monotonic()
-        last = report.step == report.steps
-        if self._status is not None:
-            self._status.update(describe(report))
-        elif now - self._shown_at >= LINE_SECONDS or last:
-            self._shown_at = now
-            print(describe(report), file=sys.stderr, flush=True)
+        self.say(describe(report), last=report.step == report.steps)
         if report.scores is not None:
             shares = " ".join(f"{value:.2f}" for value in report.scores.agreement)
-            self._console.print(
+            self.keep(
                 f"step {report.step}: held-out loss {report.scores.loss[-1]:.3f}, agreement with "
-                f"the last layer by exit: {shares}",
-                soft_wrap=True,
-                markup=False,
+                f"the last layer by exit: {shares}"
             )
+
+    def say(self, text: str, *, last: bool = False) -> None:
+        """Where the run stands; the last one is always shown."""
+        now = time.monotonic()
+        if self._status is not None:
+            self._status.update(escape(text))
+        elif now - self._shown_at >= LINE_SECONDS or last:
+            self._shown_at = now
+            print(text, file=sys.stderr, flush=True)
+
+    def keep(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, soft_wrap=True, markup=False)
 
 
 def describe(report: StepReport) -> str:

@@ -1,21 +1,25 @@
-"""What a round of ``Auto`` requests does: full depth, or drafts of layers or of the text.
+"""What a round of ``Auto`` requests does: full depth, or drafts of layers, a head or the text.
 
 Nobody is asked: how long passes take is measured as they run, by their number of rows, and how many
-drafts stand is counted, by request, and by the length of the n-gram that was found. A round does
-what gives most tokens a second by these, for all of its ``Auto`` requests together, since weights
-are read once for all. (DEL, Zarch et al. 2025; Kangaroo, Liu et al. 2024; Leviathan et al. 2023.)
+drafts stand is counted, by request, and by the length of the n-gram that was found or by the
+probability that a draft head gave. A round does what gives most tokens a second by these, for all
+of its ``Auto`` requests together, since weights are read once for all.
+(DEL, Zarch et al. 2025; Kangaroo, Liu et al. 2024; Leviathan et al. 2023.)
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 from eecore.decoding.memory import power_of_two
-from eecore.decoding.ngrams import Proposal
 from eecore.decoding.pass_times import ROW_COST, Anchor, PassTimes, blended
+from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.exits import Auto
 
 __all__ = ["FULL", "Choice", "Chooser", "History", "Odds", "best_exit_layers"]
@@ -24,6 +28,8 @@ T = TypeVar("T")
 
 # Before anything is drafted: the share of drafts that stand, by the tokens that were found.
 LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
+# By tenths of the probability that a draft head gives.
+HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Drafts have to gain so much before anything but full depth is done.
@@ -39,6 +45,15 @@ SURPRISE = 0.1
 MEASURE_AGAIN = (8, 256)
 # A drafted token takes so much of full depth at least.
 LEAST_STEP = 0.02
+# Of one step of a draft head, before it is measured; of what is expected of the next round, what
+# one round weighs; and how many rounds a head is tried for again.
+HEAD_STEP = 0.08
+NEW_ROUND = 0.08
+TRY_HEAD = 6
+# Drafts that were looked up, of which so many are likely to stand, need no others behind them.
+ENOUGH = 2.0
+# Between what thresholds a head drafts on.
+HEAD_THRESHOLDS = (0.1, 0.9)
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
 
@@ -65,19 +80,44 @@ class History:
 
     looked_up: list[Odds]
     """By the tokens that were found, and those of the drafts before."""
+    headed: list[Odds]
+    """By the probability that a draft head gave."""
+    gain: float
+    """Drafts of the head that stand in a round, on average; of late more."""
+    tried: float
+    """Those that a round verified."""
+    steps: float
+    """Those that it drafted."""
     drafted: dict[int, Odds]
     """By exit layer."""
+
+    def chances(self, given: Proposal) -> list[float]:
+        """That the first of such drafts stands, the first two, ..."""
+        shares = (self.odds(given, k).share for k in range(len(given.tokens)))
+        return list(accumulate(shares, operator.mul))
+
+    def odds(self, given: Proposal, k: int) -> Odds:
+        """Of the k-th of such drafts."""
+        if given.is_headed:
+            return self.headed[min(int(10 * given.probabilities[k]), len(self.headed) - 1)]
+        return self.looked_up[min(given.match + k, len(self.looked_up) - 1)]
 
 
 @dataclass(frozen=True)
 class Choice:
     """What all ``Auto`` requests of a round do."""
 
-    kind: Literal["full", "lookup", "draft"]
+    kind: Literal["full", "given", "draft"]
     exit_layer: int = 0
-    """That drafts; 0 where drafts are looked up."""
+    """That drafts; 0 where drafts are given."""
     drafts: tuple[int, ...] = ()
     """How many each request gets, or makes at most."""
+    given: tuple[Proposal, ...] = ()
+    """What each request gets, nothing where a layer drafts."""
+    ahead: int = 0
+    """Drafts that a draft head makes for the next round at most."""
+    ahead_threshold: float = 0.0
+    """Behind one whose probability is below it there is none."""
 
 
 FULL = Choice("full")
@@ -89,12 +129,27 @@ class Chooser:
     Args:
         num_layers: of the model.
         agreement: of each exit layer with the last one, of models that were trained to exit.
+        head_agreement: of a draft head's first draft with the model, its second, ..., with a head.
     """
 
-    def __init__(self, num_layers: int, agreement: Ordered[float] | None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        agreement: Ordered[float] | None,
+        head_agreement: Ordered[float] | None = None,
+    ) -> None:
         self._num_layers = num_layers
         self._agreement = agreement
-        self._all = History([Odds(share) for share in LOOKUP_ODDS], {})
+        gain = _expected_gain(head_agreement or ())
+        self._all = History(
+            [Odds(share) for share in LOOKUP_ODDS],
+            [Odds(share) for share in HEAD_ODDS],
+            *(gain, 1.3 * gain, 1.0 + 1.3 * gain),
+            {},
+        )
+        self._head_step = HEAD_STEP  # a step's time, of a pass of full depth
+        self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
+        self._trial = 0  # rounds of it that are left
         self._best = best_exit_layers(agreement)
         self._step_share: dict[int, float] = {}  # a drafted token's time, by exit layer, of a pass
         self._full, self._verify = PassTimes(), PassTimes()
@@ -112,6 +167,8 @@ class Chooser:
         """Of a new request, of which is expected what was seen of others."""
         return History(
             [Odds(odds.share) for odds in self._all.looked_up],
+            [Odds(odds.share) for odds in self._all.headed],
+            *(self._all.gain, self._all.tried, self._all.steps),
             {layer: Odds(odds.share) for layer, odds in self._all.drafted.items()},
         )
 
@@ -120,18 +177,20 @@ class Chooser:
     def choose(
         self,
         histories: Ordered[History],
-        proposals: Ordered[Proposal],
+        proposals: Ordered[Ordered[Proposal]],
         most: Ordered[int],
         *,
         exit_layers: Ordered[int] = (),
+        can_draft_ahead: bool = False,
     ) -> Choice:
         """What gives most tokens a second.
 
         Args:
             histories: one for each request.
-            proposals: what was looked up for each.
+            proposals: of which each can be given one.
             most: drafts that each has room for.
             exit_layers: that may draft.
+            can_draft_ahead: whether a draft head may draft for the next round.
         """
         self._clock += 1
         rows = len(histories)
@@ -140,8 +199,8 @@ class Chooser:
             return FULL
         anchor = rows, seconds
         best, speed = FULL, MIN_GAIN * rows / seconds
-        if any(proposal.tokens for proposal in proposals):
-            choice, its_speed = self._look_up(histories, proposals, anchor)
+        if any(proposals):
+            choice, its_speed = self._give(histories, proposals, anchor)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
@@ -150,21 +209,85 @@ class Chooser:
                 self._drafts, key, lambda: self._draft(exit_layers, histories, max(most), anchor)
             )
             if its_speed > speed:
-                best = Choice("draft", layer, tuple(min(count, m) for m in most))
+                drafts = tuple(min(count, m) for m in most)
+                best = Choice("draft", layer, drafts, (NOTHING,) * rows)
+        if can_draft_ahead and best.kind != "draft":
+            return self._ahead(best, histories, anchor)
         return best
 
-    def _look_up(
-        self, histories: Ordered[History], proposals: Ordered[Proposal], anchor: Anchor
+    def _ahead(self, best: Choice, histories: Ordered[History], anchor: Anchor) -> Choice:
+        """The same, and drafts of the head for the next round where they are worth it."""
+        rows, seconds = anchor
+        given = best.given or (NOTHING,) * rows
+        expected = sum(self._expected(*each) for each in zip(histories, given, strict=True))
+        if expected > ENOUGH * rows:
+            return best
+        if self._head_pays(histories, anchor):
+            steps = max(1, round(2 * max(history.steps for history in histories)))
+        elif self._is_trial():
+            steps = 1
+        else:
+            return best
+        threshold = rows * (self._passes(anchor, 1)[1] / seconds - 1.0) + self._head_step
+        return Choice(
+            "given",
+            0,
+            best.drafts or (0,) * rows,
+            given,
+            min(steps, MOST_AHEAD),
+            min(max(threshold, HEAD_THRESHOLDS[0]), HEAD_THRESHOLDS[1]),
+        )
+
+    def _head_pays(self, histories: Ordered[History], anchor: Anchor) -> bool:
+        """Whether rounds with a head's drafts are faster than full depth, by those of late."""
+        rows, seconds = anchor
+        tried = sum(history.tried for history in histories)
+        passes = self._passes(anchor, math.ceil(tried))
+        low = math.floor(tried)
+        verified = passes[low] + (tried - low) * (passes[low + 1] - passes[low])
+        steps = max(history.steps for history in histories)
+        tokens = rows + sum(history.gain for history in histories)
+        return tokens * seconds > MIN_GAIN * rows * (verified + steps * self._head_step * seconds)
+
+    def _is_trial(self) -> bool:
+        """Whether a head that does not pay is tried again."""
+        if self._trial:
+            self._trial -= 1
+            return True
+        self._without_head += 1
+        if self._without_head < self._next_head:
+            return False
+        self._without_head, self._trial = 0, TRY_HEAD
+        self._next_head = min(2 * self._next_head, MEASURE_AGAIN[1])
+        return True
+
+    def _expected(self, history: History, given: Proposal) -> float:
+        """Of drafts that were looked up, how many will stand."""
+        if given.is_headed:
+            return 0.0
+        return sum(history.chances(given))
+
+    def _give(
+        self,
+        histories: Ordered[History],
+        proposals: Ordered[Ordered[Proposal]],
+        anchor: Anchor,
     ) -> tuple[Choice, float]:
-        """Of drafts that were looked up, those likely enough to be worth a row; tokens a second."""
+        """Of drafts that there are, those likely enough to be worth a row; tokens a second."""
+        rows, seconds = anchor
+        row_cost = rows * (self._passes(anchor, 1)[1] / seconds - 1.0)
+        given: list[Proposal] = []
         chances: list[tuple[float, int]] = []
-        for i, (history, proposal) in enumerate(zip(histories, proposals, strict=True)):
-            chance, odds = 1.0, history.looked_up
-            for k in range(len(proposal.tokens)):
-                chance *= odds[min(proposal.match + k, len(odds) - 1)].share
-                chances.append((chance, i))
+        for i, (history, several) in enumerate(zip(histories, proposals, strict=True)):
+            chosen, own, most = NOTHING, list[float](), 0.0
+            for proposal in several:
+                its = history.chances(proposal)
+                worth = sum(max(chance - row_cost, 0.0) for chance in its)
+                if worth > most:
+                    chosen, own, most = proposal, its, worth
+            given.append(chosen)
+            chances += [(chance, i) for chance in own]
         chances.sort(reverse=True)
-        rows = len(histories)
         passes = self._passes(anchor, len(chances))
         tokens, taken, speed = float(rows), 0, 0.0
         for count, (chance, _) in enumerate(chances, 1):
@@ -175,7 +298,8 @@ class Chooser:
         drafts = [0] * rows
         for _, i in chances[:taken]:
             drafts[i] += 1
-        return Choice("lookup", 0, tuple(drafts)), speed
+        taking = tuple(proposal.first(n) for proposal, n in zip(given, drafts, strict=True))
+        return Choice("given", 0, tuple(drafts), taking), speed
 
     def _draft(
         self, exit_layers: Ordered[int], histories: Ordered[History], most: int, anchor: Anchor
@@ -246,11 +370,35 @@ class Chooser:
             self._next_full = min(2 * self._next_full, MEASURE_AGAIN[1])
         self._rounds = 0
 
-    def learn_round(self, layer: int, rows: int, drafted: int, steps: int, seconds: float) -> None:
-        """How long a round took, with ``drafted`` drafts of ``rows`` requests.
+    def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
+        """How long a round took that was given ``drafted`` drafts of ``rows`` requests.
 
         Args:
-            layer: that drafted; 0 where drafts were looked up.
+            rows: requests.
+            drafted: drafts.
+            ahead: steps of a draft head behind it.
+            seconds: the round's.
+        """
+        self._rounds += 1
+        full = self._full.near(rows)
+        if full is None:
+            return
+        expected = self._verified(rows + drafted, (rows, full)) if drafted else full
+        if ahead and not drafted:
+            measured = max((seconds - full) / ahead / full, LEAST_STEP)
+            self._head_step = blended(self._head_step, measured)
+        elif drafted:
+            of_head = ahead * self._head_step * full
+            self._verify.add(rows + drafted, max(seconds - of_head, full))
+        self._note(expected + ahead * self._head_step * full, seconds)
+
+    def learn_drafted(
+        self, layer: int, rows: int, drafted: int, steps: int, seconds: float
+    ) -> None:
+        """How long a round took in which a layer made ``drafted`` drafts of ``rows`` requests.
+
+        Args:
+            layer: that drafted.
             rows: requests.
             drafted: drafts.
             steps: those of the request with most of them.
@@ -261,28 +409,40 @@ class Chooser:
         if full is None:
             return
         expected = self._verified(rows + drafted, (rows, full))
-        if layer == 0:
-            self._verify.add(rows + drafted, seconds)
-        elif steps:
+        if steps:
             share = self._share_of(layer)
             measured = (seconds - expected) / steps / full
             self._step_share[layer] = max(blended(share, measured), LEAST_STEP)
             expected += steps * share * full
+        self._note(expected, seconds)
+
+    def _note(self, expected: float, seconds: float) -> None:
+        """Nothing is held any longer where a round took another time than was expected."""
         if abs(seconds - expected) > SURPRISE * expected:
             self._estimates.clear()
             self._drafts.clear()
 
     def learn_drafts(
-        self, layer: int, history: History, match: int, drafted: int, accepted: int
+        self, layer: int, history: History, given: Proposal, drafted: int, accepted: int
     ) -> None:
         """Which drafts of a request stood; nothing is known of those behind the first refused."""
         for k in range(min(drafted, accepted + 1)):
             for known in (history, self._all):
-                if layer == 0:
-                    odds = known.looked_up[min(match + k, len(known.looked_up) - 1)]
-                else:
-                    odds = self._drafted(known, layer)
+                odds = self._drafted(known, layer) if layer else known.odds(given, k)
                 odds.add(k < accepted)
+
+    def learn_ahead(self, history: History, drafted: int, accepted: int, steps: int) -> None:
+        """What a round with a head's drafts, and some for the next one, came to for a request."""
+        for known in (history, self._all):
+            known.gain += NEW_ROUND * (accepted - known.gain)
+            known.tried += NEW_ROUND * (drafted - known.tried)
+            known.steps += NEW_ROUND * (steps - known.steps)
+
+
+def _expected_gain(agreement: Ordered[float]) -> float:
+    """Of drafts that stand in a round, before any is made: of those that a head is sure of."""
+    stand: float = sum(accumulate(agreement, operator.mul))
+    return 0.8 * stand
 
 
 def best_exit_layers(agreement: Ordered[float] | None) -> tuple[int, ...]:

@@ -25,6 +25,12 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.draft_stop import stop_rule
+from eecore.decoding.head_drafts import (
+    HeadDrafting,
+    drafted_ahead,
+    head_drafting_fields,
+    head_results,
+)
 from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import (
     Field,
@@ -44,7 +50,7 @@ from eecore.decoding.sampling import (
 )
 from eecore.decoding.step import Row, Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
-from eecore.models import AttentionBatch, KVCache, Network
+from eecore.models import AttentionBatch, KVCache, LlamaModel, Network
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["DraftKind", "DraftStep", "Row", "draft_kind"]
@@ -65,6 +71,8 @@ class DraftKind:
     """Some rows draw their drafts."""
     num_stops: int
     """Most tokens that end a row's text."""
+    drafts_ahead: bool
+    """A draft head drafts for the next round."""
     sizes: Sizes
 
 
@@ -82,6 +90,7 @@ def draft_kind(rows: list[Row], *, page_size: int, ahead: bool) -> DraftKind:
         steps,
         not path.is_given and any(s.sampling.temperature > 0.0 for s in sequences),
         power_of_two(max(1, *(len(sequence.stop_ids) for sequence in sequences))),
+        any(row.ahead > 0 for row in rows),
         sizes_for(rows, steps + 1, page_size=page_size, ahead=ahead),
     )
 
@@ -162,6 +171,10 @@ class DraftStep(Step):
         self._target_probs = self.unset(rows * width, vocab, dtype=torch.float32)
         self._uniform = zeros(rows * width, 2, dtype=torch.float32)
         self._logits: Logits | None = None
+        self._ahead: HeadDrafting | None = None
+        if kind.drafts_ahead:
+            assert isinstance(model, LlamaModel)
+            self._ahead = HeadDrafting(self, model, rows, given, results, self._ended, kv.page_size)
 
     def _given_fields(self) -> dict[str, Field]:
         sizes = self.kind.sizes
@@ -175,6 +188,7 @@ class DraftStep(Step):
             "stop_tokens": (torch.int64, (sizes.num_rows, self.kind.num_stops)),
             "sampled": (torch.bool, row),
             **self._draft_fields(),
+            **(head_drafting_fields(sizes.num_rows) if self.kind.drafts_ahead else {}),
             **cross_fields(sizes.num_rows, sizes.num_input_pages),
         }
 
@@ -197,6 +211,7 @@ class DraftStep(Step):
             "tokens": (torch.int64, (rows, steps + 1)),  # the first, then the drafts
             "draft_confidences": (torch.float32, (rows, steps)),
             "query_start_loc": (torch.int32, (rows + 1,)),
+            **(head_results(rows) if self.kind.drafts_ahead else {}),
             # Of the full model, at every verified position.
             **head_fields(rows * (steps + 1), self.kind.sizes.heads),
         }
@@ -223,6 +238,12 @@ class DraftStep(Step):
             stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
         if self.kind.path.is_given:
             self._write_drafts(rows)
+        if self.kind.drafts_ahead:
+            host.write(
+                ahead=[row.ahead for row in rows] + [-1] * padding,
+                ahead_thresholds=[row.ahead_threshold for row in rows],
+                num_ahead=[len(rows)],
+            )
         for prefix in ("", "open_"):
             host.write_pages(f"{prefix}page_table", [sequence.pages for sequence in sequences])
             self._write_inputs(sequences, prefix)
@@ -332,8 +353,8 @@ class DraftStep(Step):
                 checked.query_start_loc,
                 self._cross,
             )
-            num_layers = model.config.num_layers
-            hidden = model.layers(shared, num_layers, hidden, self._kv, batch)
+            states = self._layers(shared, hidden, batch)
+            hidden = states[-1]
             self._logits = self._heads.run(
                 hidden,
                 given["kind"],
@@ -344,8 +365,10 @@ class DraftStep(Step):
             )
         with control.rows(given["num_rows"]):
             drawn: dict[str, Any] = {}
+            if self._ahead is not None:
+                drawn["last_row"] = self._ahead.last_row
             if self.kind.samples:
-                drawn = {
+                drawn |= {
                     "sampled": given["sampled"],
                     "draft_probs": self._draft_probs,
                     "target_probs": self._target_probs,
@@ -354,6 +377,19 @@ class DraftStep(Step):
             ops.accept_round(
                 made, checked, results["token"], self._ended, results["num_accepted"], **drawn
             )
+        if self._ahead is not None:
+            self._ahead.run(states, control, given["num_rows"])
+
+    def _layers(self, begin: int, hidden: Tensor, batch: AttentionBatch) -> list[Tensor]:
+        """States after the layers that a draft head wants to see, the last one at least."""
+        head = self._model.draft_head if self._ahead is not None else None
+        ends = (self._model.config.num_layers,) if head is None else head.settings.taps
+        states: list[Tensor] = []
+        for end in ends:
+            hidden = self._model.layers(begin, end, hidden, self._kv, batch)
+            states.append(hidden)
+            begin = end
+        return states
 
     def _work(self, purpose: int, positions: Tensor) -> HeadWork | None:
         """Of rows that need logits, where there are any."""
@@ -420,6 +456,8 @@ class DraftStep(Step):
                     best,
                 )
             )
+        if self.kind.drafts_ahead and not is_cut:
+            outcome.ahead = drafted_ahead(row, i, emitted, got)
         if row.route.adaptive:
             outcome.draft_stop = stop_rule(sequence, row.route).after(
                 drafted, accepted, sequence.max_drafts

@@ -21,7 +21,7 @@ from eecore.decoding.memory import HostSide
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.plan import Planned, Planner
 from eecore.decoding.prefill import Prefill, encode
-from eecore.decoding.route import DraftPath
+from eecore.decoding.route import GIVEN, DraftPath
 from eecore.decoding.sampling import needs_logits
 from eecore.decoding.step import Row
 from eecore.models import KVCache, Network
@@ -143,6 +143,8 @@ class Iterations:
         if not is_first:
             seconds = time.perf_counter() - started
             self._planner.learn(family, outcomes, seconds, went_on=went_on)
+        for outcome in outcomes:
+            outcome.sequence.ahead = outcome.ahead
         return outcomes
 
     @torch.inference_mode()
@@ -168,7 +170,7 @@ class Iterations:
     def _must_land(self, work: Work) -> bool:
         """Whether what a row does next depends on more than where the device knows it to be."""
         route = self._planner.route(work.sequence)
-        waits = route.adaptive or route.ngrams is not None or route.auto is not None
+        waits = route.adaptive or route.path == GIVEN or route.auto is not None
         return work.is_prefill or needs_logits(work.sequence.sampling) or waits
 
     def _launch(
@@ -176,7 +178,14 @@ class Iterations:
     ) -> Flight | None:
         """One run of a family's program; None where it would not be ``only``."""
         rows = [
-            Row(each.work, each.route, *_place(after, each.work.sequence), each.drafts)
+            Row(
+                each.work,
+                each.route,
+                *_place(after, each.work.sequence),
+                each.given.tokens,
+                each.ahead,
+                each.ahead_threshold,
+            )
             for each in family
         ]
         make_kind: Any = exit_kind if family[0].route.path is None else draft_kind

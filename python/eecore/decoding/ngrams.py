@@ -7,25 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Ordered
-from typing import NamedTuple
 
+from eecore.decoding.proposal import NOTHING, Proposal
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["NOTHING", "NgramIndex", "Proposal", "look_up"]
+__all__ = ["NgramIndex", "look_up"]
 
 MOST_CANDIDATES = 64
 """Earlier places that are compared, the latest ones."""
-
-
-class Proposal(NamedTuple):
-    """Drafts that were looked up."""
-
-    tokens: list[int]
-    match: int
-    """Tokens that end the text and came before them; the longest that is looked for at most."""
-
-
-NOTHING = Proposal([], 0)
 
 
 class NgramIndex:

@@ -23,6 +23,8 @@ class Outcome:
     counters: Counters = field(default_factory=Counters)
     draft_stop: Any = None
     """The next adaptive draft threshold, of a round that had one."""
+    ahead: Any = None
+    """What a draft head drafted behind it, for the next round."""
     is_cut: bool = False
     """Less of it stands than what the device would go on from."""
     error: Exception | None = None

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 from eecore.decoding.chooser import Chooser, History
-from eecore.decoding.ngrams import NOTHING, Proposal, look_up
+from eecore.decoding.head_drafts import Ahead
+from eecore.decoding.ngrams import look_up
 from eecore.decoding.outcome import Outcome
-from eecore.decoding.route import LOOKED_UP, DraftPath, Route, route_of
+from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
+from eecore.decoding.route import GIVEN, DraftPath, Route, route_of
 from eecore.models import Network
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
@@ -26,10 +29,12 @@ class Planned:
 
     work: Work
     route: Route
-    drafts: Ordered[int] = ()
-    """That it is given."""
-    match: int = 0
-    """Tokens that were found where the drafts were looked up."""
+    given: Proposal = NOTHING
+    """Drafts that it is given."""
+    ahead: int = 0
+    """Drafts that a draft head is to make for the next round at most."""
+    ahead_threshold: float = 0.0
+    """Behind a draft whose probability is below it there is none."""
 
 
 class Planner:
@@ -42,13 +47,17 @@ class Planner:
     def __init__(self, model: Network) -> None:
         self._model = model
         self._num_layers = model.config.num_layers
+        self._has_head = model.draft_head is not None
 
     @cached_property
     def chooser(self) -> Chooser:
         """Of ``Auto`` requests, once there is one."""
         source = self._model.source
         agreement = None if source is None else source.exit_agreement(self._num_layers)
-        return Chooser(self._num_layers, agreement)
+        head = self._model.draft_head
+        return Chooser(
+            self._num_layers, agreement, None if head is None else head.settings.agreement
+        )
 
     def route(self, sequence: Sequence) -> Route:
         """Of a request, as its policy says."""
@@ -61,10 +70,15 @@ class Planner:
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
         routes = [self.route(work.sequence) for work in works]
-        proposals = [_proposal(*each) for each in zip(works, routes, strict=True)]
         planned = [
-            Planned(work, route, proposal.tokens, proposal.match)
-            for work, route, proposal in zip(works, routes, proposals, strict=True)
+            Planned(
+                work,
+                route,
+                _given(work, route),
+                min(route.ahead, MOST_AHEAD),
+                route.draft_threshold or 0.0,
+            )
+            for work, route in zip(works, routes, strict=True)
         ]
         free = [i for i, route in enumerate(routes) if route.auto is not None]
         if free:
@@ -78,25 +92,24 @@ class Planner:
         histories = [self._history(each.work.sequence) for each in planned]
         choice = self.chooser.choose(
             histories,
-            [Proposal(list(each.drafts), each.match) for each in planned],
+            [_proposals(each.work, each.route) for each in planned],
             [each.work.max_drafts for each in planned],
             exit_layers=self._exit_layers(planned),
+            can_draft_ahead=self._has_head
+            and all(each.route.auto is not None and each.route.auto.head for each in planned),
         )
         if choice.kind == "full":
             return [Planned(each.work, each.route) for each in planned]
-        works = [
-            each.work._replace(max_drafts=count)
-            for each, count in zip(planned, choice.drafts, strict=True)
-        ]
-        path = _path(choice.exit_layer)
+        path = GIVEN if choice.kind == "given" else DraftPath(choice.exit_layer, choice.exit_layer)
         return [
             Planned(
-                work,
+                each.work._replace(max_drafts=count),
                 replace(each.route, path=path),
-                each.drafts[: work.max_drafts] if path.is_given else (),
-                each.match,
+                given,
+                choice.ahead,
+                choice.ahead_threshold,
             )
-            for each, work in zip(planned, works, strict=True)
+            for each, count, given in zip(planned, choice.drafts, choice.given, strict=True)
         ]
 
     def _exit_layers(self, planned: list[Planned]) -> tuple[int, ...]:
@@ -146,20 +159,60 @@ class Planner:
             return
         drafted = [outcome.counters.drafted for outcome in outcomes]
         layer = path.num_layers
-        self.chooser.learn_round(layer, rows, sum(drafted), max(drafted), seconds)
+        if path.is_given:
+            ahead = max(_num_ahead(each, outcome) for each, outcome in free)
+            self.chooser.learn_given(rows, sum(drafted), ahead, seconds)
+        else:
+            self.chooser.learn_drafted(layer, rows, sum(drafted), max(drafted), seconds)
         for each, outcome in free:
             counters, history = outcome.counters, self._history(each.work.sequence)
             self.chooser.learn_drafts(
-                layer, history, each.match, counters.drafted, counters.accepted
+                layer, history, each.given, counters.drafted, counters.accepted
             )
+            has_drafted = bool(_drafted_ahead(each.work).tokens)
+            if each.ahead and has_drafted and not each.given.match:
+                self.chooser.learn_ahead(
+                    history, counters.drafted, counters.accepted, _num_ahead(each, outcome)
+                )
 
 
-def _proposal(work: Work, route: Route) -> Proposal:
-    if route.ngrams is None:
+def _given(work: Work, route: Route) -> Proposal:
+    """What a request is given whose policy leaves nothing to choose."""
+    if route.auto is not None:
         return NOTHING
-    return look_up(work.sequence, route.ngrams, work.max_drafts)
+    if route.ngrams is not None:
+        return look_up(work.sequence, route.ngrams, work.max_drafts)
+    if not route.ahead:
+        return NOTHING
+    drafted = _drafted_ahead(work)
+    threshold = route.draft_threshold or 0.0
+    sure = list(takewhile(lambda p: p >= threshold, drafted.probabilities))
+    return drafted.first(len(sure))
 
 
-def _path(exit_layer: int) -> DraftPath:
-    """By which a chosen round drafts."""
-    return LOOKED_UP if exit_layer == 0 else DraftPath(exit_layer, exit_layer)
+def _proposals(work: Work, route: Route) -> list[Proposal]:
+    """What there is for a request of ``Auto``."""
+    found = [_drafted_ahead(work)]
+    if route.ngrams is not None:
+        found.append(look_up(work.sequence, route.ngrams, work.max_drafts))
+    return [proposal for proposal in found if proposal.tokens]
+
+
+def _drafted_ahead(work: Work) -> Proposal:
+    """What a draft head drafted behind a text that is still the same."""
+    sequence = work.sequence
+    drafted: Ahead | None = sequence.ahead
+    if (
+        drafted is None
+        or work.max_drafts <= 0
+        or drafted.num_tokens != sequence.num_tokens
+        or drafted.after != sequence.output_ids[-1]
+    ):
+        return NOTHING
+    return Proposal(drafted.tokens, 0, drafted.probabilities).first(work.max_drafts)
+
+
+def _num_ahead(planned: Planned, outcome: Outcome) -> int:
+    """Steps of a draft head that a round took for one request."""
+    drafted: Ahead | None = outcome.ahead
+    return planned.ahead and (1 if drafted is None else len(drafted.tokens))

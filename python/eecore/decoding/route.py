@@ -12,13 +12,14 @@ from eecore.exits import (
     Exit,
     ExitClassifier,
     FixedExit,
+    HeadDrafts,
     Measure,
     PromptLookup,
     SelfSpeculative,
 )
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["LOOKED_UP", "Check", "DraftPath", "Route", "route_of"]
+__all__ = ["GIVEN", "Check", "DraftPath", "Route", "route_of"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class DraftPath:
         return self.num_layers - len(self.skip_attention & self.skip_mlp)
 
 
-LOOKED_UP = DraftPath(0, 0, is_given=True)
-"""Of drafts that no layer makes."""
+GIVEN = DraftPath(0, 0, is_given=True)
+"""Of drafts that were looked up, or that a draft head made before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,7 @@ class Route:
         path: how it drafts; None for a request that does not speculate.
         draft_threshold: a draft ends with a token that is below it; None never ends one.
         adaptive: the threshold follows the acceptance rate.
+        ahead: drafts that a draft head makes at the end of a round, for the next one.
         ngrams: sizes of the longest and the shortest n-gram by which drafts are looked up.
         auto: what it does is chosen for each round: this is what it does at full depth.
     """
@@ -81,6 +83,7 @@ class Route:
     path: DraftPath | None = None
     draft_threshold: float | None = None
     adaptive: bool = False
+    ahead: int = 0
     ngrams: tuple[int, int] | None = None
     auto: Auto | None = None
 
@@ -124,7 +127,15 @@ def make_route(policy: Exit, num_layers: int, sampled: bool) -> Route:
             draft_threshold=policy.draft_threshold,
         )
     if isinstance(policy, PromptLookup):
-        return Route(policy, num_layers, path=LOOKED_UP, ngrams=policy.ngrams)
+        return Route(policy, num_layers, path=GIVEN, ngrams=policy.ngrams)
+    if isinstance(policy, HeadDrafts):
+        return Route(
+            policy,
+            num_layers,
+            path=GIVEN,
+            draft_threshold=policy.threshold,
+            ahead=policy.num_drafts,
+        )
     if isinstance(policy, Auto):
         return Route(policy, num_layers, ngrams=policy.ngrams, auto=policy)
     if isinstance(policy, DraftAndVerify):

@@ -43,7 +43,11 @@ class Row:
     pending: int = 0
     """Tokens that it gets from that run at most."""
     drafts: Ordered[int] = ()
-    """That it is given, where its policy looks them up."""
+    """That it is given, where its policy looks them up, or a draft head made them before."""
+    ahead: int = 0
+    """Drafts that a draft head is to make for the next round at most."""
+    ahead_threshold: float = 0.0
+    """Behind a draft whose probability is below it there is none."""
 
     @property
     def sequence(self) -> Sequence:

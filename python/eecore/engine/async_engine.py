@@ -16,8 +16,12 @@ from eecore.engine.shared import Client, SharedEngine
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
 from eecore.output import Output, RequestFailedError, StepOutput
+from eecore.scheduling.sequence import Sequence
 
-__all__ = ["AsyncEngine", "AsyncStream"]
+__all__ = ["AsyncEngine", "AsyncStream", "Prepared"]
+
+Prepared = Sequence
+"""A request that was checked and can be served, once."""
 
 
 class AsyncEngine:
@@ -49,17 +53,32 @@ class AsyncEngine:
         """Those that have begun and not ended."""
         return len(self._streams)
 
-    def stream(
+    def prepare(
         self,
         prompt: str | list[int],
         *,
-        exit: Exit | None = None,
+        exit: Exit | str | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Prepared:
+        """A request for :meth:`stream`, once: checked and tokenized in the thread that calls.
+
+        Raises:
+            RequestError: for a request that cannot be served.
+        """
+        return self.engine.prepare(prompt, exit=exit, sampling=sampling)
+
+    def stream(
+        self,
+        prompt: str | list[int] | Prepared,
+        *,
+        exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncStream:
         """What each step adds to the request; the last item carries the whole output.
 
-        The request begins when the stream is first read.
+        The request begins when the stream is first read. One from :meth:`prepare` has its own
+        policy and sampling.
 
         Raises:
             RequestError: when it is first read, for a request that cannot be served or an id that
@@ -71,9 +90,9 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | Prepared,
         *,
-        exit: Exit | None = None,
+        exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> Output:
@@ -136,8 +155,8 @@ class AsyncStream(AsyncIterator[StepOutput]):
     def __init__(
         self,
         engine: AsyncEngine,
-        prompt: str | list[int],
-        exit: Exit | None,
+        prompt: str | list[int] | Prepared,
+        exit: Exit | str | None,
         sampling: SamplingParams | None,
         request_id: str | None,
         *,
@@ -202,7 +221,9 @@ class AsyncStream(AsyncIterator[StepOutput]):
     def _begin(self) -> None:
         prompt, exit, sampling, request_id = self._request
         shared, bell = self._engine._shared, self._doorbell
-        request = shared.engine.prepare(prompt, exit=exit, sampling=sampling)
+        request = prompt
+        if not isinstance(request, Sequence):
+            request = shared.engine.prepare(request, exit=exit, sampling=sampling)
         bell.bells = self._engine._bells_of(asyncio.get_running_loop())
         client = Client([request], whole=self._whole, rings=bell.ring, is_gone=bell.is_gone)
         self._client = client

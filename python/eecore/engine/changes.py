@@ -138,7 +138,7 @@ class Changes:
                     break
         reason = "cancelled" if error is None else "error"
         self._end(change, reason, now, None if error is None else described(error))
-        change.step = StepOutput(sequence.request_id, [], [], [], change.output, piece)
+        change.step = StepOutput(sequence.request_id, [], [], [], change.output, piece=piece)
         return change
 
     def _approximate(self, outcome: Outcome) -> set[int]:
@@ -198,6 +198,7 @@ class Changes:
             [record.exit_layer for record in records],
             [record.confidence for record in records],
             change.output,
+            *_logprobs(sequence, records),
             piece,
         )
 
@@ -226,7 +227,7 @@ class Changes:
         """The whole output, of a request that ends."""
         sequence = change.sequence
         records = [*sequence.records[: change.num_before], *change.records]
-        asked = sequence.sampling.logprobs
+        logprobs, top_logprobs = _logprobs(sequence, records)
         change.output = Output(
             request_id=sequence.request_id,
             prompt_token_ids=sequence.given_ids,
@@ -235,8 +236,8 @@ class Changes:
             finish_reason=reason,
             exit_layers=[record.exit_layer for record in records],
             confidences=[record.confidence for record in records],
-            logprobs=None if asked is None else [r.logprob or 0.0 for r in records],
-            top_logprobs=None if not asked else [r.top_logprobs or {} for r in records],
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
             stats=self._stats(change, records, now),
             error=error,
         )
@@ -255,3 +256,14 @@ class Changes:
             mean_exit_layer=sum(record.exit_layer for record in records) / count if count else 0.0,
             **asdict(change.counters),
         )
+
+
+def _logprobs(
+    sequence: Sequence, records: Iterable[TokenRecord]
+) -> tuple[list[float] | None, list[dict[int, float]] | None]:
+    """Log-probabilities of tokens, and of others beside them, as far as they were asked for."""
+    asked = sequence.sampling.logprobs
+    if asked is None:
+        return None, None
+    logprobs = [record.logprob or 0.0 for record in records]
+    return logprobs, [record.top_logprobs or {} for record in records] if asked else None

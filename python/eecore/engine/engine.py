@@ -113,6 +113,12 @@ class Engine:
         return self._count(SequenceStatus.HELD)
 
     @property
+    def num_used_pages(self) -> int:
+        """Of the cache. From any thread, and never quite now."""
+        pages = self.scheduler.pages
+        return pages.num_pages - pages.num_free
+
+    @property
     def pages(self) -> PageAllocator:
         """Of the cache, as the requests hold them."""
         self._settle()
@@ -138,7 +144,7 @@ class Engine:
         self,
         prompt: str | list[int],
         *,
-        exit: Exit | None = None,
+        exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> str:
@@ -154,7 +160,7 @@ class Engine:
         self,
         prompt: str | list[int],
         *,
-        exit: Exit | None = None,
+        exit: Exit | str | None = None,
         sampling: SamplingParams | None = None,
     ) -> Sequence:
         """A request for :meth:`enqueue`. Nothing of the engine changes, so that any thread may

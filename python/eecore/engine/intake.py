@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.engine.text import TextStream
-from eecore.errors import RequestError
+from eecore.errors import ExitError, RequestError
+from eecore.exit_text import parse_exit
 from eecore.exits import Exit, Full
 from eecore.models import Network, Tokenizer
 from eecore.scheduling.sequence import Sequence
@@ -26,7 +27,7 @@ class Intake:
     def sequence(
         self,
         prompt: str | list[int],
-        exit: Exit | None,
+        exit: Exit | str | None,
         sampling: SamplingParams | None,
     ) -> Sequence:
         """The request, which has no id and no place in the queue yet.
@@ -39,11 +40,18 @@ class Intake:
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
-        policy = Full() if exit is None else exit
+        policy: object = Full() if exit is None else exit
+        if isinstance(policy, str):
+            policy = parse_exit(policy)
         if not isinstance(policy, Exit) or type(policy) is Exit:
             raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
         prompt_ids = self._tokens(prompt)
         policy.check(config.num_layers, config.hidden_size)
+        if policy.needs_head and self._network.draft_head is None:
+            raise ExitError(
+                f"{type(policy).__name__}: expected a model with a draft head, got one without: "
+                "load(..., exits=PACK), which eecore train-exits makes"
+            )
         policy.check_request(self._network.source, sampling.temperature)
         input_ids = None
         if isinstance(config, T5Config):

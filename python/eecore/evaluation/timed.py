@@ -15,6 +15,7 @@ from eecore.exits import (
     Exit,
     FixedExit,
     Full,
+    HeadDrafts,
     PromptLookup,
     SelfSpeculative,
 )
@@ -138,6 +139,8 @@ def _name_of(policy: Exit) -> str:
     if isinstance(policy, SelfSpeculative):
         reuse = "" if policy.reuse else ", reuse=False"
         return f"SelfSpeculative({policy.exit_layer}, {policy.num_drafts}{reuse})"
+    if isinstance(policy, HeadDrafts):
+        return f"HeadDrafts({policy.num_drafts}, {policy.threshold:g})"
     if isinstance(policy, PromptLookup):
         return f"PromptLookup({policy.num_drafts})"
     if isinstance(policy, DraftAndVerify):

@@ -1,6 +1,8 @@
 """Models: a Hugging Face directory in, a forward pass of single layers out."""
 
 from eecore.models.attention import AttentionBatch, CrossBatch
+from eecore.models.draft_head import DraftHead
+from eecore.models.find_head import find_head
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.load import load_model
@@ -11,6 +13,7 @@ from eecore.models.tokenizer import IncrementalDecoder, Tokenizer
 __all__ = [
     "AttentionBatch",
     "CrossBatch",
+    "DraftHead",
     "IncrementalDecoder",
     "KVCache",
     "LlamaModel",
@@ -18,5 +21,6 @@ __all__ = [
     "Network",
     "T5Model",
     "Tokenizer",
+    "find_head",
     "load_model",
 ]

@@ -10,6 +10,7 @@ never are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from eecore.models.rope import RopeTable
 from eecore.models.source import ModelSource
 from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
+
+if TYPE_CHECKING:
+    from eecore.models.draft_head import DraftHead
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,8 @@ class LlamaModel:
         self.weights = weights
         self.device = weights.final_norm.device
         self.dtype = weights.final_norm.dtype
+        self.draft_head: DraftHead | None = None
+        """What drafts behind the last layer, where there is one."""
         self.calls_single_ops = self.device.type != "cpu"
         """Whether layers run op by op, not a stretch of them in one call."""
         self.linear = Linear(self.device, config.rms_norm_eps)

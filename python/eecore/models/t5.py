@@ -8,6 +8,8 @@ self attention alone, and no score is scaled.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +23,9 @@ from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
 from eecore.models.t5_weights import T5Weights
 from eecore.ops import Matrix
+
+if TYPE_CHECKING:
+    from eecore.models.draft_head import DraftHead
 
 __all__ = ["T5Model"]
 
@@ -40,6 +45,8 @@ class T5Model:
         self.weights = weights
         self.device = weights.cross.norm.device
         self.dtype = weights.cross.norm.dtype
+        self.draft_head: DraftHead | None = None
+        """None is trained for a T5."""
         self.calls_single_ops = self.device.type != "cpu"
         """Whether layers run op by op, not a stretch of them in one call."""
         self.linear = Linear(self.device, config.rms_norm_eps)

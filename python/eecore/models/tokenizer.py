@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """How many ids there are, added tokens included; a model may have a few rows more."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, as it is written in the vocabulary."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

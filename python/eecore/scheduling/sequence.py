@@ -104,6 +104,8 @@ class Sequence:
     """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
     ngrams: Any = None
     """Where n-grams occurred in its tokens, for a request whose drafts are looked up."""
+    ahead: Any = None
+    """What a draft head drafted behind its last token, where one did."""
     drafting: Any = None
     """How its drafts fared, for a request for which rounds are chosen."""
     text: Any = None

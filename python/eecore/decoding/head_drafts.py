@@ -1,0 +1,189 @@
+"""The end of a round with a draft head: what it drafts for the next round, in the same program.
+
+The head starts from the states of the row that gave the round's last token, which are at hand then,
+so that nothing of it is kept on the device. The host gets the drafts, and gives to the next round
+those that are worth verifying, as it does with drafts that were looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.decoding.control import Control
+from eecore.decoding.memory import Field
+from eecore.decoding.proposal import MOST_AHEAD
+from eecore.decoding.step import Row, Step
+from eecore.models import LlamaModel
+
+__all__ = [
+    "Ahead",
+    "HeadDrafting",
+    "drafted_ahead",
+    "head_drafting_fields",
+    "head_results",
+]
+
+
+class Ahead(NamedTuple):
+    """What a head drafted behind a text of so many tokens, the last of which is ``after``."""
+
+    num_tokens: int
+    after: int
+    tokens: list[int]
+    probabilities: list[float]
+    """That the head gives to them, among the tokens that it knows."""
+
+
+def head_drafting_fields(num_rows: int) -> dict[str, Field]:
+    """What the host says of a round's drafting."""
+    return {
+        "ahead": (torch.int64, (num_rows,)),
+        "ahead_thresholds": (torch.float32, (num_rows,)),
+        "num_ahead": (torch.int32, (1,)),
+    }
+
+
+def head_results(num_rows: int) -> dict[str, Field]:
+    """What comes of it."""
+    return {
+        "ahead_tokens": (torch.int64, (num_rows, MOST_AHEAD + 1)),
+        "num_ahead_drafted": (torch.int64, (num_rows,)),
+        "ahead_probabilities": (torch.float32, (num_rows, MOST_AHEAD)),
+    }
+
+
+class HeadDrafting:
+    """Its calls, over memory of a program's own.
+
+    Args:
+        step: the program.
+        model: its model, with a draft head.
+        num_rows: of the program.
+        given: the program's fields, those of :func:`head_drafting_fields` among them.
+        results: those of :func:`head_results`.
+        ended: where the program's rounds end.
+        page_size: of its cache.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        model: LlamaModel,
+        num_rows: int,
+        given: dict[str, Tensor],
+        results: dict[str, Tensor],
+        ended: ops.EndedRound,
+        page_size: int,
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return step.zeros(*shape, dtype=dtype)
+
+        assert model.draft_head is not None
+        self._model, self._head = model, model.draft_head
+        self._ended, self._page_size = ended, page_size
+        self.last_row = zeros(num_rows)
+        """int64 [num_rows]: the row of the verification whose states it starts from."""
+        self._begun = [
+            step.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
+            for _ in self._head.settings.taps
+        ]
+        self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
+        self._round = ops.DraftRound(
+            token_ids=given["token_ids"],
+            start=given["start"],
+            tokens_left=given["tokens_left"],
+            max_drafts=given["ahead"],
+            page_table=given["page_table"],
+            thresholds=given["ahead_thresholds"],
+            stop_tokens=given["stop_tokens"],
+            first_position=zeros(num_rows),
+            left=zeros(num_rows),
+            round_slots=zeros(num_rows, MOST_AHEAD + 1),
+            tokens=results["ahead_tokens"],
+            confidences=results["ahead_probabilities"],
+            num_drafted=results["num_ahead_drafted"],
+            most=zeros(num_rows),
+            done=zeros(num_rows, dtype=torch.bool),
+            all_done=zeros(1, dtype=torch.bool),
+            states=None,
+        )
+        self._active = ops.ActiveRows(
+            row=zeros(num_rows, dtype=torch.int32),
+            positions=zeros(num_rows),
+            slot_mapping=zeros(num_rows),
+            seq_lens=zeros(num_rows, dtype=torch.int32),
+            page_table=zeros(num_rows, 1, dtype=torch.int32),
+            num_active=given["num_ahead"],
+            token_ids=zeros(num_rows),
+        )
+        self._drafted = ops.HeadRows(
+            zeros(num_rows),
+            zeros(num_rows, dtype=torch.float32),
+            zeros(num_rows, dtype=torch.float32),
+        )
+
+    def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
+        """Draft behind the ended rounds.
+
+        Args:
+            states: after the layers of the head's taps, of all rows that were verified.
+            control: of the program.
+            num_rows: int32 [1].
+        """
+        with control.rows(num_rows):
+            begun = [
+                ops.embed_tokens(self.last_row, state, out=out)
+                for state, out in zip(states, self._begun, strict=True)
+            ]
+            state = self._head.begin(begun)
+            ops.begin_round(
+                self._round,
+                self._active,
+                self._page_size,
+                ended=self._ended,
+                sources=self._sources,
+            )
+            if control.compacts:
+                ops.compact_rows(self._round.done, self._active, state)
+        control.unless(self._round.all_done, lambda: self._draft(0, state, control))
+
+    def _draft(self, step: int, state: Tensor, control: Control) -> None:
+        """One more token of every row that drafts, and what is behind it."""
+        active, made = self._active, self._round
+        with control.rows(active.num_active):
+            assert active.token_ids is not None
+            state = self._head.step(state, self._model.embed(active.token_ids))
+            ops.place_head(
+                self._head.confidence(state),
+                self._drafted,
+                as_probability=True,
+                vocabulary=self._head.vocabulary,
+            )
+            ops.append_drafts(
+                None, self._drafted.token, self._drafted.confidence, step, made, active
+            )
+            if control.compacts:
+                ops.compact_rows(made.done, active, state)
+        if step + 1 < MOST_AHEAD:
+            control.unless(made.all_done, lambda: self._draft(step + 1, state, control))
+
+
+def drafted_ahead(row: Row, i: int, emitted: list[int], got: dict[str, list[Any]]) -> Ahead | None:
+    """What the head drafted for the i-th row, behind the tokens that it got."""
+    count = got["num_ahead_drafted"][i]
+    if not row.ahead or not count or not emitted:
+        return None
+    tokens = got["ahead_tokens"][i]
+    if tokens[0] != emitted[-1]:  # the text ends before it
+        return None
+    return Ahead(
+        row.sequence.num_tokens + len(emitted),
+        emitted[-1],
+        tokens[1 : count + 1],
+        got["ahead_probabilities"][i][:count],
+    )

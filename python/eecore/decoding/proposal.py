@@ -1,0 +1,34 @@
+"""Drafts that a round may be given, and what speaks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from typing import NamedTuple
+
+__all__ = ["MOST_AHEAD", "NOTHING", "Proposal"]
+
+MOST_AHEAD = 8
+"""Drafts that a draft head makes at the end of a round: by then one of them is wrong."""
+
+
+class Proposal(NamedTuple):
+    """Drafts for a request, that were looked up or that a draft head made."""
+
+    tokens: list[int]
+    match: int = 0
+    """Tokens that end the text and came before them where they were looked up; the longest that is
+    looked for at most."""
+    probabilities: Ordered[float] = ()
+    """Of each draft, as a draft head gave them; none where they were looked up."""
+
+    @property
+    def is_headed(self) -> bool:
+        """Whether a draft head made them."""
+        return bool(self.probabilities)
+
+    def first(self, count: int) -> Proposal:
+        """The first drafts of it."""
+        return Proposal(self.tokens[:count], self.match, self.probabilities[:count])
+
+
+NOTHING = Proposal([])

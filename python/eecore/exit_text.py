@@ -1,0 +1,78 @@
+"""Exit policies in words: ``full``, ``confident:0.9``, ``speculative:3,6``, ``auto``, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from eecore.errors import ExitError
+from eecore.exits import (
+    Auto,
+    ConfidentExit,
+    Exit,
+    FixedExit,
+    Full,
+    HeadDrafts,
+    PromptLookup,
+    SelfSpeculative,
+)
+from eecore.values import shown
+
+__all__ = ["POLICIES", "ExitTextError", "parse_exit"]
+
+
+class ExitTextError(ExitError):
+    """A text that says no exit policy."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What stands behind the name of one policy."""
+
+    policy: type[Exit]
+    form: str
+    """As an error says it."""
+    numbers: tuple[Callable[[str], Any], ...] = ()
+    least: int = 0
+
+    def values(self, rest: str) -> list[Any]:
+        """What stands behind the colon; a ValueError where it does not fit."""
+        given = rest.split(",") if rest else []
+        if not self.least <= len(given) <= len(self.numbers):
+            raise ValueError(rest)
+        return [number(text) for number, text in zip(self.numbers, given, strict=False)]
+
+
+POLICIES = {
+    "full": _Form(Full, "full"),
+    "fixed": _Form(FixedExit, "fixed:E, such as fixed:12", (int,), 1),
+    "confident": _Form(
+        ConfidentExit, "confident or confident:THRESHOLD, such as confident:0.8", (float,)
+    ),
+    "speculative": _Form(
+        SelfSpeculative, "speculative:E,D, such as speculative:8,6", (int, int), 2
+    ),
+    "lookup": _Form(PromptLookup, "lookup or lookup:D, such as lookup:8", (int,)),
+    "head": _Form(HeadDrafts, "head or head:D, such as head:4", (int,)),
+    "auto": _Form(Auto, "auto or auto:D, such as auto:10", (int,)),
+}
+"""By name; DraftAndVerify has none here, whose sets of sublayers no short text says."""
+
+
+def parse_exit(text: str) -> Exit:
+    """The policy that a text says.
+
+    Raises:
+        ExitTextError: it says none.
+        ExitError: it says one that contradicts itself.
+    """
+    name, _, rest = text.partition(":")
+    form = POLICIES.get(name)
+    if form is None:
+        raise ExitTextError(f"exit: expected {', '.join(POLICIES)}, got {shown(text)}")
+    try:
+        values = form.values(rest)
+    except ValueError:
+        raise ExitTextError(f"exit: expected {form.form}, got {shown(text)}") from None
+    return form.policy(*values)

@@ -1,0 +1,165 @@
+"""A draft head: what drafts tokens behind the last layer of a model that it was trained for.
+
+It starts from the state after the last layer, and after some layers before, at the last position
+that the model has computed, and from the token that the model gave there. Each of its steps is an
+MLP and a head over the tokens that the model uses most; there are no keys or values of its own, so
+that nothing is kept between rounds. (After Medusa, Cai et al. 2024; Hydra, Ankner et al. 2024;
+EAGLE-3, Li et al. 2025; recurrent drafter, Zhang et al. 2024.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.errors import ModelError
+from eecore.models.head_file import CONFIG_NAME, HeadFile, HeadSettings
+from eecore.models.network_digest import network_digest
+from eecore.ops import Matrix
+from eecore.readable import path_of, shown_path
+
+if TYPE_CHECKING:
+    from eecore.models.llama import LlamaModel
+
+__all__ = ["DraftHead", "matrix_rows"]
+
+
+class _Block(NamedTuple):
+    norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+
+
+class DraftHead:
+    """A head beside the model that it drafts for.
+
+    Its matrices are floats of the model's dtype, or blocks of 8 bits where the model's LM head is
+    quantised.
+
+    Args:
+        file: of the pack.
+        network: the model; not changed.
+
+    Attributes:
+        path: the pack's directory.
+        settings: of its ``head.json``.
+    """
+
+    def __init__(self, file: HeadFile, network: LlamaModel) -> None:
+        self.path, self.settings = file.path, file.settings
+        self._linear = network.linear
+        self._eps = network.config.rms_norm_eps
+        form = _Form(network)
+        tensors, norm, matrix = file.tensors, form.floats, form.matrix
+        self._taps = [
+            (norm(tensors["taps.norm"][i]), matrix(tensors["taps.weight"][i]))
+            for i in range(len(self.settings.taps))
+        ]
+        self._state = norm(tensors["state.norm"]), matrix(tensors["state.weight"])
+        self._token = norm(tensors["token.norm"]), matrix(tensors["token.weight"])
+        self._blocks = [
+            _Block(
+                norm(tensors["mlp.norm"][i]),
+                matrix(torch.cat((tensors["mlp.gate"][i], tensors["mlp.up"][i]))),
+                matrix(tensors["mlp.down"][i]),
+            )
+            for i in range(self.settings.num_blocks)
+        ]
+        self._norm = norm(tensors["norm"])
+        self.vocabulary = file.vocabulary.to(network.device)
+        """int64 [vocabulary_size]: the token of each row of its head."""
+        self._head = matrix(matrix_rows(network.weights.lm_head, self.vocabulary))
+
+    @classmethod
+    def load(cls, path: str | Path, network: LlamaModel) -> DraftHead:
+        """From a pack's directory.
+
+        Raises:
+            ModelError: it is no pack, not whole, or of another model.
+        """
+        directory = path_of(path, ModelError)
+        settings = HeadSettings.read(directory)
+        config, place = network.config, shown_path(directory / CONFIG_NAME)
+        for name in ("num_layers", "hidden_size", "vocab_size"):
+            if getattr(settings, name) != getattr(config, name):
+                raise ModelError(
+                    f"{place}: model.{name}: expected {getattr(config, name)}, as the model has it,"
+                    f" got {getattr(settings, name)}"
+                )
+        digest = network_digest(network)
+        if settings.digest != digest:
+            raise ModelError(
+                f"{place}: model.digest: expected {digest}, the model's, got {settings.digest}: it "
+                "was trained for another model"
+            )
+        return cls(HeadFile(directory, settings), network)
+
+    def begin(self, states: Sequence[Tensor]) -> Tensor:
+        """What it starts from: [num_rows, hidden_size].
+
+        Args:
+            states: after each of the taps' layers, [num_rows, hidden_size].
+        """
+        begun: Tensor | None = None
+        for state, (norm, weight) in zip(states, self._taps, strict=True):
+            begun = self._linear(state, weight, norm=norm, residual=begun, few=True)
+        assert begun is not None
+        return begun
+
+    def step(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """The state behind one more token.
+
+        Args:
+            state: [num_rows, hidden_size], of :meth:`begin` or of the step before.
+            embedded: [num_rows, hidden_size], the token's embedding.
+        """
+        norm, weight = self._state
+        hidden = self._linear(state, weight, norm=norm, few=True)
+        norm, weight = self._token
+        hidden = self._linear(embedded, weight, norm=norm, residual=hidden, few=True)
+        for block in self._blocks:
+            gated = ops.skinny_gated_linear(
+                hidden,
+                block.gate_up.weight,
+                weight_table=block.gate_up.table,
+                norm_weight=block.norm,
+                eps=self._eps,
+            )
+            hidden = self._linear(gated, block.down, residual=hidden, few=True)
+        return hidden
+
+    def confidence(self, state: Tensor) -> ops.SoftmaxConfidence:
+        """Of the tokens of :attr:`vocabulary`, by their places in it."""
+        return ops.exit_confidence_softmax(
+            state, self._norm, self._head.weight, self._eps, lm_head_table=self._head.table
+        )
+
+
+class _Form:
+    """How one model's head stores its numbers."""
+
+    def __init__(self, network: LlamaModel) -> None:
+        self._device, self._dtype = network.device, network.dtype
+        self._is_packed = network.weights.lm_head.is_quantised
+
+    def floats(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype).contiguous()
+
+    def matrix(self, tensor: Tensor) -> Matrix:
+        if self._is_packed and tensor.shape[-1] % 32 == 0:
+            blocks = ops.quantise_weight(tensor.float().contiguous(), "Q8_0")
+            return ops.pack_weight(blocks, "Q8_0")
+        return Matrix(self.floats(tensor))
+
+
+def matrix_rows(matrix: Matrix, index: Tensor) -> Tensor:
+    """[n, in_features]: rows of a matrix of one layer, by int64 [n], in floats."""
+    if matrix.table is not None:
+        return ops.unpack_weight(matrix.weight, matrix.table[index])
+    rows = matrix.weight[index]
+    return rows if matrix.scale is None else rows.float() * matrix.scale[index, None]

@@ -1,0 +1,129 @@
+"""A draft head as files: ``head.json`` and ``head.safetensors``, read and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eecore.errors import ModelError
+from eecore.json_fields import JsonFields
+from eecore.tensor_files import TensorFile
+
+__all__ = ["CONFIG_NAME", "KIND", "VERSION", "WEIGHTS_NAME", "HeadFile", "HeadSettings"]
+
+CONFIG_NAME, WEIGHTS_NAME = "head.json", "head.safetensors"
+VERSION = 1
+KIND = "state and token"
+MOST_BLOCKS, MOST_WIDTH = 16, 1 << 20
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What a head's ``head.json`` says."""
+
+    digest: str
+    """Of the model, see :func:`eecore.models.network_digest.network_digest`."""
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    weights: str
+    """What the model's weights were stored in when it was trained."""
+    taps: tuple[int, ...]
+    """Layers behind whose states it starts, ascending; the last one is the model's last."""
+    intermediate_size: int
+    num_blocks: int
+    vocabulary_size: int
+    agreement: tuple[float, ...]
+    """Of the first draft with the model's own token on held-out text, of the second, ..."""
+
+    @classmethod
+    def read(cls, path: Path) -> HeadSettings:
+        """From a pack's directory.
+
+        Raises:
+            ModelError: there is none, or it is something else.
+        """
+        fields = JsonFields.read(path / CONFIG_NAME, ModelError)
+        fields.integer("version", VERSION, VERSION)
+        fields.text("kind", one_of=(KIND,))
+        model, agreement = _inner(fields, "model"), _inner(fields, "agreement")
+        num_layers = model.integer("num_layers", 1)
+        taps = fields.integers("taps", 1, num_layers)
+        if not taps or taps[-1] != num_layers or list(taps) != sorted(set(taps)):
+            raise fields.wrong("taps", f"ascending layers, the last one {num_layers}", list(taps))
+        return cls(
+            digest=model.text("digest"),
+            num_layers=num_layers,
+            hidden_size=model.integer("hidden_size", 1),
+            vocab_size=model.integer("vocab_size", 2),
+            weights=fields.text("weights", "?"),
+            taps=taps,
+            intermediate_size=fields.integer("intermediate_size", 1, MOST_WIDTH),
+            num_blocks=fields.integer("num_blocks", 1, MOST_BLOCKS),
+            vocabulary_size=fields.integer("vocabulary_size", 2, model.integer("vocab_size", 2)),
+            agreement=agreement.numbers("by_position", 0.0, 1.0),
+        )
+
+
+def _inner(fields: JsonFields, name: str) -> JsonFields:
+    inner = fields.inner(name)
+    if inner is None:
+        raise fields.wrong(name, "an object", None)
+    return inner
+
+
+class HeadFile:
+    """The tensors of a pack, each checked against what ``head.json`` says of its shape.
+
+    Args:
+        path: the pack's directory.
+        settings: of its ``head.json``.
+
+    Raises:
+        ModelError: tensors are missing, of other shapes, truncated, or not finite.
+    """
+
+    def __init__(self, path: Path, settings: HeadSettings) -> None:
+        self.path, self.settings = path, settings
+        hidden, inner = settings.hidden_size, settings.intermediate_size
+        taps, blocks = len(settings.taps), settings.num_blocks
+        shapes = {
+            "taps.norm": (taps, hidden),
+            "taps.weight": (taps, hidden, hidden),
+            "state.norm": (hidden,),
+            "state.weight": (hidden, hidden),
+            "token.norm": (hidden,),
+            "token.weight": (hidden, hidden),
+            "mlp.norm": (blocks, hidden),
+            "mlp.gate": (blocks, inner, hidden),
+            "mlp.up": (blocks, inner, hidden),
+            "mlp.down": (blocks, hidden, inner),
+            "norm": (hidden,),
+        }
+        with TensorFile(path / WEIGHTS_NAME, ModelError) as file:
+            for name, shape in shapes.items():
+                if file.stored_dtype(name) not in ("F32", "BF16", "F16"):
+                    raise file.wrong(name, "a tensor of floats", file.stored_dtype(name))
+                _check_shape(file, name, shape)
+            if file.stored_dtype("vocabulary") not in ("I32", "I64"):
+                raise file.wrong("vocabulary", "whole numbers", file.stored_dtype("vocabulary"))
+            _check_shape(file, "vocabulary", (settings.vocabulary_size,))
+            self.tensors = {name: file.tensor(name).float() for name in shapes}
+            self.vocabulary = file.tensor("vocabulary").long()
+            for name, tensor in self.tensors.items():
+                if not tensor.isfinite().all():
+                    raise file.wrong(name, "finite numbers", "others among them")
+            lowest, highest = int(self.vocabulary.min()), int(self.vocabulary.max())
+            if lowest < 0 or highest >= settings.vocab_size:
+                raise file.wrong(
+                    "vocabulary",
+                    f"ids of 0..{settings.vocab_size - 1}",
+                    str(lowest if lowest < 0 else highest),
+                )
+            if (self.vocabulary[1:] <= self.vocabulary[:-1]).any():
+                raise file.wrong("vocabulary", "ids in ascending order", "others")
+
+
+def _check_shape(file: TensorFile, name: str, shape: tuple[int, ...]) -> None:
+    if file.shape(name) != shape:
+        raise file.wrong(name, str(list(shape)), str(list(file.shape(name))))

@@ -1,0 +1,136 @@
+"""Packs of draft heads for small models: of noise, and one that is right where layers do little."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+import eecore
+from eecore.models.network_digest import network_digest
+
+EPS = 1e-5
+
+
+def write_pack(
+    path: Path,
+    model: eecore.Model,
+    *,
+    taps: tuple[int, ...] = (),
+    inner: int = 24,
+    blocks: int = 1,
+    vocabulary_size: int = 0,
+    follows_tokens: bool = False,
+    seed: int = 0,
+    **fields: Any,
+) -> Path:
+    """A pack of random weights.
+
+    Args:
+        path: of its directory.
+        model: that it is for.
+        taps: layers whose states it sees besides the last.
+        inner: width of its MLPs.
+        blocks: of them.
+        vocabulary_size: tokens that it knows, random ones; all of them when 0.
+        follows_tokens: it gives what the model does whose layers add nothing.
+        seed: of the weights.
+        fields: in place of those of its JSON.
+    """
+    network = model.network
+    config = network.config
+    generator = torch.Generator().manual_seed(seed)
+    hidden, count = config.hidden_size, len(taps) + 1
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    def ones(*shape: int) -> Tensor:
+        return 1.0 + 0.1 * torch.randn(shape, generator=generator)
+
+    tensors = {
+        "taps.norm": ones(count, hidden),
+        "taps.weight": normal(count, hidden, hidden),
+        "state.norm": ones(hidden),
+        "state.weight": normal(hidden, hidden),
+        "token.norm": ones(hidden),
+        "token.weight": normal(hidden, hidden),
+        "mlp.norm": ones(blocks, hidden),
+        "mlp.gate": normal(blocks, inner, hidden),
+        "mlp.up": normal(blocks, inner, hidden),
+        "mlp.down": normal(blocks, hidden, inner),
+        "norm": ones(hidden),
+    }
+    if follows_tokens:
+        tensors["state.weight"].zero_()
+        tensors["mlp.down"].zero_()
+        tensors["token.norm"].fill_(1.0)
+        tensors["token.weight"].copy_(torch.eye(hidden))
+        tensors["norm"].copy_(network.weights.final_norm)
+    size = vocabulary_size or config.vocab_size
+    chosen = torch.randperm(config.vocab_size, generator=generator)[:size].sort().values
+    content = {
+        "version": 1,
+        "kind": "state and token",
+        "model": {
+            "digest": network_digest(network),
+            "num_layers": config.num_layers,
+            "hidden_size": hidden,
+            "vocab_size": config.vocab_size,
+        },
+        "weights": "float32",
+        "taps": [*taps, config.num_layers],
+        "intermediate_size": inner,
+        "num_blocks": blocks,
+        "vocabulary_size": size,
+        "training": {},
+        "agreement": {"by_position": [0.5, 0.4, 0.3]},
+        "policy": {"num_drafts": 4, "threshold": 0.4},
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({**tensors, "vocabulary": chosen.int()}, path / "head.safetensors")
+    (path / "head.json").write_text(json.dumps({**content, **fields}))
+    return path
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, EPS)
+
+
+def reference_drafts(
+    pack: Path, model: eecore.Model, states: list[Tensor], token: int, count: int
+) -> tuple[list[int], list[float]]:
+    """What a head drafts, and the probabilities.
+
+    Args:
+        pack: of the head.
+        model: in float32, its LM head not quantised.
+        states: [hidden_size] after each tap's layers, at the last position that was computed.
+        token: behind it.
+        count: of drafts.
+    """
+    p, weights = load_file(pack / "head.safetensors"), model.network.weights
+    vocabulary = p["vocabulary"].long()
+    head = weights.lm_head.weight[vocabulary]
+    taps = zip(states, p["taps.norm"], p["taps.weight"], strict=True)
+    state = sum(weight @ normed(tap, norm) for tap, norm, weight in taps)
+    drafts, probabilities = [], []
+    for _ in range(count):
+        embedded = weights.embed_tokens.weight[token]
+        state = p["state.weight"] @ normed(state, p["state.norm"])
+        state = state + p["token.weight"] @ normed(embedded, p["token.norm"])
+        blocks = zip(p["mlp.norm"], p["mlp.gate"], p["mlp.up"], p["mlp.down"], strict=True)
+        for norm, gate, up, down in blocks:
+            x = normed(state, norm)
+            state = state + down @ (functional.silu(gate @ x) * (up @ x))
+        probs = (head @ normed(state, p["norm"])).softmax(0)
+        best = int(probs.argmax())
+        token = int(vocabulary[best])
+        drafts.append(token)
+        probabilities.append(float(probs[best]))
+    return drafts, probabilities

@@ -1,0 +1,101 @@
+"""Exit policies as texts, wherever a policy can be given."""
+
+from __future__ import annotations
+
+import pytest
+
+import eecore
+from eecore import (
+    Auto,
+    ConfidentExit,
+    ExitError,
+    FixedExit,
+    Full,
+    HeadDrafts,
+    PromptLookup,
+    SelfSpeculative,
+)
+from eecore.exit_text import POLICIES, ExitTextError, parse_exit
+
+SAID = {
+    "full": Full(),
+    "fixed:2": FixedExit(2),
+    "confident": ConfidentExit(),
+    "confident:0.75": ConfidentExit(0.75),
+    "speculative:3,6": SelfSpeculative(3, 6),
+    "lookup": PromptLookup(),
+    "lookup:3": PromptLookup(3),
+    "head": HeadDrafts(),
+    "head:2": HeadDrafts(2),
+    "auto": Auto(),
+    "auto:4": Auto(4),
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_text_says_a_policy(text: str) -> None:
+    assert parse_exit(text) == SAID[text]
+
+
+def test_every_policy_but_one_has_a_text() -> None:
+    assert {text.partition(":")[0] for text in SAID} == set(POLICIES)
+    kinds = {type(policy) for policy in SAID.values()}
+    exported = {getattr(eecore, name) for name in eecore.__all__}
+    policies = {
+        each
+        for each in exported
+        if isinstance(each, type) and issubclass(each, eecore.exits.Exit)  # type: ignore[attr-defined]
+    }
+    assert policies - kinds == {eecore.DraftAndVerify}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("deep", "exit: expected full, fixed, .* got .deep."),
+        ("", "exit: expected full, fixed"),
+        ("Full", "exit: expected full, fixed"),
+        ("full:1", "expected full, got"),
+        ("fixed", "expected fixed:E, such as fixed:12"),
+        ("fixed:two", "expected fixed:E"),
+        ("fixed:2.5", "expected fixed:E"),
+        ("confident:high", "confident:THRESHOLD"),
+        ("speculative:4", "speculative:E,D"),
+        ("speculative:4,2,1", "speculative:E,D"),
+        ("speculative:4,", "speculative:E,D"),
+        ("lookup:1,2", "lookup:D"),
+        ("head:x", "head:D"),
+        ("auto:", None),
+    ],
+)
+def test_what_says_none(text: str, message: str | None) -> None:
+    if message is None:
+        assert parse_exit(text) == Auto()
+        return
+    with pytest.raises(ExitTextError, match=message):
+        parse_exit(text)
+
+
+@pytest.mark.parametrize("text", ["confident:1.5", "lookup:0", "auto:0", "speculative:1,0"])
+def test_a_policy_that_contradicts_itself(text: str) -> None:
+    with pytest.raises(ExitError) as caught:
+        parse_exit(text)
+    assert not isinstance(caught.value, ExitTextError)
+
+
+def test_generate_takes_texts(tiny: eecore.Model) -> None:
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    expected = eecore.generate(
+        tiny, prompts, exit=[Full(), FixedExit(2), SelfSpeculative(2, 3)], max_tokens=6
+    )
+    got = eecore.generate(
+        tiny, prompts, exit=["full", FixedExit(2), "speculative:2,3"], max_tokens=6
+    )
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert [o.stats.contract for o in got] == [o.stats.contract for o in expected]
+    everywhere = eecore.generate(tiny, prompts, exit="auto", max_tokens=6)
+    assert all(output.stats.contract.startswith("auto") for output in everywhere)
+    with pytest.raises(ExitError, match="exit: expected full"):
+        eecore.generate(tiny, prompts, exit="deepest", max_tokens=6)
+    with pytest.raises(eecore.RequestError, match="exit: expected Exit objects, got 3"):
+        eecore.generate(tiny, prompts, exit=3, max_tokens=6)  # type: ignore[arg-type]

@@ -1,0 +1,402 @@
+"""Draft heads: what they draft, the tokens of full depth, and packs that are not for a model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import eecore
+from devices import cpu_only, engine_of, load
+from eecore import (
+    Auto,
+    EngineConfig,
+    ExitError,
+    Full,
+    HeadDrafts,
+    ModelError,
+    PromptLookup,
+    SamplingParams,
+    SelfSpeculative,
+)
+from eecore.decoding.proposal import MOST_AHEAD
+from eecore.models import AttentionBatch, KVCache
+from head_packs import reference_drafts, write_pack
+from tiny_models import random_prompts, scale_layers, write_model
+from tiny_t5 import write_t5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers add little: the next token hangs on the last one, mostly."""
+    directory = write_model(tmp_path_factory.mktemp("following"), seed=5)
+    scale_layers(directory, dict.fromkeys(range(4), 0.04))
+    write_pack(directory / "exits", load(directory), follows_tokens=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def following(directory: Path) -> eecore.Model:
+    """With a head that is mostly right, found beside it."""
+    return load(directory, kv_cache_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def noisy(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+    """With a head of noise that knows few tokens."""
+    pack = tmp_path_factory.mktemp("noise")
+    write_pack(pack, load(directory, exits=False), taps=(1, 3), blocks=2, vocabulary_size=37)
+    return load(directory, kv_cache_tokens=2048, exits=pack)
+
+
+def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.Output]:
+    settings = {"max_tokens": 40, "ignore_eos": True, **settings}
+    return eecore.generate(model, PROMPTS, exit=exit, **settings)
+
+
+def tokens_of(outputs: list[eecore.Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def states_at_the_end(model: eecore.Model, tokens: list[int], ends: list[int]) -> list[Any]:
+    """[hidden_size] after so many layers, at the last of some tokens."""
+    network, count = model.network, len(tokens)
+    kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
+    whole = torch.arange(count)
+    batch = AttentionBatch(
+        positions=whole,
+        slot_mapping=whole,
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+    )
+    hidden, begin, states = network.embed(torch.tensor(tokens)), 0, []
+    for end in ends:
+        hidden = network.layers(begin, end, hidden, kv, batch)
+        states.append(hidden[-1].clone())
+        begin = end
+    return states
+
+
+@cpu_only
+@pytest.mark.parametrize("name", ["following", "noisy"])
+def test_drafts_are_those_of_the_formula(name: str, request: pytest.FixtureRequest) -> None:
+    """At the end of every round, of all that there are in a batch."""
+    model = request.getfixturevalue(name)
+    head = model.network.draft_head
+    pack = head.path
+    engine = engine_of(model)
+    for prompt in PROMPTS[:3]:
+        engine.add_request(
+            prompt,
+            exit=HeadDrafts(MOST_AHEAD, 0.0),
+            sampling=SamplingParams(max_tokens=24, ignore_eos=True),
+        )
+    checked = 0
+    while engine.has_unfinished:
+        engine.step()
+        for sequence in engine.requests.values():
+            ahead = sequence.ahead
+            if ahead is None:
+                continue
+            assert ahead.num_tokens == sequence.num_tokens
+            tokens = sequence.tokens(0, sequence.num_tokens)
+            states = states_at_the_end(model, tokens[:-1], list(head.settings.taps))
+            assert len(ahead.tokens) == min(MOST_AHEAD, sequence.tokens_left - 1)
+            drafts, probabilities = reference_drafts(
+                pack, model, states, tokens[-1], len(ahead.tokens)
+            )
+            assert ahead.tokens == drafts
+            assert ahead.probabilities == pytest.approx(probabilities, rel=1e-3)
+            checked += 1
+    assert checked > 8
+
+
+POLICIES = [
+    HeadDrafts(),
+    HeadDrafts(1, 0.0),
+    HeadDrafts(99, 0.0),
+    HeadDrafts(3, 0.9),
+    HeadDrafts(3, 1.0),
+    Auto(),
+    Auto(lookup=False),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["following", "noisy"])
+def test_greedy_output_is_that_of_full(
+    name: str, policy: Any, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    expected = outputs_of(model, Full())
+    for _ in range(2):
+        together = outputs_of(model, policy)
+        assert tokens_of(together) == tokens_of(expected)
+    for prompt, full in zip(PROMPTS, expected, strict=True):
+        (alone,) = eecore.generate(model, prompt, exit=policy, max_tokens=40, ignore_eos=True)
+        assert alone.token_ids == full.token_ids
+
+
+def test_drafts_that_stand_save_rounds(following: eecore.Model, noisy: eecore.Model) -> None:
+    outputs = outputs_of(following, HeadDrafts(4, 0.0))
+    for output in outputs:
+        stats = output.stats
+        assert stats.accepted > 0.6 * stats.drafted > 0
+        rounds = len(output.token_ids) - 1 - stats.accepted
+        assert rounds < 22
+        assert stats.layers_run == 4 * (rounds + stats.drafted)
+        assert output.exit_layers.count(0) == stats.accepted
+        assert stats.contract == "draft head (4 drafts): lossless"
+    wrong = outputs_of(noisy, HeadDrafts(4, 0.0))
+    assert sum(output.stats.accepted for output in wrong) < 0.1 * sum(
+        output.stats.drafted for output in wrong
+    )
+    assert sum(output.stats.drafted for output in outputs_of(noisy, HeadDrafts(4, 1.0))) == 0
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.3},
+        {"temperature": 2.0, "top_p": 0.8, "min_p": 0.01, "logprobs": 2},
+        {"repetition_penalty": 1.5, "logprobs": 0},
+    ],
+)
+@pytest.mark.parametrize("policy", [HeadDrafts(5, 0.0), Auto()])
+def test_whatever_is_drawn_is_drawn_without_drafts(
+    following: eecore.Model, filters: dict[str, Any], policy: Any
+) -> None:
+    sampling = [
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, **filters)
+        for seed in range(len(PROMPTS))
+    ]
+    expected, got = (
+        eecore.generate(following, PROMPTS, exit=exit, sampling=sampling)
+        for exit in (Full(), policy)
+    )
+    if isinstance(policy, HeadDrafts):
+        assert sum(output.stats.drafted for output in got) > 0
+    assert tokens_of(got) == tokens_of(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert one.logprobs == other.logprobs
+        assert one.top_logprobs == other.top_logprobs
+
+
+def test_a_drafted_end_ends_the_text(following: eecore.Model) -> None:
+    for prompt, output in zip(PROMPTS, outputs_of(following, Full()), strict=True):
+        tokens = output.token_ids
+        for stop in sorted(set(tokens)):
+            (got,) = eecore.generate(
+                following,
+                prompt,
+                exit=HeadDrafts(8, 0.0),
+                max_tokens=40,
+                ignore_eos=True,
+                stop_token_ids=[stop],
+            )
+            assert got.token_ids == tokens[: tokens.index(stop) + 1]
+            assert got.finish_reason == "stop"
+
+
+def test_all_policies_share_a_batch_and_pages_are_few(following: eecore.Model) -> None:
+    """Preempted requests go on where they were."""
+    policies = [HeadDrafts(8, 0.0), Full(), PromptLookup(3), SelfSpeculative(2, 3), Auto()]
+    prompts = PROMPTS[: len(policies)]
+    expected = tokens_of(eecore.generate(following, prompts, max_tokens=30, ignore_eos=True))
+    engine = engine_of(following, EngineConfig(kv_cache_tokens=100, page_size=4, max_num_seqs=4))
+    for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        engine.add_request(prompt, exit=policy, sampling=sampling, request_id=str(i))
+    outputs = {step.request_id: step.output for step in engine.run() if step.output is not None}
+    assert [outputs[str(i)].token_ids for i in range(len(policies))] == expected
+    assert sum(output.stats.preemptions for output in outputs.values()) > 0
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+@cpu_only
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_of_a_quantised_model(directory: Path, weights: str) -> None:
+    """The same pack, and a head of 8 bits."""
+    model = load(directory, kv_cache_tokens=2048, weights=weights)
+    assert model.network.draft_head is not None
+    expected = outputs_of(model, Full())
+    got = outputs_of(model, HeadDrafts(4, 0.0))
+    assert tokens_of(got) == tokens_of(expected)
+    assert sum(o.stats.accepted for o in got) > 0.5 * sum(o.stats.drafted for o in got)
+
+
+def test_in_bfloat16(directory: Path) -> None:
+    model = load(directory, kv_cache_tokens=2048, dtype="bfloat16")
+    expected = outputs_of(model, Full())
+    got = outputs_of(model, HeadDrafts(4, 0.0))
+    assert tokens_of(got) == tokens_of(expected)
+    assert sum(output.stats.accepted for output in got) > 0
+
+
+# Where heads are found
+
+
+def test_a_pack_is_named_found_or_left(directory: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(directory, tmp_path / "model")
+    assert load(copy).network.draft_head is not None
+    assert load(copy, exits=False).network.draft_head is None
+    shutil.move(copy / "exits", tmp_path / "pack")
+    model = load(copy)
+    assert model.network.draft_head is None
+    for pack in (tmp_path / "pack", str(tmp_path / "pack")):
+        assert load(copy, exits=pack).network.draft_head is not None
+    with pytest.raises(ExitError, match=r"HeadDrafts: expected a model with a draft head"):
+        eecore.generate(model, [1], exit=HeadDrafts())
+
+
+@cpu_only
+def test_beside_a_gguf_file(directory: Path, tmp_path: Path) -> None:
+    from tiny_gguf import write_gguf
+
+    path = write_gguf(tmp_path / "model.gguf", directory)
+    assert load(path).network.draft_head is None
+    shutil.copytree(directory / "exits", tmp_path / "model.exits")
+    model = load(path, kv_cache_tokens=2048)
+    expected = tokens_of(outputs_of(model, Full()))
+    assert tokens_of(outputs_of(model, HeadDrafts(4, 0.0))) == expected
+
+
+def test_a_t5_has_none(tmp_path: Path, directory: Path) -> None:
+    path = write_t5(tmp_path)
+    with pytest.raises(ModelError, match="exits: expected a model without an encoder"):
+        load(path, exits=directory / "exits")
+    with pytest.raises(ExitError, match="expected a model with a draft head"):
+        eecore.generate(load(path), [5], exit=HeadDrafts())
+
+
+def changed(pack: Path, **fields: Any) -> None:
+    content = json.loads((pack / "head.json").read_text())
+    for name, value in fields.items():
+        first, _, second = name.partition("__")
+        if second:
+            content[first][second] = value
+        else:
+            content[first] = value
+    (pack / "head.json").write_text(json.dumps(content))
+
+
+def truncated(pack: Path) -> None:
+    path = pack / "head.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_tensor(name: str, value: Any) -> Any:
+    def change(pack: Path) -> None:
+        tensors = load_file(pack / "head.safetensors")
+        old = tensors.pop(name)
+        new = value(old)
+        if new is not None:
+            tensors[name] = new
+        save_file(tensors, pack / "head.safetensors")
+
+    return change
+
+
+def starting_at(first: int) -> Any:
+    return lambda ids: torch.arange(first, first + len(ids), dtype=torch.int32)
+
+
+BAD_PACKS: dict[str, tuple[Any, str]] = {
+    "no json": (lambda p: (p / "head.json").unlink(), "head.json: .*got nothing"),
+    "not json": (lambda p: (p / "head.json").write_text("{"), "head.json: expected JSON"),
+    "another version": (lambda p: changed(p, version=2), "version: expected an integer of 1..1"),
+    "another kind": (lambda p: changed(p, kind="tree"), "kind: expected one of state and token"),
+    "another model": (
+        lambda p: changed(p, model__digest="00"),
+        "model.digest: expected .* got 00: it was trained for another model",
+    ),
+    "more layers": (
+        lambda p: changed(p, model__num_layers=9, taps=[9]),
+        "model.num_layers: expected 4, as the model has it, got 9",
+    ),
+    "a tap too deep": (lambda p: changed(p, taps=[2, 5]), "taps: expected a list of integers"),
+    "no last tap": (lambda p: changed(p, taps=[2]), "taps: expected ascending layers, the last"),
+    "taps twice": (lambda p: changed(p, taps=[4, 4]), "taps: expected ascending layers"),
+    "wide": (lambda p: changed(p, intermediate_size=25), r"mlp.gate: expected \[1, 25, 64\]"),
+    "vocabulary": (lambda p: changed(p, vocabulary_size=9), r"vocabulary: expected \[9\], got"),
+    "no file": (lambda p: (p / "head.safetensors").unlink(), "head.safetensors: .*got nothing"),
+    "truncated": (truncated, "head.safetensors: expected a whole safetensors file"),
+    "a tensor less": (with_tensor("norm", lambda _: None), "norm: expected a tensor, got none"),
+    "not finite": (with_tensor("norm", lambda t: t * float("nan")), "norm: expected finite"),
+    "whole numbers": (with_tensor("norm", lambda t: t.int()), "norm: expected a tensor of floats"),
+    "ids beyond": (
+        with_tensor("vocabulary", starting_at(1)),
+        r"vocabulary: expected ids of 0\.\.319, got 320",
+    ),
+    "ids below": (with_tensor("vocabulary", starting_at(-1)), r"ids of 0\.\.319, got -1"),
+    "ids twice": (with_tensor("vocabulary", lambda t: t // 2), "expected ids in ascending order"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PACKS)
+def test_a_bad_pack_is_named_and_one_beside_the_model_passed_over(
+    name: str, directory: Path, tmp_path: Path
+) -> None:
+    spoil, message = BAD_PACKS[name]
+    copy = shutil.copytree(directory, tmp_path / "model")
+    spoil(copy / "exits")
+    with pytest.raises(ModelError, match=message):
+        load(copy, exits=copy / "exits")
+    if name == "no json":  # then there is none
+        assert load(copy).network.draft_head is None
+        return
+    with pytest.warns(UserWarning, match=message):
+        assert load(copy).network.draft_head is None
+
+
+def test_a_path_that_is_none(directory: Path, tmp_path: Path) -> None:
+    for exits, message in ((tmp_path / "nowhere", "head.json"), (7, "exits: "), (True, "exits: ")):
+        with pytest.raises(ModelError, match=re.escape(message)):
+            load(directory, exits=exits)
+
+
+def test_info_says_what_head_there_is(
+    directory: Path, tiny_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eecore.cli.app import run
+
+    assert run(["info", str(directory)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "draft head" in line)
+    assert "beside it; 320 tokens, drafts right 50%, 40%, 30%" in line
+    assert run(["info", str(directory), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["draft_head"]["taps"] == [4]
+    assert run(["info", str(tiny_directory)]) == 0
+    assert "draft head" not in capsys.readouterr().out
+
+
+def test_generate_takes_a_pack_or_none(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eecore.cli.app import run
+
+    command = ["generate", str(directory), "abc", "-n", "12", "--ignore-eos"]
+
+    def text_of(*options: str) -> str:
+        assert run([*command, *options]) == 0
+        return capsys.readouterr().out
+
+    plain = text_of()
+    for options in ((), ("--exits", str(directory / "exits"))):
+        assert text_of("--exit", "head:3", *options) == plain
+    assert text_of("--exit", "auto", "--exits", "none") == plain
+    for exits, message in (("none", "expected a model with a draft head"), (str(tmp_path), "got")):
+        assert run([*command, "--exit", "head", "--exits", exits]) != 0
+        assert message in capsys.readouterr().err
