@@ -192,6 +192,27 @@ def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: f
         assert error == b""
 
 
+def test_no_exception_is_raised_into_the_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "LOADING_SECONDS", 0.3)
+    heard = signals._Signals()
+    before = signal.signal(signal.SIGINT, heard._interrupt)
+    raising = "import signal; signal.raise_signal(signal.SIGINT); done.append(1)"
+    try:
+        for name, goes_on in (("torch", True), ("torch.nn", True), ("torchless", False)):
+            done: list[int] = []
+            module = {"__name__": name, "done": done}
+            with contextlib.nullcontext() if goes_on else pytest.raises(KeyboardInterrupt):
+                exec(compile(raising, name, "exec"), module)
+            assert bool(done) == goes_on
+            if goes_on:
+                assert heard.waiting
+                with pytest.raises(KeyboardInterrupt):
+                    time.sleep(20)
+            heard.arrived()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_that_a_library_swallows_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "AGAIN_SECONDS", 0.05)
     heard = signals._Signals()

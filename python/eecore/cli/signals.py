@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as exceptions, so that what is open is put away.
 
 A library may swallow such an exception, in an import, say. Until somebody says that it has arrived
-it is raised again.
+it is raised again. While torch's modules load none is: their C++ would end the process by it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ __all__ = ["INTERRUPTED", "SIGNALS", "TERMINATED"]
 INTERRUPTED, TERMINATED = 130, 143
 AGAIN_SECONDS = 1.0
 """After which an exception that has not arrived comes again."""
+LOADING_SECONDS = 0.05
+"""After which a signal is heard again that came while torch was loading."""
 
 
 class _Signals:
@@ -50,23 +52,37 @@ class _Signals:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
-        self._remind(number)
-        raise KeyboardInterrupt
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._may_raise(number, frame):
+            raise KeyboardInterrupt
 
-    def _terminate(self, number: int, _frame: FrameType | None) -> None:
-        self._remind(number)
-        raise SystemExit(TERMINATED)
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if self._may_raise(number, frame):
+            raise SystemExit(TERMINATED)
 
-    def _remind(self, number: int) -> None:
+    def _may_raise(self, number: int, frame: FrameType | None) -> bool:
+        """Whether an exception may be raised here; the signal comes again in any case."""
         self._waiting += 1
-        reminder = threading.Timer(AGAIN_SECONDS, self._again, (number, self._waiting))
+        is_loading = _loads_torch(frame)
+        seconds = LOADING_SECONDS if is_loading else AGAIN_SECONDS
+        reminder = threading.Timer(seconds, self._again, (number, self._waiting))
         reminder.daemon = True
         reminder.start()
+        return not is_loading
 
     def _again(self, number: int, count: int) -> None:
         if self._waiting == count:
             _thread.interrupt_main(signal.Signals(number))
+
+
+def _loads_torch(frame: FrameType | None) -> bool:
+    """Whether a module of torch is being imported."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "<module>" and name.partition(".")[0] == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _quietly(_lost: Any) -> None:

@@ -49,7 +49,7 @@ LEAST_STEP = 0.02
 # one round weighs; and how many rounds a head is tried for again.
 HEAD_STEP = 0.08
 NEW_ROUND = 0.08
-TRY_HEAD = 6
+TRY_HEAD = 3
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
 ENOUGH = 2.0
 # Between what thresholds a head drafts on.
@@ -222,13 +222,13 @@ class Chooser:
         expected = sum(self._expected(*each) for each in zip(histories, given, strict=True))
         if expected > ENOUGH * rows:
             return best
+        threshold = rows * (self._passes(anchor, 1)[1] / seconds - 1.0) + self._head_step
         if self._head_pays(histories, anchor):
             steps = max(1, round(2 * max(history.steps for history in histories)))
-        elif self._is_trial():
+        elif threshold < HEAD_THRESHOLDS[1] and self._is_trial():
             steps = 1
         else:
             return best
-        threshold = rows * (self._passes(anchor, 1)[1] / seconds - 1.0) + self._head_step
         return Choice(
             "given",
             0,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import takewhile
+
+import torch
 
 from eecore.decoding.chooser import Chooser, History
 from eecore.decoding.head_drafts import Ahead
@@ -49,15 +50,18 @@ class Planner:
         self._num_layers = model.config.num_layers
         self._has_head = model.draft_head is not None
 
-    @cached_property
+    @property
     def chooser(self) -> Chooser:
-        """Of ``Auto`` requests, once there is one."""
-        source = self._model.source
-        agreement = None if source is None else source.exit_agreement(self._num_layers)
-        head = self._model.draft_head
-        return Chooser(
-            self._num_layers, agreement, None if head is None else head.settings.agreement
-        )
+        """Of ``Auto`` requests. It stays with the model: another engine need not learn it again."""
+        head, source = self._model.draft_head, self._model.source
+        key = torch.get_num_threads(), head
+        chooser: Chooser | None = self._model.learnt.get(key)
+        if chooser is None:
+            agreement = None if source is None else source.exit_agreement(self._num_layers)
+            chooser = self._model.learnt[key] = Chooser(
+                self._num_layers, agreement, None if head is None else head.settings.agreement
+            )
+        return chooser
 
     def route(self, sequence: Sequence) -> Route:
         """Of a request, as its policy says."""

@@ -10,7 +10,7 @@ never are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -155,6 +155,8 @@ class LlamaModel:
         self.dtype = weights.final_norm.dtype
         self.draft_head: DraftHead | None = None
         """What drafts behind the last layer, where there is one."""
+        self.learnt: dict[object, Any] = {}
+        """What decoding learnt of passes over it, by what they depend on."""
         self.calls_single_ops = self.device.type != "cpu"
         """Whether layers run op by op, not a stretch of them in one call."""
         self.linear = Linear(self.device, config.rms_norm_eps)

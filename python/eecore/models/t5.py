@@ -8,7 +8,7 @@ self attention alone, and no score is scaled.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class T5Model:
         self.dtype = weights.cross.norm.dtype
         self.draft_head: DraftHead | None = None
         """None is trained for a T5."""
+        self.learnt: dict[object, Any] = {}
+        """What decoding learnt of passes over it, by what they depend on."""
         self.calls_single_ops = self.device.type != "cpu"
         """Whether layers run op by op, not a stretch of them in one call."""
         self.linear = Linear(self.device, config.rms_norm_eps)
