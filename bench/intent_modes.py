@@ -40,14 +40,16 @@ class Mode:
 # eecore's modes
 
 
-def eecore_decode(model: eecore.Model, policy: eecore.exits.Exit) -> Decode:
+def eecore_decode(
+    model: eecore.Model, policy: eecore.exits.Exit, max_tokens: int = LONGEST_PARSE
+) -> Decode:
     """One utterance after the other, timed from the outside."""
 
     def one(prompt: list[int]) -> Parse:
         first_seconds, first_tokens = 0.0, 0
         output = None
         started = time.perf_counter()
-        for step in eecore.stream(model, prompt, exit=policy, max_tokens=LONGEST_PARSE):
+        for step in eecore.stream(model, prompt, exit=policy, max_tokens=max_tokens):
             if not first_tokens:
                 first_seconds = time.perf_counter() - started
                 first_tokens = len(step.token_ids)
@@ -208,9 +210,9 @@ def transformers_modes(
     return [("transformers", PeerMode("full")), *assisted]
 
 
-def peer_decode(process: Process, mode: PeerMode) -> Decode:
+def peer_decode(process: Process, mode: PeerMode, max_tokens: int = LONGEST_PARSE) -> Decode:
     def decode(prompts: Sequence[list[int]]) -> list[Parse]:
-        asked = {"prompts": list(prompts), "max_tokens": LONGEST_PARSE}
+        asked = {"prompts": list(prompts), "max_tokens": max_tokens}
         process.send({"mode": asdict(mode), **asked})
         answer = process.answer(ANSWER_TIMEOUT_S)
         if "error" in answer:

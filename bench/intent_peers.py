@@ -1,4 +1,4 @@
-"""The peers of bench_intents.py on one model, in a process of their own, which answers on stdout.
+"""The peers on one model, in a process of their own, which answers on stdout.
 
 python bench/intent_peers.py DIRECTORY DTYPE THREADS
 
@@ -43,8 +43,9 @@ class PeerMode:
     """How a peer decodes.
 
     Attributes:
-        kind: ``full`` (transformers), ``assisted`` (transformers' early exit), ``economize`` (its
-            early-exit drafts) or ``calm`` (its confident exit).
+        kind: ``full`` (transformers), ``assisted`` (transformers' early exit), of economize
+            ``economize`` (early-exit drafts), ``lookup`` (n-grams), ``hybrid`` (these, early-exit
+            drafts where there are none) or ``calm`` (its confident exit).
         exit_layer: of the drafts.
         num_drafts: most of them a round.
         threshold: of confidence; drafts stop below it, and ``calm`` exits above it.
@@ -64,6 +65,8 @@ class PeerMode:
             "assisted": f"transformers `assistant_early_exit={self.exit_layer}`, "
             f"{self.num_drafts} drafts",
             "economize": f"economize early exit ({self.exit_layer}, {self.num_drafts}{rest})",
+            "lookup": f"economize lookup ({self.num_drafts})",
+            "hybrid": f"economize hybrid ({self.exit_layer}, {self.num_drafts}{rest})",
             "calm": f"economize CALM (softmax{rest})",
         }[self.kind]
 
@@ -119,13 +122,21 @@ def economize_decode(network: Any, mode: PeerMode) -> Decode:
     import torch
     from economize.techniques.dynamic_depth import CalmConfig
     from economize.techniques.early_exit import EarlyExitConfig
+    from economize.techniques.hybrid import HybridConfig
+    from economize.techniques.lookup import LookupConfig
 
+    technique: Any
     if mode.kind == "calm":
         technique = CalmConfig(confidence="softmax", threshold=mode.threshold)
         # A look at every token: on a CPU it costs nothing, and no token is made after the end.
         decoding = economize.DecodeConfig(cycle_length=1, sync_interval=1)
     else:
-        technique = EarlyExitConfig(exit_layer=mode.exit_layer, head="shared")
+        if mode.kind == "lookup":
+            technique = LookupConfig()
+        else:
+            technique = EarlyExitConfig(exit_layer=mode.exit_layer, head="shared")
+        if mode.kind == "hybrid":
+            technique = HybridConfig(fallback=technique)
         decoding = economize.DecodeConfig(
             cycle_length=mode.num_drafts + 1, min_confidence=mode.threshold
         )

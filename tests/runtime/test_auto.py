@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import eecore
 from devices import load
@@ -16,6 +17,7 @@ from eecore import Auto, Full, SamplingParams
 from eecore.decoding.chooser import (
     FULL,
     MEASURE_AGAIN,
+    QUIET,
     Choice,
     Chooser,
     History,
@@ -280,6 +282,35 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
     machine.chooser.learn_full(4, 1.3)
     machine.chooser.learn_full(4, 1.3)
     assert machine.chooser.choose([history] * 2, [[proposal]] * 2, [8] * 2).kind == "given"
+
+
+@pytest.mark.parametrize(("look", "looks"), [(0.1, 2), (0.001, 8)])
+def test_where_nothing_is_found_a_dear_look_is_rarer(look: float, looks: int) -> None:
+    chooser = Chooser(12, None)
+    for _ in range(QUIET):
+        assert not chooser.rests(4)
+        chooser.learn_full(4, 1.0)
+        chooser.learn_look(4, True, look)
+    assert sum(not chooser.rests(4) for _ in range(8)) == looks
+    assert not chooser.rests(5)  # of which nothing is known
+    chooser.learn_look(4, False, look)
+    assert not chooser.rests(4)
+
+
+def test_what_was_learnt_stays_with_the_model(agreeing: eecore.Model) -> None:
+    agreeing.network.learnt.clear()
+    for _ in range(2):
+        eecore.generate(agreeing, PROMPTS, exit=Auto(), max_tokens=24)
+    (chooser,) = agreeing.network.learnt.values()
+    assert isinstance(chooser, Chooser)
+    threads = torch.get_num_threads()
+    assert chooser._full.near(len(PROMPTS)) is not None
+    torch.set_num_threads(threads + 1)
+    try:
+        eecore.generate(agreeing, PROMPTS, exit=Auto(), max_tokens=8)
+        assert len(agreeing.network.learnt) == 2  # other passes, other times
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_turns_out_dear_is_not_done_again() -> None:

@@ -54,6 +54,9 @@ TRY_HEAD = 3
 ENOUGH = 2.0
 # Between what thresholds a head drafts on.
 HEAD_THRESHOLDS = (0.1, 0.9)
+# After so many rounds in a row for which nothing was found, and where looking takes more than such
+# a share of full depth, only one round in a few looks.
+QUIET, DEAR_LOOK, LOOK_EVERY = 16, 0.01, 4
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
 
@@ -156,6 +159,8 @@ class Chooser:
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
         self._unsteady = 0
         self._clock = 0  # rounds that were chosen
+        self._quiet = 0  # rounds in a row that found nothing better than full depth
+        self._look = PassTimes()  # seconds that it takes to find that out
         self._estimates: dict[Any, tuple[int, list[float]]] = {}
         self._drafts: dict[Any, tuple[int, tuple[int, int, float]]] = {}
 
@@ -173,6 +178,16 @@ class Chooser:
         )
 
     # Choosing
+
+    def rests(self, rows: int) -> bool:
+        """Whether this round is one of full depth without a look at what there is to draft."""
+        if self._quiet < QUIET:
+            return False
+        full, look = self._full.near(rows), self._look.near(rows)
+        if full is None or look is None or look < DEAR_LOOK * full:
+            return False
+        self._quiet += 1
+        return self._quiet % LOOK_EVERY != 0
 
     def choose(
         self,
@@ -355,6 +370,11 @@ class Chooser:
         return odds
 
     # Learning
+
+    def learn_look(self, rows: int, is_full: bool, seconds: float) -> None:
+        """How long it took to choose, and whether it was full depth."""
+        self._quiet = self._quiet + 1 if is_full else 0
+        self._look.add(rows, seconds)
 
     def learn_full(self, rows: int, seconds: float, *, is_steady: bool = True) -> None:
         """How long a round of full depth took.

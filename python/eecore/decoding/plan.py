@@ -5,6 +5,7 @@ For most that follows from their policy alone; the rounds of ``Auto`` requests a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -93,6 +94,9 @@ class Planner:
 
     def _chosen(self, planned: list[Planned]) -> list[Planned]:
         """What ``Auto`` requests do, all of them the same."""
+        if self.chooser.rests(len(planned)):
+            return [Planned(each.work, each.route) for each in planned]
+        started = time.perf_counter()
         histories = [self._history(each.work.sequence) for each in planned]
         choice = self.chooser.choose(
             histories,
@@ -102,6 +106,8 @@ class Planner:
             can_draft_ahead=self._has_head
             and all(each.route.auto is not None and each.route.auto.head for each in planned),
         )
+        seconds = time.perf_counter() - started
+        self.chooser.learn_look(len(planned), choice.kind == "full", seconds)
         if choice.kind == "full":
             return [Planned(each.work, each.route) for each in planned]
         path = GIVEN if choice.kind == "given" else DraftPath(choice.exit_layer, choice.exit_layer)
