@@ -70,13 +70,13 @@ class Request:
 def check_books(engine: Engine) -> None:
     """Nothing is lost, held twice or half done."""
     unfinished = engine.requests.values()
-    held = [page for s in unfinished for page in (*s.pages, *s.input_pages)]
+    held = Counter(page for s in unfinished for page in (*s.pages, *s.input_pages))
     pages = engine.pages
-    assert len(held) == len(set(held)), "a page belongs to two requests"
+    assert pages._owners == held
     assert pages.num_free == pages.num_pages - len(held), "a page is lost"
-    assert sorted([*held, *pages._free]) == list(range(pages.num_pages))
-    assert pages._used == set(held)
+    assert sorted([*held, *pages._free, *pages._kept]) == list(range(pages.num_pages))
     assert pages._approximate <= set(held)
+    check_sharing(engine, held)
     scheduler = engine.scheduler
     queues = (scheduler.waiting, scheduler.running, scheduler.held)
     queued = Counter(s.request_id for queue in queues for s in queue)
@@ -85,6 +85,25 @@ def check_books(engine: Engine) -> None:
         assert [s.arrival for s in queue] == sorted(s.arrival for s in queue)
     for sequence in unfinished:
         check_sequence(sequence, pages.page_size)
+
+
+def check_sharing(engine: Engine, held: Counter[int]) -> None:
+    """Shared pages are full, exact and found; nobody is about to write into one."""
+    pages = engine.pages
+    cache = pages._cache
+    if cache is None:
+        assert not pages._kept
+        assert set(held.values()) <= {1}, "a page belongs to two requests"
+        return
+    assert cache._keys == {page: key for key, page in cache._pages.items()}
+    assert len(cache._keys) == len(cache._pages), "a page holds two things"
+    assert set(pages._kept) == {page for page in cache._keys if page not in held}
+    assert not pages._approximate & set(cache._keys)
+    for sequence in engine.requests.values():
+        own = sequence.pages[sequence.num_computed // pages.page_size :]
+        assert not any(page in cache or held[page] > 1 for page in own)
+        for page, key in zip(sequence.pages, sequence.page_keys, strict=False):
+            assert cache._keys.get(page, key) == key
 
 
 def check_sequence(sequence: Sequence, page_size: int) -> None:

@@ -344,6 +344,10 @@ class EngineConfig:
         max_prefill_chunk: most prompt tokens of one request in one iteration.
         max_input_tokens: most tokens of an encoder's input, which is encoded in one iteration; None
             for what the model was made for.
+        prefix_cache: requests whose prompts begin alike share the pages of the beginning, and pages
+            keep what they hold until others need them. No output depends on it, bit for bit: on a
+            GPU, where prompts of other lengths round in other ways, nothing is shared, and neither
+            is it by models with an encoder.
     """
 
     kv_cache_tokens: int = 16384
@@ -352,6 +356,7 @@ class EngineConfig:
     max_batch_tokens: int = 1024
     max_prefill_chunk: int = 512
     max_input_tokens: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         fields = Fields(self, RequestError)
@@ -364,6 +369,7 @@ class EngineConfig:
         ):
             fields.whole(name, 1)
         fields.whole("max_input_tokens", 1, optional=True)
+        fields.flag("prefix_cache")
 
     @property
     def num_pages(self) -> int:

@@ -32,6 +32,8 @@ class RequestStats:
     drafted: int
     accepted: int
     preemptions: int
+    cached_tokens: int
+    """Of ``prompt_tokens`` those that came from the prefix cache: no layer ran for them."""
     time_to_first_token_s: float
     total_s: float
     mean_exit_layer: float

@@ -49,12 +49,19 @@ class Change:
     shown: int | None = None
     approximate: Iterable[int] = ()
     """Pages with positions that lack a layer's own work."""
+    publishes: bool = False
+    """Others may have its full pages: with each chunk of a prompt or a replay, and at the end."""
     crops: bool = False
     """Pages behind the computed positions go back."""
     step: StepOutput | None = None
     """What the caller gets to see of it."""
     output: Output | None = None
     """Of the request, which ends."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether the request ends by an error."""
+        return self.output is not None and self.output.error is not None
 
     def put_in_place(self) -> None:
         """Make it the request's state; once more changes nothing."""
@@ -106,6 +113,7 @@ class Changes:
             outcome.draft_stop or sequence.draft_stop,
             outcome.kv_exit_layers,
         )
+        change.publishes = not records or not change.num_before
         num_layers = self._num_layers
         if not records or min(outcome.kv_exit_layers, default=0) < num_layers:
             change.approximate = self._approximate(outcome)
@@ -226,6 +234,7 @@ class Changes:
     def _end(self, change: Change, reason: str, now: float, error: str | None = None) -> None:
         """The whole output, of a request that ends."""
         sequence = change.sequence
+        change.publishes = error is None
         records = [*sequence.records[: change.num_before], *change.records]
         logprobs, top_logprobs = _logprobs(sequence, records)
         change.output = Output(

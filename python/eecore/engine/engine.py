@@ -24,6 +24,7 @@ from eecore.exits import Exit
 from eecore.models import KVCache, Network, Tokenizer
 from eecore.output import Output, StepOutput
 from eecore.scheduling.pages import PageAllocator
+from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.scheduler import ScheduleError, Scheduler, Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 from eecore.values import shown
@@ -77,8 +78,11 @@ class Engine:
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead
         )
+        cache = None
+        if self.config.prefix_cache and network.linear.is_batch_invariant:
+            cache = PrefixCache(self.config.page_size, network.config.num_layers)
         self.scheduler = Scheduler(
-            self.config, PageAllocator(self.config.num_pages, self.config.page_size)
+            self.config, PageAllocator(self.config.num_pages, self.config.page_size, cache)
         )
         self._intake = Intake(network, tokenizer, self.config)
         self._changes = Changes(network.config.num_layers, self.config.page_size)
@@ -234,6 +238,11 @@ class Engine:
         if sequence is not None:
             self.scheduler.resume(sequence)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what pages hold that no unfinished request has."""
+        self._settle()
+        self.scheduler.reset_prefix_cache()
+
     def run(self) -> Iterator[StepOutput]:
         """Step until nothing is left but requests on hold."""
         while self.has_runnable:
@@ -363,8 +372,12 @@ class Engine:
         for change in plan.changes:
             change.put_in_place()
             scheduler.pages.mark_approximate(change.approximate)
+            if change.fails:
+                scheduler.pages.forget(change.sequence.pages)
             if anew:
                 continue
+            if change.publishes:
+                scheduler.pages.publish(change.sequence)
             if change.output is not None:
                 scheduler.finish(change.sequence)
             elif change.crops:

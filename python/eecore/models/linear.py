@@ -27,6 +27,11 @@ class Linear:
         self.max_rows = None if device.type == "cpu" else MAX_SKINNY_ROWS
         """Of eecore's products; None: any number."""
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's result is the same bit for bit whatever rows are beside it."""
+        return self.max_rows is None
+
     def is_skinny(self, x: Tensor) -> bool:
         """Whether eecore's products take so many rows."""
         return self.max_rows is None or x.shape[0] <= self.max_rows

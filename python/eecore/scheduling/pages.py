@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+
+from eecore.scheduling.prefix_cache import PrefixCache
+from eecore.scheduling.sequence import Sequence
 
 __all__ = ["PageAllocator"]
 
@@ -13,22 +16,41 @@ class PageAllocator:
 
     A page that holds KV filled from an exit state is approximate: it must never be shared between
     requests. Freshly allocated pages count as exact until :meth:`mark_approximate`.
+
+    With a prefix cache a page may have several owners, and keeps what it holds when the last of
+    them gives it back. It is free all the same: whoever allocates pages gets those that hold
+    nothing first, then those that have not been used for longest.
+
+    Args:
+        num_pages: of the KV cache.
+        page_size: positions a page.
+        cache: what pages hold; None: nothing that anybody else could use.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, cache: PrefixCache | None = None) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(
                 f"expected num_pages >= 1 and page_size >= 1, got {num_pages} and {page_size}"
             )
         self.num_pages = num_pages
         self.page_size = page_size
+        self._cache = cache
         self._free = list(range(num_pages - 1, -1, -1))
-        self._used: set[int] = set()
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Free pages that hold something, those used last at the end."""
+        self._owners: dict[int, int] = {}
+        """How many each page has, of those that have any."""
         self._approximate: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages without an owner, whatever they hold."""
+        return self.num_pages - len(self._owners)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that the next request may find, with an owner or without."""
+        return 0 if self._cache is None else len(self._cache)
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold ``num_tokens`` positions."""
@@ -36,28 +58,45 @@ class PageAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """``count`` pages; MemoryError, and nothing taken, when fewer are free."""
-        if count > len(self._free):
-            raise MemoryError(f"expected {count} free pages, got {len(self._free)}")
-        pages = [self._free.pop() for _ in range(count)]
-        self._used.update(pages)
+        if count > self.num_free:
+            raise MemoryError(f"expected {count} free pages, got {self.num_free}")
+        pages = [self._free.pop() if self._free else self._emptied() for _ in range(count)]
+        self._owners.update(dict.fromkeys(pages, 1))
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back; ValueError, and nothing freed, for one that is not out."""
+        """Give pages back, once for each owner; ValueError, and nothing freed, for one that is not
+        out.
+        """
         given = list(pages)
         for page, count in Counter(given).items():
-            if page not in self._used or count > 1:
+            if count > self._owners.get(page, 0):
                 raise ValueError(f"page {page} is not allocated")
-        self._used.difference_update(given)
-        self._approximate.difference_update(given)
-        self._free += given
+        for page in given:
+            self._owners[page] -= 1
+        gone = [page for page in given if not self._owners[page]]
+        for page in gone:
+            del self._owners[page]
+        self._approximate.difference_update(gone)
+        self._free += [page for page in gone if not self._holds(page)]
+        # A page is of use with those before it alone: the last goes first.
+        self._kept.update(dict.fromkeys(page for page in reversed(gone) if self._holds(page)))
+
+    def num_freed_by(self, pages: Iterable[int]) -> int:
+        """How many pages are free when these are given back."""
+        return sum(count == self._owners[page] for page, count in Counter(pages).items())
 
     def hold(self, pages: Iterable[int]) -> None:
         """Count these pages as given out, and no others: what their owners say is the truth."""
-        held = set(pages)
-        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in held]
-        self._approximate &= held
-        self._used = held
+        self._owners = dict(Counter(pages))
+        self._approximate.intersection_update(self._owners)
+        if self._cache is not None:
+            self._cache.reconcile()
+        free = [page for page in range(self.num_pages - 1, -1, -1) if page not in self._owners]
+        kept = dict.fromkeys(page for page in free if self._holds(page))
+        in_order = [page for page in self._kept if page in kept]
+        self._kept = OrderedDict.fromkeys([*in_order, *kept])
+        self._free = [page for page in free if page not in kept]
 
     def mark_approximate(self, pages: Iterable[int]) -> None:
         """Remember that these pages hold KV filled from exit states."""
@@ -66,3 +105,51 @@ class PageAllocator:
     def is_exact(self, page: int) -> bool:
         """Whether every layer of every position in the page ran."""
         return page not in self._approximate
+
+    # What pages hold
+
+    def share(self, sequence: Sequence) -> list[int]:
+        """Pages that hold the beginning of what a sequence has to compute; it owns them, too."""
+        found = [] if self._cache is None else self._cache.find(sequence)
+        for page in found:
+            self._owners[page] = self._owners.get(page, 0) + 1
+            self._kept.pop(page, None)
+        return found
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others have what a sequence has computed, as far as it is exact."""
+        if self._cache is not None:
+            self._cache.publish(sequence, map(self.is_exact, sequence.pages))
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all pages of a sequence."""
+        self.free([*sequence.pages, *sequence.input_pages])
+        if self._cache is not None:
+            # Those that hold the same and are another's were used as well.
+            for page in reversed(self._cache.of(sequence)):
+                if page in self._kept:
+                    self._kept.move_to_end(page)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Nobody else is to have what these pages hold."""
+        for page in pages:
+            if self._cache is not None:
+                self._cache.forget(page)
+            if page in self._kept:
+                del self._kept[page]
+                self._free.append(page)
+
+    def reset(self) -> None:
+        """Forget what pages without an owner hold."""
+        self.forget(list(self._kept))
+
+    def _holds(self, page: int) -> bool:
+        return self._cache is not None and page in self._cache
+
+    def _emptied(self) -> int:
+        """The free page that has not been used for longest; it holds nothing any more."""
+        page = next(iter(self._kept))
+        assert self._cache is not None
+        self._cache.forget(page)
+        del self._kept[page]
+        return page

@@ -9,6 +9,9 @@ read in one iteration, and counts; one that is larger than the budget has an ite
 A request on hold is in neither queue. It keeps its pages until others run out of them: its own are
 the first to go.
 
+With a prefix cache a request begins behind the pages that hold the beginning of its tokens. What
+nobody owns counts as free, and goes before anybody loses anything.
+
 The truth is with the requests: which there are, in what state, and the pages that each says are its
 own. Queues and free pages follow from it, and are found anew after a change that was interrupted.
 """
@@ -233,21 +236,33 @@ class Scheduler:
         waiting = self.waiting
         while waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
             sequence = self._considered = waiting[0]
-            # Room for all its tokens and the next ones, so that it is not preempted at once.
-            needed = self.pages.pages_for(sequence.num_tokens + 1 + _required_drafts(sequence))
-            inputs = self._input_pages(sequence)
             if sequence.tokens_to_encode >= budget and (works or not is_first):
                 break
-            if not self._reclaim(needed + inputs):
+            if not self._give_pages(sequence):
                 break
             waiting.popleft()
-            sequence.input_pages += self.pages.allocate(inputs)
             self._run(sequence)
             work = self._work_for(sequence, budget)
             self._grow(sequence, sequence.num_computed + work.num_tokens)
             works.append(work)
             budget -= work.num_rows
         return works
+
+    def _give_pages(self, sequence: Sequence) -> bool:
+        """Those that hold the beginning of its tokens already, and an encoder's; False, and nothing
+        given, without room for all its tokens and the next ones: it would be preempted at once.
+        """
+        cached = self.pages.share(sequence)
+        needed = self.pages.pages_for(sequence.num_tokens + 1 + _required_drafts(sequence))
+        inputs = self._input_pages(sequence)
+        if not self._reclaim(needed - len(cached) + inputs):
+            self.pages.free(cached)
+            return False
+        sequence.input_pages = self.pages.allocate(inputs)
+        sequence.pages, sequence.num_computed = cached, len(cached) * self.pages.page_size
+        if not sequence.counters.preemptions:  # what is replayed was its own
+            sequence.counters.cached_tokens = sequence.num_computed
+        return True
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages; it will replay from position 0."""
@@ -294,7 +309,8 @@ class Scheduler:
 
     def _evict(self, sequence: Sequence) -> None:
         """Take a sequence's pages, and with them all that it has computed."""
-        self.pages.free([*sequence.pages, *sequence.input_pages])
+        self.pages.publish(sequence)
+        self.pages.release(sequence)
         _forget_pages(sequence, preemptions=1)
 
     def _reclaim(self, count: int) -> bool:
@@ -304,14 +320,20 @@ class Scheduler:
         if count <= self.pages.num_free:
             return True
         holding = [sequence for sequence in self.held if sequence.has_pages]
-        theirs = sum(len(s.pages) + len(s.input_pages) for s in holding)
-        if count > self.pages.num_free + theirs:
+        theirs = chain.from_iterable((*s.pages, *s.input_pages) for s in holding)
+        if count > self.pages.num_free + self.pages.num_freed_by(theirs):
             return False
         for sequence in sorted(holding, key=lambda s: s.arrival, reverse=True):
             self._evict(sequence)
             if count <= self.pages.num_free:
                 break
         return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what pages hold that nobody owns."""
+        self.is_dirty = True
+        self.pages.reset()
+        self.is_dirty = False
 
     def crop(self, sequence: Sequence) -> None:
         """Give back the pages behind the last computed position (LayerSkip §4.3)."""
@@ -331,7 +353,7 @@ class Scheduler:
         elif sequence in self.held:
             self.held.remove(sequence)
         del self.requests[sequence.request_id]
-        self.pages.free([*sequence.pages, *sequence.input_pages])
+        self.pages.release(sequence)
         _forget_pages(sequence)
 
 

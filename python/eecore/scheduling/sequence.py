@@ -46,6 +46,8 @@ class Counters:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0
+    """Positions of the prompt that came from the prefix cache, and no layer ran for."""
 
     def plus(self, more: Counters) -> Counters:
         """With more work."""
@@ -57,6 +59,7 @@ class Counters:
             self.drafted + more.drafted,
             self.accepted + more.accepted,
             self.preemptions + more.preemptions,
+            self.cached_tokens + more.cached_tokens,
         )
 
 
@@ -75,7 +78,8 @@ class Sequence:
 
     ``num_computed`` positions have valid KV. While it is below :attr:`prefill_target` the sequence
     is in its prefill (or, after a preemption, in its replay); then it decodes. Pages belong to it
-    while it is running or on hold; one that waits or has finished has none, whatever it says.
+    while it is running or on hold; one that waits or has finished has none, whatever it says. Full
+    pages may be those of others as well: only positions from ``num_computed`` on are written.
     """
 
     request_id: str
@@ -96,6 +100,8 @@ class Sequence:
     is_encoded: bool = False
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    """What its first full pages are found by in the prefix cache, as far as it was asked."""
     counters: Counters = field(default_factory=Counters)
     times: Times = field(default_factory=Times)
     route: Any = None
