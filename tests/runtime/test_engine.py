@@ -57,6 +57,7 @@ def run_all(engine: Engine, requests: list[tuple[list[int], Exit, SamplingParams
 
 
 def alone(model: eecore.Model, prompt: list[int], policy: Exit, sampling: SamplingParams) -> Any:
+    model.shared_engine().reset_prefix_cache()
     return eecore.generate(model, [prompt], exit=policy, sampling=sampling)[0]
 
 

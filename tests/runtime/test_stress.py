@@ -12,7 +12,7 @@ from devices import load
 from eecore import EngineConfig, ExitClassifier, Output, SamplingParams
 from head_packs import write_pack
 from tiny_models import random_prompts, scale_layers, write_model
-from workloads import SMALL_CACHES, Request, policies
+from workloads import SMALL_CACHES, Request, check_books, policies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,8 +120,7 @@ def test_random_steps(model: eecore.Model, alone: list[Output], config: EngineCo
                 finished += 1
         steps += 1
         held &= set(running)
-        owned = [page for s in engine.requests.values() for page in s.pages]
-        assert len(owned) == len(set(owned)) == engine.pages.num_pages - engine.pages.num_free
+        check_books(engine)
 
     for request_id in held:
         engine.resume(request_id)

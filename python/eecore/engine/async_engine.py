@@ -106,6 +106,12 @@ class AsyncEngine:
             stream.close()
         raise RuntimeError("the request ended without an output")
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what pages hold that no unfinished request has: now, or when the step that is
+        running is done.
+        """
+        self._shared.reset_prefix_cache()
+
     def close(self) -> None:
         """Cancel all streams of this engine; it takes no more requests."""
         self._closed = True

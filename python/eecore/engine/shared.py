@@ -109,6 +109,7 @@ class SharedEngine:
         self._numbers = itertools.count()
         self._names: dict[str, Client] = {}  # of requests whose clients have not been closed
         self._inbox: deque[Client] = deque()
+        self._resets_cache = False
         self._turn: dict[str, Turn] = {}
         # Of the thread whose turn it is; callers add themselves to the first, before anything else.
         self._busy: dict[Client, None] = {}  # those with unfinished requests
@@ -190,6 +191,13 @@ class SharedEngine:
         if client in self._busy or any(self._names.get(n) is client for n in list(client.names)):
             self._inbox.append(client)
         self._forget(client)  # behind the above: who gets its names next enters when it has left
+        self._settle()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what pages hold that no unfinished request has: now, or when the step that is
+        running is done. From any thread.
+        """
+        self._resets_cache = True
         self._settle()
 
     def _claim(self, client: Client, name: str | None) -> str:
@@ -289,13 +297,16 @@ class SharedEngine:
 
     def _settle(self) -> None:
         """See to the inbox, unless whoever has the turn does."""
-        while self._inbox and self._in_turn(self._attend_all):
+        while (self._inbox or self._resets_cache) and self._in_turn(self._attend_all):
             pass
         self._wake()
 
     # By the thread whose turn it is. Each may be done once more after it was interrupted.
 
     def _attend_all(self) -> None:
+        if self._resets_cache:
+            self.engine.reset_prefix_cache()
+            self._resets_cache = False
         while self._inbox:
             self._attend(self._inbox[0])
             self._inbox.popleft()
