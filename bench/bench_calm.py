@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], CalmReport]:
         exit_points=arguments.exit_points and parse_layers("--exit-points", arguments.exit_points),
     )
     examples = read_examples(arguments.data, limit=arguments.count)
-    model = eecore.load(arguments.model, device="cpu", dtype="float32")
+    model = eecore.load(arguments.model, device="cpu", prefix_cache=False, dtype="float32")
     sha256 = model_digest(arguments.model)
     report = evaluate_calm(
         model,

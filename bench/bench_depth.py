@@ -343,7 +343,9 @@ def run(subjects: list[Subject], arguments: argparse.Namespace) -> dict[str, Any
     }
     for subject in subjects:
         for weights in arguments.weights:
-            model = eecore.load(subject.directory, device="cpu", **LOADING[weights])
+            model = eecore.load(
+                subject.directory, device="cpu", prefix_cache=False, **LOADING[weights]
+            )
             for threads in arguments.threads:
                 began = time.perf_counter()
                 torch.set_num_threads(threads)

@@ -100,9 +100,13 @@ def measure_weights(
             directory = get_smollm2(Path(scratch) / "model", file)
             options["dtype"] = weights if weights.endswith(("32", "16")) else "float32"
             options["weights"] = weights if weights.startswith("int") else None
-            model = eecore.load(directory, device="cpu", exits=arguments.exits, **options)
+            model = eecore.load(
+                directory, device="cpu", prefix_cache=False, exits=arguments.exits, **options
+            )
     else:
-        model = eecore.load(file, device="cpu", exits=arguments.exits, **options)
+        model = eecore.load(
+            file, device="cpu", prefix_cache=False, exits=arguments.exits, **options
+        )
     assert model.tokenizer is not None
     if arguments.noise:
         give_noise(model)

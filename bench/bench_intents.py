@@ -127,7 +127,9 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """All figures, and which promises were broken."""
     directory = arguments.model or eecore.default_model()
     calibrated = {} if arguments.skip_calibrated else calibrated_policies(directory)
-    model = eecore.load(directory, device="cpu", dtype=arguments.dtype, kv_cache_tokens=1024)
+    model = eecore.load(
+        directory, device="cpu", prefix_cache=False, dtype=arguments.dtype, kv_cache_tokens=1024
+    )
     records = utterances(arguments.data, arguments.count)
     tokenizer, num_layers = model.tokenizer, model.config.num_layers
     assert tokenizer is not None
@@ -135,7 +137,9 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     speculations = list(dict.fromkeys(arguments.speculate or default_speculations(num_layers)))
     exit_layers = sorted(set(arguments.fixed or default_exits(num_layers)))
     modes = eecore_modes(model, exit_layers, speculations, calibrated)
-    int8 = eecore.load(directory, device="cpu", weights="int8", kv_cache_tokens=1024)
+    int8 = eecore.load(
+        directory, device="cpu", prefix_cache=False, weights="int8", kv_cache_tokens=1024
+    )
     modes += eecore_modes(int8, (), speculations, {})
     left_out: dict[str, str] = {}
     beside = None

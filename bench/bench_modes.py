@@ -176,7 +176,7 @@ def main() -> None:
     import transformers
 
     directory = get_smollm2()
-    model = eecore.load(directory, device="cpu", kv_cache_tokens=2048)
+    model = eecore.load(directory, device="cpu", prefix_cache=False, kv_cache_tokens=2048)
     assert model.tokenizer is not None
     prompts = [
         model.tokenizer.encode(

@@ -39,7 +39,9 @@ FirstToken = Callable[[list[int]], int]
 
 
 def eecore_first_token(directory: Path, settings: dict[str, str]) -> FirstToken:
-    model = eecore.load(directory, device="cpu", kv_cache_tokens=2048, **settings)
+    model = eecore.load(
+        directory, device="cpu", prefix_cache=False, kv_cache_tokens=2048, **settings
+    )
 
     def run(prompt: list[int]) -> int:
         return eecore.generate(model, prompt, max_tokens=1, ignore_eos=True)[0].token_ids[0]

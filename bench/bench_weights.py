@@ -127,7 +127,9 @@ def main() -> None:
     expected: list[list[int]] = []
     rows = []
     for name, options in KINDS.items():
-        model = eecore.load(directory, device="cpu", kv_cache_tokens=2048, **options)
+        model = eecore.load(
+            directory, device="cpu", prefix_cache=False, kv_cache_tokens=2048, **options
+        )
         if not texts:
             assert model.tokenizer is not None
             for topic in TOPICS:

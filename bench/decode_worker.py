@@ -31,7 +31,9 @@ def eecore(directory: str, bits: str, threads: int) -> Generate:
         "file": {},
     }  # "file": those of a GGUF file
     settings = by_bits[bits] if bits in by_bits else {"dtype": DTYPES[bits]}
-    model = eecore.load(directory, device="cpu", kv_cache_tokens=4096, **settings)
+    model = eecore.load(
+        directory, device="cpu", prefix_cache=False, kv_cache_tokens=4096, **settings
+    )
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         outputs = eecore.generate(model, prompts, max_tokens=tokens, ignore_eos=True)

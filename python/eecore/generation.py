@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -48,6 +48,13 @@ class Model:
         config = config or self.engine_config
         return Engine(self.network, self.tokenizer, config, run=self.run_program)
 
+    def without_prefix_cache(self) -> Model:
+        """The same weights, with an engine that computes every prompt: to measure."""
+        if not self.engine_config.prefix_cache:
+            return self
+        config = replace(self.engine_config, prefix_cache=False)
+        return Model(self.network, self.tokenizer, config, self.run_program)
+
     def shared_engine(self) -> SharedEngine:
         """The engine that serves :func:`generate`, :func:`stream` and :meth:`async_engine`.
 
@@ -76,6 +83,7 @@ def load(
     weights: str | None = None,
     kv_cache_tokens: int | None = None,
     engine: EngineConfig | None = None,
+    prefix_cache: bool | None = None,
     exits: str | Path | Literal[False] | None = None,
 ) -> Model:
     """Load a model directory in Hugging Face layout, or a GGUF file.
@@ -99,6 +107,8 @@ def load(
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
             ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.
         engine: batching limits.
+        prefix_cache: whether prompts that begin alike share what was computed for the beginning;
+            when None what ``engine`` says, which is to do so. It changes no output.
         exits: the directory of a draft head that ``eecore train-exits`` made for the model, for
             :class:`eecore.HeadDrafts` and :class:`eecore.Auto`; False: none. When None the one in
             ``exits`` in the model's directory, in ``NAME.exits`` beside a file ``NAME.gguf``, or
@@ -117,6 +127,8 @@ def load(
         limits["kv_cache_tokens"] = kv_cache_tokens
     elif engine is None:
         limits["kv_cache_tokens"] = _default_kv_cache_tokens(network)
+    if prefix_cache is not None:
+        limits["prefix_cache"] = prefix_cache
     return Model(network, tokenizer, EngineConfig(**limits))
 
 

@@ -32,12 +32,12 @@ class RequestStats:
     drafted: int
     accepted: int
     preemptions: int
-    cached_tokens: int
-    """Of ``prompt_tokens`` those that came from the prefix cache: no layer ran for them."""
     time_to_first_token_s: float
     total_s: float
     mean_exit_layer: float
     """Over the generated tokens; accepted drafts count with the depth that drafted them."""
+    cached_tokens: int = 0
+    """Of ``prompt_tokens`` those that came from the prefix cache: no layer ran for them."""
 
     @property
     def draft_acceptance(self) -> float | None:

@@ -132,6 +132,14 @@ def serve(
             min=1, help="Sequences that run at once.", show_default="64", rich_help_panel=ENGINE
         ),
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Prompts that begin alike share what was computed for the beginning (CPU).",
+            rich_help_panel=ENGINE,
+        ),
+    ] = True,
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
@@ -173,6 +181,7 @@ def serve(
         dtype=dtype,
         weights=weights,
         kv_cache_tokens=kv_cache_tokens,
+        prefix_cache=prefix_cache,
         exits=False if exits == "none" else exits,
     )
     service = service_of(loaded, settings)

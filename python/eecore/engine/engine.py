@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from eecore.config import EngineConfig, SamplingParams
+from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
 from eecore.decoding.iterate import Flight, Iterations
 from eecore.decoding.outcome import Outcome
@@ -79,7 +79,7 @@ class Engine:
             network, kv, run or run_program_on(network.device), ahead=ahead
         )
         cache = None
-        if self.config.prefix_cache and network.linear.is_batch_invariant:
+        if self.has_prefix_cache:
             cache = PrefixCache(self.config.page_size, network.config.num_layers)
         self.scheduler = Scheduler(
             self.config, PageAllocator(self.config.num_pages, self.config.page_size, cache)
@@ -105,6 +105,13 @@ class Engine:
         return bool(self._plan or self._outbox or self.scheduler.has_runnable)
 
     @property
+    def has_prefix_cache(self) -> bool:
+        """Whether prompts that begin alike share pages: see :class:`EngineConfig`."""
+        network = self.network
+        exact = network.linear.is_batch_invariant and not isinstance(network.config, T5Config)
+        return self.config.prefix_cache and exact
+
+    @property
     def num_waiting(self) -> int:
         return self._count(SequenceStatus.WAITING)
 
@@ -121,6 +128,11 @@ class Engine:
         """Of the cache. From any thread, and never quite now."""
         pages = self.scheduler.pages
         return pages.num_pages - pages.num_free
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Those that a prompt may begin with, used or not. From any thread."""
+        return self.scheduler.pages.num_cached
 
     @property
     def pages(self) -> PageAllocator:

@@ -98,7 +98,8 @@ def time_policies(
     rounds: int = 1,
     progress: Callable[[int, TimedRun], None] | None = None,
 ) -> list[TimedRun]:
-    """Generate greedily with each policy, after :class:`eecore.Full`, which comes first.
+    """Generate greedily with each policy, after :class:`eecore.Full`, which comes first. Every
+    prompt is computed each time: there is no prefix cache.
 
     Args:
         model: from :func:`eecore.load`.
@@ -119,6 +120,7 @@ def time_policies(
     groups = [
         list(prompts[first : first + batch_size]) for first in range(0, len(prompts), batch_size)
     ]
+    model = model.without_prefix_cache()
     runs = [TimedRun(policy) for policy in (Full(), *policies)]
     generated(model, groups[0], max_tokens=1)
     for number in range(rounds):

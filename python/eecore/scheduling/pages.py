@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import takewhile
 
 from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.sequence import Sequence
@@ -119,7 +120,7 @@ class PageAllocator:
     def publish(self, sequence: Sequence) -> None:
         """Let others have what a sequence has computed, as far as it is exact."""
         if self._cache is not None:
-            self._cache.publish(sequence, map(self.is_exact, sequence.pages))
+            self._cache.publish(sequence, takewhile(self.is_exact, sequence.pages))
 
     def release(self, sequence: Sequence) -> None:
         """Take all pages of a sequence."""

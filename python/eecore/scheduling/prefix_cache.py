@@ -5,7 +5,8 @@ values: every position ran all layers, behind positions that did. That holds whe
 does not depend on what runs beside it; how a prompt was cut into chunks, and whether a position was
 a prompt's, a token's or an accepted draft's, then changes no bit. Elsewhere there is no cache.
 
-Decoders of an encoder's states are left out: their keys and values depend on its input as well.
+A decoder with an encoder has none either: what its keys and values are depends on the encoder's
+input, and its own prompt is one token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from hashlib import sha256
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from eecore.scheduling.sequence import Sequence
 
@@ -42,8 +43,6 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> list[int]:
         """The first pages of what a sequence still has to compute, without its last position."""
-        if sequence.input_ids is not None:
-            return []
         most = min(sequence.prefill_target - 1, self._exact_positions(sequence))
         return self._known(sequence, most // self._page_size)
 
@@ -51,20 +50,16 @@ class PrefixCache:
         """The pages that hold what a sequence has computed, its own or others."""
         return self._known(sequence, min(len(sequence.page_keys), len(sequence.pages)))
 
-    def publish(self, sequence: Sequence, exact: Iterable[bool]) -> None:
-        """Let others have the full pages that a sequence has computed, up to the first that is not
-        exact: what comes behind that attended to it.
+    def publish(self, sequence: Sequence, exact: Iterable[int]) -> None:
+        """Let others have the full pages that a sequence has computed.
 
         Args:
-            sequence: whose pages stay as they are from now on.
-            exact: of each of its pages.
+            sequence: whose full pages stay as they are from now on.
+            exact: its first pages, up to one that is not exact: those behind it attended to that.
         """
-        if sequence.input_ids is not None:
-            return
         # The end of a text may have cut short what was computed.
         count = min(sequence.num_computed, sequence.num_tokens) // self._page_size
-        pages = [page for page, _ in takewhile(lambda each: each[1], zip(sequence.pages, exact))]
-        pages = pages[:count]
+        pages = list(islice(exact, count))
         for key, page in zip(self._chain(sequence, len(pages)), pages, strict=True):
             if self._pages.setdefault(key, page) == page:
                 self._keys[page] = key

@@ -29,9 +29,16 @@ class Metrics:
     def __init__(self, engine: Engine, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
+        self._has_prefix_cache = engine.has_prefix_cache
         self._num_layers = engine.network.config.num_layers
         self.requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.prefix_queries = self._counter(
+            "prefix_cache_queries", "Tokens of prompts that the prefix cache was asked for."
+        )
+        self.prefix_hits = self._counter(
+            "prefix_cache_hits", "Tokens of prompts that came from the prefix cache."
+        )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.exits = self._counter("tokens_by_exit_layer", "Tokens by exit layer.", "exit_layer")
         self.layers_run = self._counter("layers_run", "Layers run, a position each.")
@@ -49,6 +56,8 @@ class Metrics:
         self.duration = self._seconds("request", "From the request to its end.")
         self._vllm_prompt = self._vllm("prompt_tokens")
         self._vllm_tokens = self._vllm("generation_tokens")
+        self._vllm_queries = self._vllm("prefix_cache_queries")
+        self._vllm_hits = self._vllm("prefix_cache_hits")
         self.registry.register(_State(engine, model_name))
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
@@ -81,6 +90,11 @@ class Metrics:
         self.generation_tokens.inc(stats.generated_tokens)
         self._vllm_prompt.labels(self._model_name).inc(stats.prompt_tokens)
         self._vllm_tokens.labels(self._model_name).inc(stats.generated_tokens)
+        if self._has_prefix_cache:
+            self.prefix_queries.inc(stats.prompt_tokens)
+            self.prefix_hits.inc(stats.cached_tokens)
+            self._vllm_queries.labels(self._model_name).inc(stats.prompt_tokens)
+            self._vllm_hits.labels(self._model_name).inc(stats.cached_tokens)
         self.layers_run.inc(stats.layers_run)
         self.drafted.inc(stats.drafted)
         self.accepted.inc(stats.accepted)
@@ -116,6 +130,7 @@ class _State(Collector):
             ("requests_held", "Sequences whose clients read too slowly.", engine.num_held),
             ("kv_pages", "Pages of the KV cache.", pages),
             ("kv_pages_used", "Pages of the KV cache in use.", used),
+            ("kv_pages_cached", "Pages that a prompt may begin with.", engine.num_cached_pages),
         ):
             yield GaugeMetricFamily(f"eecore_{name}", what, value=value)
         for name, share in (

@@ -186,6 +186,7 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
     """Tokens, and the work behind them: prompts count once, however many answers they have."""
     per_prompt = len(asked.choices) // asked.num_prompts
     prompt = sum(choice.prompt_tokens for choice in asked.choices[::per_prompt])
+    cached = sum(output.stats.cached_tokens for output in outputs[::per_prompt])
     generated = sum(len(output.token_ids) for output in outputs)
     stats = [output.stats for output in outputs]
     layers = sum(sum(output.exit_layers) for output in outputs)
@@ -196,7 +197,7 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "eecore": {
             "contract": stats[0].contract,
             "num_layers": served.num_layers,
