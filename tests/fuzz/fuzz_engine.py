@@ -1,11 +1,13 @@
 """Workloads of one engine with faults at random lines: nothing is lost, done twice or half done.
 
-Requests of every policy over few pages come, are cancelled, put on hold and preempted, while calls
-raise at lines that chance picks. Whatever happened, each gives in the end what it gives alone.
+Requests of every policy over few pages come, begin as others did, are cancelled, put on hold and
+preempted, while calls raise at lines that chance picks. Whatever happened, each gives in the end
+what it gives alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import tempfile
 from pathlib import Path
@@ -34,6 +36,7 @@ CONFIGS = [
     EngineConfig(kv_cache_tokens=96, page_size=2, max_num_seqs=4, max_batch_tokens=24),
 ]
 NUM_REQUESTS = 64
+BEGINNINGS = [list(range(first, first + 14)) for first in (0, 100)]
 
 MODELS: list[eecore.Model] = []
 REQUESTS: list[list[Request]] = []
@@ -61,6 +64,9 @@ def prepare() -> None:
 def make_request(random: Random, policies: list[Exit]) -> Request:
     """One that fits into the smallest of the caches."""
     prompt = [random.randrange(256) for _ in range(random.choice((1, 2, 3, 5, 9, 14)))]
+    if random.random() < 0.5:  # as another begins, or just the same
+        beginning = random.choice(BEGINNINGS)
+        prompt = [*beginning[: random.randint(1, 14)], *prompt][:14]
     sampling = SamplingParams(
         max_tokens=random.randint(1, 14),
         temperature=random.choice((0.0, 0.0, 0.9)),
@@ -91,7 +97,8 @@ def alone(model: int, number: int) -> Output:
     """What a request gives when nobody else is there and nothing happens."""
     key = model, number
     if key not in ALONE:
-        (ALONE[key],) = serve(engine_of(MODELS[model]), [REQUESTS[model][number]])
+        config = dataclasses.replace(MODELS[model].engine_config, prefix_cache=False)
+        (ALONE[key],) = serve(engine_of(MODELS[model], config), [REQUESTS[model][number]])
     return ALONE[key]
 
 
@@ -126,6 +133,8 @@ def one(random: Random) -> bool:
             driver.cancel(name)
         elif happens < 0.62:
             driver.hold(name)
+        elif happens < 0.63:
+            engine.reset_prefix_cache()
         elif happens < 0.7:
             driver.resume(name)
         else:

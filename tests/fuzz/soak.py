@@ -129,7 +129,8 @@ def sample(soak: Soak, started: float) -> Sample:
     """How it stands; the books have to agree."""
     check_books(soak.engine)
     pages = soak.engine.pages
-    held = sum(len(s.pages) + len(s.input_pages) for s in soak.engine.requests.values())
+    unfinished = soak.engine.requests.values()
+    held = len({page for s in unfinished for page in (*s.pages, *s.input_pages)})
     return Sample(
         soak.steps,
         round(time.monotonic() - started, 3),

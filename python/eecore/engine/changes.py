@@ -49,19 +49,15 @@ class Change:
     shown: int | None = None
     approximate: Iterable[int] = ()
     """Pages with positions that lack a layer's own work."""
-    publishes: bool = False
-    """Others may have its full pages: with each chunk of a prompt or a replay, and at the end."""
+    publishes: bool | None = None
+    """True: others may have its full pages, of a chunk of a prompt or a replay, or at the end;
+    False: nobody may, since it fails."""
     crops: bool = False
     """Pages behind the computed positions go back."""
     step: StepOutput | None = None
     """What the caller gets to see of it."""
     output: Output | None = None
     """Of the request, which ends."""
-
-    @property
-    def fails(self) -> bool:
-        """Whether the request ends by an error."""
-        return self.output is not None and self.output.error is not None
 
     def put_in_place(self) -> None:
         """Make it the request's state; once more changes nothing."""
@@ -113,15 +109,16 @@ class Changes:
             outcome.draft_stop or sequence.draft_stop,
             outcome.kv_exit_layers,
         )
-        change.publishes = not records or not change.num_before
         num_layers = self._num_layers
         if not records or min(outcome.kv_exit_layers, default=0) < num_layers:
             change.approximate = self._approximate(outcome)
         if records:
             if change.first_token is None:
-                change.first_token = now
+                change.first_token, change.publishes = now, True
             self._take_tokens(change, records, now)
             change.crops = sequence.max_drafts > 0 and sequence not in going_on
+        else:
+            change.publishes = True
         return change
 
     def ending(self, sequence: Sequence, now: float, error: Exception | None = None) -> Change:
@@ -263,6 +260,7 @@ class Changes:
             time_to_first_token_s=first - arrived,
             total_s=now - arrived,
             mean_exit_layer=sum(record.exit_layer for record in records) / count if count else 0.0,
+            cached_tokens=sequence.cached_tokens,
             **asdict(change.counters),
         )
 

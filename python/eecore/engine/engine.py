@@ -384,7 +384,7 @@ class Engine:
         for change in plan.changes:
             change.put_in_place()
             scheduler.pages.mark_approximate(change.approximate)
-            if change.fails:
+            if change.publishes is False:
                 scheduler.pages.forget(change.sequence.pages)
             if anew:
                 continue

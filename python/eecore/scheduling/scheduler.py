@@ -261,7 +261,7 @@ class Scheduler:
         sequence.input_pages = self.pages.allocate(inputs)
         sequence.pages, sequence.num_computed = cached, len(cached) * self.pages.page_size
         if not sequence.counters.preemptions:  # what is replayed was its own
-            sequence.counters.cached_tokens = sequence.num_computed
+            sequence.cached_tokens = sequence.num_computed
         return True
 
     def preempt(self, sequence: Sequence) -> None:

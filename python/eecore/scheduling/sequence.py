@@ -46,8 +46,6 @@ class Counters:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
-    cached_tokens: int = 0
-    """Positions of the prompt that came from the prefix cache, and no layer ran for."""
 
     def plus(self, more: Counters) -> Counters:
         """With more work."""
@@ -59,7 +57,6 @@ class Counters:
             self.drafted + more.drafted,
             self.accepted + more.accepted,
             self.preemptions + more.preemptions,
-            self.cached_tokens + more.cached_tokens,
         )
 
 
@@ -102,6 +99,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     """What its first full pages are found by in the prefix cache, as far as it was asked."""
+    cached_tokens: int = 0
+    """Positions of the prompt that came from the prefix cache, and no layer ran for."""
     counters: Counters = field(default_factory=Counters)
     times: Times = field(default_factory=Times)
     route: Any = None
