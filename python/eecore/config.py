@@ -346,7 +346,7 @@ class EngineConfig:
             for what the model was made for.
         prefix_cache: requests whose prompts begin alike share the pages of the beginning, and pages
             keep what they hold until others need them. No output depends on it, bit for bit: on a
-            GPU, where prompts of other lengths round in other ways, nothing is shared, and neither
+            GPU, where a prompt's rows round by how many there are, nothing is shared, and neither
             is it by models with an encoder.
     """
 
