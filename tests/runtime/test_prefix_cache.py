@@ -302,6 +302,24 @@ def test_nor_does_that_of_another_family(family: str, tmp_path: Path) -> None:
     check_conversations(eecore.load(directory, device="cpu", kv_cache_tokens=64))
 
 
+@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
+def test_nor_does_that_of_a_long_text(settings: dict[str, str], tmp_path: Path) -> None:
+    """Whose keys are split, found at places where no chunk began before."""
+    directory = write_model(tmp_path, num_hidden_layers=2, max_position_embeddings=4096)
+    model = eecore.load(directory, device="cpu", kv_cache_tokens=4096, **settings)
+    plain = model.without_prefix_cache()
+    engine, prompt = model.engine(), prompt_of(1100)
+    outputs = []
+    for count in (700, 1003, 1100):
+        text, policy = prompt[:count], SelfSpeculative(1, 3) if count == 700 else Full()
+        outputs.append(run(engine, text, policy, max_tokens=40, logprobs=3))
+        assert bits(outputs[-1]) == bits(
+            run(plain.engine(), text, policy, max_tokens=40, logprobs=3)
+        )
+    assert [output.stats.cached_tokens for output in outputs] == [0, 688, 992]
+    check_pages(engine, plain.engine_config, outputs)
+
+
 # Who gives way
 
 

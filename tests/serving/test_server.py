@@ -245,6 +245,16 @@ def test_sigterm_drains(endless_directory: str) -> None:
         assert process.wait(20) == 0
 
 
+@pytest.mark.parametrize(("options", "cached"), [((), 48), (("--no-prefix-cache",), 0)])
+def test_the_prefix_cache_can_be_left_out(
+    endless_directory: str, options: tuple[str, ...], cached: int
+) -> None:
+    body = {"prompt": "a" * 50, "max_tokens": 1}
+    with started(endless_directory, *options) as (_, address):
+        usage = [post(address, body).json()["usage"] for _ in range(2)][1]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
 def test_the_access_log(endless_directory: str) -> None:
     arguments = [endless_directory, "--access-log", "--api-key", "secret"]
     with started(*arguments) as (process, address):
