@@ -560,6 +560,9 @@ def test_a_page_is_back_when_its_last_owner_gives_it_back(model: eecore.Model) -
     assert pages.num_free == pages.num_pages - 6
     pages.free(first)
     assert pages.num_free == pages.num_pages
+    pages.share(sequences[0])
+    pages.free([*pages.share(sequences[1]), *first])
+    check_books(engine)
     with pytest.raises(ValueError, match=f"page {first[0]} is not allocated"):
         pages.free(first)
 

@@ -75,7 +75,7 @@ class PageAllocator:
                 raise ValueError(f"page {page} is not allocated")
         for page in given:
             self._owners[page] -= 1
-        gone = [page for page in given if not self._owners[page]]
+        gone = [page for page in dict.fromkeys(given) if not self._owners[page]]
         for page in gone:
             del self._owners[page]
         self._approximate.difference_update(gone)
