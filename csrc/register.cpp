@@ -90,7 +90,9 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "int max_distance=128, bool bidirectional=False) -> ()");
   m.def(
       "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
-      "Tensor repetition_penalty, Tensor seed, Tensor seen, int purpose, Tensor positions, "
+      "Tensor repetition_penalty, Tensor seed, Tensor seen, Tensor? presence_penalty, "
+      "Tensor? frequency_penalty, Tensor? generated, Tensor? bias_ids, Tensor? bias, "
+      "Tensor? allowed, int purpose, Tensor positions, "
       "Tensor? index, Tensor? row, Tensor? kind, int wanted, Tensor? round_tokens, "
       "Tensor? first_position, bool as_probability, int probs_by_step, Tensor(a!) token, "
       "Tensor(b!) confidence, Tensor(c!) logprob, Tensor(d!) logsumexp, Tensor(e!)? probs, "

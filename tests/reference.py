@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import Any, TypeVar
 
 import gguf
@@ -374,17 +375,33 @@ def sample_tokens(
             continue
         position, seed = int(positions[w]) + 1, int(rows.seed[r])
         raw = logits[j].float()
+        step = 0 if first_position is None else position - 1 - int(first_position[r])
+        if rows.allowed is not None and 0 <= step < rows.allowed.shape[1]:
+            bits = rows.allowed[r, step, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+            raw = raw.masked_fill(bits.flatten()[:vocab_size] == 0, -math.inf)
         logprobs = raw.double().log_softmax(0)
         known = math.isfinite(float(raw.max()))  # NaN is the largest of all
         penalised = raw.clone()
+        for i in range(0 if rows.bias_ids is None else rows.bias_ids.shape[1]):
+            assert rows.bias_ids is not None
+            assert rows.bias is not None
+            if 0 <= (biased := int(rows.bias_ids[r, i])) < vocab_size:
+                penalised[biased] += rows.bias[r, i]
         seen = {int(token) for token in rows.seen[r] if 0 <= int(token) < vocab_size}
-        step = 0 if first_position is None else position - 1 - int(first_position[r])
+        generated = [] if rows.generated is None else rows.generated[r].tolist()
         if round_tokens is not None:
-            seen |= {int(token) for token in round_tokens[r, 1 : step + 1]}
+            drafts = [int(token) for token in round_tokens[r, 1 : max(step, 0) + 1]]
+            seen |= set(drafts)
+            generated += drafts
         penalty = rows.repetition_penalty[r]
         for token in seen:
-            x = raw[token]
+            x = penalised[token]
             penalised[token] = x / penalty if x > 0 else x * penalty
+        for token, count in Counter(t for t in generated if 0 <= t < vocab_size).items():
+            if rows.frequency_penalty is not None:
+                penalised[token] -= rows.frequency_penalty[r] * count
+            if rows.presence_penalty is not None:
+                penalised[token] -= rows.presence_penalty[r]
 
         token, weights = -1, torch.zeros(vocab_size, dtype=torch.float64)
         if known and float(rows.temperature[r]) == 0:

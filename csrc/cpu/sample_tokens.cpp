@@ -47,9 +47,29 @@ struct Row {
   int64_t token_of(int64_t i) const { return packed ? ids[i] : i; }
 };
 
+// Loads the logits of allowed tokens, -infinity for the others; false where one is NaN.
+template <typename T>
+bool load_allowed(const T* logits, const int32_t* allowed, Row& row) {
+  row.count = row.vocab_size;
+  row.packed = false;
+  bool known = true;
+  for (int64_t begin = 0; begin < row.num_blocks * kBlock; begin += 32) {
+    float* values = row.values.data() + begin;
+    const uint32_t word = begin < row.vocab_size ? static_cast<uint32_t>(allowed[begin / 32]) : 0u;
+    const int64_t count = word == 0 ? 0 : min_of(row.vocab_size - begin, int64_t{32});
+    for (int64_t i = 0; i < count; ++i) {
+      values[i] = (word >> i & 1u) != 0 ? to_float(logits[begin + i]) : -kInfinity;
+      known = known && values[i] == values[i];
+    }
+    for (int64_t i = count; i < 32; ++i) values[i] = -kInfinity;
+  }
+  return known;
+}
+
 // Loads the logits; false where one is NaN.
 template <typename T>
-bool load_row(const T* logits, Row& row) {
+bool load_row(const T* logits, const int32_t* allowed, Row& row) {
+  if (allowed != nullptr) return load_allowed(logits, allowed, row);
   const int64_t whole = row.vocab_size / kBlock * kBlock;
   // max and min give their second operand where one is NaN: a NaN passes the clamp.
   Vec not_a_number = zero();
@@ -155,22 +175,75 @@ int64_t step_of(const SampleTokensParams& params, int64_t w, int64_t request) {
   return wrapping_add(wrapping_add(params.positions[w], ~first), 1);
 }
 
-// Seen tokens count once: each value is made from the logit itself.
-template <typename T>
-void penalise(const SampleTokensParams& params, const T* logits, int64_t w, int64_t request,
-              Row& row) {
-  const float penalty = params.repetition_penalty[request];
-  const auto see = [&](int64_t token) {
-    if (token < 0 || token >= row.vocab_size) return;
-    const float logit = to_float(logits[token]);
-    row.values[token] = logit > 0.0f ? logit / penalty : logit * penalty;
+// The mask of output row w; null where all tokens are allowed.
+const int32_t* mask_of(const SampleTokensParams& params, int64_t w, int64_t request) {
+  if (params.allowed == nullptr) return nullptr;
+  const int64_t step = params.first_position == nullptr ? 0 : step_of(params, w, request);
+  if (step < 0 || step >= params.num_masks) return nullptr;
+  const int64_t num_words = ceil_div(params.vocab_size, int64_t{32});
+  return params.allowed + (request * params.num_masks + step) * num_words;
+}
+
+struct Penalties {
+  float repetition, presence, frequency;
+
+  Penalties(const SampleTokensParams& params, int64_t request)
+      : repetition(params.repetition_penalty[request]),
+        presence(params.presence_penalty != nullptr ? params.presence_penalty[request] : 0.0f),
+        frequency(params.frequency_penalty != nullptr ? params.frequency_penalty[request] : 0.0f) {}
+
+  bool any() const { return repetition != 1.0f || presence != 0.0f || frequency != 0.0f; }
+};
+
+// visit(token, is_generated) for what a penalty may count, within the vocabulary.
+template <typename Visit>
+void visit_text(const SampleTokensParams& params, int64_t w, int64_t request, Visit visit) {
+  const auto visit_known = [&](int64_t token, bool is_generated) {
+    if (token >= 0 && token < params.vocab_size) visit(token, is_generated);
   };
   const int64_t* seen = params.seen + request * params.num_seen;
-  for (int64_t i = 0; i < params.num_seen; ++i) see(seen[i]);
+  for (int64_t i = 0; i < params.num_seen; ++i) visit_known(seen[i], false);
+  const int64_t* generated = params.generated + request * params.num_generated;
+  for (int64_t i = 0; i < params.num_generated; ++i) visit_known(generated[i], true);
   if (params.round_tokens == nullptr) return;
   const int64_t* drafts = params.round_tokens + request * params.round_width;
   const int64_t last = min_of(step_of(params, w, request), params.round_width - 1);
-  for (int64_t i = 1; i <= last; ++i) see(drafts[i]);
+  for (int64_t i = 1; i <= last; ++i) {
+    visit_known(drafts[i], false);
+    visit_known(drafts[i], true);
+  }
+}
+
+// Adds biases, then penalises: a token once, whatever it occurs in. Returns whether a value may
+// have changed.
+bool change_values(const SampleTokensParams& params, int64_t w, int64_t request, Row& row) {
+  bool changed = false;
+  for (int64_t i = request * params.num_bias; i < (request + 1) * params.num_bias; ++i) {
+    const int64_t token = params.bias_ids[i];
+    if (token < 0 || token >= row.vocab_size) continue;
+    row.values[token] += params.bias[i];
+    changed = true;
+  }
+  const Penalties penalties(params, request);
+  if (!penalties.any()) return changed;
+  constexpr int32_t kSeen = 1 << 30;  // the bits below count
+  int32_t* marks = row.ids.data();
+  visit_text(params, w, request, [=](int64_t token, bool) { marks[token] = 0; });
+  visit_text(params, w, request, [=](int64_t token, bool is_generated) {
+    marks[token] = is_generated ? marks[token] + 1 : marks[token] | kSeen;
+  });
+  visit_text(params, w, request, [&](int64_t token, bool) {
+    const int32_t mark = marks[token], count = mark & (kSeen - 1);
+    marks[token] = 0;
+    float value = row.values[token];
+    if ((mark & kSeen) != 0) {
+      value = value > 0.0f ? value / penalties.repetition : value * penalties.repetition;
+    }
+    value -= penalties.frequency * static_cast<float>(count);
+    if (count > 0) value -= penalties.presence;
+    row.values[token] = value;
+  });
+  return true;
 }
 
 // values = (values - largest) / temperature
@@ -386,8 +459,9 @@ void sample_row(const SampleTokensParams& params, int64_t j, Row& row) {
     params.top_logprobs[w * params.num_top + k] = -kInfinity;
   }
 
-  // The raw distribution.
-  if (!load_row(logits, row)) return write_nothing_known(params, w, probs);
+  // The raw distribution, of allowed tokens.
+  if (!load_row(logits, mask_of(params, w, request), row))
+    return write_nothing_known(params, w, probs);
   find_largest_of_blocks(row);
   const TopTwo raw = top_two(row);
   if (!__builtin_isfinite(raw.largest)) return write_nothing_known(params, w, probs);
@@ -400,10 +474,9 @@ void sample_row(const SampleTokensParams& params, int64_t j, Row& row) {
 
   // The one that the request asks for.
   const float temperature = params.temperature[request];
-  const bool penalises = params.repetition_penalty[request] != 1.0f;
+  const bool changed = change_values(params, w, request, row);
   TopTwo best = raw;
-  if (penalises) {
-    penalise(params, logits, w, request, row);
+  if (changed) {
     find_largest_of_blocks(row);
     best = top_two(row);
   }
@@ -412,7 +485,7 @@ void sample_row(const SampleTokensParams& params, int64_t j, Row& row) {
     if (temperature > 0.0f) {
       scale(best.largest, temperature, row);
       const double u = uniform_double(random_words(seed, position, params.purpose));
-      chosen = draw_token(params, request, u, !penalises && temperature == 1.0f, probs, row);
+      chosen = draw_token(params, request, u, !changed && temperature == 1.0f, probs, row);
     } else {
       chosen.token = best.id;
     }

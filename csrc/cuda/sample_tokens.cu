@@ -7,7 +7,9 @@ namespace eecore::cuda {
 namespace {
 
 // Between the rows of the workspace, in float32: whole 16-byte accesses.
-int64_t value_stride(const SampleTokensParams& params) { return (params.vocab_size + 3) / 4 * 4; }
+int64_t value_stride(const SampleTokensParams& params) {
+  return (params.vocab_size + params.num_bias + 3) / 4 * 4;
+}
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// sample_tokens: from logits to tokens, for requests that sample, penalise repetition or ask for
+// sample_tokens: from logits to tokens, for requests that sample, change logits or ask for
 // log-probabilities.
 #include "backend.h"
 #include "index_checks.h"
@@ -7,12 +7,16 @@ namespace eecore {
 namespace {
 
 constexpr int64_t kMaxVocabSize = 1 << 30;  // ids, rounded up, are int32 in the kernels
+constexpr int64_t kMostCounted = 1 << 29;   // counts, with those of a round, are 30 bits
 
 using OptionalTensor = std::optional<Tensor>;
 
 void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                    const Tensor& top_p, const Tensor& min_p, const Tensor& repetition_penalty,
-                   const Tensor& seed, const Tensor& seen, int64_t purpose, const Tensor& positions,
+                   const Tensor& seed, const Tensor& seen, const OptionalTensor& presence_penalty,
+                   const OptionalTensor& frequency_penalty, const OptionalTensor& generated,
+                   const OptionalTensor& bias_ids, const OptionalTensor& bias,
+                   const OptionalTensor& allowed, int64_t purpose, const Tensor& positions,
                    const OptionalTensor& index, const OptionalTensor& row,
                    const OptionalTensor& kind, int64_t wanted, const OptionalTensor& round_tokens,
                    const OptionalTensor& first_position, bool as_probability, int64_t probs_by_step,
@@ -28,6 +32,12 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   check(repetition_penalty, "repetition_penalty", Accept::kFloat32, {"num_requests"});
   check(seed, "seed", Accept::kInt64, {"num_requests"});
   check(seen, "seen", Accept::kInt64, {"num_requests", "num_seen"});
+  check(presence_penalty, "presence_penalty", Accept::kFloat32, {"num_requests"});
+  check(frequency_penalty, "frequency_penalty", Accept::kFloat32, {"num_requests"});
+  check(generated, "generated", Accept::kInt64, {"num_requests", "num_generated"});
+  check(bias_ids, "bias_ids", Accept::kInt64, {"num_requests", "num_bias"});
+  check(bias, "bias", Accept::kFloat32, {"num_requests", "num_bias"});
+  check(allowed, "allowed", Accept::kInt32, {"num_requests", "num_masks", "num_words"});
   check(positions, "positions", Accept::kInt64, {"num_outputs"});
   check(index, "index", Accept::kInt32, {"num_rows"});
   check(row, "row", Accept::kInt32, {"num_outputs"});
@@ -45,6 +55,17 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   const int64_t num_requests = check["num_requests"], num_outputs = check["num_outputs"];
   check.require(check["vocab_size"] >= 1 && check["vocab_size"] <= kMaxVocabSize,
                 "logits: expected vocab_size of 1 to 1073741824, got ", check["vocab_size"]);
+  check.require(bias_ids.has_value() == bias.has_value(),
+                "bias_ids: expected both of bias_ids and bias, or none, got one of them");
+  if (generated.has_value()) {
+    check.require(check["num_generated"] < kMostCounted, "generated: expected num_generated < ",
+                  kMostCounted, ", got ", check["num_generated"]);
+  }
+  if (allowed.has_value()) {
+    check.require(check["num_words"] == (check["vocab_size"] + 31) / 32,
+                  "allowed: expected num_words=", (check["vocab_size"] + 31) / 32, ", got ",
+                  check["num_words"]);
+  }
   check.require(index.has_value() || check["num_rows"] <= num_outputs,
                 "positions: expected num_outputs >= num_rows=", check["num_rows"],
                 " without index, got ", num_outputs);
@@ -55,6 +76,9 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
                 "purpose: expected a number in [0, 4294967295], got ", purpose);
   check.require(first_position.has_value() || (!round_tokens.has_value() && probs_by_step == 0),
                 "first_position: expected it with round_tokens and with probs_by_step, got none");
+  check.require(!allowed.has_value() || first_position.has_value() || check["num_masks"] == 1,
+                "allowed: expected num_masks=1 without first_position, got ",
+                allowed.has_value() ? check["num_masks"] : 0);
   check.require(probs_by_step >= 0 && probs_by_step <= INT32_MAX,
                 "probs_by_step: expected a number of 0 to 2147483647, got ", probs_by_step);
   check.require(wanted >= INT32_MIN && wanted <= INT32_MAX,
@@ -82,6 +106,12 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   params.repetition_penalty = data<const float>(repetition_penalty);
   params.seed = data<const int64_t>(seed);
   params.seen = data<const int64_t>(seen);
+  params.presence_penalty = data_or_null<const float>(presence_penalty);
+  params.frequency_penalty = data_or_null<const float>(frequency_penalty);
+  params.generated = data_or_null<const int64_t>(generated);
+  params.bias_ids = data_or_null<const int64_t>(bias_ids);
+  params.bias = data_or_null<const float>(bias);
+  params.allowed = data_or_null<const int32_t>(allowed);
   params.positions = data<const int64_t>(positions);
   params.index = data_or_null<const int32_t>(index);
   params.row = data_or_null<const int32_t>(row);
@@ -99,6 +129,9 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   params.num_rows = check["num_rows"];
   params.vocab_size = check["vocab_size"];
   params.num_seen = check["num_seen"];
+  params.num_generated = generated.has_value() ? check["num_generated"] : 0;
+  params.num_bias = bias_ids.has_value() ? check["num_bias"] : 0;
+  params.num_masks = allowed.has_value() ? check["num_masks"] : 0;
   params.round_width = round_tokens.has_value() ? check["round_width"] : 0;
   params.num_top = top_ids.has_value() ? check["num_top"] : 0;
   params.probs_by_step = probs_by_step;

@@ -503,13 +503,22 @@ struct SampleTokensParams {
   const float* repetition_penalty;  // [num_requests]; 1: off
   const int64_t* seed;              // [num_requests]
   const int64_t* seen;              // [num_requests, num_seen]; ids outside the vocabulary: nothing
+  const float* presence_penalty;    // [num_requests]; may be null: off
+  const float* frequency_penalty;   // [num_requests]; may be null: off
+  const int64_t* generated;         // [num_requests, num_generated], each as often as it was; may
+                                    // be null
+  const int64_t* bias_ids;          // [num_requests, num_bias], none twice; may be null
+  const float* bias;                // [num_requests, num_bias]; null when bias_ids is
+  const int32_t* allowed;           // [num_requests, num_masks, ceil(vocab_size / 32)], bit id % 32
+                                    // of word id / 32, mask position - first_position, 0 without;
+                                    // all tokens are where that is no mask; may be null
   const int64_t* positions;         // [num_outputs], of the token before the drawn one
   const int32_t* index;             // [num_rows]; may be null: j
   const int32_t* row;               // [num_outputs]; may be null: w
   const int32_t* kind;              // [num_requests]; may be null, else others than `wanted` are
                                     // passed over
   const int64_t* round_tokens;      // [num_requests, round_width]; may be null, else 1 and on up to
-                                    // the position count as seen
+                                    // the position count as seen and generated
   const int64_t* first_position;    // [num_requests], of round_tokens; may be null without them
   int64_t* token;                   // [num_outputs]; -1 where no token has a positive probability
   float* confidence;                // [num_outputs]
@@ -520,7 +529,8 @@ struct SampleTokensParams {
   float* uniform;       // [num_outputs, 2], in [0, 1); may be null
   int64_t* top_ids;     // [num_outputs, num_top], -1 behind the vocabulary; may be null
   float* top_logprobs;  // [num_outputs, num_top], -infinity there; null when top_ids is
-  int64_t num_rows, vocab_size, num_seen, round_width, num_top, probs_by_step;
+  int64_t num_rows, vocab_size, num_seen, num_generated, num_bias, num_masks;
+  int64_t round_width, num_top, probs_by_step;
   int64_t logits_stride;
   int32_t wanted;
   uint32_t purpose;     // of the random number that draws the token

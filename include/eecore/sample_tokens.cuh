@@ -13,18 +13,39 @@ namespace eecore::cuda {
 
 constexpr float kMinTemperature = 1e-30f;  // with the largest logit at 0 no other infinity arises
 
-// visit(id, value) for each of the row's values, a thread's own every time.
+// Logits of a row, and which of its tokens are allowed: null for all.
+template <typename T>
+struct Logits {
+  const T* values;         // [vocab_size]
+  const int32_t* allowed;  // [ceil(vocab_size / 32)]
+
+  __device__ __forceinline__ float operator[](int64_t id) const {
+    const bool is_allowed = allowed == nullptr || (allowed[id / 32] >> (id % 32) & 1) != 0;
+    return is_allowed ? to_float(values[id]) : -INFINITY;
+  }
+};
+
+// visit(id, value) for each of the row's values, a thread's own every time; -infinity for tokens
+// that are not allowed.
 template <int kThreads, typename T, typename Visit>
-__device__ __forceinline__ void for_each(const T* row, int count, Visit visit) {
+__device__ __forceinline__ void for_each(Logits<T> row, int count, Visit visit) {
   constexpr int kSize = Pack<T>::kSize;
-  const bool aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;
+  static_assert(32 % kSize == 0, "a pack's bits lie in one word");
+  const bool aligned = reinterpret_cast<uintptr_t>(row.values) % 16 == 0;
   for (int first = threadIdx.x * kSize; first < count; first += kThreads * kSize) {
-    const Pack<T> pack = load_pack(row + first, count - first, aligned);
+    const Pack<T> pack = load_pack(row.values + first, count - first, aligned);
+    const int32_t allowed = row.allowed == nullptr ? -1 : row.allowed[first / 32] >> (first % 32);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if (first + i < count) visit(first + i, to_float(pack.values[i]));
+      if (first + i >= count) continue;
+      visit(first + i, (allowed >> i & 1) != 0 ? to_float(pack.values[i]) : -INFINITY);
     }
   }
+}
+
+template <int kThreads, typename Visit>
+__device__ __forceinline__ void for_each(const float* row, int count, Visit visit) {
+  for_each<kThreads>(Logits<float>{row, nullptr}, count, visit);
 }
 
 // Sums over a block; every thread gets them. All threads of the block call it.
@@ -106,7 +127,7 @@ __device__ __forceinline__ TopTwo merge_block(TopTwo top) {
 }
 
 template <int kThreads, typename T>
-__device__ __forceinline__ TopTwo top_two(const T* row, int count) {
+__device__ __forceinline__ TopTwo top_two(Logits<T> row, int count) {
   TopTwo top{-INFINITY, -INFINITY, -1};
   for_each<kThreads>(row, count, [&](int id, float value) { top.take(id, value); });
   return merge_block<kThreads>(top);
@@ -114,7 +135,7 @@ __device__ __forceinline__ TopTwo top_two(const T* row, int count) {
 
 // The next largest value behind one of (value, id), equals by ascending id.
 template <int kThreads, typename T>
-__device__ __forceinline__ TopTwo next_largest(const T* row, int count, TopTwo last) {
+__device__ __forceinline__ TopTwo next_largest(Logits<T> row, int count, TopTwo last) {
   TopTwo top{-INFINITY, -INFINITY, -1};
   for_each<kThreads>(row, count, [&](int id, float value) {
     if (value < last.largest || (value == last.largest && id > last.id)) top.take(id, value);
@@ -249,27 +270,94 @@ __device__ __forceinline__ void keep_top_p(float top_p, Kept& kept) {
   kept.end_of_last = static_cast<int>(last.key) + 1;
 }
 
-// values [vocab_size] become the logits with those of seen tokens penalised. Each is made from the
-// logit itself, so a token counts once.
-template <int kThreads, typename T>
-__device__ __forceinline__ void penalise(const SampleTokensParams& params, const T* logits,
-                                         int request, int64_t position, float* values) {
+// The mask of output row w; null where all tokens are allowed.
+__device__ __forceinline__ const int32_t* mask_of(const SampleTokensParams& params, int64_t w,
+                                                  int64_t request) {
+  if (params.allowed == nullptr) return nullptr;
+  const int64_t step =
+      params.first_position == nullptr ? 0 : params.positions[w] - params.first_position[request];
+  if (step < 0 || step >= params.num_masks) return nullptr;
+  return params.allowed + (request * params.num_masks + step) * ((params.vocab_size + 31) / 32);
+}
+
+// What a request does to logits; a mark holds kSeen and how often a token was generated.
+struct Penalties {
+  static constexpr int kSeen = 1 << 30;
+  float repetition, presence, frequency;
+
+  __device__ __forceinline__ Penalties(const SampleTokensParams& params, int request)
+      : repetition(params.repetition_penalty[request]),
+        presence(params.presence_penalty != nullptr ? params.presence_penalty[request] : 0.0f),
+        frequency(params.frequency_penalty != nullptr ? params.frequency_penalty[request] : 0.0f) {}
+
+  __device__ __forceinline__ bool any() const {
+    return repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
+  }
+  __device__ __forceinline__ float operator()(float logit, int mark) const {
+    if ((mark & kSeen) != 0) logit = logit > 0.0f ? logit / repetition : logit * repetition;
+    const int count = mark & (kSeen - 1);
+    logit -= frequency * static_cast<float>(count);
+    return count > 0 ? logit - presence : logit;
+  }
+};
+
+// Whether a request's logits may change.
+__device__ __forceinline__ bool changes_logits(const SampleTokensParams& params, int request) {
+  return params.num_bias > 0 || Penalties(params, request).any();
+}
+
+// marks [vocab_size] become those of the text, with drafts up to the position.
+template <int kThreads>
+__device__ __forceinline__ void mark_tokens(const SampleTokensParams& params, int request,
+                                            int64_t position, int* marks) {
   const int vocab_size = static_cast<int>(params.vocab_size);
-  for_each<kThreads>(logits, vocab_size, [&](int id, float logit) { values[id] = logit; });
+  for (int id = threadIdx.x; id < vocab_size; id += kThreads) marks[id] = 0;
   __syncthreads();
-  const float penalty = params.repetition_penalty[request];
-  const auto see = [&](int64_t token) {
-    if (token < 0 || token >= vocab_size) return;
-    const float logit = to_float(logits[token]);
-    values[token] = logit > 0.0f ? logit / penalty : logit * penalty;
-  };
+  const auto exists = [=](int64_t token) { return token >= 0 && token < vocab_size; };
   const int64_t* seen = params.seen + request * params.num_seen;
-  for (int64_t i = threadIdx.x; i < params.num_seen; i += kThreads) see(seen[i]);
+  for (int64_t i = threadIdx.x; i < params.num_seen; i += kThreads) {
+    if (exists(seen[i])) atomicOr(marks + seen[i], Penalties::kSeen);
+  }
+  const int64_t* generated = params.generated + request * params.num_generated;
+  for (int64_t i = threadIdx.x; i < params.num_generated; i += kThreads) {
+    if (exists(generated[i])) atomicAdd(marks + generated[i], 1);
+  }
   if (params.round_tokens != nullptr) {
     const int64_t* drafts = params.round_tokens + request * params.round_width;
     const int64_t end =
         min(position - params.first_position[request] + 1, int64_t{params.round_width});
-    for (int64_t i = 1 + threadIdx.x; i < end; i += kThreads) see(drafts[i]);
+    for (int64_t i = 1 + threadIdx.x; i < end; i += kThreads) {
+      if (!exists(drafts[i])) continue;
+      atomicOr(marks + drafts[i], Penalties::kSeen);
+      atomicAdd(marks + drafts[i], 1);
+    }
+  }
+  __syncthreads();
+}
+
+// values [vocab_size + num_bias] become the logits with biases added, then penalties taken; marks
+// lie there before, each read by the thread that puts a value in its place.
+template <int kThreads, typename T>
+__device__ __forceinline__ void change_logits(const SampleTokensParams& params, Logits<T> logits,
+                                              int request, int64_t position, float* values) {
+  const int vocab_size = static_cast<int>(params.vocab_size);
+  const int num_bias = static_cast<int>(params.num_bias);
+  const Penalties penalties(params, request);
+  int* marks = reinterpret_cast<int*>(values);
+  mark_tokens<kThreads>(params, request, position, marks);
+  const int64_t* ids = params.bias_ids + int64_t{request} * num_bias;
+  const float* bias = params.bias + int64_t{request} * num_bias;
+  const auto exists = [=](int64_t token) { return token >= 0 && token < vocab_size; };
+  for (int i = threadIdx.x; i < num_bias; i += kThreads) {
+    const int64_t id = ids[i];
+    if (exists(id)) values[vocab_size + i] = penalties(logits[id] + bias[i], marks[id]);
+  }
+  __syncthreads();
+  for_each<kThreads>(logits, vocab_size,
+                     [&](int id, float logit) { values[id] = penalties(logit, marks[id]); });
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_bias; i += kThreads) {
+    if (exists(ids[i])) values[ids[i]] = values[vocab_size + i];
   }
   __syncthreads();
 }
@@ -314,11 +402,12 @@ __device__ __forceinline__ Chosen draw_token(const SampleTokensParams& params, i
   return {token, static_cast<float>(weight / total)};
 }
 
-// Writes the raw distribution's numbers of output row w, for a request that has no token yet, and
-// what top_logprobs asks for. Returns the first of the largest logits, or none (id -1) where the
-// softmax is not defined: for NaN among the logits, and where the largest is not finite.
+// Writes the numbers of the raw distribution over allowed tokens of output row w, for a request
+// that has no token yet, and what top_logprobs asks for. Returns the first of the largest logits,
+// or none (id -1) where the softmax is not defined: for NaN among the logits, and where the largest
+// is not finite.
 template <int kThreads, typename T>
-__device__ __forceinline__ TopTwo measure(const SampleTokensParams& params, const T* logits,
+__device__ __forceinline__ TopTwo measure(const SampleTokensParams& params, Logits<T> logits,
                                           int w) {
   const int vocab_size = static_cast<int>(params.vocab_size);
   const TopTwo top = top_two<kThreads>(logits, vocab_size);
@@ -347,7 +436,8 @@ __device__ __forceinline__ TopTwo measure(const SampleTokensParams& params, cons
   return known ? top : TopTwo{NAN, NAN, -1};
 }
 
-// Grid: num_rows. workspace: [num_rows, value_stride] float32, aligned rows.
+// Grid: num_rows. workspace: [num_rows, value_stride] float32, aligned rows of vocab_size values
+// and num_bias more.
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     sample_tokens_kernel(SampleTokensParams params, int64_t value_stride) {
@@ -358,7 +448,8 @@ __global__ void __launch_bounds__(kThreads)
   const int request = params.row != nullptr ? params.row[w] : w;
   if (params.kind != nullptr && params.kind[request] != params.wanted) return;
   const int vocab_size = static_cast<int>(params.vocab_size);
-  const T* logits = static_cast<const T*>(params.logits) + j * params.logits_stride;
+  const Logits<T> logits{static_cast<const T*>(params.logits) + j * params.logits_stride,
+                         mask_of(params, w, request)};
   float* values = static_cast<float*>(params.workspace) + j * value_stride;
   const int64_t position = params.positions[w] + 1;
   if (params.uniform != nullptr && threadIdx.x == 0) {
@@ -368,9 +459,10 @@ __global__ void __launch_bounds__(kThreads)
 
   TopTwo best = measure<kThreads>(params, logits, w);
   const bool known = best.id >= 0;
-  if (known && params.repetition_penalty[request] != 1.0f) {
-    penalise<kThreads>(params, logits, request, position - 1, values);
-    best = top_two<kThreads>(values, vocab_size);
+  const bool changes = changes_logits(params, request);
+  if (known && changes) {
+    change_logits<kThreads>(params, logits, request, position - 1, values);
+    best = top_two<kThreads>(Logits<float>{values, nullptr}, vocab_size);
   }
   const float temperature = params.temperature[request];
   const bool samples = temperature > 0.0f;
@@ -381,7 +473,7 @@ __global__ void __launch_bounds__(kThreads)
       const auto scale = [&](int id, float value) {
         values[id] = (value - best.largest) / fmaxf(temperature, kMinTemperature);
       };
-      if (params.repetition_penalty[request] != 1.0f) {
+      if (changes) {
         for_each<kThreads>(values, vocab_size, scale);
       } else {
         for_each<kThreads>(logits, vocab_size, scale);
@@ -399,7 +491,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (threadIdx.x != 0 || chosen.token < 0) return;
-  const float logprob = to_float(logits[chosen.token]) - params.logsumexp[w];
+  const float logprob = logits[chosen.token] - params.logsumexp[w];
   params.token[w] = chosen.token;
   params.logprob[w] = logprob;
   if (params.as_probability) params.confidence[w] = samples ? chosen.probability : expf(logprob);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +14,10 @@ __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Con
 # Beyond these float32 is not enough: logits become infinite, or all one.
 TEMPERATURES = (1e-10, 1e10)
 REPETITION_PENALTIES = (0.01, 100.0)
+# OpenAI's.
+PENALTIES = (-2.0, 2.0)
+BIASES = (-100.0, 100.0)
+MOST_BIASES = 1024
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # No model comes near these: what a file may say before its tensors are looked at.
@@ -285,7 +290,8 @@ AnyModelConfig = ModelConfig | T5Config
 class SamplingParams:
     """How a request turns distributions into tokens, and when it stops.
 
-    Filters apply in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+    Logits change in vLLM's order: logit bias, repetition penalty, frequency penalty, presence
+    penalty. Then come temperature and the filters, in transformers' order: top-k, top-p, min-p.
     Numbers may be numpy's or fractions; what is kept is Python's own. A bool is no number.
 
     Args:
@@ -303,6 +309,11 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, besides the model's own; at most 1024. Those
             that the model does not have never come.
         ignore_eos: go on past the model's end-of-sequence tokens.
+        presence_penalty: subtracted from the logits of tokens that were generated, -2..2; the
+            prompt does not count.
+        frequency_penalty: the same for each time that the token was.
+        logit_bias: token ids to what is added to their logits, -100..100; at most 1024. Kept as
+            pairs by ascending id.
     """
 
     max_tokens: int = 128
@@ -316,6 +327,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
 
     def __post_init__(self) -> None:
         fields = Fields(self, RequestError)
@@ -330,6 +344,19 @@ class SamplingParams:
         fields.texts("stop", most=64, longest=4096)
         fields.wholes("stop_token_ids", most=1024)
         fields.flag("ignore_eos")
+        fields.real("presence_penalty", *PENALTIES)
+        fields.real("frequency_penalty", *PENALTIES)
+        fields.weights("logit_bias", *BIASES, most=MOST_BIASES)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Token ids, ascending, and what is added to their logits."""
+        return self.logit_bias if isinstance(self.logit_bias, tuple) else ()
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty counts generated tokens."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True)

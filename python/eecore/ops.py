@@ -1748,7 +1748,8 @@ class SamplingRows(NamedTuple):
     """How the requests of a batch choose their tokens.
 
     The filters and their order are transformers': repetition penalty, temperature, top-k, top-p,
-    min-p.
+    min-p. What is before them is vLLM's, in its order: allowed tokens, bias, repetition penalty,
+    frequency penalty, presence penalty.
     """
 
     temperature: Tensor
@@ -1768,13 +1769,32 @@ class SamplingRows(NamedTuple):
     """int64 [num_requests], of the random numbers."""
     seen: Tensor
     """int64 [num_requests, num_seen]: the ids that have been seen, filled up with -1."""
+    presence_penalty: Tensor | None = None
+    """float32 [num_requests]: subtracted from the logits of generated tokens, once however often a
+    token was generated; 0: off."""
+    frequency_penalty: Tensor | None = None
+    """float32 [num_requests]: subtracted from the logits of generated tokens each time that a token
+    was; 0: off."""
+    generated: Tensor | None = None
+    """int64 [num_requests, num_generated]: ids that have been generated, each as often as it was,
+    filled up with -1."""
+    bias_ids: Tensor | None = None
+    """int64 [num_requests, num_bias]: ids whose logits are biased, none twice, -1 behind them."""
+    bias: Tensor | None = None
+    """float32 [num_requests, num_bias], added to their logits. With ``bias_ids``."""
+    allowed: Tensor | None = None
+    """int32 [num_requests, num_masks, ceil(vocab_size / 32)]: token ``id`` can be chosen where bit
+    ``id % 32`` of word ``id // 32`` is set, as in llguidance and xgrammar. The logits of the others
+    are -infinity in all that is written of a row: confidence, log-probabilities, distributions. A
+    row has mask ``positions[w] - first_position[r]`` of its request, 0 without ``first_position``;
+    where that is none, all tokens are allowed."""
 
 
 class SampledRows(NamedTuple):
     """What :func:`sample_tokens` writes of each output row.
 
-    Where the logits hold NaN, or the largest is not finite, there is no token (-1): its numbers are
-    NaN, its distribution zeros.
+    Where the logits of allowed tokens hold NaN, or the largest is not finite, there is no token
+    (-1): its numbers are NaN, its distribution zeros.
     """
 
     token: Tensor
@@ -1835,9 +1855,9 @@ def sample_tokens(
         kind: int32 [num_requests]; requests of a kind other than ``wanted`` are passed over.
         wanted: see ``kind``.
         round_tokens: int64 [num_requests, round_width]; of ``round_tokens[r]`` the ids at 1 up to
-            ``positions[w] - first_position[r]`` count as seen too.
-        first_position: int64 [num_requests], of ``round_tokens[:, 0]``; with it or
-            ``probs_by_step``.
+            ``positions[w] - first_position[r]`` count as seen and generated too.
+        first_position: int64 [num_requests], of ``round_tokens[:, 0]``; with it, with
+            ``probs_by_step`` and with several masks.
         as_probability: ``out.confidence`` is the token's probability in the distribution that it
             is drawn from (at temperature 0 in the softmax of the logits as they came).
         probs_by_step: where it is above 0, ``out.probs`` has this many rows for each request, and

@@ -11,7 +11,8 @@ import math
 import operator
 import reprlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import islice
 from numbers import Integral, Real
 from typing import Any
@@ -202,6 +203,23 @@ class Fields:
         good = items is not None and None not in numbers
         expected = expected or f"at most {most} whole numbers, {low}..{high}"
         self._put(name, kind(numbers) if good else None, expected)
+
+    def weights(self, name: str, low: float, high: float, *, most: int) -> None:
+        """A mapping from ints to floats of low..high, as pairs by ascending int; or None."""
+        value = getattr(self._owner, name)
+        if value is None:
+            return
+        given = value if isinstance(value, tuple) else None
+        with suppress(Exception):  # whatever a class of the user's says
+            given = tuple(islice(value.items(), most + 1)) if isinstance(value, Mapping) else given
+        pairs = {}
+        for pair in given or ():
+            key, number = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+            pairs[as_whole(key, 0, INT32_MAX)] = as_real(number, low, high)
+        good = given is not None and len(pairs) == len(given) <= most
+        good = good and None not in pairs and None not in pairs.values()
+        expected = f"None or at most {most} token ids with numbers, {low:g}..{high:g}"
+        self._put(name, tuple(sorted(pairs.items())) if good else None, expected)  # type: ignore[type-var]
 
     def put(self, name: str, value: object) -> None:
         """A field that was checked elsewhere."""

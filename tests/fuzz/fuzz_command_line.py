@@ -53,6 +53,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--draft-threshold": "number", "--skips": "file", "--skip-attention": "layers",
         "--skip-mlp": "layers", "--temperature": "number", "--top-k": "number",
         "--top-p": "number", "--min-p": "number", "--repetition-penalty": "number",
+        "--presence-penalty": "number", "--frequency-penalty": "number",
         "--seed": "number", "--stop": "word", "--ignore-eos": "", "--logprobs": "number",
         "--json": "", "--depth": "", "--stats": "", "--device": "word", "--dtype": "word",
         "--weights": "word", "--threads": "threads", "--kv-cache-tokens": "number", "--debug": "",

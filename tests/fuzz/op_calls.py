@@ -796,6 +796,9 @@ class _Calls:
         width, num_top = m.size(5, 1), m.size(6)
         tops, probs_by_step = m.chance(), 4 if by_round and m.chance() else 0
         num_probs = (requests * probs_by_step if probs_by_step else outputs) + m.size(2)
+        biases, num_bias = m.chance(), m.size(min(vocab, 5))
+        bias_ids = torch.stack([m.shuffled(vocab)[:num_bias] for _ in range(requests)])
+        masks, words = m.size(4, 1) if by_round else 1, -(-vocab // 32)
         given = {
             "logits": m.states(rows, vocab, m.dtype(), 3.0),
             "temperature": m.placed(
@@ -809,6 +812,12 @@ class _Calls:
             ),
             "seed": m.placed(m.whole(1 << 62, requests)),
             "seen": m.placed(m.whole(vocab + 5, requests, m.size(5)) - 2),
+            "presence_penalty": m.maybe(lambda: m.placed(m.normal(requests))),
+            "frequency_penalty": m.maybe(lambda: m.placed(m.normal(requests))),
+            "generated": m.maybe(lambda: m.placed(m.whole(vocab + 5, requests, m.size(9)) - 2)),
+            "bias_ids": m.placed(bias_ids) if biases else None,
+            "bias": m.placed(m.normal(*bias_ids.shape)) if biases else None,
+            "allowed": m.maybe(lambda: m.placed(m.whole(1 << 32, requests, masks, words).int())),
             "purpose": m.one_of(0, 1, 3, 2**32 - 1),
             "positions": m.placed(first[request_of] + step),
             "index": m.placed(m.shuffled(outputs)[:rows].int()) if by_index else None,

@@ -13,7 +13,15 @@ import reference
 from cases import DTYPES, SAMPLE_VOCAB_SIZES
 from eecore import ops
 
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+OFF = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 # What a request may ask for.
 WAYS: tuple[dict[str, float], ...] = (
@@ -32,11 +40,17 @@ WAYS: tuple[dict[str, float], ...] = (
     {"min_p": 1.0},
     {"top_k": 40, "top_p": 0.8, "temperature": 0.7},
     {"top_k": 100, "top_p": 0.9, "min_p": 0.05, "temperature": 1.7, "repetition_penalty": 0.8},
+    {"temperature": 0.0, "presence_penalty": 1.5},
+    {"temperature": 0.0, "frequency_penalty": -2.0, "repetition_penalty": 1.4},
+    {"presence_penalty": -1.1, "frequency_penalty": 0.7, "top_k": 9},
 )
 
 
 def sampling_rows(
-    ways: list[dict[str, float]], seen: Tensor | None = None, seed: int = 0
+    ways: list[dict[str, float]],
+    seen: Tensor | None = None,
+    seed: int = 0,
+    **more: Tensor | None,
 ) -> ops.SamplingRows:
     def each(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor([{**OFF, **way}[name] for way in ways], dtype=dtype)
@@ -49,6 +63,9 @@ def sampling_rows(
         repetition_penalty=each("repetition_penalty"),
         seed=torch.arange(len(ways)) * 77 + seed,
         seen=torch.zeros(len(ways), 0, dtype=torch.int64) if seen is None else seen,
+        presence_penalty=each("presence_penalty"),
+        frequency_penalty=each("frequency_penalty"),
+        **more,
     )
 
 
@@ -129,13 +146,35 @@ def random_ids(num_rows: int, count: int, vocab_size: int) -> Tensor:
     return ids
 
 
+def bits(allowed: Tensor) -> Tensor:
+    """bool [..., vocab_size] as int32 words."""
+    padded = torch.nn.functional.pad(allowed.long(), (0, -allowed.shape[-1] % 32))
+    words = (padded.unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
+    return words.int()
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("vocab_size", SAMPLE_VOCAB_SIZES)
-def test_matches_the_reference(vocab_size: int, device: torch.device) -> None:
+def test_matches_the_reference(vocab_size: int, masked: bool, device: torch.device) -> None:
     ways = list(WAYS)
     seen = random_ids(len(ways), 6, vocab_size)
+    more: dict[str, Tensor] = {}
+    if masked:
+        allowed = torch.rand(len(ways), 1, vocab_size) < 0.3
+        allowed[:, :, vocab_size // 2] = True
+        bias_ids = random_ids(len(ways), min(4, vocab_size), vocab_size)
+        more = {
+            "generated": torch.randint(-1, vocab_size + 1, (len(ways), 7)),
+            "bias_ids": bias_ids,
+            "bias": 5 * torch.randn(bias_ids.shape),
+            "allowed": bits(allowed),
+        }
     out = sampled_rows(len(ways), vocab_size, 3, uniform=True, num_probs=len(ways))
     arguments = {"purpose": 1, "positions": torch.arange(len(ways)) * 1000, "as_probability": True}
-    check(random_logits(len(ways), vocab_size), sampling_rows(ways, seen), out, device, **arguments)
+    rows = sampling_rows(ways, seen, **more)
+    got = check(random_logits(len(ways), vocab_size), rows, out, device, **arguments)
+    if masked:
+        assert allowed[torch.arange(len(ways)), 0, got.token].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,7 +199,7 @@ def test_any_batch(num_rows: int, device: torch.device) -> None:
         one = slice(w, w + 1)
         alone = run(
             logits[one],
-            ops.SamplingRows(*(t[one] for t in rows)),
+            ops.SamplingRows(*(None if t is None else t[one] for t in rows)),
             sampled_rows(1, 97, 2, uniform=True, num_probs=1),
             device,
             purpose=0,
@@ -280,6 +319,119 @@ def test_tokens_count_as_seen_once(device: torch.device) -> None:
     assert (got.probs[~written.flatten()] == -7).all()
 
 
+def test_generated_tokens_count_as_often_as_they_were(device: torch.device) -> None:
+    """In the text, and among the drafts up to the position; none of the prompt."""
+    logits = torch.tensor([[4.0, 4.0, 4.0, 3.5]]).repeat(4, 1)
+    ways = [{"temperature": 0.0, "presence_penalty": 0.25, "frequency_penalty": 0.5}] * 4
+    rows = sampling_rows(ways, torch.tensor([[3, 2]] * 4), generated=torch.tensor([[0, -1]] * 4))
+    got = check(
+        logits,
+        rows._replace(temperature=torch.ones(4)),
+        sampled_rows(4, 4, num_probs=16),
+        device,
+        purpose=0,
+        positions=torch.arange(4) + 7,
+        round_tokens=torch.tensor([[0, 1, 1, 0, 2]] * 4),
+        first_position=torch.full((4,), 7),
+        probs_by_step=4,
+    )
+    assert got.probs is not None
+    rest = {"purpose": 0, "positions": torch.zeros(1, dtype=torch.int64)}
+    for i, counts in enumerate(([1, 0, 0], [1, 1, 0], [1, 2, 0], [2, 2, 0])):
+        taken = [0.5 * count + 0.25 * (count > 0) for count in counts]
+        plain = logits[:1] - torch.tensor([[*taken, 0.0]])
+        want = check(plain, sampling_rows([{}]), sampled_rows(1, 4, num_probs=1), device, **rest)
+        assert want.probs is not None
+        torch.testing.assert_close(got.probs[4 * i + i], want.probs[0])
+
+
+def test_a_count_is_one_whether_tokens_are_drafts_or_text(device: torch.device) -> None:
+    """A round gives the very logits that decoding without drafts gives."""
+    logits = random_logits(1, 50)
+    way = {"presence_penalty": 0.3, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
+    text, drafts = [4, 9, 4], [9, 4, 4, 17, 9]
+    whole = sampling_rows(
+        [way],
+        torch.tensor([sorted({*text, *drafts})]),
+        generated=torch.tensor([[*text, *drafts]]),
+    )
+    part = sampling_rows([way], torch.tensor([[4, 9]]), generated=torch.tensor([text]))
+    at = {"purpose": 0, "positions": torch.tensor([12])}
+    out = sampled_rows(1, 50, num_probs=1)
+    alone = run(logits, whole, out, device, **at)
+    inside = run(
+        logits,
+        part,
+        out,
+        device,
+        **at,
+        round_tokens=torch.tensor([[4, *drafts]]),
+        first_position=torch.tensor([7]),
+    )
+    for a, b in zip(alone, inside, strict=True):
+        assert (a is b is None) or torch.equal(a, b)
+
+
+def test_bias_comes_before_penalties(device: torch.device) -> None:
+    logits = [1.0, 2.0, -1.0]
+    rows = sampling_rows(
+        [{"repetition_penalty": 2.0}],
+        torch.tensor([[2, 0]]),
+        bias_ids=torch.tensor([[2, -1, 99]]),
+        bias=torch.tensor([[4.0, 50.0, 50.0]]),
+    )
+    out = sampled_rows(1, 3, num_probs=1)
+    zero = torch.zeros(1, dtype=torch.int64)
+    got = check(torch.tensor([logits]), rows, out, device, purpose=0, positions=zero)
+    assert got.probs is not None
+    torch.testing.assert_close(got.probs, torch.tensor([[0.5, 2.0, 1.5]]).softmax(-1))
+
+
+def test_what_is_not_allowed_is_as_if_its_logit_were_minus_infinity(device: torch.device) -> None:
+    """NaN included; all that is said of a row is said of what is allowed."""
+    vocab_size = 77
+    allowed = torch.rand(len(WAYS), 1, vocab_size) < 0.5
+    allowed[:, :, 3] = True
+    logits, ways = random_logits(len(WAYS), vocab_size), list(WAYS)
+    out = sampled_rows(len(WAYS), vocab_size, 4, num_probs=len(WAYS))
+    at = {"purpose": 0, "positions": torch.arange(len(WAYS)), "as_probability": True}
+    rows = sampling_rows(ways, random_ids(len(WAYS), 5, vocab_size))
+    cut = logits.masked_fill(~allowed[:, 0], -torch.inf)
+    expected = check(cut, rows, out, device, **at)
+    dirty = logits.masked_fill(~allowed[:, 0], torch.nan)
+    got = check(dirty, rows._replace(allowed=bits(allowed)), out, device, **at)
+    for a, b in zip(expected, got, strict=True):
+        assert (a is b is None) or torch.equal(a, b)
+
+
+def test_nothing_is_drawn_where_nothing_is_allowed(device: torch.device) -> None:
+    none = torch.zeros(len(WAYS), 1, 2, dtype=torch.int32)
+    rows = sampling_rows(list(WAYS), allowed=none)
+    out = sampled_rows(len(WAYS), 40, 2, num_probs=len(WAYS))
+    at = {"purpose": 0, "positions": torch.zeros(len(WAYS), dtype=torch.int64)}
+    got = check(random_logits(len(WAYS), 40), rows, out, device, **at)
+    assert (got.token == -1).all()
+
+
+def test_each_position_of_a_round_has_its_own_mask(device: torch.device) -> None:
+    """Positions without one allow everything."""
+    allowed = torch.eye(40).bool()[torch.tensor([[3, 39, 0], [31, 32, 33]])]
+    row = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.int32)
+    first = torch.tensor([50, 7])
+    got = check(
+        random_logits(8, 40),
+        sampling_rows([{}, {"temperature": 0.0}], allowed=bits(allowed)),
+        sampled_rows(8),
+        device,
+        purpose=0,
+        positions=first[row] + torch.tensor([0, 1, 2, 3, -1, 0, 1, 2]),
+        row=row,
+        first_position=first,
+    )
+    assert got.token[:3].tolist() == [3, 39, 0]
+    assert got.token[5:].tolist() == [31, 32, 33]
+
+
 def test_rows_of_logits_outputs_and_requests(device: torch.device) -> None:
     index = torch.tensor([6, 0, 3, 4, 1], dtype=torch.int32)
     row = torch.tensor([2, 1, 1, 0, 3, 0, 2, 2], dtype=torch.int32)
@@ -388,7 +540,9 @@ def test_tokens_have_the_frequencies_of_the_distribution(way: dict[str, float], 
     ops.sample_tokens(logits, rows, out, purpose=0, positions=zero)
     assert out.probs is not None
     drawn = sampled_rows(count)
-    many = ops.SamplingRows(*(t.expand(count, *t.shape[1:]).contiguous() for t in rows))
+    many = ops.SamplingRows(
+        *(None if t is None else t.expand(count, *t.shape[1:]).contiguous() for t in rows)
+    )
     numbers = torch.arange(count)
     if along == "seeds":
         many = many._replace(seed=numbers)
@@ -417,11 +571,21 @@ def test_confidence_is_the_gap_unless_asked(device: torch.device) -> None:
         assert got.confidence.item() == pytest.approx(expected, abs=1e-6)
 
 
+def changes_of(num_requests: int) -> dict[str, Tensor]:
+    """What changes logits, of a vocabulary of 5."""
+    return {
+        "generated": torch.zeros(num_requests, 6, dtype=torch.int64),
+        "bias_ids": torch.zeros(num_requests, 1, dtype=torch.int64),
+        "bias": torch.zeros(num_requests, 1),
+        "allowed": torch.full((num_requests, 2, 1), -1, dtype=torch.int32),
+    }
+
+
 def given() -> dict[str, Any]:
     """A call in which nothing is wrong."""
     return {
         "logits": torch.zeros(2, 5),
-        **sampling_rows([{}] * 3)._asdict(),
+        **sampling_rows([{}] * 3, **changes_of(3))._asdict(),
         **sampled_rows(3, 5, 2, uniform=True, num_probs=12)._asdict(),
         "purpose": 0,
         "positions": torch.zeros(3, dtype=torch.int64),
@@ -450,6 +614,13 @@ def call(arguments: dict[str, Any]) -> None:
         ({"logits": torch.zeros(5, 2).T}, r"logits: expected the last 1 dimension"),
         ({"top_k": torch.zeros(3)}, r"top_k: expected int32 \[num_requests=3\], got float32"),
         ({"seen": torch.zeros(2, 4, dtype=torch.int64)}, r"seen: .*num_requests=3.*\[2, 4\]"),
+        ({"presence_penalty": torch.zeros(2)}, r"presence_penalty: .*num_requests=3.*\[2\]"),
+        ({"frequency_penalty": torch.zeros(3).int()}, "frequency_penalty: .* got int32"),
+        ({"generated": torch.zeros(3, 4)}, r"generated: expected int64 .* got float32"),
+        ({"bias": None}, "bias_ids: expected both of bias_ids and bias, or none, got one of them"),
+        ({"bias": torch.zeros(3, 2)}, r"bias: .*num_bias=1\], got float32 \[3, 2\]"),
+        ({"allowed": torch.zeros(3, 2, 2).int()}, "allowed: expected num_words=1, got 2"),
+        ({"allowed": torch.zeros(3, 2, 1)}, "allowed: expected int32 .* got float32"),
         ({"positions": torch.zeros(3)}, r"positions: expected int64 \[num_outputs\], got float32"),
         ({"purpose": -1}, r"purpose: expected a number in \[0, 4294967295\], got -1"),
         ({"purpose": 2**32}, "purpose: .* got 4294967296"),
@@ -470,6 +641,10 @@ def call(arguments: dict[str, Any]) -> None:
                 "probs_by_step": 0,
             },
             "temperature: expected num_requests >= num_outputs=3 without row, got 2",
+        ),
+        (
+            {"first_position": None, "round_tokens": None, "probs_by_step": 0, "probs": None},
+            "allowed: expected num_masks=1 without first_position, got 2",
         ),
         ({"kind": torch.zeros(3, dtype=torch.int64)}, "kind: expected int32 .* got int64"),
         ({"first_position": None}, "first_position: expected it with round_tokens .* got none"),

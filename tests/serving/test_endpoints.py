@@ -121,7 +121,9 @@ def test_prompts_of_token_ids(server: Asker, intent: eecore.Model) -> None:
 def test_stops_and_penalties_reach_the_engine(server: Asker, intent: eecore.Model) -> None:
     fields: dict[str, Any] = {"repetition_penalty": 1.3, "min_p": 0.1, "top_k": 5, "top_p": 0.9}
     fields |= {"temperature": 1.2, "seed": 3, "ignore_eos": True, "max_tokens": 20}
+    fields |= {"presence_penalty": 0.4, "frequency_penalty": -0.3, "logit_bias": {"40": 2.5}}
     body = server.post("/v1/completions", completion(**fields)).json()
+    fields["logit_bias"] = {40: 2.5}
     assert body["choices"][0]["text"] == eecore.generate(intent, PROMPT, **fields)[0].text
     for stop in (" front", [" front", "zzz"]):
         body = server.post("/v1/completions", completion(stop=stop)).json()

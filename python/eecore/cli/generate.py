@@ -141,6 +141,8 @@ def generate(
     top_p: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 1.0,
     min_p: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 0.0,
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same text.", rich_help_panel=SAMPLING)
     ] = None,
@@ -214,6 +216,8 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         seed=seed,
         logprobs=logprobs,
         stop=tuple(stop or ()),

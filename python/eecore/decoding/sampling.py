@@ -7,6 +7,7 @@ request go through the same filters, which is what makes acceptance lossless.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import SamplingParams
-from eecore.decoding.memory import Field, HostSide, power_of_two
+from eecore.decoding.memory import Array, Field, HostSide, power_of_two
 from eecore.scheduling.sequence import Sequence
 
 __all__ = [
@@ -35,13 +36,20 @@ __all__ = [
 DRAWS_TOKEN = 0
 DRAWS_DRAFT = 1
 
+# Programs for fewer generated tokens are not made as a text begins.
+MIN_GENERATED = 64
+
 NO_TOKEN = "expected finite logits and confidences from the model, got NaN or infinity"
 
 
 def needs_logits(sampling: SamplingParams) -> bool:
     """Whether a request needs logits in memory; the others get by with the fused head."""
     return (
-        sampling.temperature > 0.0 or sampling.repetition_penalty != 1.0 or bool(sampling.logprobs)
+        sampling.temperature > 0.0
+        or sampling.repetition_penalty != 1.0
+        or sampling.counts_tokens
+        or bool(sampling.biases)
+        or bool(sampling.logprobs)
     )
 
 
@@ -55,6 +63,10 @@ class HeadSizes:
     """Some rows do not."""
     seen: int = 0
     """Most tokens that a repetition penalty counts."""
+    generated: int = 0
+    """Most that a presence or frequency penalty counts."""
+    biases: int = 0
+    """Most tokens whose logits are biased."""
     top: int = 0
     """Most log-probabilities that a row asks for."""
 
@@ -67,13 +79,20 @@ def head_sizes(sequences: list[Sequence]) -> HeadSizes:
     seen = max(
         (len(seen_tokens(s)) for s in sequences if s.sampling.repetition_penalty != 1.0), default=0
     )
-    top = max(sampling.logprobs or 0 for sampling in needing)
+    counted = [len(s.output_ids) for s in sequences if s.sampling.counts_tokens]
     return HeadSizes(
-        len(needing) < len(sequences),
-        True,
-        power_of_two(seen) if seen else 0,
-        power_of_two(top) if top else 0,
+        greedy=len(needing) < len(sequences),
+        logits=True,
+        seen=_rounded(seen),
+        generated=power_of_two(max(MIN_GENERATED, *counted)) if counted else 0,
+        biases=_rounded(max(len(sampling.biases) for sampling in needing)),
+        top=_rounded(max(sampling.logprobs or 0 for sampling in needing)),
     )
+
+
+def _rounded(count: int) -> int:
+    """A power of two, or 0."""
+    return power_of_two(count) if count else 0
 
 
 def seen_tokens(sequence: Sequence) -> list[int]:
@@ -94,12 +113,26 @@ def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
         "repetition_penalty": (torch.float32, row),
         "seed": (torch.int64, row),
         "seen": (torch.int64, (num_rows, sizes.seen)),
+        **_optional_fields(num_rows, sizes),
     }
+
+
+def _optional_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
+    """Of settings that most requests leave alone."""
+    fields: dict[str, Field] = {}
+    if sizes.generated:
+        fields["presence_penalty"] = fields["frequency_penalty"] = (torch.float32, (num_rows,))
+        fields["generated"] = (torch.int64, (num_rows, sizes.generated))
+    if sizes.biases:
+        fields["bias_ids"] = (torch.int64, (num_rows, sizes.biases))
+        fields["bias"] = (torch.float32, (num_rows, sizes.biases))
+    return fields
 
 
 def sampling_rows(tensors: dict[str, Tensor]) -> ops.SamplingRows:
     """Of the fields on the device."""
-    return ops.SamplingRows(*(tensors[name] for name in ops.SamplingRows._fields))
+    names = ops.SamplingRows._fields
+    return ops.SamplingRows(**{name: tensors[name] for name in names if name in tensors})
 
 
 def write_sampling(host: HostSide, sequences: list[Sequence]) -> None:
@@ -116,13 +149,28 @@ def write_sampling(host: HostSide, sequences: list[Sequence]) -> None:
     host.arrays["seed"][:count] = np.array([s.seed or 0 for s in settings], dtype=np.uint64).view(
         np.int64
     )
-    seen = host.arrays["seen"]
-    if seen.shape[1]:
-        seen[:count] = -1
-        for i, sequence in enumerate(sequences):
-            if sequence.sampling.repetition_penalty != 1.0:
-                tokens = seen_tokens(sequence)
-                seen[i, : len(tokens)] = tokens
+    if host.arrays["seen"].shape[1]:
+        penalised = (s if s.sampling.repetition_penalty != 1.0 else None for s in sequences)
+        _write_ids(host.arrays["seen"], (s and seen_tokens(s) for s in penalised))
+    if "generated" in host.arrays:
+        host.write(
+            presence_penalty=[s.presence_penalty for s in settings],
+            frequency_penalty=[s.frequency_penalty for s in settings],
+        )
+        counting = (s if s.sampling.counts_tokens else None for s in sequences)
+        _write_ids(host.arrays["generated"], (s and s.output_ids for s in counting))
+    if "bias" in host.arrays:
+        _write_ids(host.arrays["bias_ids"], ([token for token, _ in s.biases] for s in settings))
+        for row, setting in zip(host.arrays["bias"], settings, strict=False):
+            row[: len(setting.biases)] = [bias for _, bias in setting.biases]
+
+
+def _write_ids(rows: Array, ids: Iterable[list[int] | None]) -> None:
+    """Write each request's ids into its row, -1 behind them."""
+    for row, own in zip(rows, ids, strict=False):
+        row[:] = -1
+        if own:
+            row[: len(own)] = own
 
 
 def top_logprobs(

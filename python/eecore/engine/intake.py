@@ -110,6 +110,11 @@ class Intake:
         vocab_size = self._network.config.vocab_size
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer for stop strings")
+        for token, _ in sampling.biases[-1:]:
+            if token >= vocab_size:
+                raise RequestError(
+                    f"logit_bias: expected token ids 0..{vocab_size - 1}, got {token}"
+                )
         if sampling.logprobs is not None and sampling.logprobs > vocab_size:
             raise RequestError(
                 f"logprobs: expected at most {vocab_size}, the size of the vocabulary, "

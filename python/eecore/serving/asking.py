@@ -28,6 +28,7 @@ __all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "tokens_of"]
 # Of a completion; OpenAI's. A chat may go on until the context is full.
 MAX_TOKENS = 16
 SEEDS = 2**64
+LONGEST_ID = 10  # digits
 LACKS = "is not supported"
 
 
@@ -175,10 +176,20 @@ def _sampling(body: GenerationRequest, max_tokens: int, logprobs: int | None) ->
         settings["top_k"] = 0
     if "seed" in settings:
         settings["seed"] %= SEEDS
+    if "logit_bias" in settings:
+        settings["logit_bias"] = _biases(settings["logit_bias"])
     if "stop" in settings:
         stop = settings["stop"]
         settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     return SamplingParams(**settings)
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """With ids as numbers, which no name in JSON can be."""
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) <= LONGEST_ID):
+            raise invalid(f"logit_bias: expected token ids, got {shown(token)}")
+    return {int(token): bias for token, bias in given.items()}
 
 
 def _most_tokens(served: ServedModel, prompt_tokens: int, most: int | None) -> int:

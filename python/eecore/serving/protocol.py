@@ -26,9 +26,6 @@ MOST_MESSAGES = 4096
 MOST_PROMPTS = 1024
 # What the engine lacks. To pass over it would be to answer something else than was asked.
 NOT_SUPPORTED = (
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
     "prompt_logprobs",
     "use_beam_search",
     "guided_json",
@@ -67,9 +64,9 @@ class GenerationRequest(Request):
     top_k: int | None = Field(None, description="0 and -1 keep all tokens.")
     min_p: float | None = None
     repetition_penalty: float | None = None
-    presence_penalty: float | None = _LACKING
-    frequency_penalty: float | None = _LACKING
-    logit_bias: dict[str, float] | None = _LACKING
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token ids to biases.")
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

@@ -111,6 +111,10 @@ T atomicAdd(T* address, std::type_identity_t<T> value) {
   return std::exchange(*address, *address + value);
 }
 template <typename T>
+T atomicOr(T* address, std::type_identity_t<T> value) {
+  return std::exchange(*address, *address | value);
+}
+template <typename T>
 T atomicMax(T* address, std::type_identity_t<T> value) {
   return std::exchange(*address, std::max(*address, value));
 }

@@ -1,0 +1,193 @@
+"""Presence and frequency penalties and logit bias: what they do to logits, in every exit mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eecore
+from devices import engine_of
+from eecore import (
+    Auto,
+    ConfidentExit,
+    DraftAndVerify,
+    EngineConfig,
+    FixedExit,
+    PromptLookup,
+    RequestError,
+    SamplingParams,
+    SelfSpeculative,
+)
+from eecore.exits import Exit
+from reference_decoding import ReferenceModel
+from tiny_models import random_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = random_prompts(5, 1, 23, 9, seed=1)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "reward": {"presence_penalty": -0.4, "frequency_penalty": 2.0},
+    "bias": {"logit_bias": {7: 4.5, 300: -100.0, 11: 2.0}},
+    "all": {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "logit_bias": {token: (token % 7) / 2 for token in range(0, 320, 3)},
+    },
+}
+POLICIES: list[Exit] = [
+    SelfSpeculative(1, 4),
+    SelfSpeculative(3, 6),
+    DraftAndVerify({1, 3}, {2}),
+    PromptLookup(5, min_ngram=1),
+    Auto(),
+]
+
+
+def tokens_of(model: eecore.Model, **settings: Any) -> list[list[int]]:
+    settings = {"max_tokens": 24, "ignore_eos": True, **settings}
+    return [output.token_ids for output in eecore.generate(model, PROMPTS, **settings)]
+
+
+def changed(logits: torch.Tensor, prompt: list[int], output: list[int], **of: Any) -> torch.Tensor:
+    """Logits with bias and penalties, as their definitions say."""
+    for token, bias in of.get("logit_bias", {}).items():
+        logits[token] += bias
+    penalty = of.get("repetition_penalty", 1.0)
+    for token in {*prompt, *output}:
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token, count in Counter(output).items():
+        logits[token] -= of.get("frequency_penalty", 0.0) * count
+        logits[token] -= of.get("presence_penalty", 0.0)
+    return logits
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_greedy_output_is_the_reference(
+    tiny: eecore.Model, reference: ReferenceModel, settings: dict[str, Any]
+) -> None:
+    for prompt, got in zip(PROMPTS, tokens_of(tiny, **settings), strict=True):
+        sequence, h = reference.start(prompt)
+        for _ in range(24):
+            logits = changed(reference.head(h), prompt, sequence.new_tokens, **settings)
+            sequence.tokens.append(int(logits.argmax()))
+            h = reference.embed(sequence.tokens[-1])
+            for layer in range(reference.num_layers):
+                h = reference.layer(layer, h, len(sequence.tokens) - 1, sequence)
+        assert got == sequence.new_tokens
+    assert tokens_of(tiny, **settings) != tokens_of(tiny)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_speculation_keeps_the_output(
+    agreeing: eecore.Model, settings: dict[str, Any], policy: Exit
+) -> None:
+    """Drafts of a round count for those behind them."""
+    assert tokens_of(agreeing, exit=policy, **settings) == tokens_of(agreeing, **settings)
+
+
+def test_looked_up_drafts_change_no_draw(agreeing: eecore.Model) -> None:
+    settings = {**SETTINGS["all"], "temperature": 0.9, "seed": 3}
+    lookup = PromptLookup(5, min_ngram=1)
+    assert tokens_of(agreeing, exit=lookup, **settings) == tokens_of(agreeing, **settings)
+
+
+@pytest.mark.parametrize("policy", [FixedExit(2), ConfidentExit(threshold=0.2)], ids=str)
+def test_early_exits_heed_them(tiny: eecore.Model, policy: Exit) -> None:
+    never = {"logit_bias": dict.fromkeys(range(1, 320), -100.0)}
+    assert tokens_of(tiny, exit=policy, **never) == [[0] * 24] * len(PROMPTS)
+    (two,) = eecore.generate(
+        tiny,
+        [PROMPTS[0]],
+        exit=policy,
+        max_tokens=60,
+        ignore_eos=True,
+        frequency_penalty=2.0,
+        logit_bias={5: 100.0, 6: 100.0},
+    )
+    assert set(two.token_ids) == {5, 6}
+
+
+def test_in_mixed_batches_and_after_preemptions(agreeing: eecore.Model) -> None:
+    """Nobody's penalties reach anybody else."""
+    exits: list[Exit] = [eecore.Full(), SelfSpeculative(2, 3), PromptLookup(4), FixedExit(2)]
+    ways = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=1, **settings)
+        for settings in ({}, SETTINGS["all"], {"temperature": 1.0}, SETTINGS["reward"])
+    ]
+    expected = [
+        eecore.generate(agreeing, [prompt], exit=policy, sampling=way)[0].token_ids
+        for prompt, policy, way in zip(PROMPTS, exits, ways, strict=True)
+    ]
+    together = eecore.generate(agreeing, PROMPTS, exit=exits, sampling=ways)
+    assert [output.token_ids for output in together] == expected
+    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=64, page_size=4))
+    for prompt, policy, way in zip(PROMPTS, exits, ways, strict=True):
+        engine.add_request(prompt, exit=policy, sampling=way)
+    outputs = {s.request_id: s.output for s in engine.run() if s.output is not None}
+    assert [outputs[name].token_ids for name in sorted(outputs)] == expected
+    assert sum(output.stats.preemptions for output in outputs.values()) > 0
+
+
+def test_logprobs_are_of_the_logits_as_they_came(tiny: eecore.Model) -> None:
+    (output,) = eecore.generate(tiny, [PROMPTS[0]], max_tokens=1, logprobs=0, logit_bias={9: 100})
+    (plain,) = eecore.generate(tiny, [PROMPTS[0]], max_tokens=1, logprobs=320)
+    assert output.token_ids == [9]
+    assert plain.top_logprobs is not None
+    assert output.logprobs == pytest.approx([plain.top_logprobs[0][9]], abs=1e-4)
+
+
+def test_more_tokens_than_a_program_was_made_for(tiny: eecore.Model) -> None:
+    settings: dict[str, Any] = {"frequency_penalty": 0.7, "ignore_eos": True, "max_tokens": 150}
+    prompt, bias = [3, 9], dict.fromkeys(range(12, 320), -100.0)
+    full, spec = (
+        eecore.generate(tiny, [prompt], exit=policy, logit_bias=bias, **settings)[0].token_ids
+        for policy in (eecore.Full(), SelfSpeculative(3, 5))
+    )
+    assert full == spec
+    assert max(Counter(full).values()) - min(Counter(full).values()) < 30  # they take turns
+    assert set(full) == set(range(12))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"presence_penalty": 2.5}, r"presence_penalty: expected -2\.\.2, got 2\.5"),
+        ({"frequency_penalty": "1"}, r"frequency_penalty: expected -2\.\.2, got '1'"),
+        ({"logit_bias": {3: 101}}, r"logit_bias: expected None or at most 1024 .*got \{3: 101\}"),
+        ({"logit_bias": {"3": 1}}, "logit_bias: expected None or at most 1024 token ids"),
+        ({"logit_bias": {-1: 1}}, "logit_bias: expected"),
+        ({"logit_bias": {True: 1}}, "logit_bias: expected"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias: expected"),
+        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "logit_bias: expected"),
+        ({"logit_bias": ((1, 1.0, 2), 3)}, "logit_bias: expected"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias: expected None or at most"),
+        ({"logit_bias": 3}, "logit_bias: expected None or at most 1024 token ids .*got 3"),
+    ],
+)
+def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**settings)
+
+
+def test_biases_are_of_tokens_that_the_model_has(tiny: eecore.Model) -> None:
+    assert SamplingParams(logit_bias={5: 1, 2: -1}).logit_bias == ((2, -1.0), (5, 1.0))
+    with pytest.raises(RequestError, match=r"logit_bias: expected token ids 0\.\.319, got 320"):
+        eecore.generate(tiny, [[1]], logit_bias={0: 1, 320: 1})
+
+
+def test_reference_filters() -> None:
+    """The definition above against an implementation in matrices."""
+    logits = torch.randn(20)
+    output = [3, 3, 4]
+    counts = F.one_hot(torch.tensor(output), 20).sum(0)
+    expected = logits - 0.5 * counts - 0.25 * (counts > 0)
+    got = changed(logits.clone(), [1], output, frequency_penalty=0.5, presence_penalty=0.25)
+    torch.testing.assert_close(got, expected)
