@@ -205,7 +205,8 @@ FLOORS = {
     "json_fields": "",
     "tensor_files": "",
     "textfiles": "",
-    "config": "",
+    "guide": "",
+    "config": "guide",
     "output": "",
     "depth_colours": "",
     "builtin": "",
@@ -216,15 +217,15 @@ FLOORS = {
     "ops": "_C _cuda",
     "models": "ops config",
     "scheduling": "config",
-    "decoding": "scheduling models ops exits config",
+    "decoding": "scheduling models ops exits config guide",
     "engine": "decoding scheduling models exit_text exits config output",
     "training": "models exits config",
     "generation": "engine models exits builtin free_memory config output",
     "answers": "generation engine config output",
     "evaluation": "generation decoding models exits calibration_file config output depth_colours",
-    "eecore": "evaluation generation engine ops exits calibration_file builtin config output",
+    "eecore": "evaluation generation engine ops exits calibration_file builtin config guide output",
     "integrations": "eecore evaluation generation engine models ops exits config output",
-    "serving": "eecore evaluation generation engine models exit_text exits config output "
+    "serving": "eecore evaluation generation engine models exit_text exits config guide output "
     "depth_colours",
     "cli": "eecore serving evaluation answers generation training models exit_text exits "
     "calibration_file builtin config output depth_colours",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
     from eecore.engine.async_engine import AsyncEngine
     from eecore.engine.engine import Engine
-    from eecore.errors import EecoreError, ExitError, ModelError, RequestError
+    from eecore.errors import EecoreError, ExitError, GuideError, ModelError, RequestError
     from eecore.evaluation.calibration import calibrate
     from eecore.evaluation.skip_search import SkipSearch, search_skipped_sublayers
     from eecore.exits import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SelfSpeculative,
     )
     from eecore.generation import Model, generate, load, stream
+    from eecore.guide import Guide
     from eecore.ops import build_info
     from eecore.output import Output, RequestFailedError, RequestStats, StepOutput
 
@@ -37,7 +38,7 @@ _NAMES = {
     "eecore.config": ("EngineConfig", "ModelConfig", "SamplingParams", "T5Config"),
     "eecore.engine.async_engine": ("AsyncEngine",),
     "eecore.engine.engine": ("Engine",),
-    "eecore.errors": ("EecoreError", "ExitError", "ModelError", "RequestError"),
+    "eecore.errors": ("EecoreError", "ExitError", "GuideError", "ModelError", "RequestError"),
     "eecore.evaluation.calibration": ("calibrate",),
     "eecore.evaluation.skip_search": ("SkipSearch", "search_skipped_sublayers"),
     "eecore.exits": (
@@ -53,6 +54,7 @@ _NAMES = {
         "PromptLookup",
         "SelfSpeculative",
     ),
+    "eecore.guide": ("Guide",),
     "eecore.generation": ("Model", "generate", "load", "stream"),
     "eecore.builtin": ("default_model",),
     "eecore.ops": ("build_info",),
@@ -73,6 +75,8 @@ __all__ = [
     "ExitError",
     "FixedExit",
     "Full",
+    "Guide",
+    "GuideError",
     "HeadDrafts",
     "Model",
     "ModelConfig",

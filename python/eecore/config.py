@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from eecore.errors import ModelError, RequestError
+from eecore.guide import Guide
 from eecore.values import MIN_POSITIVE, Fields
 
 __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Config"]
@@ -314,6 +315,8 @@ class SamplingParams:
         frequency_penalty: the same for each time that the token was.
         logit_bias: token ids to what is added to their logits, -100..100; at most 1024. Kept as
             pairs by ascending id.
+        guide: what the text has to look like; None for anything. Confidence and log-probabilities
+            are those among the tokens that may come.
     """
 
     max_tokens: int = 128
@@ -330,6 +333,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         fields = Fields(self, RequestError)
@@ -347,6 +351,7 @@ class SamplingParams:
         fields.real("presence_penalty", *PENALTIES)
         fields.real("frequency_penalty", *PENALTIES)
         fields.weights("logit_bias", *BIASES, most=MOST_BIASES)
+        fields.instance("guide", Guide, optional=True)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

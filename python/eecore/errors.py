@@ -34,6 +34,10 @@ class ExitError(RequestError):
     """An exit policy that contradicts itself or that the model cannot run."""
 
 
+class GuideError(RequestError):
+    """A guide that cannot be compiled, or that a text cannot follow any more."""
+
+
 class NotFiniteError(EecoreError, ArithmeticError):
     """The model gave NaN or infinity where a request's next token was to come from."""
 

@@ -219,7 +219,7 @@ class Fields:
         good = given is not None and len(pairs) == len(given) <= most
         good = good and None not in pairs and None not in pairs.values()
         expected = f"None or at most {most} token ids with numbers, {low:g}..{high:g}"
-        self._put(name, tuple(sorted(pairs.items())) if good else None, expected)  # type: ignore[type-var]
+        self._put(name, tuple(sorted(pairs.items())) if good else None, expected)
 
     def put(self, name: str, value: object) -> None:
         """A field that was checked elsewhere."""

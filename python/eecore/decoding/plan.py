@@ -13,6 +13,7 @@ from itertools import takewhile
 import torch
 
 from eecore.decoding.chooser import Chooser, History
+from eecore.decoding.guided import Guided
 from eecore.decoding.head_drafts import Ahead
 from eecore.decoding.ngrams import look_up
 from eecore.decoding.outcome import Outcome
@@ -79,7 +80,7 @@ class Planner:
             Planned(
                 work,
                 route,
-                _given(work, route),
+                _guided(work, _given(work, route)),
                 min(route.ahead, MOST_AHEAD),
                 route.draft_threshold or 0.0,
             )
@@ -123,8 +124,11 @@ class Planner:
         ]
 
     def _exit_layers(self, planned: list[Planned]) -> tuple[int, ...]:
-        """That may draft: none where somebody draws tokens, which would be others then."""
-        if any(each.work.sequence.sampling.temperature > 0.0 for each in planned):
+        """That may draft: none where somebody draws tokens, which would be others then, or has a
+        guide.
+        """
+        sequences = [each.work.sequence for each in planned]
+        if any(s.sampling.temperature > 0.0 or s.guided is not None for s in sequences):
             return ()
         allowed = [self.chooser.exit_layers(each.route.auto) for each in planned if each.route.auto]
         return tuple(layer for layer in allowed[0] if all(layer in other for other in allowed))
@@ -187,7 +191,7 @@ class Planner:
 
 
 def _given(work: Work, route: Route) -> Proposal:
-    """What a request is given whose policy leaves nothing to choose."""
+    """Drafts of a request whose policy leaves nothing to choose."""
     if route.auto is not None:
         return NOTHING
     if route.ngrams is not None:
@@ -205,7 +209,23 @@ def _proposals(work: Work, route: Route) -> list[Proposal]:
     found = [_drafted_ahead(work)]
     if route.ngrams is not None:
         found.append(look_up(work.sequence, route.ngrams, work.max_drafts))
+    if work.sequence.guided is not None:
+        found = [_guided(work, proposal) for proposal in found]
     return [proposal for proposal in found if proposal.tokens]
+
+
+def _guided(work: Work, proposal: Proposal) -> Proposal:
+    """What a request's guide lets come of a proposal, and what it has come behind that."""
+    sequence = work.sequence
+    guided: Guided | None = sequence.guided
+    if guided is None or work.max_drafts <= 0:
+        return proposal
+    tokens = guided.drafts(sequence.output_ids, proposal.tokens, work.max_drafts, sequence.stop_set)
+    if proposal.tokens and not proposal.is_headed:
+        return Proposal(tokens, proposal.match)
+    pairs = zip(tokens, proposal.tokens, proposal.probabilities, strict=False)
+    kept = [p for _, _, p in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return Proposal(tokens, 0, kept + [1.0] * (len(tokens) - len(kept)))
 
 
 def _drafted_ahead(work: Work) -> Proposal:

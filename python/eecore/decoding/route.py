@@ -101,9 +101,12 @@ class Route:
 def route_of(sequence: Sequence, num_layers: int) -> Route:
     """The route of a request, made once."""
     if sequence.route is None:
-        sequence.route = make_route(sequence.exit, num_layers, sequence.sampling.temperature > 0.0)
-    route: Route = sequence.route
-    return route
+        route = make_route(sequence.exit, num_layers, sequence.sampling.temperature > 0.0)
+        if route.path is not None and not route.path.is_given and sequence.guided is not None:
+            # Drafts have to be known before the masks behind them can be.
+            route = Route(sequence.exit, num_layers, path=GIVEN)
+        sequence.route = route
+    return sequence.route  # type: ignore[no-any-return]
 
 
 def make_route(policy: Exit, num_layers: int, sampled: bool) -> Route:

@@ -7,7 +7,9 @@ request go through the same filters, which is what makes acceptance lossless.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import SamplingParams
+from eecore.decoding.guided import Guided
 from eecore.decoding.memory import Array, Field, HostSide, power_of_two
 from eecore.scheduling.sequence import Sequence
 
@@ -50,6 +53,7 @@ def needs_logits(sampling: SamplingParams) -> bool:
         or sampling.counts_tokens
         or bool(sampling.biases)
         or bool(sampling.logprobs)
+        or sampling.guide is not None
     )
 
 
@@ -67,18 +71,21 @@ class HeadSizes:
     """Most that a presence or frequency penalty counts."""
     biases: int = 0
     """Most tokens whose logits are biased."""
+    masks: tuple[int, int] = (0, 0)
+    """Masks of a request, one for each position, and words of each; none without a guide."""
     top: int = 0
     """Most log-probabilities that a row asks for."""
 
 
-def head_sizes(sequences: list[Sequence]) -> HeadSizes:
-    """What these requests need, sizes rounded up."""
+def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
+    """What these requests need, sizes rounded up; of each, this many positions at most."""
     needing = [s.sampling for s in sequences if needs_logits(s.sampling)]
     if not needing:
         return HeadSizes()
     seen = max(
         (len(seen_tokens(s)) for s in sequences if s.sampling.repetition_penalty != 1.0), default=0
     )
+    words = max((s.guided.num_words for s in sequences if s.guided is not None), default=0)
     counted = [len(s.output_ids) for s in sequences if s.sampling.counts_tokens]
     return HeadSizes(
         greedy=len(needing) < len(sequences),
@@ -86,6 +93,7 @@ def head_sizes(sequences: list[Sequence]) -> HeadSizes:
         seen=_rounded(seen),
         generated=power_of_two(max(MIN_GENERATED, *counted)) if counted else 0,
         biases=_rounded(max(len(sampling.biases) for sampling in needing)),
+        masks=(positions, words) if words else (0, 0),
         top=_rounded(max(sampling.logprobs or 0 for sampling in needing)),
     )
 
@@ -126,6 +134,8 @@ def _optional_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
     if sizes.biases:
         fields["bias_ids"] = (torch.int64, (num_rows, sizes.biases))
         fields["bias"] = (torch.float32, (num_rows, sizes.biases))
+    if any(sizes.masks):
+        fields["allowed"] = (torch.int32, (num_rows, *sizes.masks))
     return fields
 
 
@@ -135,8 +145,10 @@ def sampling_rows(tensors: dict[str, Tensor]) -> ops.SamplingRows:
     return ops.SamplingRows(**{name: tensors[name] for name in names if name in tensors})
 
 
-def write_sampling(host: HostSide, sequences: list[Sequence]) -> None:
-    """Write each row's settings."""
+def write_sampling(
+    host: HostSide, sequences: list[Sequence], drafts: Ordered[Ordered[int]] = ()
+) -> None:
+    """Write each row's settings, and which tokens may come behind its drafts."""
     settings = [sequence.sampling for sequence in sequences]
     count = len(settings)
     host.write(
@@ -150,27 +162,42 @@ def write_sampling(host: HostSide, sequences: list[Sequence]) -> None:
         np.int64
     )
     if host.arrays["seen"].shape[1]:
-        penalised = (s if s.sampling.repetition_penalty != 1.0 else None for s in sequences)
-        _write_ids(host.arrays["seen"], (s and seen_tokens(s) for s in penalised))
+        _write_ids(
+            host.arrays["seen"],
+            (seen_tokens(s) if s.sampling.repetition_penalty != 1.0 else [] for s in sequences),
+        )
     if "generated" in host.arrays:
         host.write(
             presence_penalty=[s.presence_penalty for s in settings],
             frequency_penalty=[s.frequency_penalty for s in settings],
         )
-        counting = (s if s.sampling.counts_tokens else None for s in sequences)
-        _write_ids(host.arrays["generated"], (s and s.output_ids for s in counting))
+        _write_ids(
+            host.arrays["generated"],
+            (s.output_ids if s.sampling.counts_tokens else [] for s in sequences),
+        )
     if "bias" in host.arrays:
         _write_ids(host.arrays["bias_ids"], ([token for token, _ in s.biases] for s in settings))
         for row, setting in zip(host.arrays["bias"], settings, strict=False):
             row[: len(setting.biases)] = [bias for _, bias in setting.biases]
+    if "allowed" in host.arrays:
+        _write_masks(host.arrays["allowed"], sequences, drafts or [()] * count)
 
 
-def _write_ids(rows: Array, ids: Iterable[list[int] | None]) -> None:
+def _write_masks(rows: Array, sequences: list[Sequence], drafts: Ordered[Ordered[int]]) -> None:
+    """Write each request's masks as far as it has drafts; all bits of one without a guide."""
+    for masks, sequence, own in zip(rows, sequences, drafts, strict=False):
+        guided: Guided | None = sequence.guided
+        if guided is None:
+            masks[: len(own) + 1] = -1
+        else:
+            guided.write_masks(masks, sequence.output_ids, own)
+
+
+def _write_ids(rows: Array, ids: Iterable[list[int]]) -> None:
     """Write each request's ids into its row, -1 behind them."""
     for row, own in zip(rows, ids, strict=False):
         row[:] = -1
-        if own:
-            row[: len(own)] = own
+        row[: len(own)] = own
 
 
 def top_logprobs(
@@ -179,6 +206,5 @@ def top_logprobs(
     """What a request that asked for ``asked`` log-probabilities gets to know of a token."""
     if asked is None:
         return None, None
-    best = dict(zip(ids[:asked], values[:asked], strict=True))
-    best.pop(-1, None)
-    return logprob, best
+    best = zip(ids[:asked], values[:asked], strict=True)
+    return logprob, {token: value for token, value in best if value > -math.inf}

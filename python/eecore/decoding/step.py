@@ -81,7 +81,7 @@ def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -
         power_of_two(len(rows)),
         power_of_two(pages),
         input_pages(sequences),
-        head_sizes(sequences),
+        head_sizes(sequences, positions),
         ahead,
     )
 
@@ -150,7 +150,7 @@ class Step:
         if self.sizes.follows:
             self._host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
         if self.sizes.heads.logits:
-            write_sampling(self._host, sequences)
+            write_sampling(self._host, sequences, [row.drafts for row in rows])
 
     def _write_inputs(self, sequences: list[Sequence], prefix: str) -> None:
         """Where the encoded inputs lie, with an encoder."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Ordered
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from eecore.decoding.guided import Guided
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.route import route_of
 from eecore.engine.faults import described
@@ -170,8 +171,11 @@ class Changes:
         decoded = text.decoded if text is not None and text.watches else None
         num_text = change.num_before
         left, reason = sequence.tokens_left, None
+        guided: Guided | None = sequence.guided
+        tokens = [] if guided is None else sequence.output_ids[: change.num_before]
         for added, record in enumerate(records, 1):
             token = record.token_id
+            tokens.append(token)
             if token in sequence.stop_set:
                 reason = "stop"
             else:
@@ -180,6 +184,8 @@ class Changes:
                     assert text is not None
                     decoded = text.after(decoded, (token,))
                     reason = "stop" if decoded.stops else None
+            if reason is None and guided is not None and guided.is_over(tokens):
+                reason = "stop"
             if reason is None and added == left:
                 reason = "length"
             if reason is not None:

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
+from eecore.decoding.guided import Guides
 from eecore.engine.text import TextStream
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import parse_exit
@@ -23,6 +24,7 @@ class Intake:
     def __init__(self, network: Network, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         self._network, self._tokenizer, self._limits = network, tokenizer, config
         self._seeds = random.Random()
+        self._guides = Guides(tokenizer, network.config.vocab_size, network.config.eos_token_ids)
 
     def sequence(
         self,
@@ -69,6 +71,8 @@ class Intake:
             eos_token_ids=frozenset(config.eos_token_ids),
             input_ids=input_ids,
         )
+        if sampling.guide is not None:
+            sequence.guided = self._guides.follow(sampling.guide)
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)

@@ -97,6 +97,10 @@ class Tokenizer:
         """Characters of the longest token, as it is written in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
+    def to_json(self) -> str:
+        """As a tokenizer.json."""
+        return str(self._backend.to_str())
+
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 

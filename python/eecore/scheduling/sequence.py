@@ -113,6 +113,8 @@ class Sequence:
     """What a draft head drafted behind its last token, where one did."""
     drafting: Any = None
     """How its drafts fared, for a request for which rounds are chosen."""
+    guided: Any = None
+    """Its way through its guide, for a request with one."""
     text: Any = None
     """The text of its tokens, which the engine makes; None without a tokenizer."""
     contract: str = field(init=False)

@@ -1,0 +1,110 @@
+"""What a text has to look like: a JSON schema, a regular expression, a choice, a grammar.
+
+Every token of a request with a guide is one that lets its text become what the guide describes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from eecore.errors import GuideError
+from eecore.values import as_items, shown
+
+__all__ = ["Guide", "GuideKind"]
+
+GuideKind = Literal["json", "regex", "choice", "grammar"]
+
+MOST_TEXT = 1 << 18
+MOST_CHOICES = 4096
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the text of a request has to look like. Made by one of the methods below.
+
+    Args:
+        kind: of the text.
+        text: a JSON schema, a regular expression, a JSON list of strings, or a grammar; at most
+            262144 characters.
+    """
+
+    kind: GuideKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GuideKind):
+            kinds = ", ".join(get_args(GuideKind))
+            raise GuideError(f"guide: expected a kind of {kinds}, got {shown(self.kind)}")
+        if not isinstance(self.text, str) or not 0 < len(self.text) <= MOST_TEXT:
+            raise GuideError(
+                f"guide: expected a text of 1..{MOST_TEXT} characters, got {shown(self.text)}"
+            )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise GuideError("guide: expected text that UTF-8 can say") from None
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Guide:
+        """JSON that a schema describes, on one line or indented.
+
+        Args:
+            schema: as an object, or written out. Keywords that cannot be enforced are refused when
+                the request is made.
+        """
+        if isinstance(schema, str):
+            schema = _parsed(schema)
+        if not isinstance(schema, Mapping):
+            raise GuideError(f"guide: expected a JSON schema, an object, got {shown(schema)}")
+        return cls("json", _written(schema))
+
+    @classmethod
+    def json_object(cls) -> Guide:
+        """Any JSON object."""
+        return cls("json", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Guide:
+        """Text that a regular expression matches as a whole.
+
+        Args:
+            pattern: in the syntax of Rust's regex: no look-around, no back references.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Iterable[str]) -> Guide:
+        """One of some texts."""
+        items = None if isinstance(texts, (str, bytes)) else as_items(texts, MOST_CHOICES)
+        if not items or not all(isinstance(item, str) and item for item in items):
+            raise GuideError(
+                f"guide: expected 1..{MOST_CHOICES} choices, none empty, got {shown(texts)}"
+            )
+        return cls("choice", _written(items))
+
+    @classmethod
+    def grammar(cls, text: str) -> Guide:
+        """What a context-free grammar describes.
+
+        Args:
+            text: in Lark's syntax as llguidance has it, beginning at ``start``, or in the GBNF of
+                llama.cpp, beginning at ``root``.
+        """
+        return cls("grammar", text)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GuideError(f"guide: expected a JSON schema, got: {error}") from None
+
+
+def _written(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GuideError(f"guide: expected what JSON can say, got: {error}") from None
