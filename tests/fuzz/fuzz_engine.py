@@ -18,7 +18,7 @@ import torch
 
 import eecore
 from devices import engine_of
-from eecore import Auto, Engine, EngineConfig, ExitClassifier, Output, SamplingParams
+from eecore import Auto, Engine, EngineConfig, ExitClassifier, Guide, Output, SamplingParams
 from eecore.exits import Exit
 from head_packs import write_pack
 from tiny_models import scale_layers, write_model
@@ -34,6 +34,12 @@ POLICIES = [policy for policy in policies(CLASSIFIER) if not isinstance(policy, 
 CONFIGS = [
     *SMALL_CACHES,
     EngineConfig(kv_cache_tokens=96, page_size=2, max_num_seqs=4, max_batch_tokens=24),
+]
+GUIDES = [
+    Guide.json_object(),
+    Guide.regex("(ab|ba)*-[0-9]{2,}"),
+    Guide.choice(["yes", "no", "yesterday"]),
+    Guide.grammar('start: "(" start ")" | "a long end"'),
 ]
 NUM_REQUESTS = 64
 BEGINNINGS = [list(range(first, first + 14)) for first in (0, 100)]
@@ -75,6 +81,7 @@ def make_request(random: Random, policies: list[Exit]) -> Request:
         presence_penalty=random.choice((0.0, 0.0, 0.6)),
         frequency_penalty=random.choice((0.0, 0.0, -0.4)),
         logit_bias=random.choice((None, None, {7: 9.0, 300: -100.0})),
+        guide=random.choice((None, None, None, *GUIDES)),
         logprobs=random.choice((None, None, 0, 2)),
         stop=random.choice(((), (), ("e",), ("\0never", "zz"))),
         stop_token_ids=random.choice(((), tuple(range(0, 320, 9)))),

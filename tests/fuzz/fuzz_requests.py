@@ -27,6 +27,7 @@ from eecore import (
     ExitClassifier,
     FixedExit,
     Full,
+    Guide,
     SamplingParams,
     SelfSpeculative,
 )
@@ -191,6 +192,7 @@ class Maker:
             "presence_penalty": (0.0, -2.0, Fraction(1, 3)),
             "frequency_penalty": (0.0, 2, -0.5),
             "logit_bias": (None, {}, {3: -100, np.int64(9): 4.5}, ((319, 100.0),)),
+            "guide": (None, Guide.regex("[a-c]+"), Guide.json_object(), Guide.regex("(")),
             "seed": (None, 0, 2**64 - 1, np.uint64(2**63)),
             "logprobs": (None, 0, 3, 320),
             "stop": ((), "e", ["never", "x"]),

@@ -7,8 +7,6 @@ after a failure, a preemption or a round of which little stands.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence as Ordered
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -123,8 +121,7 @@ class Guides:
     ) -> None:
         self._source, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled: dict[Guide, LLMatcher] = {}
 
     def follow(self, guide: Guide) -> Guided:
         """A guide, at its beginning.
@@ -132,16 +129,11 @@ class Guides:
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
-        with self._lock:
-            start = self._compiled.get(guide)
-        if start is None:
-            start = self._compile(guide)
-        with self._lock:
-            self._compiled[guide] = start
-            self._compiled.move_to_end(guide)
-            if len(self._compiled) > MOST_COMPILED:
-                self._compiled.popitem(last=False)
-            return Guided(start, -(-self._vocab_size // 32))
+        start = self._compiled.pop(guide, None) or self._compile(guide)
+        self._compiled[guide] = start  # the newest
+        for oldest in list(self._compiled)[:-MOST_COMPILED]:
+            self._compiled.pop(oldest, None)
+        return Guided(start, -(-self._vocab_size // 32))
 
     def _compile(self, guide: Guide) -> LLMatcher:
         tokenizer, what = self._tokenizer, f"guide: expected a {guide.kind} that"
@@ -181,7 +173,7 @@ class Guides:
                 n_vocab=self._vocab_size,
                 eos_token=self._eos_token_ids or None,
             )
-        except Exception as error:
+        except ValueError as error:
             raise GuideError(
                 f"guide: expected a tokenizer that llguidance reads, got: {str(error)[:MOST_SHOWN]}"
             ) from error

@@ -12,6 +12,8 @@ from typing import Any
 
 from eecore.config import SamplingParams
 from eecore.engine.async_engine import Prepared
+from eecore.errors import GuideError
+from eecore.serving.guides import guide_of, refusal_of
 from eecore.serving.protocol import (
     NOT_SUPPORTED,
     ChatRequest,
@@ -136,14 +138,20 @@ def _asked(
         elif each is not None:
             raise invalid(f"metadata.exit: expected text or an object, got {shown(each)}")
     policy = served.depths.chosen(said)
+    guided = guide_of(body)
     choices = []
     for ids, echo in given:
         sampling = _sampling(body, _most_tokens(served, len(ids), most), logprobs)
+        if guided is not None:
+            sampling = replace(sampling, guide=guided[1])
         for index in range(body.n or 1):
             own = sampling
             if sampling.seed is not None:
                 own = replace(sampling, seed=(sampling.seed + index) % SEEDS)
-            prepared = served.engine.prepare(ids, exit=policy, sampling=own)
+            try:
+                prepared = served.engine.prepare(ids, exit=policy, sampling=own)
+            except GuideError as error:
+                raise refusal_of(guided[0] if guided else "guide", error) from None
             choices.append(Choice(len(ids), echo, prepared))
     return Asked(
         model=body.model or served.name,
@@ -161,9 +169,6 @@ def _refuse_what_is_lacking(body: GenerationRequest) -> None:
     for name in NOT_SUPPORTED:
         if getattr(body, name, None) not in (None, 0, False, "", [], {}):
             raise invalid(f"{name}: {LACKS}", name, "not_supported")
-    form = (body.response_format or {}).get("type", "text")
-    if form != "text":
-        raise invalid(f"response_format: expected text: {shown(form)} {LACKS}", "response_format")
 
 
 def _sampling(body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:

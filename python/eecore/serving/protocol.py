@@ -28,11 +28,6 @@ MOST_PROMPTS = 1024
 NOT_SUPPORTED = (
     "prompt_logprobs",
     "use_beam_search",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
     "functions",
     "suffix",
 )
@@ -74,7 +69,11 @@ class GenerationRequest(Request):
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
     stream_options: dict[str, Any] | None = Field(None, examples=[{"include_usage": True}])
-    response_format: dict[str, Any] | None = Field(None, description='{"type": "text"} alone.')
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="text, json_object or json_schema.",
+        examples=[{"type": "json_schema", "json_schema": {"name": "it", "schema": {}}}],
+    )
     user: str | None = None
     metadata: dict[str, Any] | None = Field(
         None, description="`exit` in it is heeded where the body has none."
@@ -89,11 +88,13 @@ class GenerationRequest(Request):
     )
     prompt_logprobs: int | bool | None = _LACKING
     use_beam_search: bool | None = _LACKING
-    guided_json: Any = _LACKING
-    guided_regex: Any = _LACKING
-    guided_choice: Any = _LACKING
-    guided_grammar: Any = _LACKING
-    structured_outputs: Any = _LACKING
+    guided_json: Any = Field(None, description="A JSON schema.")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = Field(None, description="In Lark's syntax, or GBNF.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of `json`, `regex`, `choice`, `grammar`, `json_object`."
+    )
 
 
 class ChatRequest(GenerationRequest):
