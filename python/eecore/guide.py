@@ -35,17 +35,23 @@ class Guide:
     text: str
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(GuideKind):
+        kind, text = (
+            str.__str__(value) if isinstance(value, str) else None
+            for value in (self.kind, self.text)
+        )
+        if kind not in get_args(GuideKind):
             kinds = ", ".join(get_args(GuideKind))
             raise GuideError(f"guide: expected a kind of {kinds}, got {shown(self.kind)}")
-        if not isinstance(self.text, str) or not 0 < len(self.text) <= MOST_TEXT:
+        if text is None or not 0 < len(text) <= MOST_TEXT:
             raise GuideError(
                 f"guide: expected a text of 1..{MOST_TEXT} characters, got {shown(self.text)}"
             )
         try:
-            self.text.encode()
+            text.encode()
         except UnicodeEncodeError:
             raise GuideError("guide: expected text that UTF-8 can say") from None
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "text", text)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Guide:
@@ -59,7 +65,7 @@ class Guide:
             schema = _parsed(schema)
         if not isinstance(schema, Mapping):
             raise GuideError(f"guide: expected a JSON schema, an object, got {shown(schema)}")
-        return cls("json", _written(schema))
+        return cls("json", _written(schema if isinstance(schema, dict) else dict(schema)))
 
     @classmethod
     def json_object(cls) -> Guide:
@@ -106,5 +112,5 @@ def _parsed(text: str) -> Any:
 def _written(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # RecursionError too, and what a class of the user's says
         raise GuideError(f"guide: expected what JSON can say, got: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,24 @@ def test_log_probabilities_are_those_among_what_may_come(tiny: eecore.Model) -> 
     forced = outputs_of(tiny, guide=Guide.regex("q"), logprobs=0)[0]
     assert forced.logprobs == [0.0]
     assert forced.confidences == [1.0]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [["turn", "turn it on"], ['say "no"\n', r"\d+[x](y)|^z$"], ["ö/ü\t✓", "日本", "\x00"]],
+    ids=str,
+)
+def test_choices_are_no_patterns(tiny: eecore.Model, choices: list[str]) -> None:
+    sampling = [
+        SamplingParams(max_tokens=40, temperature=3.0, seed=i, guide=Guide.choice(choices))
+        for i in range(12)
+    ]
+    outputs = eecore.generate(tiny, [[70]] * 12, sampling=sampling)
+    assert {output.text for output in outputs} <= set(choices)
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    many = Guide.choice([f"option number {i}" for i in range(4096)])
+    (output,) = eecore.generate(tiny, [[70]], guide=many, max_tokens=40)
+    assert re.fullmatch(r"option number \d+", output.text or "")
 
 
 def test_drafts_of_a_head(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ after a failure, a preemption or a round of which little stands.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Ordered
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -144,6 +145,9 @@ class Guides:
                 text = LLMatcher.grammar_from_json_schema(
                     guide.text, defaults={"whitespace_pattern": WHITESPACE}
                 )
+            elif guide.kind == "choice":
+                choices = map(_escaped, json.loads(guide.text))
+                text = LLMatcher.grammar_from_regex("|".join(choices))
             else:
                 text = grammar_from(guide.kind, guide.text)
             matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
@@ -191,6 +195,11 @@ def _limits() -> LLParserLimits:
         max_grammar_size=100_000,
         verbose_errors=False,
     )
+
+
+def _escaped(text: str) -> str:
+    """As Rust's regular expressions have it."""
+    return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _before(stops: frozenset[int], tokens: Ordered[int]) -> list[int]:
