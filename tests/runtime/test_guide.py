@@ -34,6 +34,7 @@ from eecore.decoding.guided import Guides
 from eecore.exits import Exit
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
+from tiny_gguf import write_gguf
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
 
@@ -287,6 +288,15 @@ def test_drafts_of_a_head(tmp_path: Path) -> None:
         expected = tokens_of(model, guide=guide)
         for policy in (HeadDrafts(5), Auto()):
             assert tokens_of(model, guide=guide, exit=policy) == expected
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Its tokenizer has merges, and two ends."""
+    model = load(write_gguf(tmp_path / "model.gguf", write_model(tmp_path)), kv_cache_tokens=1024)
+    guide = Guide.choice(["hello hello", "hell"])
+    for policy in (Full(), PromptLookup(4), SelfSpeculative(1, 4)):
+        for output in outputs_of(model, guide=guide, exit=policy):
+            assert output.text in ("hello hello", "hell")
 
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:

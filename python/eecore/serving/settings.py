@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eecore.config import SamplingParams
-from eecore.errors import ExitError, RequestError
+from eecore.errors import ExitError, GuideError, RequestError
 from eecore.exits import Exit
 from eecore.generation import Model
+from eecore.guide import Guide
 from eecore.serving.admission import Admission
 from eecore.serving.answering import Service
 from eecore.serving.depth import MODES, Depths, Policies, recommended
@@ -85,6 +87,9 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     engine = model.async_engine(None if limits == model.engine_config else limits)
     for said in (settings.exit, *aliases):  # as a request that may be served
         engine.prepare([0], exit=policies.of(said), sampling=SamplingParams(max_tokens=1))
+    with suppress(GuideError):  # what guides need takes a second, in which no Python runs
+        guide = Guide.choice(["a"])
+        engine.prepare([0], sampling=SamplingParams(max_tokens=1, guide=guide))
     admission = Admission(limits.max_num_seqs, settings.max_waiting)
     name = settings.name or directory.resolve().stem or "model"
     served = ServedModel(model, name, depths, engine, min(MOST_CHOICES, admission.capacity))
