@@ -47,6 +47,26 @@ struct Row {
   int64_t token_of(int64_t i) const { return packed ? ids[i] : i; }
 };
 
+// Loads 32 logits, or the `count` that are left of them, -infinity for tokens that are not allowed;
+// false where one that is allowed is NaN.
+template <typename T>
+bool load_word(const T* logits, uint32_t allowed, int64_t count, float* values) {
+  int32_t unknown = 0;
+  if (allowed != 0 && count == 32) {
+    for (uint32_t i = 0; i < 32; ++i) {
+      const float value = to_float(logits[i]);
+      values[i] = (allowed >> i & 1u) != 0 ? value : -kInfinity;
+      unknown |= static_cast<int32_t>(values[i] != values[i]);
+    }
+    return unknown == 0;
+  }
+  for (int64_t i = 0; i < 32; ++i) {
+    values[i] = i < count && (allowed >> i & 1u) != 0 ? to_float(logits[i]) : -kInfinity;
+    unknown |= static_cast<int32_t>(values[i] != values[i]);
+  }
+  return unknown == 0;
+}
+
 // Loads the logits of allowed tokens, -infinity for the others; false where one is NaN.
 template <typename T>
 bool load_allowed(const T* logits, const int32_t* allowed, Row& row) {
@@ -54,14 +74,9 @@ bool load_allowed(const T* logits, const int32_t* allowed, Row& row) {
   row.packed = false;
   bool known = true;
   for (int64_t begin = 0; begin < row.num_blocks * kBlock; begin += 32) {
-    float* values = row.values.data() + begin;
-    const uint32_t word = begin < row.vocab_size ? static_cast<uint32_t>(allowed[begin / 32]) : 0u;
-    const int64_t count = word == 0 ? 0 : min_of(row.vocab_size - begin, int64_t{32});
-    for (int64_t i = 0; i < count; ++i) {
-      values[i] = (word >> i & 1u) != 0 ? to_float(logits[begin + i]) : -kInfinity;
-      known = known && values[i] == values[i];
-    }
-    for (int64_t i = count; i < 32; ++i) values[i] = -kInfinity;
+    const int64_t count = min_of(max_of(row.vocab_size - begin, int64_t{0}), int64_t{32});
+    const uint32_t word = count > 0 ? static_cast<uint32_t>(allowed[begin / 32]) : 0u;
+    known = load_word(logits + begin, word, count, row.values.data() + begin) && known;
   }
   return known;
 }
