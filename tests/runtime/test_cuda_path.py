@@ -16,6 +16,7 @@ from eecore import (
     DraftAndVerify,
     FixedExit,
     Full,
+    Guide,
     HeadDrafts,
     PromptLookup,
     SamplingParams,
@@ -104,6 +105,22 @@ def test_a_seed_draws_the_tokens_of_the_cpu(
     expected = eecore.generate(tiny, PROMPTS, exit=policy, sampling=sampling)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     assert got[1].logprobs == pytest.approx(expected[1].logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative", "lookup"])
+def test_penalties_and_guides_give_the_tokens_of_the_cpu(
+    tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """In one batch, each its own."""
+    sampling = [
+        SamplingParams(max_tokens=6, presence_penalty=0.7, logit_bias={7: 3.0, 9: -100.0}),
+        SamplingParams(max_tokens=6, frequency_penalty=1.5, temperature=0.8, seed=2),
+        SamplingParams(max_tokens=6, guide=Guide.regex("(ab|ba)+-[0-9]+")),
+    ]
+    got = eecore.generate(on_cuda, PROMPTS, exit=POLICIES[mode], sampling=sampling)
+    monkeypatch.undo()
+    expected = eecore.generate(tiny, PROMPTS, exit=POLICIES[mode], sampling=sampling)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
