@@ -98,6 +98,14 @@ def serve(
             rich_help_panel=DEPTH,
         ),
     ] = None,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes calls of tools: auto (as its chat template does) | hermes | "
+            "llama3 | mistral | none (they stay text).",
+            rich_help_panel=HTTP,
+        ),
+    ] = "auto",
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -169,6 +177,7 @@ def serve(
         max_body=max_body,
         timeout=timeout or None,
         max_num_seqs=max_num_seqs,
+        tool_parser=tool_parser,
     )
     policies = Policies(directory)
     settings.check(policies)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from eecore.models import Tokenizer
@@ -45,11 +45,16 @@ class TextStream:
         stop: tuple[str, ...],
         token_ids: list[int],
     ) -> None:
+        self._tokenizer, self._prompt_ids = tokenizer, prompt_ids
         self._stop = stop
         self._longest = max(map(len, stop), default=1)
         self._token_ids = token_ids
         self._decoded = Decoded(tokenizer.incremental(prompt_ids))
         self._shown = 0
+
+    def show(self, tokens: Mapping[int, str]) -> None:
+        """Give special tokens a text, before there are any tokens."""
+        self._decoded = Decoded(self._tokenizer.incremental(self._prompt_ids, shown=tokens))
 
     @property
     def watches(self) -> bool:

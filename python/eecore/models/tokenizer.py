@@ -148,12 +148,31 @@ class Tokenizer:
         return "".join([*map(decoder.add, token_ids), decoder.finish()])
 
     def incremental(
-        self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: Mapping[int, str] | None = None,
     ) -> IncrementalDecoder:
-        """A decoder for tokens that follow a prompt one by one."""
-        return IncrementalDecoder(
-            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), prompt_ids
-        )
+        """A decoder for tokens that follow a prompt one by one.
+
+        Args:
+            prompt_ids: what they follow.
+            skip_special_tokens: they have no text.
+            shown: special tokens that have one all the same.
+        """
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        if not shown:
+            return IncrementalDecoder(decode, prompt_ids)
+        return IncrementalDecoder(lambda ids: _decoded_around(decode, ids, shown), prompt_ids)
+
+    def hidden(self, tokens: Iterable[str]) -> dict[int, str]:
+        """Those of some tokens that are special, and so have no text, by their ids."""
+        ids = {self.token_id(token): token for token in tokens}
+        return {id: token for id, token in ids.items() if id is not None and not self.decode([id])}
 
     def apply_chat_template(
         self,
@@ -250,3 +269,16 @@ class IncrementalDecoder:
             self._given = None
         self._num_given = len(self._window)
         return new
+
+
+def _decoded_around(
+    decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], shown: Mapping[int, str]
+) -> str:
+    """The text of tokens, of which some have one of their own."""
+    parts: list[str] = []
+    begin = 0
+    for at, token in enumerate(token_ids):
+        if token in shown:
+            parts += [decode(token_ids[begin:at]), shown[token]]
+            begin = at + 1
+    return "".join([*parts, decode(token_ids[begin:])])

@@ -186,7 +186,8 @@ class Generation(Response, Generic[Asking]):
                     if index not in has_begun:
                         has_begun.add(index)
                         await _send_event(send, shape.first(index))
-                    await _send_event(send, shape.delta(index, step))
+                    for delta in shape.deltas(index, step):
+                        await _send_event(send, delta)
                     if step.output is not None:
                         outputs[index] = step.output
                         tally.ended(step.output)

@@ -23,6 +23,7 @@ from eecore.serving.protocol import (
 )
 from eecore.serving.refusals import invalid
 from eecore.serving.served import ServedModel
+from eecore.serving.tool_calls import ExpectedCalls
 from eecore.values import shown
 
 __all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "tokens_of"]
@@ -56,6 +57,8 @@ class Asked:
     includes_usage: bool
     wants_layers: bool
     logprobs: int | None
+    calls: ExpectedCalls | None = None
+    """Of tools, to be read out of the answer."""
 
 
 def ask_completion(served: ServedModel, body: CompletionRequest) -> Asked:
@@ -96,7 +99,10 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
     encoded = served.encode(text, add_special_tokens=False)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens
-    return _asked(served, body, [(encoded, "")], most, logprobs)
+    asked = _asked(served, body, [(encoded, "")], most, logprobs)
+    if not body.tools or body.tool_choice == "none":
+        return asked
+    return _with_calls(served, asked, ExpectedCalls.of(served.tool_format, body.tools))
 
 
 def tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:
@@ -162,6 +168,14 @@ def _asked(
         wants_layers=bool(body.return_exit_layers),
         logprobs=logprobs,
     )
+
+
+def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls | None) -> Asked:
+    """A request whose answers show the markers of calls, special tokens or not."""
+    if calls is not None and (hidden := served.tokenizer.hidden(calls.format.markers)):
+        for choice in asked.choices:
+            choice.prepared.text.show(hidden)
+    return replace(asked, calls=calls)
 
 
 def _refuse_what_is_lacking(body: GenerationRequest) -> None:

@@ -13,6 +13,7 @@ from eecore.generation import Model
 from eecore.models import Tokenizer
 from eecore.serving.depth import Depths
 from eecore.serving.refusals import ApiError, invalid
+from eecore.serving.tool_calls import ToolFormat
 
 __all__ = ["ServedModel"]
 
@@ -31,6 +32,7 @@ class ServedModel:
         depths: the policies that they may choose.
         engine: that runs them.
         max_choices: of one request.
+        tool_format: how it writes calls of tools; None: they are text.
     """
 
     model: Model
@@ -38,6 +40,7 @@ class ServedModel:
     depths: Depths
     engine: AsyncEngine
     max_choices: int = 128
+    tool_format: ToolFormat | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -16,6 +16,8 @@ from eecore.serving.answering import Service
 from eecore.serving.depth import MODES, Depths, Policies, recommended
 from eecore.serving.metrics import Metrics
 from eecore.serving.served import ServedModel
+from eecore.serving.tool_calls import TOOL_PARSERS, tool_format
+from eecore.values import shown
 
 __all__ = ["ServerSettings", "service_of"]
 
@@ -35,6 +37,7 @@ class ServerSettings:
         max_body: bytes of a request.
         timeout: seconds for a request; None for no limit.
         max_num_seqs: sequences that run at once; None for the model's.
+        tool_parser: how the model writes calls of tools; auto: as its chat template does.
     """
 
     name: str | None = None
@@ -45,6 +48,12 @@ class ServerSettings:
     max_body: int = 4 << 20
     timeout: float | None = 600.0
     max_num_seqs: int | None = None
+    tool_parser: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tool_parser not in TOOL_PARSERS:
+            expected = ", ".join(TOOL_PARSERS)
+            raise RequestError(f"tool_parser: expected {expected}, got {shown(self.tool_parser)}")
 
     def check(self, policies: Policies) -> None:
         """Of the policies all that can be known without the model.
@@ -92,9 +101,18 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
         engine.prepare([0], sampling=SamplingParams(max_tokens=1, guide=guide))
     admission = Admission(limits.max_num_seqs, settings.max_waiting)
     name = settings.name or directory.resolve().stem or "model"
-    served = ServedModel(model, name, depths, engine, min(MOST_CHOICES, admission.capacity))
+    most_choices = min(MOST_CHOICES, admission.capacity)
+    calls = tool_format(settings.tool_parser, _tools_template(model))
+    served = ServedModel(model, name, depths, engine, most_choices, calls)
     metrics = Metrics(engine.engine, name)
     return Service(served, admission, metrics, settings.max_body, settings.timeout)
+
+
+def _tools_template(model: Model) -> str | None:
+    """The chat template of conversations with tools."""
+    if model.tokenizer is None:
+        return None
+    return model.tokenizer.named_templates.get("tool_use", model.tokenizer.chat_template)
 
 
 def _named(name: str, policies: Policies, said: str) -> Exit:

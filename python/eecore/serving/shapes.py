@@ -12,6 +12,7 @@ from typing import Any
 from eecore.output import Output, StepOutput
 from eecore.serving.asking import Asked
 from eecore.serving.served import ServedModel
+from eecore.serving.tool_calls import ToolCall
 
 __all__ = ["ChatShape", "CompletionShape", "Shape", "usage"]
 
@@ -50,17 +51,22 @@ class Shape:
         """A chunk before all others of a choice, if it needs one."""
         raise NotImplementedError
 
-    def delta(self, index: int, step: StepOutput) -> dict[str, Any] | None:
-        """What a step adds; None if that is nothing to be seen."""
-        if not step.text and not (step.token_ids and self._wants_tokens):
-            return None
-        choice = {"index": index, **self._text(step.text), **self._details(index, step)}
-        return self._chunk([{**choice, "finish_reason": None}])
+    def deltas(self, index: int, step: StepOutput) -> list[dict[str, Any]]:
+        """What a step adds; nothing where that is nothing to be seen."""
+        added = self._added(index, step)
+        if not added and step.token_ids and self._wants_tokens:
+            added = [self._text("")]
+        chunks = []
+        for number, each in enumerate(added):
+            details = {"logprobs": None} if number else self._details(index, step)
+            choice = {"index": index, **each, **details, "finish_reason": None}
+            chunks.append(self._chunk([choice]))
+        return chunks
 
     def last(self, index: int, output: Output) -> dict[str, Any]:
         """The end of a choice."""
         choice = {"index": index, **self._text(None), "logprobs": None}
-        return self._chunk([{**choice, "finish_reason": output.finish_reason}])
+        return self._chunk([{**choice, "finish_reason": self._reason(index, output)}])
 
     def total(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The chunk with the usage, behind all choices."""
@@ -95,6 +101,13 @@ class Shape:
             known["confidences"] = [_number(value) for value in tokens.confidences]
         return known
 
+    def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Text, and whatever else it turns out to be, piece by piece."""
+        return [self._text(step.text)] if step.text else []
+
+    def _reason(self, index: int, output: Output) -> str:  # noqa: ARG002
+        return output.finish_reason
+
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -112,15 +125,47 @@ class ChatShape(Shape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expected = self.asked.calls
+        self._readers = [] if expected is None else [expected.reader() for _ in self.asked.choices]
+
     def first(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice])
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text or "", "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": output.text or ""}
+        message["refusal"] = None
+        if self._readers:
+            parts = self._readers[index].add(output.text or "", last=True)
+            calls = [part.whole() for part in parts if isinstance(part, ToolCall)]
+            if calls:
+                text = "".join(part for part in parts if isinstance(part, str))
+                message |= {"content": text or None, "tool_calls": calls}
         choice = {"index": index, "message": message, **self._details(index, output)}
-        return {**choice, "finish_reason": output.finish_reason}
+        return {**choice, "finish_reason": self._reason(index, output)}
+
+    def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:
+        if not self._readers:
+            return super()._added(index, step)
+        reader, added = self._readers[index], []
+        number = reader.num_calls
+        for part in reader.add(step.text, last=step.finished):
+            if isinstance(part, str):
+                added.append(self._text(part))
+                continue
+            added += [{"delta": {"tool_calls": [piece]}} for piece in part.pieces(number)]
+            number += 1
+        return added
+
+    def _reason(self, index: int, output: Output) -> str:
+        """An answer that ends itself, behind calls, waits for what they give."""
+        has_calls = bool(self._readers) and self._readers[index].num_calls > 0
+        return (
+            "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason
+        )
 
     def _text(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}

@@ -1,0 +1,383 @@
+"""Calls of tools in the text of an answer, as families of models write them.
+
+An answer is text and blocks of calls. A block is all calls or all text: what is malformed,
+unfinished, or names what is no tool of the request stays text, and nothing of it is lost. A block
+is held back until that is known; other text is given at once, but for what may become a marker.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "FORMATS",
+    "TOOL_PARSERS",
+    "CallReader",
+    "ExpectedCalls",
+    "ToolCall",
+    "ToolFormat",
+    "tool_format",
+]
+
+SPACE = re.compile(r"\s*")
+# What ends a run of a JSON text, outside of strings and within them.
+OUTSIDE = re.compile(r"[^\s\w,:.+-]")
+WITHIN = re.compile(r'["\\]')
+# Before the next of several calls of Llama's.
+BETWEEN = re.compile(r"(?:\s|;|<\|python_tag\|>)*")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that an answer makes."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+    def whole(self) -> dict[str, Any]:
+        """In OpenAI's words."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+    def pieces(self, index: int) -> list[dict[str, Any]]:
+        """As a stream says it: the name first."""
+        function = {"name": self.name, "arguments": ""}
+        first = {"index": index, "id": self.id, "type": "function", "function": function}
+        return [first, {"index": index, "function": {"arguments": self.arguments}}]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    Args:
+        opens: what a block begins with.
+        closes: what it ends with; "": nothing.
+        is_rest: a block goes on to the end of the answer, call after call; one that is the whole
+            answer may lack its marker.
+        id_length: of the ids, if the family's templates insist on one.
+        hints: a chat template with one of them is of this family.
+    """
+
+    opens: str
+    closes: str = ""
+    is_rest: bool = False
+    id_length: int | None = None
+    hints: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> list[str]:
+        return [marker for marker in (self.opens, self.closes) if marker]
+
+    def new_id(self) -> str:
+        """Of a call."""
+        number = uuid.uuid4().hex
+        return f"call_{number[:24]}" if self.id_length is None else number[: self.id_length]
+
+
+FORMATS = {
+    "mistral": ToolFormat("[TOOL_CALLS]", id_length=9, hints=("[TOOL_CALLS]",)),
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", hints=("<tool_call>",)),
+    "llama3": ToolFormat(
+        "<|python_tag|>", is_rest=True, hints=("<|python_tag|>", '"parameters": ')
+    ),
+}
+TOOL_PARSERS = ("auto", *sorted(FORMATS), "none")
+
+
+def tool_format(parser: str, template: str | None) -> ToolFormat | None:
+    """The format that a parser's name means for a model with a chat template; None for none."""
+    if parser != "auto":
+        return FORMATS.get(parser)
+    known = FORMATS.values()
+    return next((f for f in known if any(hint in (template or "") for hint in f.hints)), None)
+
+
+@dataclass(frozen=True)
+class ExpectedCalls:
+    """The calls that an answer may make.
+
+    Args:
+        format: of the model.
+        names: of the tools.
+    """
+
+    format: ToolFormat
+    names: frozenset[str]
+
+    @staticmethod
+    def of(form: ToolFormat | None, tools: Sequence[Mapping[str, Any]]) -> ExpectedCalls | None:
+        """Of the tools of a request; None where none can be called."""
+        functions = [tool.get("function") for tool in tools]
+        given = [each.get("name") for each in functions if isinstance(each, Mapping)]
+        names = frozenset(name for name in given if isinstance(name, str))
+        return ExpectedCalls(form, names) if form is not None and names else None
+
+    def reader(self) -> CallReader:
+        """For one answer."""
+        return CallReader(self.format, self.names)
+
+
+class CallReader:
+    """Text and calls of one answer, which may come piece by piece.
+
+    Where there are calls, what is between, before or behind them and is space alone is left out.
+
+    Args:
+        form: of the model.
+        names: of the tools.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+        self._format = form
+        self._names = names
+        self._held = ""
+        """Of a block that is unfinished all; else what may become a marker."""
+        self._space = ""
+        """Since the last call, if nothing else has come since."""
+        self._is_space = True
+        self._block: _Block | None = None
+        self._may_be_bare = form.is_rest
+        self.num_calls = 0
+
+    def add(self, text: str, *, last: bool = False) -> list[str | ToolCall]:
+        """What is certain with some more text; with the last of it that is all."""
+        self._held += text
+        parts: list[str | ToolCall] = []
+        while True:
+            if self._block is None and not self._open(parts, last):
+                break
+            block = self._block
+            assert block is not None
+            try:
+                end = block.end(self._held, last)
+            except (ValueError, RecursionError):
+                self._give(parts, block.begin)
+                self._block = None
+                continue
+            if end is None:
+                break
+            calls = [ToolCall(self._format.new_id(), *call) for call in block.calls]
+            parts += calls
+            self.num_calls += len(calls)
+            self._held, self._space, self._is_space = self._held[end:], "", True
+            self._block = None
+        if last and not self.num_calls and self._space:
+            parts.append(self._space)
+        return parts
+
+    def _open(self, parts: list[str | ToolCall], last: bool) -> bool:
+        """Go on to the next block; False: none has begun."""
+        if self._may_be_bare:
+            begin = _skip(SPACE, self._held, 0)
+            self._may_be_bare = begin == len(self._held) and not last
+            if not self._may_be_bare and self._held[begin : begin + 1] == "{":
+                self._give(parts, begin)
+                self._block = _Block(self._format, self._names, 0)
+                return True
+        marker = self._format.opens
+        found = self._held.find(marker)
+        if found >= 0:
+            self._give(parts, found)
+            self._block = _Block(self._format, self._names, len(marker))
+            return True
+        self._give(parts, len(self._held) - (0 if last else _overlap(self._held, marker)))
+        return False
+
+    def _give(self, parts: list[str | ToolCall], count: int) -> None:
+        """So many characters are text."""
+        text, self._held = self._space + self._held[:count], self._held[count:]
+        self._is_space = self._is_space and (not text or text.isspace())
+        self._space = text if self._is_space else ""
+        if text and not self._is_space:
+            parts.append(text)
+
+
+class _Block:
+    """Calls in a row.
+
+    Args:
+        form: of the model.
+        names: of the tools.
+        begin: where the first call begins: behind the marker, if there is one.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str], begin: int) -> None:
+        self._format, self._names = form, names
+        self.begin = max(begin, 1)
+        """Up to there it is text if it is no block."""
+        self.calls: list[tuple[str, str]] = []
+        """Name and arguments of each."""
+        self._at = begin
+        self._value: _Value | None = None
+
+    def end(self, text: str, last: bool) -> int | None:
+        """Where it ends, in a text that begins with it; None: not yet.
+
+        Raises:
+            ValueError, RecursionError: it is no block.
+        """
+        while True:
+            if self._value is None:
+                begin = _skip(SPACE, text, self._at)
+                if begin == len(text):
+                    _unless_last(last)
+                    return None
+                if text[begin] not in "{[":
+                    raise ValueError(text[begin])
+                self._at, self._value = begin, _Value(begin)
+            end = self._value.end(text)
+            if end is None:
+                _unless_last(last)
+                return None
+            if self._at < end:
+                self.calls += _calls(text[self._at : end], self._names, not self._format.is_rest)
+                self._at = end
+            if not self._format.is_rest:
+                return self._closed(text, last)
+            behind = _skip(BETWEEN, text, end)
+            if behind == len(text):
+                return behind if last else None
+            if not last and self._format.opens.startswith(text[behind:]):
+                return None
+            self._at, self._value = behind, None
+
+    def _closed(self, text: str, last: bool) -> int | None:
+        """Behind the marker that closes it. Models leave it out before the next, or the end."""
+        closes, opens = self._format.closes, self._format.opens
+        if not closes:
+            return self._at
+        behind = _skip(SPACE, text, self._at)
+        if text.startswith(closes, behind):
+            return behind + len(closes)
+        if text.startswith(opens, behind):
+            return behind
+        rest = text[behind:]
+        if closes.startswith(rest) or (opens.startswith(rest) and not last):
+            return len(text) if last else None
+        raise ValueError(rest)
+
+
+class _Value:
+    """A JSON object or list in a text that grows."""
+
+    def __init__(self, begin: int) -> None:
+        self._at = begin
+        self._depth = 0
+        self._in_string = False
+        self._end: int | None = None
+
+    def end(self, text: str) -> int | None:
+        """Where it ends; None: not yet.
+
+        Raises:
+            ValueError: it is not JSON, as far as can be seen by then.
+        """
+        while self._end is None:
+            found = (WITHIN if self._in_string else OUTSIDE).search(text, self._at)
+            if found is None:
+                self._at = len(text)
+                return None
+            mark, self._at = found[0], found.end()
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif mark == "\\" and self._in_string:
+                if self._at == len(text):
+                    self._at -= 1
+                    return None
+                self._at += 1
+            elif mark in "{[":
+                self._depth += 1
+            elif mark in "}]":
+                self._depth -= 1
+                self._end = self._at if self._depth == 0 else None
+            else:
+                raise ValueError(mark)
+        return self._end
+
+
+def _calls(text: str, names: Collection[str], may_lack: bool) -> list[tuple[str, str]]:
+    """Names and arguments of the calls that a JSON text makes: one, or a list of them.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON, or something else.
+    """
+    json.loads(text, parse_constant=_refuse)
+    found: list[dict[str, str]] = []
+    if text.startswith("{"):
+        found.append(_members(text, 0)[0])
+    else:
+        at = _skip(SPACE, text, 1)
+        while text[at] != "]":
+            members, at = _members(text, at)
+            found.append(members)
+            at = _behind_comma(text, at)
+    if not found:
+        raise ValueError(text)
+    return [_call(members, names, may_lack) for members in found]
+
+
+def _call(members: Mapping[str, str], names: Collection[str], may_lack: bool) -> tuple[str, str]:
+    name = json.loads(members.get("name", "null"))
+    if not isinstance(name, str) or name not in names:
+        raise ValueError(name)
+    missing = "{}" if may_lack else "null"
+    arguments = members.get("arguments", members.get("parameters", missing))
+    value = json.loads(arguments)
+    if isinstance(value, str):  # JSON in JSON
+        arguments, value = value, json.loads(value, parse_constant=_refuse)
+        arguments.encode()  # half a surrogate pair cannot be sent
+    if not isinstance(value, dict):
+        raise ValueError(arguments)
+    return name, arguments
+
+
+def _members(text: str, at: int) -> tuple[dict[str, str], int]:
+    """The JSON of each member of an object, and where it ends; the text is known to be JSON."""
+    if text[at] != "{":
+        raise ValueError(text[at])
+    members: dict[str, str] = {}
+    at = _skip(SPACE, text, at + 1)
+    while text[at] != "}":
+        name, at = DECODER.raw_decode(text, at)
+        begin = _skip(SPACE, text, _skip(SPACE, text, at) + 1)  # behind the colon
+        _, at = DECODER.raw_decode(text, begin)
+        members[name] = text[begin:at]
+        at = _behind_comma(text, at)
+    return members, at + 1
+
+
+DECODER = json.JSONDecoder()
+
+
+def _behind_comma(text: str, at: int) -> int:
+    at = _skip(SPACE, text, at)
+    return _skip(SPACE, text, at + 1) if text[at] == "," else at
+
+
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
+
+
+def _unless_last(last: bool) -> None:
+    """There must be more to come."""
+    if last:
+        raise ValueError("unfinished")
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest tail of a text that begins a marker."""
+    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -1,0 +1,458 @@
+"""Calls of tools in an answer's text: found in whole answers and streams alike, or left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+import eecore
+from chat_templates import TEMPLATES
+from eecore.output import Output, StepOutput
+from eecore.serving.asking import ask_chat
+from eecore.serving.protocol import ChatRequest
+from eecore.serving.settings import ServerSettings
+from eecore.serving.tool_calls import FORMATS, CallReader, ToolCall, ToolFormat, tool_format
+from servers import Asker, asker, events, listening
+
+NAMES = ("weather", "time")
+TOOLS = [{"type": "function", "function": {"name": name}} for name in NAMES]
+PLACE = '{"place": "Zürich \\"am See\\" }]</tool_call>", "days": [1.0, {}]}'
+WEATHER, TIME = ("weather", PLACE), ("time", "{}")
+CALL = f'{{"name": "weather", "arguments": {PLACE}}}'
+LLAMA = f'{{"name": "weather", "parameters": {PLACE}}}'
+
+Found = tuple[str, list[tuple[str, str]]]
+
+# What an answer says, what of it is text, and its calls.
+GOOD: dict[str, tuple[str, str, str, list[tuple[str, str]]]] = {
+    "hermes": ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
+    "behind text": (
+        "hermes",
+        f"I'll see.\n<tool_call>{CALL}</tool_call>\n",
+        "I'll see.\n",
+        [WEATHER],
+    ),
+    "two": (
+        "hermes",
+        f"<tool_call>{CALL}</tool_call>\n"
+        '<tool_call> {"arguments":{},"name":"time"}</tool_call>',
+        "",
+        [WEATHER, TIME],
+    ),
+    "a list": (
+        "hermes",
+        f'<tool_call>[{CALL} , {{"name": "time"}}]</tool_call>',
+        "",
+        [WEATHER, TIME],
+    ),
+    "text between": (
+        "hermes",
+        f"a<tool_call>{CALL}</tool_call> b <tool_call>{CALL}</tool_call>",
+        "a b ",
+        [WEATHER, WEATHER],
+    ),
+    "not closed": ("hermes", f"<tool_call>{CALL}", "", [WEATHER]),
+    "closed in part": ("hermes", f"<tool_call>{CALL}\n</tool_c", "", [WEATHER]),
+    "closed by the next": (
+        "hermes",
+        f"<tool_call>{CALL}\n<tool_call>{CALL}",
+        "",
+        [WEATHER, WEATHER],
+    ),
+    "JSON in JSON": (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("weather", '{"a": 1}')],
+    ),
+    "a bad one and a good one": (
+        "hermes",
+        f"<tool_call>{{oops}}</tool_call><tool_call>{CALL}</tool_call>",
+        "<tool_call>{oops}</tool_call>",
+        [WEATHER],
+    ),
+    "llama": ("llama3", f"\n{LLAMA}", "", [WEATHER]),
+    "llama's arguments": ("llama3", CALL, "", [WEATHER]),
+    "llama, tagged": ("llama3", f"<|python_tag|>{LLAMA}", "", [WEATHER]),
+    "llama, behind text": (
+        "llama3",
+        f"Let me see <|python_tag|> {LLAMA}\n",
+        "Let me see ",
+        [WEATHER],
+    ),
+    "llama, two": ("llama3", f"{LLAMA}; {LLAMA}\n", "", [WEATHER, WEATHER]),
+    "llama, two tagged": (
+        "llama3",
+        f"<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}",
+        "",
+        [WEATHER, WEATHER],
+    ),
+    "mistral": ("mistral", f"[TOOL_CALLS] [{CALL}]", "", [WEATHER]),
+    "mistral, two": (
+        "mistral",
+        f'[TOOL_CALLS][{CALL}, {{"name":"time","arguments":{{}},"id":"x"}}]',
+        "",
+        [WEATHER, TIME],
+    ),
+    "mistral, behind text": ("mistral", f"Yes [[ [TOOL_CALLS] [{CALL}] ", "Yes [[ ", [WEATHER]),
+}
+
+# Answers that are text and nothing else.
+BAD = [
+    ("hermes", "Nothing of the kind: <tool <tool_cal"),
+    ("hermes", "  \n"),
+    ("hermes", ""),
+    ("hermes", f"\n <tool_call>{CALL[:-1]}"),
+    ("hermes", f"<tool_call>{CALL[:40]}</tool_call> and more"),
+    ("hermes", f"<tool_call>{CALL} }}</tool_call>"),
+    ("hermes", f"<tool_call>{CALL}</tool_called>"),
+    ("hermes", f"<tool_call>{CALL}</tool_c x"),
+    ("hermes", "<tool_call></tool_call>"),
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_call>[]</tool_call>"),
+    ("hermes", "<tool_call>[3]</tool_call>"),
+    ("hermes", "<tool_call>weather()</tool_call>"),
+    ("hermes", '<tool_call>{"name": "launch", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "here"}</tool_call>'),
+    (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>',
+    ),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": "\n"}}</tool_call>'),
+    (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>",
+    ),
+    ("hermes", f"<function>{CALL}</function>"),
+    ("llama3", f"Sure: {LLAMA}"),
+    ("llama3", f"{LLAMA} is what I would call"),
+    ("llama3", '{"name": "weather"}'),
+    ("llama3", '{"name": "Alice", "parameters": {}}'),
+    ("llama3", f"{LLAMA}; {LLAMA[:-1]}"),
+    ("llama3", "<|python_tag|>weather.call()"),
+    ("llama3", f"<|python_tag|>{LLAMA} and <|python"),
+    ("llama3", "{ braces }"),
+    ("llama3", "{"),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, "),
+    ("mistral", f'[TOOL_CALLS] [{CALL}, {{"name": "launch", "arguments": {{}}}}]'),
+    ("mistral", "[TOOL_CALLS] none [TOOL_CALL"),
+]
+
+
+def read(parser: str, pieces: Sequence[str]) -> Found:
+    """Text and calls of an answer that comes in pieces."""
+    reader = CallReader(FORMATS[parser], NAMES)
+    parts = [part for piece in pieces for part in reader.add(piece)]
+    parts += reader.add("", last=True)
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    assert reader.num_calls == len(calls)
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, [(call.name, call.arguments) for call in calls]
+
+
+def splits(text: str) -> Iterator[list[str]]:
+    """Whole, in two at each point, character by character, and at random."""
+    yield [text]
+    yield list(text)
+    for at in range(len(text)):
+        yield [text[:at], text[at:]]
+    random = Random(0)
+    for _ in range(50):
+        points = sorted(random.randrange(len(text) + 1) for _ in range(6))
+        yield [text[a:b] for a, b in zip([0, *points], [*points, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_calls_wherever_the_stream_is_split(name: str) -> None:
+    parser, answer, text, calls = GOOD[name]
+    for pieces in splits(answer):
+        assert read(parser, pieces) == (text, calls)
+    for _, arguments in calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(("parser", "answer"), BAD)
+def test_what_is_no_call_is_text_and_all_there(parser: str, answer: str) -> None:
+    pieces = splits(answer) if len(answer) < 500 else iter([[answer]])
+    for each in pieces:
+        assert read(parser, each) == (answer, [])
+
+
+@pytest.mark.parametrize("parser", FORMATS)
+def test_deep_and_long_answers(parser: str) -> None:
+    opens = FORMATS[parser].opens
+    for answer in (opens + "[" * 100_000, opens + '{"a":' * 50_000, opens * 2_000, "\n" * 50_000):
+        assert read(parser, [answer]) == (answer, [])
+    answer = opens + '{"name": "weather", "arguments": ' + '{"a":' * 50_000 + "1" + "}" * 50_001
+    assert read(parser, [answer])[0] == answer
+
+
+def test_text_is_given_at_once() -> None:
+    reader = CallReader(FORMATS["hermes"], NAMES)
+    assert reader.add("Let me") == ["Let me"]
+    assert reader.add(" see <tool") == [" see "]
+    assert reader.add("box>") == ["<toolbox>"]
+    assert reader.add("<tool_call>") == []
+    assert reader.add("{nonsense") == []
+    assert reader.add("</tool_call> so") == ["<tool_call>", "{nonsense</tool_call> so"]
+    reader = CallReader(FORMATS["llama3"], NAMES)
+    assert reader.add(" {") == []
+    assert reader.add('"name": "Bob"}') == [" {", '"name": "Bob"}']
+    assert reader.add("{") == ["{"]
+    reader = CallReader(FORMATS["mistral"], NAMES)
+    (call,) = reader.add(f"[TOOL_CALLS][{CALL}]")  # before the answer ends
+    assert isinstance(call, ToolCall)
+    assert len(call.id) == 9  # Mistral's templates insist
+    assert call.id.isalnum()
+
+
+def test_a_parser_is_chosen_by_the_chat_template() -> None:
+    known = {"headers": "llama3", "thoughts": "hermes", "alternating": "mistral"}
+    for name, template in TEMPLATES.items():
+        assert tool_format("auto", template) is FORMATS[known[name]]
+        assert tool_format("none", template) is None
+        assert tool_format("mistral", template) is FORMATS["mistral"]
+    assert tool_format("auto", "{{ messages }}") is None
+    assert tool_format("auto", None) is None
+    with pytest.raises(eecore.RequestError, match="tool_parser: expected auto, hermes"):
+        ServerSettings(tool_parser="json")
+
+
+def test_markers_that_are_special_tokens_are_shown(endless: eecore.Model) -> None:
+    """In answers to requests with tools, and in no others."""
+    tokenizer = endless.tokenizer
+    assert tokenizer is not None
+    served = asker(endless).service.served
+    served.tool_format = ToolFormat("<|im_start|>")
+    answer = "ü<|im_start|> {}<|im_end|>"
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    for tools, text in ((TOOLS, "ü<|im_start|> {}"), (None, "ü {}")):
+        messages = [{"role": "user", "content": "a"}]
+        asked = ask_chat(served, ChatRequest(messages=messages, tools=tools, max_tokens=60))
+        prepared = asked.choices[0].prepared
+        streamed = ""
+        for number, token in enumerate(ids, 1):
+            prepared.output_ids.append(token)
+            streamed += prepared.text.piece(number, final=number == len(ids))()
+        assert streamed == prepared.text.decoded.text == text
+    quiet = ask_chat(
+        served, ChatRequest(messages=messages, tools=TOOLS, tool_choice="none", max_tokens=60)
+    )
+    assert quiet.calls is None
+
+
+# Servers
+
+
+class Scripted:
+    """An engine whose answers are written beforehand."""
+
+    def __init__(self, engine: Any, output: Output, pieces: Sequence[str], reason: str) -> None:
+        self._engine, self._pieces = engine, pieces
+        self._output = replace(output, text="".join(pieces), finish_reason=reason)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, _prepared: Any) -> Output:
+        return self._output
+
+    def stream(self, _prepared: Any) -> ScriptedStream:
+        return ScriptedStream(self._output, self._pieces)
+
+
+class ScriptedStream:
+    def __init__(self, output: Output, pieces: Sequence[str]) -> None:
+        self._output, self._pieces = output, list(pieces)
+
+    async def __aiter__(self) -> AsyncIterator[StepOutput]:
+        for number, text in enumerate(self._pieces, 1):
+            output = self._output if number == len(self._pieces) else None
+            yield StepOutput("r", [5], [3], [0.5], output, piece=lambda text=text: text)
+
+    def close(self) -> None:
+        pass
+
+
+def saying(
+    intent: eecore.Model, pieces: Sequence[str], reason: str = "stop", parser: str = "hermes"
+) -> Asker:
+    server = asker(intent, tool_parser=parser)
+    (output,) = eecore.generate(intent, "lock the front door", max_tokens=64)
+    server.service.served.engine = Scripted(  # type: ignore[assignment]
+        server.service.served.engine, output, pieces, reason
+    )
+    return server
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, **fields}
+
+
+PIECES = ["I'll ", "see.", " <tool", "_call>", CALL[:30], CALL[30:], "\n</tool_call>", "\n"]
+
+
+def test_an_answer_with_calls(intent: eecore.Model) -> None:
+    server = saying(intent, PIECES)
+    choice = server.post("/v1/chat/completions", chat()).json()["choices"][0]
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "I'll see. ", "refusal": None}
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "weather", "arguments": PLACE}
+
+    server = saying(intent, PIECES[2:])
+    choices = server.post("/v1/chat/completions", chat(n=2)).json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == [None, None]
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 2
+
+
+def test_a_stream_with_calls(intent: eecore.Model) -> None:
+    server = saying(intent, PIECES)
+    chunks = events(server.post("/v1/chat/completions", chat(stream=True)).text)
+    (choices,) = zip(*(chunk["choices"] for chunk in chunks), strict=True)
+    deltas = [choice["delta"] for choice in choices]
+    identity = deltas[4]["tool_calls"][0].pop("id")
+    assert identity.startswith("call_")
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "I'll "},
+        {"content": "see."},
+        {"content": " "},
+        {
+            "tool_calls": [
+                {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": PLACE}}]},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices][-2:] == [None, "tool_calls"]
+
+
+def test_a_stream_that_says_how_deep_it_went(intent: eecore.Model) -> None:
+    """No token is lost, whether its text is held back or not."""
+    server = saying(intent, [*PIECES[2:-1], PIECES[2], *PIECES[3:]])
+    body = chat(stream=True, return_exit_layers=True)
+    chunks = events(server.post("/v1/chat/completions", body).text)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [t for c in choices for t in c.get("token_ids", [])] == [5] * 11
+    calls = [call for c in choices for call in c["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "parser", "reason", "pieces"),
+    [
+        ({}, "hermes", "length", PIECES[:5]),
+        ({"tools": None}, "hermes", "stop", PIECES),
+        ({"tools": []}, "hermes", "stop", PIECES),
+        ({"tool_choice": "none"}, "hermes", "stop", PIECES),
+        ({"tools": [{"type": "function"}]}, "hermes", "stop", PIECES),
+        ({}, "none", "stop", PIECES),
+        ({}, "auto", "stop", PIECES),
+        ({}, "mistral", "stop", PIECES),
+    ],
+)
+def test_answers_that_stay_text(
+    intent: eecore.Model,
+    stream: bool,
+    fields: dict[str, Any],
+    parser: str,
+    reason: str,
+    pieces: list[str],
+) -> None:
+    server = saying(intent, pieces, reason, parser)
+    answer = server.post("/v1/chat/completions", chat(stream=stream, **fields))
+    chunks = events(answer.text) if stream else [answer.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = [choice["delta" if stream else "message"] for choice in choices]
+    assert "".join(each.get("content", "") for each in said) == "".join(pieces)
+    assert choices[-1]["finish_reason"] == reason
+    assert not any("tool_calls" in each for each in said)
+
+
+def test_calls_of_an_answer_that_was_cut_off(intent: eecore.Model) -> None:
+    server = saying(intent, [*PIECES, "And now"], "length")
+    choice = server.post("/v1/chat/completions", chat()).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["message"]["content"] == "I'll see. \nAnd now"
+
+
+@contextmanager
+def client_of(server: Asker) -> Iterator[openai.OpenAI]:
+    with listening(server.service) as address:
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("parser", "pieces"),
+    [
+        ("hermes", ["<tool_call>", CALL, "</tool_call>", f"<tool_call>{CALL}", "</tool_call>"]),
+        ("llama3", ["<|python_tag|>", LLAMA, ";", LLAMA[:50], LLAMA[50:]]),
+        ("mistral", ["[TOOL_", "CALLS]", f"[{CALL},", CALL, "]"]),
+    ],
+)
+def test_openais_client_reads_calls(intent: eecore.Model, parser: str, pieces: list[str]) -> None:
+    class Weather(pydantic.BaseModel):
+        place: str
+        days: list[Any]
+
+    tool: Any = openai.pydantic_function_tool(Weather, name="weather")
+    tool["function"].pop("strict", None)
+    asked: Any = {"model": "intent", "messages": [{"role": "user", "content": "a"}]}
+    with client_of(saying(intent, pieces, parser=parser)) as client:
+        whole = client.chat.completions.create(**asked, tools=[tool])
+        with client.chat.completions.stream(**asked, tools=[tool]) as stream:
+            kinds = [event.type for event in stream]
+            streamed = stream.get_final_completion()
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    for completion in (whole, streamed):
+        choice = completion.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        calls: Any = choice.message.tool_calls
+        assert [call.function.name for call in calls] == ["weather", "weather"]
+        assert [call.function.arguments for call in calls] == [PLACE, PLACE]
+        assert calls[0].id != calls[1].id
+
+
+def test_a_conversation_goes_on_behind_a_call(endless: eecore.Model) -> None:
+    """What the server says can be said to it again, in the words of each family's template."""
+    tokenizer = endless.tokenizer
+    assert tokenizer is not None
+    before = tokenizer.chat_template
+    call = ToolCall("abcdefghi", "weather", PLACE).whole()
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"},
+    ]
+    try:
+        for name in ("headers", "thoughts", "alternating"):
+            tokenizer.chat_template = TEMPLATES[name]
+            server = asker(endless)
+            body = {"messages": messages, "tools": TOOLS}
+            tokens = server.post("/tokenize", body).json()["tokens"]
+            said = tokenizer.decode(tokens)
+            assert '"place": "Zürich \\"am See\\" }]</tool_call>"' in said
+            assert "sunny" in said
+            answer = server.post("/v1/chat/completions", {**body, "max_tokens": 2})
+            assert answer.status_code == 200
+    finally:
+        tokenizer.chat_template = before
