@@ -15,7 +15,7 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.exit_text import POLICIES, ExitTextError, parse_exit
+from eecore.exit_text import POLICIES, ExitTextError, exit_text, parse_exit
 
 SAID = {
     "full": Full(),
@@ -35,6 +35,14 @@ SAID = {
 @pytest.mark.parametrize("text", SAID)
 def test_a_text_says_a_policy(text: str) -> None:
     assert parse_exit(text) == SAID[text]
+    assert parse_exit(exit_text(SAID[text])) == SAID[text]
+
+
+def test_policies_that_have_no_text_are_named_all_the_same() -> None:
+    assert exit_text(eecore.DraftAndVerify(frozenset({1}), num_drafts=5)) == "draft-verify:5"
+    assert exit_text(ConfidentExit(0.75, "state", min_exit_layer=3)) == "confident:0.75"
+    path = eecore.default_model() / "calibration-state.json"
+    assert exit_text(ConfidentExit.calibrated(path)) == "calibrated:state"
 
 
 def test_every_policy_but_one_has_a_text() -> None:

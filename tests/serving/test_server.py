@@ -187,7 +187,7 @@ def test_what_is_counted(intent: eecore.Model) -> None:
         httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT, "exit": "deep"})
         text = httpx.get(f"{address}/metrics").text
     assert_idle(service)
-    found = dict(re.findall(r"^([a-z:_]+(?:{.*})?) ([0-9.e+-]+)$", text, re.MULTILINE))
+    found = dict(re.findall(r"^([a-z0-9:_]+(?:{.*})?) ([0-9.e+-]+)$", text, re.MULTILINE))
     number = {name: float(value) for name, value in found.items()}
     generated = sum(len(output.token_ids) for output in outputs)
     ends = [output.finish_reason for output in outputs]
@@ -197,13 +197,33 @@ def test_what_is_counted(intent: eecore.Model) -> None:
     assert number["eecore_generation_tokens_total"] == generated
     assert number['vllm:generation_tokens_total{model_name="intent"}'] == generated
     sixth = len(outputs[2].token_ids)
-    assert number['eecore_tokens_by_exit_layer_total{exit_layer="6"}'] == sixth
+    by_layer = "eecore_tokens_by_exit_layer_total"
+    assert number[f'{by_layer}{{exit_layer="6",policy="fixed:6"}}'] == sixth
     assert number['eecore_layers_skipped_total{exit_layer="6"}'] == 6 * sixth
-    assert number["eecore_layers_run_total"] == sum(o.stats.layers_run for o in outputs)
-    assert number["eecore_drafted_tokens_total"] == outputs[1].stats.drafted
-    assert number["eecore_accepted_tokens_total"] == outputs[1].stats.accepted
-    for name in ("time_to_first_token", "inter_token", "request"):
+    assert number['eecore_layers_run_total{exit_layer="6"}'] == 6 * (sixth - 1)
+    run = [value for name, value in number.items() if name.startswith("eecore_layers_run_total")]
+    assert sum(run) == sum(o.stats.layers_run for o in outputs)
+    drafts, drafting = outputs[1].stats, 'policy="speculative:3,6"'
+    assert number[f"eecore_drafted_tokens_total{{{drafting}}}"] == drafts.drafted
+    assert number[f"eecore_accepted_tokens_total{{{drafting}}}"] == drafts.accepted > 0
+    assert number[f'{by_layer}{{exit_layer="3",{drafting}}}'] == drafts.accepted
+    for name, alias in (
+        ("time_to_first_token", "time_to_first_token"),
+        ("inter_token", "request_time_per_output_token"),
+        ("request", "e2e_request_latency"),
+    ):
         assert number[f"eecore_{name}_seconds_count"] == 3
+        seconds = number[f"eecore_{name}_seconds_sum"]
+        assert number[f'vllm:{alias}_seconds_sum{{model_name="intent"}}'] == seconds > 0
+        last = f'vllm:{alias}_seconds_bucket{{le="+Inf",model_name="intent"}}'
+        assert number[last] == 3
+    for name in ("inter_token_latency", "time_per_output_token"):
+        assert number[f'vllm:{name}_seconds_count{{model_name="intent"}}'] == generated - 3
+    stopped = 'vllm:request_success_total{finished_reason="stop",model_name="intent"}'
+    assert number[stopped] == ends.count("stop")
+    for name, count in (("draft", drafts.drafted), ("accepted", drafts.accepted)):
+        assert number[f'vllm:spec_decode_num_{name}_tokens_total{{model_name="intent"}}'] == count
+    assert number['vllm:cache_config_info{block_size="16",num_gpu_blocks="256"}'] == 1
     assert number["eecore_kv_pages"] == 256
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert number[f'vllm:{name}{{model_name="intent"}}'] == 0

@@ -147,7 +147,7 @@ class Generation(Response, Generic[Asking]):
         service = self._service
         asked = await service.beside(lambda: self._ask(service.served, read(self._kind, body)))
         seats.take(len(asked.choices))
-        tally = Tally(service.metrics, len(asked.choices))
+        tally = Tally(service.metrics, asked)
         shape = self._shape(service.served, asked)
         with tally:
             try:
@@ -215,13 +215,14 @@ class Tally:
     cancelled.
     """
 
-    def __init__(self, metrics: Metrics, count: int) -> None:
-        self._metrics, self._left = metrics, count
+    def __init__(self, metrics: Metrics, asked: Asked) -> None:
+        self._metrics, self._left = metrics, len(asked.choices)
+        self._policy = asked.choices[0].prepared.exit
         self.outcome = "cancelled"
 
     def ended(self, output: Output) -> None:
         self._left -= 1
-        self._metrics.ended(output.finish_reason, output)
+        self._metrics.ended(output.finish_reason, output, self._policy)
 
     def __enter__(self) -> Tally:
         return self
@@ -231,7 +232,7 @@ class Tally:
             self.outcome = "error"
         output = getattr(error, "output", None)  # of the one that failed
         for _ in range(self._left):
-            self._metrics.ended(self.outcome, output)
+            self._metrics.ended(self.outcome, output, self._policy)
             output = None
 
 

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.metrics_core import (
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from eecore.engine.engine import Engine
+from eecore.exit_text import exit_text
+from eecore.exits import Exit
 from eecore.output import Output
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+# Labels of policies: requests may ask for any number of them.
+MOST_POLICIES = 32
+OTHER_POLICY = "other"
+# What vLLM calls the end of a request.
+VLLM_REASONS = {"cancelled": "abort", "timeout": "abort"}
 
 
 class Metrics:
@@ -24,13 +38,16 @@ class Metrics:
     Args:
         engine: whose state is read when somebody asks.
         model_name: the label of vLLM's metrics.
+        policies: that have a label of their own, however many others come.
     """
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, policies: Iterable[Exit] = ()) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._has_prefix_cache = engine.has_prefix_cache
         self._num_layers = engine.network.config.num_layers
+        self._policies = {exit_text(policy) for policy in policies}
+        self._most_policies = len(self._policies) + MOST_POLICIES
         self.requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.prefix_queries = self._counter(
@@ -40,78 +57,171 @@ class Metrics:
             "prefix_cache_hits", "Tokens of prompts that came from the prefix cache."
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.exits = self._counter("tokens_by_exit_layer", "Tokens by exit layer.", "exit_layer")
-        self.layers_run = self._counter("layers_run", "Layers run, a position each.")
+        self.exits = self._counter(
+            "tokens_by_exit_layer",
+            "Tokens by policy and exit layer: of a draft that stood the one that drafted it, 0 "
+            "where it was looked up.",
+            "policy",
+            "exit_layer",
+        )
+        self.layers_run = self._counter(
+            "layers_run",
+            "Layers run behind the prompt, a position each, by exit layer; rounds of drafts under "
+            "the last one.",
+            "exit_layer",
+        )
         self.layers_skipped = self._counter(
             "layers_skipped",
             "Layers below the last one that tokens left out, by exit layer.",
             "exit_layer",
         )
-        self.drafted = self._counter("drafted_tokens", "Tokens drafted.")
-        self.accepted = self._counter("accepted_tokens", "Drafts that stood.")
-        self.first_token = self._seconds("time_to_first_token", "From the request to its first.")
-        self.per_token = self._seconds(
-            "inter_token", "Between the tokens of a request, its mean; one a request."
+        self.drafted = self._counter("drafted_tokens", "Tokens drafted, by policy.", "policy")
+        self.accepted = self._counter("accepted_tokens", "Drafts that stood, by policy.", "policy")
+        self.preemptions = self._counter(
+            "preemptions", "Sequences that gave their pages to others."
         )
-        self.duration = self._seconds("request", "From the request to its end.")
-        self._vllm_prompt = self._vllm("prompt_tokens")
-        self._vllm_tokens = self._vllm("generation_tokens")
-        self._vllm_queries = self._vllm("prefix_cache_queries")
-        self._vllm_hits = self._vllm("prefix_cache_hits")
+        self.first_token = self._seconds(
+            "eecore_time_to_first_token_seconds",
+            "From the request to its first token.",
+            "vllm:time_to_first_token_seconds",
+        )
+        self.per_token = self._seconds(
+            "eecore_inter_token_seconds",
+            "Between the tokens of a request, its mean; one a request.",
+            "vllm:request_time_per_output_token_seconds",
+        )
+        self.each_token = self._seconds(
+            "vllm:inter_token_latency_seconds",
+            "Between the tokens of a request, its mean; one a token.",
+            "vllm:time_per_output_token_seconds",
+        )
+        self.duration = self._seconds(
+            "eecore_request_seconds",
+            "From the request to its end.",
+            "vllm:e2e_request_latency_seconds",
+        )
+        self._vllm = {
+            name: self._vllm_counter(name, *labels)
+            for name, *labels in (
+                ("prompt_tokens",),
+                ("generation_tokens",),
+                ("spec_decode_num_draft_tokens",),
+                ("spec_decode_num_accepted_tokens",),
+                ("num_preemptions",),
+                ("prefix_cache_queries",),
+                ("prefix_cache_hits",),
+                ("request_success", "finished_reason"),
+            )
+        }
         self.registry.register(_State(engine, model_name))
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"eecore_{name}", what, labels, registry=self.registry)
 
-    def _vllm(self, name: str) -> Counter:
-        what = f"As eecore_{name}."
-        return Counter(f"vllm:{name}", what, ("model_name",), registry=self.registry)
+    def _vllm_counter(self, name: str, *labels: str) -> Counter:
+        return Counter(
+            f"vllm:{name}", "For routers.", ("model_name", *labels), registry=self.registry
+        )
 
-    def _seconds(self, name: str, what: str) -> Histogram:
-        name = f"eecore_{name}_seconds"
-        return Histogram(name, what, buckets=SECONDS, registry=self.registry)
+    def _seconds(self, name: str, what: str, alias: str) -> _Seconds:
+        seconds = _Seconds(name, what, alias, self._model_name)
+        self.registry.register(seconds)
+        return seconds
 
     def refused(self) -> None:
         """A request that did not get to the engine."""
         self.requests.labels("refused").inc()
 
-    def ended(self, outcome: str, output: Output | None) -> None:
+    def ended(self, outcome: str, output: Output | None, policy: Exit) -> None:
         """A sequence that ended.
 
         Args:
             outcome: stop, length, error, cancelled or timeout.
             output: what there is of it.
+            policy: under which it ran.
         """
         self.requests.labels(outcome).inc()
+        model, vllm = self._model_name, self._vllm
+        vllm["request_success"].labels(model, VLLM_REASONS.get(outcome, outcome)).inc()
         if output is None:
             return
         stats = output.stats
-        self.prompt_tokens.inc(stats.prompt_tokens)
-        self.generation_tokens.inc(stats.generated_tokens)
-        self._vllm_prompt.labels(self._model_name).inc(stats.prompt_tokens)
-        self._vllm_tokens.labels(self._model_name).inc(stats.generated_tokens)
-        if self._has_prefix_cache:
-            self.prefix_queries.inc(stats.prompt_tokens)
-            self.prefix_hits.inc(stats.cached_tokens)
-            self._vllm_queries.labels(self._model_name).inc(stats.prompt_tokens)
-            self._vllm_hits.labels(self._model_name).inc(stats.cached_tokens)
-        self.layers_run.inc(stats.layers_run)
-        self.drafted.inc(stats.drafted)
-        self.accepted.inc(stats.accepted)
-        for layer, count in Counts(output.exit_layers).items():
-            self.exits.labels(str(layer)).inc(count)
-            if not stats.drafted:  # what verifies drafts runs all layers
-                self.layers_skipped.labels(str(layer)).inc(count * (self._num_layers - layer))
+        asked = stats.prompt_tokens if self._has_prefix_cache else 0
+        for own, name, count in (
+            (self.prefix_queries, "prefix_cache_queries", asked),
+            (self.prefix_hits, "prefix_cache_hits", stats.cached_tokens),
+            (self.prompt_tokens, "prompt_tokens", stats.prompt_tokens),
+            (self.generation_tokens, "generation_tokens", stats.generated_tokens),
+            (self.preemptions, "num_preemptions", stats.preemptions),
+        ):
+            own.inc(count)
+            vllm[name].labels(model).inc(count)
+        self._count_depths(output, self._label(policy))
         if stats.generated_tokens:
             self.first_token.observe(stats.time_to_first_token_s)
         if stats.generated_tokens > 1:
-            after = stats.total_s - stats.time_to_first_token_s
-            self.per_token.observe(after / (stats.generated_tokens - 1))
+            others = stats.generated_tokens - 1
+            mean = (stats.total_s - stats.time_to_first_token_s) / others
+            self.per_token.observe(mean)
+            self.each_token.observe(mean, others)
         self.duration.observe(stats.total_s)
+
+    def _count_depths(self, output: Output, policy: str) -> None:
+        """Drafts, and how deep tokens went."""
+        stats, model, last = output.stats, self._model_name, self._num_layers
+        for own, name, count in (
+            (self.drafted, "spec_decode_num_draft_tokens", stats.drafted),
+            (self.accepted, "spec_decode_num_accepted_tokens", stats.accepted),
+        ):
+            if stats.drafted:
+                own.labels(policy).inc(count)
+                self._vllm[name].labels(model).inc(count)
+        for layer, count in Counts(output.exit_layers).items():
+            self.exits.labels(policy, str(layer)).inc(count)
+            if not stats.drafted:  # what verifies drafts runs all layers
+                self.layers_skipped.labels(str(layer)).inc(count * (last - layer))
+        # The first token comes with the prompt.
+        early = [e for e in output.exit_layers[1:] if e < last and not stats.drafted]
+        for layer, count in Counts(early).items():
+            self.layers_run.labels(str(layer)).inc(layer * count)
+        self.layers_run.labels(str(last)).inc(max(stats.layers_run - sum(early), 0))
+
+    def _label(self, policy: Exit) -> str:
+        """A policy's; those that come when there are many share one."""
+        text = exit_text(policy)
+        if text not in self._policies and len(self._policies) >= self._most_policies:
+            return OTHER_POLICY
+        self._policies.add(text)
+        return text
 
     def text(self) -> bytes:
         """In Prometheus's own format."""
         return generate_latest(self.registry)
+
+
+class _Seconds(Collector):
+    """A histogram under two names; those of vLLM's have the model's name as a label."""
+
+    def __init__(self, name: str, what: str, alias: str, model_name: str) -> None:
+        self._names = (name, alias)
+        self._what = what
+        self._model_name = model_name
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """As many times."""
+        self._counts[bisect_left(SECONDS, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        limits = [*map(str, SECONDS), "+Inf"]
+        buckets = list(zip(limits, map(float, accumulate(self._counts)), strict=True))
+        for name in self._names:
+            labels = {"model_name": self._model_name} if name.startswith("vllm:") else {}
+            family = HistogramMetricFamily(name, self._what, labels=list(labels))
+            family.add_metric(list(labels.values()), buckets, self._sum)
+            yield family
 
 
 class _State(Collector):
@@ -142,3 +252,5 @@ class _State(Collector):
             family = GaugeMetricFamily(f"vllm:{name}", "For routers.", labels=["model_name"])
             family.add_metric([self._model_name], share)
             yield family
+        sizes = {"block_size": str(engine.config.page_size), "num_gpu_blocks": str(pages)}
+        yield InfoMetricFamily("vllm:cache_config", "For routers.", value=sizes)

@@ -104,7 +104,7 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     most_choices = min(MOST_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
     served = ServedModel(model, name, depths, engine, most_choices, calls)
-    metrics = Metrics(engine.engine, name)
+    metrics = Metrics(engine.engine, name, map(policies.of, (settings.exit, *aliases)))
     return Service(served, admission, metrics, settings.max_body, settings.timeout)
 
 

@@ -1,0 +1,84 @@
+"""What is counted by policy and by depth."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import eecore
+from eecore.serving import metrics
+from eecore.serving.metrics import Metrics
+
+PROMPT = "turn the kitchen lights down to 20 percent"
+
+
+def counted(counts: Metrics, name: str) -> dict[str, float]:
+    """The values of a counter by its labels."""
+    found = re.findall(rf"^{name}_total(?:{{(.*)}})? (\S+)$", counts.text().decode(), re.MULTILINE)
+    return {labels: float(value) for labels, value in found}
+
+
+@pytest.fixture
+def counts(intent: eecore.Model) -> Metrics:
+    engine = intent.async_engine().engine
+    return Metrics(engine, "intent", [eecore.Full(), eecore.SelfSpeculative(3, 6)])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        eecore.Full(),
+        eecore.ConfidentExit(0.3),
+        eecore.FixedExit(6),
+        eecore.SelfSpeculative(3, 6),
+        eecore.PromptLookup(),
+        eecore.Auto(),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_layers_add_up_whatever_the_policy(
+    intent: eecore.Model, counts: Metrics, policy: eecore.Exit
+) -> None:
+    (output,) = eecore.generate(intent, PROMPT, max_tokens=64, exit=policy)
+    counts.ended("stop", output, policy)
+    run = counted(counts, "eecore_layers_run")
+    assert sum(run.values()) == output.stats.layers_run
+    tokens = counted(counts, "eecore_tokens_by_exit_layer")
+    assert sum(tokens.values()) == len(output.token_ids)
+    skipped = counted(counts, "eecore_layers_skipped")
+    left_out = sum(12 - layer for layer in output.exit_layers)
+    assert sum(skipped.values()) == (0 if output.stats.drafted else left_out)
+
+
+def test_acceptance_by_policy(intent: eecore.Model, counts: Metrics) -> None:
+    policies = [eecore.SelfSpeculative(3, 6), eecore.SelfSpeculative(2, 4), eecore.Full()]
+    outputs = [eecore.generate(intent, PROMPT, max_tokens=64, exit=each)[0] for each in policies]
+    for policy, output in zip(policies, outputs, strict=True):
+        counts.ended("stop", output, policy)
+    for name in ("drafted", "accepted"):
+        found = counted(counts, f"eecore_{name}_tokens")
+        assert found == {
+            f'policy="speculative:{said}"': getattr(output.stats, name)
+            for said, output in zip(("3,6", "2,4"), outputs, strict=False)
+        }
+
+
+def test_labels_of_policies_are_bounded(intent: eecore.Model, counts: Metrics) -> None:
+    """Those that the server was set up with have theirs however many others come."""
+    (output,) = eecore.generate(intent, PROMPT, max_tokens=2)
+    for number in range(3 * metrics.MOST_POLICIES):
+        counts.ended("stop", output, eecore.ConfidentExit(number / 1000))
+    counts.ended("stop", output, eecore.SelfSpeculative(3, 6))
+    found = counted(counts, "eecore_tokens_by_exit_layer")
+    labels = {re.search('policy="(.*)"', each)[1] for each in found}  # type: ignore[index]
+    assert len(labels) == metrics.MOST_POLICIES + 2
+    assert {"other", "confident:0", "confident:0.001", "speculative:3,6"} <= labels
+
+
+def test_what_is_cancelled_is_counted_with_what_there_is(counts: Metrics) -> None:
+    counts.ended("cancelled", None, eecore.Full())
+    text = counts.text().decode()
+    assert 'eecore_requests_total{outcome="cancelled"} 1.0' in text
+    aborted = 'vllm:request_success_total{finished_reason="abort",model_name="intent"} 1.0'
+    assert aborted in text
