@@ -282,6 +282,9 @@ class ScriptedStream:
             output = self._output if number == len(self._pieces) else None
             yield StepOutput("r", [5], [3], [0.5], output, piece=lambda text=text: text)
 
+    def take(self) -> None:
+        """Nothing comes before it is waited for."""
+
     def close(self) -> None:
         pass
 

@@ -200,6 +200,22 @@ class AsyncStream(AsyncIterator[StepOutput]):
             raise
         return self._last()
 
+    def take(self) -> StepOutput | None:
+        """The next step if it is there already; None: not yet, or there is none.
+
+        Raises:
+            RequestFailedError: the request failed on the way.
+        """
+        client = self._client
+        if client is None or self._is_closed or self._doorbell.is_waited_for:
+            return None
+        try:
+            step = self._engine._shared.take(client)
+            return None if step is None else self._given(step)
+        except BaseException:
+            self.close()
+            raise
+
     def close(self, why: Exception | None = None) -> None:
         """Cancel the request if it is unfinished; waits for nothing, from any thread.
 

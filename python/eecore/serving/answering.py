@@ -7,7 +7,6 @@ leaving, in whatever way, ends its streams, and the engine takes their pages bac
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
@@ -28,7 +27,7 @@ from eecore.serving.metrics import Metrics
 from eecore.serving.protocol import GenerationRequest, Request, read
 from eecore.serving.refusals import ApiError, as_api_error
 from eecore.serving.served import ServedModel
-from eecore.serving.shapes import Shape
+from eecore.serving.shapes import Shape, event
 
 __all__ = ["Answer", "Generation", "Service", "refusal"]
 
@@ -42,6 +41,8 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+DONE = "data: [DONE]\n\n"
 
 Body = TypeVar("Body", bound=Request)
 Asking = TypeVar("Asking", bound=GenerationRequest)
@@ -176,28 +177,29 @@ class Generation(Response, Generic[Asking]):
         engine = self._service.served.engine
         streams = [engine.stream(choice.prepared) for choice in asked.choices]
         outputs: dict[int, Output] = {}
-        has_begun: set[int] = set()
+        text = ""
         try:
-            async with aclosing(_merged(streams)) as steps:
-                async for index, step in steps:
+            async with aclosing(_ready(streams)) as ready:
+                async for steps in ready:
                     if not self._is_started:  # by now most of what can go wrong has not
                         head = {"status": 200, "headers": STREAM_HEADERS}
                         await send({"type": "http.response.start", **head})
-                    if index not in has_begun:
-                        has_begun.add(index)
-                        await _send_event(send, shape.first(index))
-                    for delta in shape.deltas(index, step):
-                        await _send_event(send, delta)
-                    if step.output is not None:
-                        outputs[index] = step.output
-                        tally.ended(step.output)
-                        await _send_event(send, shape.last(index, step.output))
+                    text = "".join([shape.events(index, step) for index, step in steps])
+                    for index, step in steps:
+                        if step.output is not None:
+                            outputs[index] = step.output
+                            tally.ended(step.output)
+                    if len(outputs) == len(streams):
+                        break
+                    if text:
+                        await _send_text(send, text)
+                        text = ""
         finally:
             for stream in streams:
                 stream.close()
         if asked.includes_usage:
-            await _send_event(send, shape.total([outputs[i] for i in sorted(outputs)]))
-        await _send_done(send)
+            text += event(shape.total([outputs[i] for i in sorted(outputs)]))
+        await _send_text(send, text + DONE, more=False)
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         """An error in place of the answer, or at the end of a stream that has begun."""
@@ -206,8 +208,7 @@ class Generation(Response, Generic[Asking]):
             await refusal(error)(scope, receive, send)
             return
         with suppress(TimeoutError), anyio.fail_after(FAREWELL_SECONDS):
-            await _send_event(send, _api_error(error).body)
-            await _send_done(send)
+            await _send_text(send, event(_api_error(error).body) + DONE, more=False)
 
 
 class Tally:
@@ -271,11 +272,24 @@ async def _all_of(works: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
             task.cancel()
 
 
-async def _merged(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, StepOutput], None]:
-    """The steps of all streams as they come. Who reads slowly holds all of them up."""
+Steps = list[tuple[int, StepOutput]]
+
+
+async def _ready(streams: Sequence[AsyncStream]) -> AsyncGenerator[Steps, None]:
+    """The steps of all streams as they come, those together that are there already. Who reads
+    slowly holds all of them up.
+    """
     if len(streams) == 1:
         async for step in streams[0]:
-            yield 0, step
+            steps, error = [(0, step)], None
+            try:
+                while (more := streams[0].take()) is not None:
+                    steps.append((0, more))
+            except Exception as its:
+                error = its
+            yield steps
+            if error is not None:
+                raise error
         return
     queue: asyncio.Queue[tuple[int, StepOutput | Exception]] = asyncio.Queue(len(streams))
 
@@ -290,22 +304,20 @@ async def _merged(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, S
     try:
         unfinished = len(streams)
         while unfinished:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            unfinished -= item.finished
-            yield index, item
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            steps = [(index, item) for index, item in items if isinstance(item, StepOutput)]
+            unfinished -= sum(step.finished for _, step in steps)
+            if steps:
+                yield steps
+            for _, item in items:
+                if isinstance(item, Exception):
+                    raise item
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _send_event(send: Send, event: dict[str, Any] | None) -> None:
-    if event is not None:
-        data = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        body = f"data: {data}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _send_done(send: Send) -> None:
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+async def _send_text(send: Send, text: str, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})

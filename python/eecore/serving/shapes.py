@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
@@ -14,12 +15,16 @@ from eecore.serving.asking import Asked
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ToolCall
 
-__all__ = ["ChatShape", "CompletionShape", "Shape", "usage"]
+__all__ = ["ChatShape", "CompletionShape", "Shape", "event", "usage"]
 
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON cannot say."""
 
 Tokens = Output | StepOutput
+
+JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+PLACE = "\0"
+"""Stands for the text of a chunk, of which all else is the same from token to token."""
 
 
 @dataclass
@@ -40,12 +45,37 @@ class Shape:
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._frames: dict[int, list[str]] = {}
+        """Of each choice that has begun, what stands around the text in its chunks."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """All of it."""
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         body = {**self._head(self.whole_object), "choices": choices}
         return {**body, "usage": usage(self.served, self.asked, outputs)}
+
+    def events(self, index: int, step: StepOutput) -> str:
+        """All that a step adds to the stream of a choice, ready to be sent."""
+        found: list[str] = []
+        frame = self._frames.get(index)
+        if frame is None:
+            choice = {"index": index, **self._text(PLACE), "logprobs": None, "finish_reason": None}
+            frame = event(self._chunk([choice])).split(JSON.encode(PLACE))
+            self._frames[index] = frame
+            first = self.first(index)
+            found += [] if first is None else [event(first)]
+        if self._is_plain:
+            found += [JSON.encode(step.text).join(frame)] if step.text else []
+        else:
+            found += map(event, self.deltas(index, step))
+        if step.output is not None:
+            found.append(event(self.last(index, step.output)))
+        return "".join(found)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a stream is text and nothing else."""
+        return not self._wants_tokens
 
     def first(self, index: int) -> dict[str, Any] | None:
         """A chunk before all others of a choice, if it needs one."""
@@ -147,6 +177,10 @@ class ChatShape(Shape):
         choice = {"index": index, "message": message, **self._details(index, output)}
         return {**choice, "finish_reason": self._reason(index, output)}
 
+    @property
+    def _is_plain(self) -> bool:
+        return super()._is_plain and not self._readers
+
     def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:
         if not self._readers:
             return super()._added(index, step)
@@ -225,6 +259,11 @@ class CompletionShape(Shape):
             "top_logprobs": tops or None,
             "text_offset": offsets,
         }
+
+
+def event(content: Any) -> str:
+    """Of a stream."""
+    return f"data: {JSON.encode(content)}\n\n"
 
 
 def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[str, Any]:
