@@ -100,25 +100,32 @@ class Metrics:
             "From the request to its end.",
             "vllm:e2e_request_latency_seconds",
         )
-        self._vllm = {
-            name: self._vllm_counter(name, *labels)
-            for name, *labels in (
-                ("prompt_tokens",),
-                ("generation_tokens",),
-                ("spec_decode_num_draft_tokens",),
-                ("spec_decode_num_accepted_tokens",),
-                ("num_preemptions",),
-                ("prefix_cache_queries",),
-                ("prefix_cache_hits",),
-                ("request_success", "finished_reason"),
+        self._vllm_ends = self._vllm("request_success", "finished_reason")
+        self._pairs = [
+            (field, own, self._vllm(name).labels(model_name))
+            for field, own, name in (
+                ("prompt_tokens", self.prompt_tokens, "prompt_tokens"),
+                ("generated_tokens", self.generation_tokens, "generation_tokens"),
+                ("preemptions", self.preemptions, "num_preemptions"),
+                ("asked_tokens", self.prefix_queries, "prefix_cache_queries"),
+                ("cached_tokens", self.prefix_hits, "prefix_cache_hits"),
+            )
+        ]
+        """By the field of a request's statistics that they count, here and in vLLM's words."""
+        self._drafts: dict[str, tuple[Counter, Counter]] = {
+            field: (own, self._vllm(f"spec_decode_num_{name}_tokens").labels(model_name))
+            for field, own, name in (
+                ("drafted", self.drafted, "draft"),
+                ("accepted", self.accepted, "accepted"),
             )
         }
+        """The same of requests that draft; by policy."""
         self.registry.register(_State(engine, model_name))
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"eecore_{name}", what, labels, registry=self.registry)
 
-    def _vllm_counter(self, name: str, *labels: str) -> Counter:
+    def _vllm(self, name: str, *labels: str) -> Counter:
         return Counter(
             f"vllm:{name}", "For routers.", ("model_name", *labels), registry=self.registry
         )
@@ -141,21 +148,16 @@ class Metrics:
             policy: under which it ran.
         """
         self.requests.labels(outcome).inc()
-        model, vllm = self._model_name, self._vllm
-        vllm["request_success"].labels(model, VLLM_REASONS.get(outcome, outcome)).inc()
+        reason = VLLM_REASONS.get(outcome, outcome)
+        self._vllm_ends.labels(self._model_name, reason).inc()
         if output is None:
             return
         stats = output.stats
         asked = stats.prompt_tokens if self._has_prefix_cache else 0
-        for own, name, count in (
-            (self.prefix_queries, "prefix_cache_queries", asked),
-            (self.prefix_hits, "prefix_cache_hits", stats.cached_tokens),
-            (self.prompt_tokens, "prompt_tokens", stats.prompt_tokens),
-            (self.generation_tokens, "generation_tokens", stats.generated_tokens),
-            (self.preemptions, "num_preemptions", stats.preemptions),
-        ):
+        for field, own, alias in self._pairs:
+            count = asked if field == "asked_tokens" else getattr(stats, field)
             own.inc(count)
-            vllm[name].labels(model).inc(count)
+            alias.inc(count)
         self._count_depths(output, self._label(policy))
         if stats.generated_tokens:
             self.first_token.observe(stats.time_to_first_token_s)
@@ -168,14 +170,10 @@ class Metrics:
 
     def _count_depths(self, output: Output, policy: str) -> None:
         """Drafts, and how deep tokens went."""
-        stats, model, last = output.stats, self._model_name, self._num_layers
-        for own, name, count in (
-            (self.drafted, "spec_decode_num_draft_tokens", stats.drafted),
-            (self.accepted, "spec_decode_num_accepted_tokens", stats.accepted),
-        ):
-            if stats.drafted:
-                own.labels(policy).inc(count)
-                self._vllm[name].labels(model).inc(count)
+        stats, last = output.stats, self._num_layers
+        for field, (own, alias) in self._drafts.items() if stats.drafted else ():
+            own.labels(policy).inc(getattr(stats, field))
+            alias.inc(getattr(stats, field))
         for layer, count in Counts(output.exit_layers).items():
             self.exits.labels(policy, str(layer)).inc(count)
             if not stats.drafted:  # what verifies drafts runs all layers

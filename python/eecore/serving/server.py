@@ -6,7 +6,6 @@ The first signal closes the door: what runs is finished, within bounds, what com
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -86,7 +85,7 @@ def serve(
     )
     server = _Server(config, service, drain_seconds, ready)
     try:
-        asyncio.run(server.serve(sockets=[listener]))
+        server.run(sockets=[listener])  # on uvloop, with httptools, where they are installed
     finally:
         service.served.engine.close()
     return server.cut_off
