@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from eecore.errors import EecoreError
 
@@ -98,9 +97,9 @@ class StepOutput:
     """Of each token, as in :class:`Output`, when asked for."""
     top_logprobs: list[dict[int, float]] | None = None
     piece: Callable[[], str] | None = field(default=None, repr=False)
-    """Decodes :attr:`text`, which nobody may ever ask for."""
+    """Decodes :attr:`text`, which nobody may ever ask for; once, whoever calls it how often."""
 
-    @cached_property
+    @property
     def text(self) -> str:
         """New text; empty while a character or a possible stop string is incomplete.
 

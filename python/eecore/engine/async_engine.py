@@ -148,7 +148,7 @@ class AsyncEngine:
         self._shared.close(client)
 
     def _bells_of(self, loop: asyncio.AbstractEventLoop) -> _Bells:
-        return self._bells.setdefault(id(loop), _Bells(loop))
+        return self._bells.get(id(loop)) or self._bells.setdefault(id(loop), _Bells(loop))
 
 
 class AsyncStream(AsyncIterator[StepOutput]):

@@ -72,8 +72,7 @@ class TextStream:
             return decoded
         decoder = decoded.decoder.copy()
         piece = decoder.extend(token_ids)
-        count = decoded.num_tokens + len(token_ids)
-        return self._with(Decoded(decoder, count, decoded.text, decoded.stops), piece)
+        return self._with(decoded, decoder, decoded.num_tokens + len(token_ids), piece)
 
     def whole(self, decoded: Decoded) -> Decoded:
         """With what the decoder still holds back."""
@@ -81,8 +80,7 @@ class TextStream:
             return decoded
         decoder = decoded.decoder.copy()
         piece = decoder.finish()
-        known = Decoded(decoder, decoded.num_tokens, decoded.text, decoded.stops, is_whole=True)
-        return self._with(known, piece)
+        return self._with(decoded, decoder, decoded.num_tokens, piece, is_whole=True)
 
     def keep(self, decoded: Decoded) -> None:
         """Remember what was decoded, unless more has been since."""
@@ -102,15 +100,25 @@ class TextStream:
         """What gives, once it is asked for, the text that is new with the first ``num_tokens``."""
         return _Piece(self, num_tokens, final)
 
-    def _with(self, decoded: Decoded, piece: str) -> Decoded:
-        if not piece or decoded.stops:
-            return decoded
-        search_from = max(0, len(decoded.text) - self._longest + 1)
-        text = decoded.text + piece
-        found = [at for s in self._stop if (at := text.find(s, search_from)) >= 0]
-        if found:
-            return decoded._replace(text=text[: min(found)], stops=True)
-        return decoded._replace(text=text)
+    def _with(
+        self,
+        before: Decoded,
+        decoder: IncrementalDecoder,
+        num_tokens: int,
+        piece: str,
+        *,
+        is_whole: bool = False,
+    ) -> Decoded:
+        """With a piece more, up to the first stop string."""
+        text, stops = before.text, before.stops
+        if piece and not stops:
+            text += piece
+            if self._stop:
+                search_from = max(0, len(before.text) - self._longest + 1)
+                found = [at for s in self._stop if (at := text.find(s, search_from)) >= 0]
+                if found:
+                    text, stops = text[: min(found)], True
+        return Decoded(decoder, num_tokens, text, stops, is_whole)
 
     def _held_back(self, text: str) -> int:
         """Length of the longest tail that begins a stop string."""

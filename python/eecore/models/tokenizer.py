@@ -232,12 +232,9 @@ class IncrementalDecoder:
 
     def copy(self) -> IncrementalDecoder:
         """One that goes on from here by itself."""
-        other = IncrementalDecoder(self._decode)
-        other._window, other._num_given, other._given = (
-            list(self._window),
-            self._num_given,
-            self._given,
-        )
+        other = IncrementalDecoder.__new__(IncrementalDecoder)
+        other._decode, other._window = self._decode, self._window.copy()
+        other._num_given, other._given = self._num_given, self._given
         return other
 
     def add(self, token_id: int) -> str:

@@ -47,6 +47,8 @@ class Shape:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._frames: dict[int, list[str]] = {}
         """Of each choice that has begun, what stands around the text in its chunks."""
+        self._is_plain = not self._wants_tokens
+        """Whether a stream is text and nothing else."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """All of it."""
@@ -65,17 +67,13 @@ class Shape:
             first = self.first(index)
             found += [] if first is None else [event(first)]
         if self._is_plain:
-            found += [JSON.encode(step.text).join(frame)] if step.text else []
+            text = step.text
+            found += [JSON.encode(text).join(frame)] if text else []
         else:
             found += map(event, self.deltas(index, step))
         if step.output is not None:
             found.append(event(self.last(index, step.output)))
         return "".join(found)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether a stream is text and nothing else."""
-        return not self._wants_tokens
 
     def first(self, index: int) -> dict[str, Any] | None:
         """A chunk before all others of a choice, if it needs one."""
@@ -159,6 +157,7 @@ class ChatShape(Shape):
         super().__post_init__()
         expected = self.asked.calls
         self._readers = [] if expected is None else [expected.reader() for _ in self.asked.choices]
+        self._is_plain = self._is_plain and not self._readers
 
     def first(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -176,10 +175,6 @@ class ChatShape(Shape):
                 message |= {"content": text or None, "tool_calls": calls}
         choice = {"index": index, "message": message, **self._details(index, output)}
         return {**choice, "finish_reason": self._reason(index, output)}
-
-    @property
-    def _is_plain(self) -> bool:
-        return super()._is_plain and not self._readers
 
     def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:
         if not self._readers:
