@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import httpx
 import uvicorn
 
 import eecore
+from eecore.output import Output, RequestFailedError, StepOutput
 from eecore.serving.answering import Service
 from eecore.serving.app import create_app
 from eecore.serving.server import listen
@@ -91,3 +92,59 @@ def assert_idle(service: Service) -> None:
     assert not engine.num_streams
     assert not service.admission.taken
     assert not engine.engine.num_used_pages
+
+
+def script(service: Service, output: Output, pieces: Sequence[str], *, ready: bool = False) -> None:
+    """Have a server's engine answer what is written beforehand.
+
+    Args:
+        service: of the server.
+        output: of every request.
+        pieces: of its text, a step each.
+        ready: whether all steps are there with the first.
+    """
+    engine: Any = Scripted(service.served.engine, output, pieces, ready)
+    service.served.engine = engine
+
+
+@dataclass
+class Scripted:
+    """An engine whose answers are written beforehand."""
+
+    behind: Any
+    output: Output
+    pieces: Sequence[str]
+    ready: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.behind, name)
+
+    async def generate(self, _prepared: Any) -> Output:
+        return self.output
+
+    def stream(self, _prepared: Any) -> ScriptedStream:
+        return ScriptedStream(self.output, list(self.pieces), self.ready)
+
+
+@dataclass
+class ScriptedStream:
+    output: Output
+    left: list[str]
+    ready: bool
+
+    async def __aiter__(self) -> AsyncIterator[StepOutput]:
+        while self.left:
+            yield self._next()
+
+    def take(self) -> StepOutput | None:
+        return self._next() if self.ready and self.left else None
+
+    def close(self) -> None:
+        pass
+
+    def _next(self) -> StepOutput:
+        text = self.left.pop(0)
+        output = None if self.left else self.output
+        if output is not None and output.finish_reason == "error":
+            raise RequestFailedError(output)
+        return StepOutput("r", [5], [3], [0.5], output, piece=lambda: text)

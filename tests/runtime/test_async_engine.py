@@ -484,6 +484,33 @@ def agreeing_of(engine: AsyncEngine) -> eecore.Model:
     return model
 
 
+def test_steps_that_are_there_can_be_taken_without_waiting(
+    agreeing: eecore.Model, expected: list[eecore.Output]
+) -> None:
+    async def main(engine: AsyncEngine) -> tuple[list[int], int]:
+        stream = engine.stream(PROMPTS[0], exit=POLICIES[0], sampling=SAMPLING)
+        assert stream.take() is None  # it has not begun
+        tokens, taken = [], 0
+        async for step in stream:
+            tokens += step.token_ids
+            await asyncio.sleep(0.01)
+            while (more := stream.take()) is not None:
+                tokens += more.token_ids
+                taken += 1
+        assert stream.take() is None
+        closed = engine.stream(PROMPTS[0], sampling=LONG)
+        await anext(closed)
+        closed.close()
+        assert closed.take() is None
+        return tokens, taken
+
+    engine = agreeing.async_engine(EngineConfig(kv_cache_tokens=512, page_size=4))
+    tokens, taken = run(main(engine))
+    assert tokens == expected[0].token_ids
+    assert taken > 0
+    assert_idle(engine)
+
+
 def test_one_reader_at_a_time(engine: AsyncEngine) -> None:
     async def main() -> None:
         stream = engine.stream(PROMPTS[0], sampling=LONG)

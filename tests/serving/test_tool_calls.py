@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -15,12 +15,11 @@ import pytest
 
 import eecore
 from chat_templates import TEMPLATES
-from eecore.output import Output, StepOutput
 from eecore.serving.asking import ask_chat
 from eecore.serving.protocol import ChatRequest
 from eecore.serving.settings import ServerSettings
 from eecore.serving.tool_calls import FORMATS, CallReader, ToolCall, ToolFormat, tool_format
-from servers import Asker, asker, events, listening
+from servers import Asker, asker, events, listening, script
 
 NAMES = ("weather", "time")
 TOOLS = [{"type": "function", "function": {"name": name}} for name in NAMES]
@@ -256,47 +255,13 @@ def test_markers_that_are_special_tokens_are_shown(endless: eecore.Model) -> Non
 # Servers
 
 
-class Scripted:
-    """An engine whose answers are written beforehand."""
-
-    def __init__(self, engine: Any, output: Output, pieces: Sequence[str], reason: str) -> None:
-        self._engine, self._pieces = engine, pieces
-        self._output = replace(output, text="".join(pieces), finish_reason=reason)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, _prepared: Any) -> Output:
-        return self._output
-
-    def stream(self, _prepared: Any) -> ScriptedStream:
-        return ScriptedStream(self._output, self._pieces)
-
-
-class ScriptedStream:
-    def __init__(self, output: Output, pieces: Sequence[str]) -> None:
-        self._output, self._pieces = output, list(pieces)
-
-    async def __aiter__(self) -> AsyncIterator[StepOutput]:
-        for number, text in enumerate(self._pieces, 1):
-            output = self._output if number == len(self._pieces) else None
-            yield StepOutput("r", [5], [3], [0.5], output, piece=lambda text=text: text)
-
-    def take(self) -> None:
-        """Nothing comes before it is waited for."""
-
-    def close(self) -> None:
-        pass
-
-
 def saying(
     intent: eecore.Model, pieces: Sequence[str], reason: str = "stop", parser: str = "hermes"
 ) -> Asker:
     server = asker(intent, tool_parser=parser)
     (output,) = eecore.generate(intent, "lock the front door", max_tokens=64)
-    server.service.served.engine = Scripted(  # type: ignore[assignment]
-        server.service.served.engine, output, pieces, reason
-    )
+    output = replace(output, text="".join(pieces), finish_reason=reason)
+    script(server.service, output, pieces)
     return server
 
 

@@ -1,0 +1,90 @@
+"""What a stream says, event by event, however many of them are sent together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+import eecore
+from servers import Asker, asker, events, script
+
+PIECES = ['say "', "a\n\\\r\n\n", "", "ü\N{PARTY POPPER}\u2028", "data: [DONE]", "\0\x7f </s>"]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+def saying(intent: eecore.Model, reason: str, *, ready: bool) -> Asker:
+    server = asker(intent)
+    (output,) = eecore.generate(intent, "lock the front door", max_tokens=64)
+    output = replace(output, text="".join(PIECES), finish_reason=reason, error="by accident")
+    script(server.service, output, PIECES, ready=ready)
+    return server
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_events_are_the_same_however_they_come(
+    intent: eecore.Model, path: str, details: bool, count: int
+) -> None:
+    body = {**PATHS[path], "stream": True, "n": count, "return_exit_layers": details}
+    found = []
+    for ready in (False, True):
+        chunks = events(saying(intent, "stop", ready=ready).post(path, body).text)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        for index in range(count):
+            own = [choice for choice in choices if choice["index"] == index]
+            found.append([{**choice, "index": 0} for choice in own])
+    assert all(each == found[0] for each in found)
+    is_chat = "chat" in path
+    said = [c["delta"].get("content", "") if is_chat else c["text"] for c in found[0]]
+    shown = PIECES if details else [piece for piece in PIECES if piece]
+    assert said == ([""] if is_chat else []) + shown + [""]
+    for choice in found[0][1:-1]:
+        layers = {"exit_layers": [3], "confidences": [0.5], "token_ids": [5]} if details else {}
+        expected = {"index": 0, "logprobs": None, "finish_reason": None, **layers}
+        assert {**choice, **expected} == choice
+        assert details or set(choice) == {*expected, "delta" if is_chat else "text"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_ready_is_sent_at_once(intent: eecore.Model, path: str) -> None:
+    app = saying(intent, "stop", ready=True).app
+    body = json.dumps({**PATHS[path], "stream": True}).encode()
+    messages: list[Any] = [{"type": "http.request", "body": body}]
+    sent: list[bytes] = []
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await anyio.sleep_forever()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(b"content-type", b"application/json")],
+        "query_string": b"",
+    }
+    anyio.run(app, scope, receive, send)
+    (everything,) = sent
+    assert len(events(everything.decode())) >= len(PIECES)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_came_before_an_error_is_sent(intent: eecore.Model, ready: bool, count: int) -> None:
+    server = saying(intent, "error", ready=ready)
+    answer = server.post("/v1/completions", {"prompt": "a", "stream": True, "n": count})
+    *chunks, error = events(answer.text)
+    texts = [c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == 0]
+    assert "".join(texts) == "".join(PIECES[:-1])
+    assert error["error"]["message"] == "by accident"
