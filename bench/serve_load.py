@@ -111,8 +111,9 @@ def of_server(connection: Connection) -> Ask:
         rest, chunks = b"", 0
         async for data in connection.post("/v1/completions", body):
             now = time.perf_counter()
-            *events, rest = (rest + data).split(b"\n\n")
-            found = [json.loads(e[6:]) for e in events if e[6:7] == b"{"]
+            *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+            said = [event.removeprefix(b"data:").lstrip() for event in events]
+            found = [json.loads(each) for each in said if each.startswith(b"{")]
             told = [event for event in found if _has_text(event)]
             chunks += len(told)
             if told:
@@ -178,7 +179,7 @@ class Connection:
         if headers.get("transfer-encoding") != "chunked":
             yield await reader.readexactly(int(headers["content-length"]))
             return
-        while size := int(await reader.readline(), 16):
+        while size := int((await reader.readline()).partition(b";")[0], 16):
             yield await reader.readexactly(size)
             await reader.readexactly(2)
         await reader.readline()

@@ -71,6 +71,32 @@ def test_a_server_that_refuses_ends_the_run(intent: eecore.Model) -> None:
         Connection("https://somewhere")
 
 
+def test_other_servers_write_events_otherwise() -> None:
+    """Other line ends, comments, events cut in two, no usage, no space behind the colon."""
+    parts = [
+        b'data: {"choices": [{"text": "a"}]}\r\n\r\n: ping\r\n\r',
+        b'\ndata:{"choices": [{"te',
+        b'xt": "b"}]}\r\n\r\ndata: {"choices": [{"text": ""}], "usage": null}\r\n\r\n',
+        b"data: [DONE]\r\n\r\n",
+    ]
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for part in [*parts, b""]:
+            writer.write(b"%x;x=1\r\n%s\r\n" % (len(part), part))
+            await writer.drain()
+        writer.close()
+
+    async def main() -> Answer:
+        async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await of_server(Connection(f"http://127.0.0.1:{port}"))(b"{}")
+
+    answer = asyncio.run(main())
+    assert answer.tokens == len(answer.arrivals) == 2
+
+
 def test_what_is_counted() -> None:
     answers = [Answer(1.0, [1.5, 2.0, 4.0], 3), Answer(2.0, [2.25], 2)]
     load = Load(2.5, answers)
