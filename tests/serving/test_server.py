@@ -360,6 +360,9 @@ def test_commands_that_cannot_serve(
     assert "--exit deep: exit: expected full, fixed" in line
     assert "--allow-exit x" in refused(["--allow-exit", "x"], capsys)[1]
     assert "--alias fixed" in refused(["--alias", "fixed"], capsys)[1]
+    code, line = refused(["--tool-parser", "json"], capsys)
+    assert code == 4
+    assert "tool_parser: expected auto, hermes, llama3, mistral, none, got 'json'" in line
     code, line = refused(["--exit", "fixed:40", "--port", "0"], capsys)
     assert code == 4
     assert "1..12" in line

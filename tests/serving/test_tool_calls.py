@@ -189,6 +189,25 @@ def test_what_is_no_call_is_text_and_all_there(parser: str, answer: str) -> None
         assert read(parser, each) == (answer, [])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_that_were_tampered_with(seed: int) -> None:
+    """However they are split they say the same, and without calls all that was said."""
+    random = Random(seed)
+    answers = [answer for _, answer, _, _ in GOOD.values()] + [answer for _, answer in BAD]
+    parts = [CALL, LLAMA, *'{}[]"\\;:, \n<', "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]
+    for _ in range(300):
+        answer = random.choice(answers)[:800]
+        for _ in range(random.randrange(4)):
+            begin = random.randrange(len(answer) + 1)
+            added = random.choice([*parts, "<|python_tag|>", '{"name": "time"}', ""])
+            answer = answer[:begin] + added + answer[begin + random.randrange(4) :]
+        parser = random.choice(sorted(FORMATS))
+        whole = read(parser, [answer])
+        assert whole[1] or whole[0] == answer
+        at = random.randrange(len(answer) + 1)
+        assert read(parser, [answer[:at], answer[at:]]) == read(parser, [*answer]) == whole
+
+
 @pytest.mark.parametrize("parser", FORMATS)
 def test_deep_and_long_answers(parser: str) -> None:
     opens = FORMATS[parser].opens
