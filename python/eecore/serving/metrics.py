@@ -102,16 +102,16 @@ class Metrics:
         )
         self._vllm_ends = self._vllm("request_success", "finished_reason")
         self._pairs = [
-            (field, own, self._vllm(name).labels(model_name))
-            for field, own, name in (
-                ("prompt_tokens", self.prompt_tokens, "prompt_tokens"),
-                ("generated_tokens", self.generation_tokens, "generation_tokens"),
-                ("preemptions", self.preemptions, "num_preemptions"),
-                ("asked_tokens", self.prefix_queries, "prefix_cache_queries"),
-                ("cached_tokens", self.prefix_hits, "prefix_cache_hits"),
+            (own, self._vllm(name).labels(model_name))
+            for own, name in (
+                (self.prompt_tokens, "prompt_tokens"),
+                (self.generation_tokens, "generation_tokens"),
+                (self.preemptions, "num_preemptions"),
+                (self.prefix_queries, "prefix_cache_queries"),
+                (self.prefix_hits, "prefix_cache_hits"),
             )
         ]
-        """By the field of a request's statistics that they count, here and in vLLM's words."""
+        """Counted for every request, in vLLM's words too."""
         self._drafts: dict[str, tuple[Counter, Counter]] = {
             field: (own, self._vllm(f"spec_decode_num_{name}_tokens").labels(model_name))
             for field, own, name in (
@@ -119,7 +119,7 @@ class Metrics:
                 ("accepted", self.accepted, "accepted"),
             )
         }
-        """The same of requests that draft; by policy."""
+        """The same of those that draft, by the field of their statistics."""
         self.registry.register(_State(engine, model_name))
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
@@ -154,10 +154,10 @@ class Metrics:
             return
         stats = output.stats
         asked = stats.prompt_tokens if self._has_prefix_cache else 0
-        for field, own, alias in self._pairs:
-            count = asked if field == "asked_tokens" else getattr(stats, field)
-            own.inc(count)
-            alias.inc(count)
+        counts = (stats.prompt_tokens, stats.generated_tokens, stats.preemptions)
+        for pair, count in zip(self._pairs, (*counts, asked, stats.cached_tokens), strict=True):
+            for counter in pair:
+                counter.inc(count)
         self._count_depths(output, self._label(policy))
         if stats.generated_tokens:
             self.first_token.observe(stats.time_to_first_token_s)
