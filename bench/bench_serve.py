@@ -190,8 +190,8 @@ class Server:
 
     def turn(self, case: Case, streams: bool, turns: Turns) -> None:
         """All requests of a case once."""
-        fields = {"model": self._model, **({"exit": case.exit} if self._says_exit else {})}
-        body = case.body(streams, **fields)
+        own = {"exit": case.exit} if self._says_exit else {"cache_prompt": False}  # llama.cpp's
+        body = case.body(streams, model=self._model, **own)
         requests = [json.dumps({**body, "prompt": prompt}).encode() for prompt in case.prompts]
 
         async def run() -> Load:
@@ -214,6 +214,7 @@ def serving(path: Path, dtype: str | None, threads: int) -> Iterator[Server]:
     """``eecore serve`` in a process of its own."""
     command = [sys.executable, "-m", "eecore", "serve", str(path), "--port", "0"]
     command += ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--threads", str(threads)]
+    command += ["--no-prefix-cache"]  # each round computes its prompts
     with subprocess.Popen(
         command + (["--dtype", dtype] if dtype else []),
         stdin=subprocess.DEVNULL,
@@ -312,7 +313,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             path, dtype = each.path, each.dtype
             with serving(path, dtype, arguments.threads) as server:
                 model = eecore.load(
-                    path, device="cpu", dtype=dtype, kv_cache_tokens=KV_CACHE_TOKENS
+                    path,
+                    device="cpu",
+                    dtype=dtype,
+                    kv_cache_tokens=KV_CACHE_TOKENS,
+                    prefix_cache=False,
                 )
                 answerers: dict[str, Any] = {ENGINE: EngineAlone(model, path), SERVER: server}
                 for name, url in each.peers.items():
@@ -389,7 +394,7 @@ def about(result: dict[str, Any]) -> str:
         f"{result['threads']} thread(s)), so that clients take from the server's speed; CPU time "
         "is that of the process that answers, the model's work included. Medians of "
         f"{result['rounds']} round(s) in turns; p50 and p99 over all requests, and over all pauses "
-        f"between what came of one. {versions}. `python bench/bench_serve.py`"
+        f"between what came of one. No prefix cache. {versions}. `python bench/bench_serve.py`"
     )
 
 
