@@ -10,7 +10,7 @@ import pytest
 
 import eecore
 from eecore import Guide
-from servers import Asker, assert_idle, events
+from servers import Asker, asker, assert_idle, events
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 PROMPT = "lock the front door"
@@ -93,3 +93,70 @@ def test_what_says_nothing_asks_for_nothing(server: Asker) -> None:
     nothing |= {"structured_outputs": {}, "response_format": {"type": "text"}}
     plain, same = (server.post(COMPLETIONS, each).json() for each in (body, body | nothing))
     assert plain["choices"] == same["choices"]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    parameters["additionalProperties"] = False
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("lock", door={"enum": ["front", "garage"]}),
+    tool("light", level={"type": "integer", "minimum": 0, "maximum": 9}),
+    {"type": "function", "function": {"name": "off"}},
+]
+LIGHT = {"type": "function", "function": {"name": "light"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", LIGHT])
+@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
+def test_a_call_that_has_to_be_made(
+    intent: eecore.Model, parser: str, choice: Any, stream: bool
+) -> None:
+    server = asker(intent, tool_parser=parser)
+    body = {"messages": [{"role": "user", "content": PROMPT}], "tools": TOOLS, "stream": stream}
+    body |= {"tool_choice": choice, "temperature": 0.5, "seed": 3, "max_tokens": 120}
+    answer = server.post(CHATS, body)
+    if stream:
+        chunks = [each for chunk in events(answer.text) for each in chunk["choices"]]
+        parts = [c for each in chunks for c in each["delta"].get("tool_calls", ())]
+        functions = [part["function"] for part in parts if part["index"] == 0]
+        name = functions[0]["name"]
+        arguments = "".join(function["arguments"] for function in functions)
+        reason = chunks[-1]["finish_reason"]
+    else:
+        (only,) = answer.json()["choices"]
+        function = only["message"]["tool_calls"][0]["function"]
+        name, arguments, reason = function["name"], function["arguments"], only["finish_reason"]
+    given = json.loads(arguments)
+    assert reason == "tool_calls"
+    if choice == LIGHT:
+        assert name == "light"
+    valid = {"lock": {"door": ("front", "garage")}, "light": {"level": range(10)}, "off": {}}[name]
+    assert list(given) == list(valid) if valid else isinstance(given, dict)
+    assert all(given[key] in values for key, values in valid.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "parser", "param", "message"),
+    [
+        ({"tools": None}, "hermes", "tool_choice", r"expected a tool of \[\]"),
+        ({"tool_choice": {"type": "function"}}, "hermes", "tool_choice", "expected a tool of"),
+        ({"tool_choice": "lock"}, "hermes", "tool_choice", "expected none, auto, required"),
+        ({}, "none", "tool_choice", "--tool-parser"),
+        ({"guided_regex": "a"}, "hermes", "guided_regex", "expected at most one"),
+        ({"tools": [tool("a", b={"type": "no"})]}, "hermes", "tool_choice", "can be compiled"),
+    ],
+)
+def test_a_call_that_cannot_be_made(
+    intent: eecore.Model, fields: dict[str, Any], parser: str, param: str, message: str
+) -> None:
+    server = asker(intent, tool_parser=parser)
+    body = {"messages": [{"role": "user", "content": PROMPT}], "tools": TOOLS}
+    answer = server.post(CHATS, body | {"tool_choice": "required"} | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["param"] == param
+    assert re.search(message, error["message"])

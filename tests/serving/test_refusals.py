@@ -117,7 +117,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
         "response_format",
         "expected a json that can be compiled",
     ),
-    (CHATS, {"messages": USER, "tool_choice": "required"}, "tool_choice", "expected none or auto"),
+    (CHATS, {"messages": USER, "tool_choice": "required"}, "tool_choice", "expected a model with"),
     (
         CHATS,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

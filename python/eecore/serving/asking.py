@@ -13,7 +13,7 @@ from typing import Any
 from eecore.config import SamplingParams
 from eecore.engine.async_engine import Prepared
 from eecore.errors import GuideError
-from eecore.serving.guides import guide_of, refusal_of
+from eecore.serving.guides import Made, forced_call, guide_of, refusal_of
 from eecore.serving.protocol import (
     NOT_SUPPORTED,
     ChatRequest,
@@ -86,20 +86,15 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    if body.tool_choice not in (None, "none", "auto"):
-        raise invalid(
-            f"tool_choice: expected none or auto, since others are not supported, "
-            f"got {shown(body.tool_choice)}",
-            "tool_choice",
-        )
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs: expected logprobs=true beside it", "top_logprobs")
     _count(served, body.n or 1)
+    forced = forced_call(body, served.tool_format)
     text = conversation(served, body, body.tool_choice != "none")
     encoded = served.encode(text, add_special_tokens=False)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens
-    asked = _asked(served, body, [(encoded, "")], most, logprobs)
+    asked = _asked(served, body, [(encoded, "")], most, logprobs, forced)
     if not body.tools or body.tool_choice == "none":
         return asked
     return _with_calls(served, asked, ExpectedCalls.of(served.tool_format, body.tools))
@@ -134,6 +129,7 @@ def _asked(
     given: list[tuple[list[int], str]],
     most: int | None,
     logprobs: int | None,
+    forced: Made | None = None,
 ) -> Asked:
     _refuse_what_is_lacking(body)
     said = served.says(body.model)
@@ -144,7 +140,7 @@ def _asked(
         elif each is not None:
             raise invalid(f"metadata.exit: expected text or an object, got {shown(each)}")
     policy = served.depths.chosen(said)
-    guided = guide_of(body)
+    guided = guide_of(body, forced)
     choices = []
     for ids, echo in given:
         sampling = _sampling(body, _most_tokens(served, len(ids), most), logprobs)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from eecore.errors import GuideError
 from eecore.guide import Guide
-from eecore.serving.protocol import GenerationRequest
+from eecore.serving.protocol import ChatRequest, GenerationRequest
 from eecore.serving.refusals import ApiError, invalid
+from eecore.serving.tool_calls import ToolFormat
 from eecore.values import shown
 
-__all__ = ["guide_of", "refusal_of"]
+__all__ = ["Made", "forced_call", "guide_of", "refusal_of"]
 
 Made = tuple[str, Guide]
 """A guide, and the field that it is from."""
@@ -22,16 +24,27 @@ _KINDS: dict[str, Callable[[Any], Guide]] = {
     "choice": Guide.choice,
     "grammar": Guide.grammar,
 }
+AS_TEMPLATES_HAVE_IT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 FORMS = "text, json_object or json_schema"
 
 
-def guide_of(body: GenerationRequest) -> Made | None:
+def guide_of(body: GenerationRequest, forced: Made | None = None) -> Made | None:
     """The guide of a request; None for one that may say anything.
+
+    Args:
+        body: the request.
+        forced: of :func:`forced_call`.
 
     Raises:
         ApiError: 400: it is no guide, or there are several.
     """
     found = [*_formats(body.response_format), *_structured(body.structured_outputs)]
+    if forced is not None:
+        found.append(forced)
     for name, make in _KINDS.items():
         given = getattr(body, f"guided_{name}")
         if given not in (None, "", [], {}):
@@ -40,6 +53,59 @@ def guide_of(body: GenerationRequest) -> Made | None:
         names = ", ".join(field for field, _ in found)
         raise invalid(f"{found[-1][0]}: expected at most one of {names}, got {len(found)}")
     return found[0] if found else None
+
+
+def forced_call(body: ChatRequest, form: ToolFormat | None) -> Made | None:
+    """The guide of a chat that has to call a tool, or a certain one; None where it need not.
+
+    Args:
+        body: the request.
+        form: how the model writes calls; None: it was not made for them.
+
+    Raises:
+        ApiError: 400: there is no such tool, or no format of calls.
+    """
+    field, choice = "tool_choice", body.tool_choice
+    if choice in (None, "none", "auto"):
+        return None
+    if form is None:
+        raise invalid(f"{field}: expected a model with a format of calls: --tool-parser", field)
+    functions = [tool["function"] for tool in body.tools or () if _is_function(tool)]
+    names = [function["name"] for function in functions]
+    if isinstance(choice, Mapping):
+        wanted = choice.get("function", {})
+        name = wanted.get("name") if isinstance(wanted, Mapping) else None
+        functions = [function for function in functions if function["name"] == name]
+    elif choice != "required":
+        raise invalid(
+            f"{field}: expected none, auto, required or a function, got {choice!r}", field
+        )
+    if not functions:
+        raise invalid(f"{field}: expected a tool of {shown(names)}, got {shown(choice)}", field)
+    calls: dict[str, Any] = {"anyOf": [_call_schema(form, function) for function in functions]}
+    if form.is_list:
+        calls = {"type": "array", "items": calls, "minItems": 1}
+    calls["x-guidance"] = AS_TEMPLATES_HAVE_IT
+    between = [json.dumps(marker) for marker in (form.begins, form.ends) if marker]
+    between.insert(bool(form.begins), "call")
+    grammar = f"start: {' '.join(between)}\ncall: %json {json.dumps(calls)}\n"
+    return _made(field, Guide.grammar, grammar)
+
+
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a call as the family writes it."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, form.arguments: parameters},
+        "required": ["name", form.arguments],
+        "additionalProperties": False,
+    }
 
 
 def refusal_of(field: str, error: GuideError) -> ApiError:

@@ -104,7 +104,9 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     functions: list[Any] | None = _LACKING
-    tool_choice: str | dict[str, Any] | None = Field(None, description="none or auto.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto, required, or a function."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 

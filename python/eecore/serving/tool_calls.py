@@ -62,6 +62,8 @@ class ToolFormat:
         closes: what it ends with; "": nothing.
         is_rest: a block goes on to the end of the answer, call after call; one that is the whole
             answer may lack its marker.
+        arguments: what a call names them.
+        is_list: a block has a list of calls.
         id_length: of the ids, if the family's templates insist on one.
         hints: a chat template with one of them is of this family.
     """
@@ -69,8 +71,20 @@ class ToolFormat:
     opens: str
     closes: str = ""
     is_rest: bool = False
+    arguments: str = "arguments"
+    is_list: bool = False
     id_length: int | None = None
     hints: tuple[str, ...] = ()
+
+    @property
+    def begins(self) -> str:
+        """What is before a call that has to be made."""
+        return "" if self.is_rest else f"{self.opens}\n" if self.closes else self.opens
+
+    @property
+    def ends(self) -> str:
+        """What is behind it."""
+        return f"\n{self.closes}" if self.closes else ""
 
     @property
     def markers(self) -> list[str]:
@@ -83,10 +97,13 @@ class ToolFormat:
 
 
 FORMATS = {
-    "mistral": ToolFormat("[TOOL_CALLS]", id_length=9, hints=("[TOOL_CALLS]",)),
+    "mistral": ToolFormat("[TOOL_CALLS]", is_list=True, id_length=9, hints=("[TOOL_CALLS]",)),
     "hermes": ToolFormat("<tool_call>", "</tool_call>", hints=("<tool_call>",)),
     "llama3": ToolFormat(
-        "<|python_tag|>", is_rest=True, hints=("<|python_tag|>", '"parameters": ')
+        "<|python_tag|>",
+        is_rest=True,
+        arguments="parameters",
+        hints=("<|python_tag|>", '"parameters": '),
     ),
 }
 TOOL_PARSERS = ("auto", *sorted(FORMATS), "none")
