@@ -141,14 +141,12 @@ class Scheduler:
             self._considered = sequence
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
-            if (
-                not sequence.max_drafts
-                and sequence.is_decoding
-                and sequence.num_computed < len(sequence.pages) * page_size
-            ):
-                works.append(Work(sequence, 1))  # most of them, most of the time
-                budget -= 1
-                continue
+            if sequence.is_decoding:
+                drafts = _wanted_drafts(sequence) if sequence.max_drafts else 0
+                if sequence.num_tokens + drafts <= len(sequence.pages) * page_size:
+                    works.append(Work(sequence, 1, drafts))  # most of them, most of the time
+                    budget -= 1 + drafts
+                    continue
             if works and sequence.tokens_to_encode >= budget:
                 continue
             work = self._work_for(sequence, budget)
