@@ -78,7 +78,7 @@ def parse_exit(text: str) -> Exit:
         ExitTextError: it says none.
         ExitError: it says one that contradicts itself.
     """
-    name, _, rest = text.partition(":")
+    name, _, rest = str.partition(text, ":")
     form = POLICIES.get(name)
     if form is None:
         raise ExitTextError(f"exit: expected {', '.join(POLICIES)}, got {shown(text)}")
