@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from eecore.errors import ExitError
 from eecore.exits import (
     Auto,
@@ -20,7 +22,7 @@ from eecore.exits import (
 )
 from eecore.values import shown
 
-__all__ = ["POLICIES", "ExitTextError", "exit_text", "parse_exit"]
+__all__ = ["POLICIES", "ExitTextError", "exit_text", "parse_exit", "usual_exit"]
 
 
 class ExitTextError(ExitError):
@@ -69,6 +71,14 @@ POLICIES = {
     "auto": _Form(Auto, "auto or auto:D, such as auto:10", (int,), fields=DRAFTS),
 }
 """By name; DraftAndVerify has none here, whose sets of sublayers no short text says."""
+
+
+def usual_exit(device: torch.device) -> str:
+    """The policy of requests that say none: the text is that of ``full`` in any case.
+
+    A GPU is kept busy by rounds that are launched ahead; none that is chosen can be.
+    """
+    return "auto" if device.type == "cpu" else "full"
 
 
 def parse_exit(text: str) -> Exit:

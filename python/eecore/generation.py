@@ -160,7 +160,7 @@ def generate(
         model: from :func:`load`.
         prompts: strings or lists of token ids; a single one is a list of one.
         exit: an exit policy, or one per prompt, as a text too: ``"auto"``, ``"speculative:3,6"``;
-            :class:`eecore.Full` when None.
+            when None, :class:`eecore.Auto` on a CPU and :class:`eecore.Full` on a GPU.
         sampling: :class:`eecore.SamplingParams`, or one per prompt.
         **sampling_fields: fields of SamplingParams, instead of ``sampling``: ``max_tokens=128``,
             ``temperature=0.8``, ...

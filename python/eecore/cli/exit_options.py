@@ -13,7 +13,7 @@ from eecore.errors import RequestError
 if TYPE_CHECKING:
     from eecore.exits import Exit, ExitClassifier
 
-__all__ = ["EXIT_HELP", "ExitOptions", "parse_layers"]
+__all__ = ["EXIT_HELP", "USUAL_EXIT", "ExitOptions", "parse_layers"]
 
 EXIT_HELP = (
     "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
@@ -23,6 +23,7 @@ EXIT_HELP = (
     "auto[:D] (whatever is fastest of full, speculative, lookup and head). The last five keep the "
     "text of full."
 )
+USUAL_EXIT = "auto on a CPU, full on a GPU"
 BELONGS_TO = {
     "measure": "confident",
     "batch_mode": "confident",
@@ -44,7 +45,7 @@ KINDS = ("full", "fixed", "confident", "speculative", "draft-verify", "lookup", 
 class ExitOptions:
     """``--exit`` and the options that go with it; None where not given."""
 
-    exit: str = "full"
+    exit: str | None = None
     measure: str | None = None
     batch_mode: str | None = None
     decay_tau: float | None = None
@@ -58,25 +59,29 @@ class ExitOptions:
     skips: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.exit is not None and self.kind not in KINDS:
             raise UsageError(f"--exit: expected {', '.join(KINDS)}, got {self.exit!r}")
         for option in fields(self):
             kind = BELONGS_TO.get(option.name, self.kind)
             if getattr(self, option.name) is not None and kind != self.kind:
                 flag = "--" + option.name.replace("_", "-")
-                raise UsageError(f"{flag}: goes with --exit {kind}, got --exit {self.exit}")
+                raise UsageError(f"{flag}: goes with --exit {kind}, got {self._said_exit}")
+
+    @property
+    def _said_exit(self) -> str:
+        return "no --exit" if self.exit is None else f"--exit {self.exit}"
 
     @property
     def kind(self) -> str:
-        return self.exit.partition(":")[0]
+        return (self.exit or "").partition(":")[0]
 
     @property
     def _numbers(self) -> list[str]:
-        text = self.exit.partition(":")[2]
+        text = (self.exit or "").partition(":")[2]
         return text.split(",") if text else []
 
     def policy(self, directory: Path | None = None) -> Exit:
-        """The exit policy; an ExitError when it contradicts itself.
+        """The exit policy that is said; an ExitError when it contradicts itself.
 
         Calibrations and classifiers may be named as they are called in the model's ``directory``,
         and a classifier that was made for another model is an error.
@@ -95,7 +100,7 @@ class ExitOptions:
         from eecore.exit_text import ExitTextError, parse_exit
 
         try:
-            return parse_exit(self.exit)
+            return parse_exit(self.exit or "")
         except ExitTextError as error:
             raise UsageError(f"--{error}") from None
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eecore.cli.exit_options import EXIT_HELP, ExitOptions
+from eecore.cli.exit_options import EXIT_HELP, USUAL_EXIT, ExitOptions
 from eecore.cli.failures import FAILED, UsageError
 from eecore.cli.loading import (
     Debug,
@@ -61,7 +61,9 @@ def generate(
         bool, typer.Option("--chat", help="Put prompts into the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    exit: Annotated[str, typer.Option(help=EXIT_HELP, rich_help_panel=EXITS)] = "full",
+    exit: Annotated[
+        str | None, typer.Option(help=EXIT_HELP, show_default=USUAL_EXIT, rich_help_panel=EXITS)
+    ] = None,
     measure: Annotated[
         str | None,
         typer.Option(help="confident: softmax | state | classifier.", rich_help_panel=EXITS),
@@ -208,6 +210,7 @@ def generate(
     prompts = read_prompts(prompt, file)
 
     from eecore.config import SamplingParams
+    from eecore.exit_text import parse_exit, usual_exit
 
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -225,17 +228,18 @@ def generate(
     )
     if not debug:  # an error of a prompt is reported in a line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
-    policy = options.policy(directory)
+    said = None if exit is None else options.policy(directory)
     loaded = load(
         model,
         threads=threads,
-        policy=policy,
+        policy=said,
         device=device,
         dtype=dtype,
         weights=weights,
         kv_cache_tokens=kv_cache_tokens,
         exits=False if exits == "none" else exits,
     )
+    policy = said or parse_exit(usual_exit(loaded.network.device))
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)
     return _run(loaded, asked, policy, sampling, results, progress, stats)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from eecore.builtin import BUILTIN
+from eecore.cli.exit_options import USUAL_EXIT
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import (
     Debug,
@@ -64,14 +65,15 @@ def serve(
         ),
     ] = None,
     exit: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="The policy of requests that say nothing: full | fixed:E | confident[:THRESHOLD] "
             "| calibrated[:MEASURE] (the threshold beside the model) | speculative:E,D | "
             "lookup[:D] | head[:D] | auto[:D].",
+            show_default=USUAL_EXIT,
             rich_help_panel=DEPTH,
         ),
-    ] = "full",
+    ] = None,
     allow_exit: Annotated[
         list[str] | None,
         typer.Option(
@@ -185,7 +187,7 @@ def serve(
     loaded = load(
         path,
         threads=threads,
-        policy=policies.of(exit),
+        policy=None if exit is None else policies.of(exit),
         device=device,
         dtype=dtype,
         weights=weights,
@@ -203,7 +205,7 @@ def serve(
         listener,
         api_key or (),
         drain_seconds=drain,
-        ready=lambda: say(f"{words} (exit {exit}; Ctrl-C ends)"),
+        ready=lambda: say(f"{words} (exit {service.served.depths.default}; Ctrl-C ends)"),
         access_log=_write if access_log else None,
     )
     if not cut_off:

@@ -9,8 +9,8 @@ from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.guided import Guides
 from eecore.engine.text import TextStream
 from eecore.errors import ExitError, RequestError
-from eecore.exit_text import parse_exit
-from eecore.exits import Exit, Full
+from eecore.exit_text import parse_exit, usual_exit
+from eecore.exits import Exit
 from eecore.models import Network, Tokenizer
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
@@ -42,7 +42,7 @@ class Intake:
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling: expected SamplingParams, got {shown(sampling)}")
-        policy: object = Full() if exit is None else exit
+        policy: object = usual_exit(self._network.device) if exit is None else exit
         if isinstance(policy, str):
             policy = parse_exit(policy)
         if not isinstance(policy, Exit) or type(policy) is Exit:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eecore.config import SamplingParams
 from eecore.errors import ExitError, GuideError, RequestError
+from eecore.exit_text import usual_exit
 from eecore.exits import Exit
 from eecore.generation import Model
 from eecore.guide import Guide
@@ -30,7 +31,7 @@ class ServerSettings:
 
     Args:
         name: what requests call the model; None for its directory's.
-        exit: the policy of requests that say nothing.
+        exit: the policy of requests that say nothing; None for the one that suits the device.
         allow_exit: modes and policies that requests may choose; None for all.
         aliases: policies that are listed as models; None for those that suit the model.
         max_waiting: sequences that may wait beside those that run.
@@ -41,7 +42,7 @@ class ServerSettings:
     """
 
     name: str | None = None
-    exit: str = "full"
+    exit: str | None = None
     allow_exit: tuple[str, ...] | None = None
     aliases: tuple[str, ...] | None = None
     max_waiting: int = 256
@@ -62,7 +63,7 @@ class ServerSettings:
             ExitError: names the first that is none.
         """
         for name, said in (
-            ("exit", (self.exit,)),
+            ("exit", (self.exit,) if self.exit else ()),
             ("allow-exit", self.allow_exit or ()),
             ("alias", self.aliases or ()),
         ):
@@ -86,7 +87,8 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
         agreement = None if source is None else source.exit_agreement(config.num_layers)
         has_head = model.network.draft_head is not None
         aliases = recommended(policies, config.num_layers, source, agreement, has_head)
-    depths = Depths(policies, settings.exit, settings.allow_exit, aliases)
+    usual = settings.exit or usual_exit(model.network.device)
+    depths = Depths(policies, usual, settings.allow_exit, aliases)
     if settings.allow_exit is not None:
         aliases = tuple(said for said in aliases if depths.allows(said))
         depths = replace(depths, aliases=aliases)
@@ -94,7 +96,7 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     if settings.max_num_seqs is not None:
         limits = replace(limits, max_num_seqs=settings.max_num_seqs)
     engine = model.async_engine(None if limits == model.engine_config else limits)
-    for said in (settings.exit, *aliases):  # as a request that may be served
+    for said in (usual, *aliases):  # as a request that may be served
         engine.prepare([0], exit=policies.of(said), sampling=SamplingParams(max_tokens=1))
     with suppress(GuideError):  # what guides need takes a second, in which no Python runs
         guide = Guide.choice(["a"])
@@ -104,7 +106,7 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     most_choices = min(MOST_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
     served = ServedModel(model, name, depths, engine, most_choices, calls)
-    metrics = Metrics(engine.engine, name, map(policies.of, (settings.exit, *aliases)))
+    metrics = Metrics(engine.engine, name, map(policies.of, (usual, *aliases)))
     return Service(served, admission, metrics, settings.max_body, settings.timeout)
 
 
