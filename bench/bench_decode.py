@@ -186,7 +186,10 @@ def compare_tokens(session: Session, directory: Path, engines: list[Engine]) -> 
         add_agreement(session, directory, name, "tokens", expected, got)
     if "llama.cpp" in session.versions and (directory / "tokenizer.json").is_file():
         model = eecore.load(directory, device="cpu", dtype="float32", kv_cache_tokens=1024)
-        text = eecore.generate(model, PROMPT_TEXT, max_tokens=session.tokens)[0].text or ""
+        text = (
+            eecore.generate(model, PROMPT_TEXT, exit="full", max_tokens=session.tokens)[0].text
+            or ""
+        )
         theirs = llama_cpp_text(directory, PROMPT_TEXT, session.tokens)
         add_agreement(session, directory, "llama.cpp", "characters", text.rstrip(), theirs)
 

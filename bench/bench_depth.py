@@ -119,7 +119,7 @@ class Decoding:
         for _ in range(self._steps):
             if batch.arriving is not None:
                 one = eecore.SamplingParams(max_tokens=1, ignore_eos=True)
-                engine.add_request(batch.arriving, sampling=one)
+                engine.add_request(batch.arriving, exit="full", sampling=one)
             began = time.perf_counter()
             outputs = engine.step()
             seconds = time.perf_counter() - began

@@ -78,7 +78,7 @@ def measure(model: LlamaModel, texts: list[Text]) -> dict[str, float]:
 def greedy(model: eecore.Model, texts: list[Text], max_tokens: int) -> list[list[int]]:
     """Continuations of each text's beginning."""
     prompts = [text.token_ids[:PROMPT_LENGTH].tolist() for text in texts]
-    outputs = eecore.generate(model, prompts, max_tokens=max_tokens, ignore_eos=True)
+    outputs = eecore.generate(model, prompts, exit="full", max_tokens=max_tokens, ignore_eos=True)
     return [output.token_ids for output in outputs]
 
 

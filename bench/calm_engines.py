@@ -45,7 +45,7 @@ class Engine:
 def own_engine(model: eecore.Model, max_tokens: int) -> Engine:
     def generate(prompts: Prompts) -> Turn:
         started = time.perf_counter()
-        outputs = eecore.generate(model, list(prompts), max_tokens=max_tokens)
+        outputs = eecore.generate(model, list(prompts), exit="full", max_tokens=max_tokens)
         return Turn(time.perf_counter() - started, [output.token_ids for output in outputs])
 
     return Engine("eecore", generate)

@@ -36,7 +36,7 @@ def eecore(directory: str, bits: str, threads: int) -> Generate:
     )
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        outputs = eecore.generate(model, prompts, max_tokens=tokens, ignore_eos=True)
+        outputs = eecore.generate(model, prompts, exit="full", max_tokens=tokens, ignore_eos=True)
         return [output.token_ids for output in outputs]
 
     return generate

@@ -30,7 +30,7 @@ def main() -> int:
     assert tokenizer is not None
     asked = [tokenizer.apply_chat_template([{"role": "user", "content": q}]) for q in QUESTIONS]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in asked]
-    outputs = eecore.generate(model, prompts, max_tokens=64)
+    outputs = eecore.generate(model, prompts, exit="full", max_tokens=64)
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
         answers = zip(asked, outputs, strict=True)

@@ -161,7 +161,7 @@ def _ask(model: Model, engine: Engine, index: int, question: str, settings: Answ
     """Have a question answered; the request's name."""
     try:
         ids = _chat_ids(model, question)
-        return engine.add_request(ids, sampling=_sampling(settings, index))
+        return engine.add_request(ids, exit="full", sampling=_sampling(settings, index))
     except RequestError as error:
         raise RequestError(f"question {index + 1}: {error}") from None
 
