@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import eecore
 from eecore import (
@@ -15,7 +16,7 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.exit_text import POLICIES, ExitTextError, exit_text, parse_exit
+from eecore.exit_text import POLICIES, ExitTextError, exit_text, parse_exit, usual_exit
 
 SAID = {
     "full": Full(),
@@ -107,3 +108,13 @@ def test_generate_takes_texts(tiny: eecore.Model) -> None:
         eecore.generate(tiny, prompts, exit="deepest", max_tokens=6)
     with pytest.raises(eecore.RequestError, match="exit: expected Exit objects, got 3"):
         eecore.generate(tiny, prompts, exit=3, max_tokens=6)  # type: ignore[arg-type]
+
+
+def test_what_a_request_does_that_says_nothing(tiny: eecore.Model) -> None:
+    assert usual_exit(torch.device("cpu")) == "auto"
+    assert usual_exit(torch.device("cuda")) == "full"
+    usual, full = (
+        eecore.generate(tiny, [[5, 6, 7]] * 2, exit=exit, max_tokens=9) for exit in (None, Full())
+    )
+    assert [output.stats.contract for output in usual] == [Auto().contract] * 2
+    assert [output.token_ids for output in usual] == [output.token_ids for output in full]

@@ -122,7 +122,7 @@ def test_every_way_to_say_it(server: Asker) -> None:
     # The nearest word counts.
     assert contract(server, exit="full", metadata={"exit": said}) == Full().contract
     assert contract(server, model="intent:auto", metadata={"exit": said}) == expected
-    assert contract(server, metadata={"of": "mine"}) == Full().contract
+    assert contract(server, metadata={"of": "mine"}) == Auto().contract
 
 
 @pytest.mark.parametrize("stream", [False, True])
