@@ -14,10 +14,10 @@ import torch
 import eecore
 from devices import load
 from eecore import Auto, Full, SamplingParams
+from eecore.decoding.budget import Budget
 from eecore.decoding.chooser import (
     FULL,
     MEASURE_AGAIN,
-    QUIET,
     Choice,
     Chooser,
     History,
@@ -284,17 +284,43 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
     assert machine.chooser.choose([history] * 2, [[proposal]] * 2, [8] * 2).kind == "given"
 
 
-@pytest.mark.parametrize(("look", "looks"), [(0.1, 2), (0.001, 8)])
-def test_where_nothing_is_found_a_dear_look_is_rarer(look: float, looks: int) -> None:
+def looked_at(budget: Budget, rounds: int, gained: float) -> int:
+    """Rounds in which somebody looked, each of which gains so much."""
+    looks = 0
+    for _ in range(rounds):
+        if budget.is_spent:
+            budget.rested()
+        else:
+            looks += 1
+            budget.looked(gained)
+    return looks
+
+
+@pytest.mark.parametrize("lost", [0.005, 0.02, 0.1, 0.5, 3.0])
+def test_what_choosing_costs_is_a_hundredth(lost: float) -> None:
+    rounds = 5000
+    looks = looked_at(Budget(is_alone=True), rounds, -lost)
+    assert looks == rounds if lost < 0.01 else looks > 0
+    assert looks * lost <= 0.01 * rounds + 1.0 + lost
+
+
+def test_what_drafts_gain_may_be_spent_on_trying() -> None:
+    budget = Budget(is_alone=True)
+    assert looked_at(budget, 1000, 0.3) == 1000
+    assert 40 <= looked_at(budget, 100, -0.1) < 60  # no more than four rounds of it
+    while not budget.is_spent:
+        budget.looked(-0.1)
+    budget.welcome(1.0)  # another request, another text
+    assert not budget.is_spent
+
+
+def test_rounds_of_other_batches_have_budgets_of_their_own() -> None:
     chooser = Chooser(12, None)
-    for _ in range(QUIET):
-        assert not chooser.rests(4)
-        chooser.learn_full(4, 1.0)
-        chooser.learn_look(4, True, look)
-    assert sum(not chooser.rests(4) for _ in range(8)) == looks
-    assert not chooser.rests(5)  # of which nothing is known
-    chooser.learn_look(4, False, look)
-    assert not chooser.rests(4)
+    for _ in range(2):
+        chooser.learn_full(8, 1.0)
+    chooser.learn_round(8, 8, 9.0)
+    assert chooser.budget(8).is_spent
+    assert not chooser.budget(1).is_spent
 
 
 def test_what_was_learnt_stays_with_the_model(agreeing: eecore.Model) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
+from eecore.decoding.budget import Budget
 from eecore.decoding.memory import power_of_two
 from eecore.decoding.pass_times import ROW_COST, Anchor, PassTimes, blended
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
@@ -32,8 +33,8 @@ LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
-# Drafts have to gain so much before anything but full depth is done.
-MIN_GAIN = 1.05
+# Drafts have to gain so much before anything but full depth is done: of one request, of several.
+MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.12
 # Of passes of full depth in a row of which none went on from the last, this one counts and those
 # behind it.
 UNSTEADY_PASSES = 3
@@ -54,9 +55,6 @@ TRY_HEAD = 3
 ENOUGH = 2.0
 # Between what thresholds a head drafts on.
 HEAD_THRESHOLDS = (0.1, 0.9)
-# After so many rounds in a row for which nothing was found, and where looking takes more than such
-# a share of full depth, only one round in a few looks.
-QUIET, DEAR_LOOK, LOOK_EVERY = 16, 0.01, 4
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
 
@@ -159,8 +157,7 @@ class Chooser:
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
         self._unsteady = 0
         self._clock = 0  # rounds that were chosen
-        self._quiet = 0  # rounds in a row that found nothing better than full depth
-        self._look = PassTimes()  # seconds that it takes to find that out
+        self._budgets: dict[int, Budget] = {}
         self._estimates: dict[Any, tuple[int, list[float]]] = {}
         self._drafts: dict[Any, tuple[int, tuple[int, int, float]]] = {}
 
@@ -179,15 +176,9 @@ class Chooser:
 
     # Choosing
 
-    def rests(self, rows: int) -> bool:
-        """Whether this round is one of full depth without a look at what there is to draft."""
-        if self._quiet < QUIET:
-            return False
-        full, look = self._full.near(rows), self._look.near(rows)
-        if full is None or look is None or look < DEAR_LOOK * full:
-            return False
-        self._quiet += 1
-        return self._quiet % LOOK_EVERY != 0
+    def budget(self, rows: int) -> Budget:
+        """Of rounds of about so many requests."""
+        return self._budgets.setdefault(rows.bit_length(), Budget(is_alone=rows == 1))
 
     def choose(
         self,
@@ -213,7 +204,7 @@ class Chooser:
         if seconds is None or self._rounds >= self._next_full:
             return FULL
         anchor = rows, seconds
-        best, speed = FULL, MIN_GAIN * rows / seconds
+        best, speed = FULL, _min_gain(rows) * rows / seconds
         if any(proposals):
             choice, its_speed = self._give(histories, proposals, anchor)
             if its_speed > speed:
@@ -262,7 +253,9 @@ class Chooser:
         verified = passes[low] + (tried - low) * (passes[low + 1] - passes[low])
         steps = max(history.steps for history in histories)
         tokens = rows + sum(history.gain for history in histories)
-        return tokens * seconds > MIN_GAIN * rows * (verified + steps * self._head_step * seconds)
+        return tokens * seconds > _min_gain(rows) * rows * (
+            verified + steps * self._head_step * seconds
+        )
 
     def _is_trial(self) -> bool:
         """Whether a head that does not pay is tried again."""
@@ -371,10 +364,17 @@ class Chooser:
 
     # Learning
 
-    def learn_look(self, rows: int, is_full: bool, seconds: float) -> None:
-        """How long it took to choose, and whether it was full depth."""
-        self._quiet = self._quiet + 1 if is_full else 0
-        self._look.add(rows, seconds)
+    def learn_round(self, rows: int, tokens: int, seconds: float) -> None:
+        """What a round came to for which was chosen.
+
+        Args:
+            rows: requests.
+            tokens: that they got.
+            seconds: that it took, and choosing.
+        """
+        full = self._full.near(rows)
+        if full is not None:
+            self.budget(rows).looked(tokens / rows - seconds / full)
 
     def learn_full(self, rows: int, seconds: float, *, is_steady: bool = True) -> None:
         """How long a round of full depth took.
@@ -457,6 +457,10 @@ class Chooser:
             known.gain += NEW_ROUND * (accepted - known.gain)
             known.tried += NEW_ROUND * (drafted - known.tried)
             known.steps += NEW_ROUND * (steps - known.steps)
+
+
+def _min_gain(rows: int) -> float:
+    return MIN_GAIN if rows == 1 else MIN_GAIN_OF_SEVERAL
 
 
 def _expected_gain(agreement: Ordered[float]) -> float:

@@ -104,6 +104,7 @@ class Iterations:
         if not self._planner.chooses(works):
             going_on = self._go_on(works)
             if going_on is not None:
+                self._planner.went_on()
                 return going_on
         outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]

@@ -51,6 +51,8 @@ class Planner:
         self._model = model
         self._num_layers = model.config.num_layers
         self._has_head = model.draft_head is not None
+        self._free: list[Sequence] = []  # requests of Auto that were asked for last
+        self._look: float | None = None  # seconds that it took to choose; None: nobody did
 
     @property
     def chooser(self) -> Chooser:
@@ -70,8 +72,21 @@ class Planner:
         return route_of(sequence, self._num_layers)
 
     def chooses(self, works: Ordered[Work]) -> bool:
-        """Whether what some of them do is chosen."""
-        return any(self.route(work.sequence).auto is not None for work in works)
+        """Whether what some of them do is chosen; it is not where nobody is to look."""
+        sequences = [work.sequence for work in works]
+        self._free = [s for s in sequences if self.route(s).auto is not None]
+        return any(not sequence.is_resting for sequence in self._free)
+
+    def went_on(self) -> None:
+        """The round of those that were asked for last went on as the one before, without a look."""
+        if self._free:
+            self._rest(self._free)
+
+    def _rest(self, sequences: list[Sequence]) -> None:
+        budget = self.chooser.budget(len(sequences))
+        budget.rested()
+        for sequence in sequences:
+            sequence.is_resting = budget.is_spent
 
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
@@ -95,8 +110,14 @@ class Planner:
 
     def _chosen(self, planned: list[Planned]) -> list[Planned]:
         """What ``Auto`` requests do, all of them the same."""
-        if self.chooser.rests(len(planned)):
-            return [Planned(each.work, each.route) for each in planned]
+        rows, budget = len(planned), self.chooser.budget(len(planned))
+        fresh = sum(each.work.sequence.drafting is None for each in planned)
+        if fresh:
+            budget.welcome(fresh / rows)
+        elif budget.is_spent:
+            self._rest([each.work.sequence for each in planned])
+            self._look = None
+            return planned
         started = time.perf_counter()
         histories = [self._history(each.work.sequence) for each in planned]
         choice = self.chooser.choose(
@@ -107,8 +128,7 @@ class Planner:
             can_draft_ahead=self._has_head
             and all(each.route.auto is not None and each.route.auto.head for each in planned),
         )
-        seconds = time.perf_counter() - started
-        self.chooser.learn_look(len(planned), choice.kind == "full", seconds)
+        self._look = time.perf_counter() - started
         if choice.kind == "full":
             return [Planned(each.work, each.route) for each in planned]
         path = GIVEN if choice.kind == "given" else DraftPath(choice.exit_layer, choice.exit_layer)
@@ -165,6 +185,12 @@ class Planner:
         if not free:
             return
         rows, path = len(planned), free[0][0].route.path
+        if self._look is not None:
+            tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
+            self.chooser.learn_round(rows, tokens, seconds + self._look)
+            is_spent = self.chooser.budget(rows).is_spent
+            for each, _ in free:
+                each.work.sequence.is_resting = is_spent
         if path is None:
             if all(
                 each.route.depth == self._num_layers and not each.route.points for each in planned

@@ -142,7 +142,9 @@ class Scheduler:
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
             if sequence.is_decoding:
-                drafts = _wanted_drafts(sequence) if sequence.max_drafts else 0
+                drafts = 0
+                if sequence.max_drafts and not sequence.is_resting:
+                    drafts = _wanted_drafts(sequence)
                 if sequence.num_tokens + drafts <= len(sequence.pages) * page_size:
                     works.append(Work(sequence, 1, drafts))  # most of them, most of the time
                     budget -= 1 + drafts
@@ -363,6 +365,8 @@ def _forget_pages(sequence: Sequence, preemptions: int = 0) -> None:
 
 
 def _wanted_drafts(sequence: Sequence) -> int:
+    if sequence.is_resting:
+        return 0
     return max(0, min(sequence.max_drafts, sequence.tokens_left - 1))
 
 

@@ -115,6 +115,8 @@ class Sequence:
     """How its drafts fared, for a request for which rounds are chosen."""
     guided: Any = None
     """Its way through its guide, for a request with one."""
+    is_resting: bool = False
+    """Whether its next round drafts nothing, whatever its policy would let it draft."""
     text: Any = None
     """The text of its tokens, which the engine makes; None without a tokenizer."""
     contract: str = field(init=False)

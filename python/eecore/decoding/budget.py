@@ -1,0 +1,58 @@
+"""What choosing may cost: a hundredth of full depth, and what it has gained.
+
+To look for drafts takes time, and what is tried may be slower than full depth. Both are paid for
+out of a budget, which grows with every round and with all that drafts gain. Where it is spent,
+rounds are of full depth without a look.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Budget"]
+
+# In rounds of full depth: what a round adds; at the beginning and at most, of one request alone and
+# of several, whose tokens a second say less of when the last of them is done; a new request.
+ROUND = 0.01
+ALONE, SEVERAL = (1.0, 4.0), (0.25, 1.0)
+REQUEST = 0.25
+# Once it is spent, so much is saved up before anybody looks again.
+ENOUGH = 0.1
+
+
+class Budget:
+    """Of the rounds of about so many requests.
+
+    Args:
+        is_alone: it is a single one.
+    """
+
+    def __init__(self, *, is_alone: bool) -> None:
+        self._left, self._most = ALONE if is_alone else SEVERAL
+        self._saves = False
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nobody is to look."""
+        return self._saves
+
+    def welcome(self, share: float) -> None:
+        """New requests have come, this share of all."""
+        self._add(REQUEST * share)
+
+    def rested(self) -> None:
+        """A round nobody looked in."""
+        self._add(ROUND)
+
+    def looked(self, gained: float) -> None:
+        """A round somebody looked in.
+
+        Args:
+            gained: by what came of it, everything counted, in rounds of full depth.
+        """
+        self._add(ROUND + gained)
+
+    def _add(self, rounds: float) -> None:
+        self._left = min(self._left + rounds, self._most)
+        if self._left < 0.0:
+            self._saves = True
+        elif self._left >= ENOUGH:
+            self._saves = False
