@@ -30,6 +30,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
+from eecore.decoding.chooser import Chooser
 from eecore.decoding.guided import Guides
 from eecore.exits import Exit
 from head_packs import write_pack
@@ -78,7 +79,7 @@ each_guide = pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys()
 
 
 def outputs_of(model: eecore.Model, **settings: Any) -> list[eecore.Output]:
-    return eecore.generate(model, PROMPTS, **{"max_tokens": 40, **settings})
+    return eecore.generate(model, PROMPTS, **{"max_tokens": 40, "exit": "full", **settings})
 
 
 def tokens_of(model: eecore.Model, **settings: Any) -> list[list[int]]:
@@ -403,3 +404,18 @@ def test_a_guide_that_explodes_ends_its_request_alone(tiny: eecore.Model) -> Non
     assert outputs[0].error is not None
     assert "guide: expected to follow it, got: lexer error" in outputs[0].error
     assert outputs[1].token_ids == expected
+
+
+@each_guide
+def test_a_round_that_nobody_looks_in_follows_its_guide(
+    agreeing: eecore.Model, guide: Guide
+) -> None:
+    expected = outputs_of(agreeing, guide=guide, exit=Full())
+    outputs_of(agreeing, guide=guide, exit=Auto())
+    for chooser in agreeing.network.learnt.values():
+        assert isinstance(chooser, Chooser)
+        for rows in range(1, 9):
+            chooser.budget(rows).looked(-1e6)
+    got = outputs_of(agreeing, guide=guide, exit=Auto())
+    agreeing.network.learnt.clear()
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]

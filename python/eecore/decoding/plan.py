@@ -117,7 +117,7 @@ class Planner:
         elif budget.is_spent:
             self._rest([each.work.sequence for each in planned])
             self._look = None
-            return planned
+            return [Planned(each.work, each.route) for each in planned]
         started = time.perf_counter()
         histories = [self._history(each.work.sequence) for each in planned]
         choice = self.chooser.choose(
