@@ -407,15 +407,23 @@ def test_a_guide_that_explodes_ends_its_request_alone(tiny: eecore.Model) -> Non
 
 
 @each_guide
+@pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_round_that_nobody_looks_in_follows_its_guide(
-    agreeing: eecore.Model, guide: Guide
+    agreeing: eecore.Model, guide: Guide, steps: int
 ) -> None:
-    expected = outputs_of(agreeing, guide=guide, exit=Full())
-    outputs_of(agreeing, guide=guide, exit=Auto())
+    """From whatever round on."""
+    expected = tokens_of(agreeing, guide=guide)
+    tokens_of(agreeing, guide=guide, exit=Auto())  # there is something to know
+    engine = agreeing.engine()
+    sampling = SamplingParams(max_tokens=40, guide=guide)
+    names = [engine.add_request(prompt, exit=Auto(), sampling=sampling) for prompt in PROMPTS]
+    done = [output for _ in range(steps) for output in engine.step()]
     for chooser in agreeing.network.learnt.values():
         assert isinstance(chooser, Chooser)
         for rows in range(1, 9):
             chooser.budget(rows).looked(-1e6)
-    got = outputs_of(agreeing, guide=guide, exit=Auto())
+    done += list(engine.run())
     agreeing.network.learnt.clear()
-    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    got = {step.request_id: step.output for step in done if step.output is not None}
+    assert [got[name].token_ids for name in names] == expected
+    assert all(output.error is None for output in got.values())
