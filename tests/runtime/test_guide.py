@@ -421,7 +421,8 @@ def test_a_round_that_nobody_looks_in_follows_its_guide(
     for chooser in agreeing.network.learnt.values():
         assert isinstance(chooser, Chooser)
         for rows in range(1, 9):
-            chooser.budget(rows).looked(-1e6)
+            for _ in range(9):
+                chooser.budget(rows).looked(-1.0)
     done += list(engine.run())
     agreeing.network.learnt.clear()
     got = {step.request_id: step.output for step in done if step.output is not None}

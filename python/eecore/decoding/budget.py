@@ -14,6 +14,8 @@ __all__ = ["Budget"]
 ROUND = 0.01
 ALONE, SEVERAL = (1.0, 4.0), (0.25, 1.0)
 REQUEST = 0.25
+# No round loses more, however slow: something else was disturbing it. No debt is larger.
+MOST_LOST, MOST_DEBT = 0.5, 1.0
 # Once it is spent, so much is saved up before anybody looks again.
 ENOUGH = 0.1
 
@@ -35,8 +37,8 @@ class Budget:
         return self._saves
 
     def welcome(self, share: float) -> None:
-        """New requests have come, this share of all."""
-        self._add(REQUEST * share)
+        """New requests have come, this share of all: their text is another one."""
+        self._add(share * (REQUEST + max(-self._left, 0.0)))
 
     def rested(self) -> None:
         """A round nobody looked in."""
@@ -48,10 +50,10 @@ class Budget:
         Args:
             gained: by what came of it, everything counted, in rounds of full depth.
         """
-        self._add(ROUND + gained)
+        self._add(ROUND + max(gained, -MOST_LOST))
 
     def _add(self, rounds: float) -> None:
-        self._left = min(self._left + rounds, self._most)
+        self._left = max(min(self._left + rounds, self._most), -MOST_DEBT)
         if self._left < 0.0:
             self._saves = True
         elif self._left >= ENOUGH:
