@@ -318,10 +318,12 @@ def test_what_drafts_gain_may_be_spent_on_trying() -> None:
 
 def test_rounds_of_other_batches_have_budgets_of_their_own() -> None:
     chooser = Chooser(12, None)
+    assert chooser.gained(8, 12, 1.0) == 0.0  # nothing is known of full depth
     for _ in range(2):
         chooser.learn_full(8, 1.0)
+    assert chooser.gained(8, 12, 1.0) == 0.5
     for _ in range(2):
-        chooser.learn_round(8, 8, 9.0)
+        chooser.budget(8).looked(chooser.gained(8, 8, 9.0))
     assert chooser.budget(8).is_spent
     assert not chooser.budget(1).is_spent
 

@@ -214,7 +214,9 @@ def test_all_policies_share_a_batch_and_pages_are_few(following: eecore.Model) -
     """Preempted requests go on where they were."""
     policies = [HeadDrafts(8, 0.0), Full(), PromptLookup(3), SelfSpeculative(2, 3), Auto()]
     prompts = PROMPTS[: len(policies)]
-    expected = tokens_of(eecore.generate(following, prompts, max_tokens=30, ignore_eos=True))
+    expected = tokens_of(
+        eecore.generate(following, prompts, exit=Full(), max_tokens=30, ignore_eos=True)
+    )
     engine = engine_of(following, EngineConfig(kv_cache_tokens=100, page_size=4, max_num_seqs=4))
     for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
         sampling = SamplingParams(max_tokens=30, ignore_eos=True)

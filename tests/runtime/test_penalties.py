@@ -51,7 +51,7 @@ POLICIES: list[Exit] = [
 
 
 def tokens_of(model: eecore.Model, **settings: Any) -> list[list[int]]:
-    settings = {"max_tokens": 24, "ignore_eos": True, **settings}
+    settings = {"exit": "full", "max_tokens": 24, "ignore_eos": True, **settings}
     return [output.token_ids for output in eecore.generate(model, PROMPTS, **settings)]
 
 

@@ -320,7 +320,7 @@ def test_a_failure_with_a_run_out_changes_no_request(
     assert left[0] < 0
     monkeypatch.undo()
     for i in range(2):
-        (expected,) = eecore.generate(agreeing, PROMPTS[i], max_tokens=9 + i)
+        (expected,) = eecore.generate(agreeing, PROMPTS[i], exit="full", max_tokens=9 + i)
         assert given[str(i)] == expected.token_ids
     assert engine.pages.num_free == engine.pages.num_pages
 

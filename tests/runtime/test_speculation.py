@@ -35,7 +35,7 @@ POLICIES: dict[str, Exit] = {
 
 
 def tokens_of(model: eecore.Model, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    settings = {"max_tokens": 20, "ignore_eos": True, **settings}
+    settings = {"exit": "full", "max_tokens": 20, "ignore_eos": True, **settings}
     return [output.token_ids for output in eecore.generate(model, prompts, **settings)]
 
 

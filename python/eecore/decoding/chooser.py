@@ -364,8 +364,8 @@ class Chooser:
 
     # Learning
 
-    def learn_round(self, rows: int, tokens: int, seconds: float) -> None:
-        """What a round came to for which was chosen.
+    def gained(self, rows: int, tokens: int, seconds: float) -> float:
+        """In rounds of full depth, by a round that was chosen.
 
         Args:
             rows: requests.
@@ -373,8 +373,7 @@ class Chooser:
             seconds: that it took, and choosing.
         """
         full = self._full.near(rows)
-        if full is not None:
-            self.budget(rows).looked(tokens / rows - seconds / full)
+        return 0.0 if full is None else tokens / rows - seconds / full
 
     def learn_full(self, rows: int, seconds: float, *, is_steady: bool = True) -> None:
         """How long a round of full depth took.

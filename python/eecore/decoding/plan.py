@@ -187,10 +187,10 @@ class Planner:
         rows, path = len(planned), free[0][0].route.path
         if self._look is not None:
             tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
-            self.chooser.learn_round(rows, tokens, seconds + self._look)
-            is_spent = self.chooser.budget(rows).is_spent
+            budget = self.chooser.budget(len(free))
+            budget.looked(self.chooser.gained(rows, tokens, seconds + self._look))
             for each, _ in free:
-                each.work.sequence.is_resting = is_spent
+                each.work.sequence.is_resting = budget.is_spent
         if path is None:
             if all(
                 each.route.depth == self._num_layers and not each.route.points for each in planned
