@@ -39,10 +39,16 @@ class ReferenceSequence:
 
 
 class ReferenceModel:
-    """Llama, Qwen2 or Qwen3 with default rotary embeddings, in float32."""
+    """Llama, Qwen2 or Qwen3 with default rotary embeddings, in float32.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: of the model.
+        vocabulary: int64 [n], the tokens that the ``cut`` measure knows.
+    """
+
+    def __init__(self, directory: Path, vocabulary: Tensor | None = None) -> None:
         self._read(directory)
+        self.vocabulary = vocabulary
         c = self.config
         self.num_layers: int = c["num_hidden_layers"]
         self.num_q_heads: int = c["num_attention_heads"]
@@ -148,10 +154,15 @@ class ReferenceModel:
             for layer in range(num_layers or self.num_layers):
                 h = self.layer(layer, h, len(sequence.tokens) - 1, sequence)
 
-    def confidence(self, policy: ConfidentExit, previous: Tensor, h: Tensor) -> float:
-        """The measure of one state."""
-        if policy.measure == "softmax":
-            best = self.head(h).softmax(-1).topk(2).values
+    def confidence(
+        self, policy: ConfidentExit, previous: Tensor, h: Tensor, *, is_last: bool = False
+    ) -> float:
+        """The measure of one state; ``cut`` is that of the whole head after the last layer."""
+        if policy.measure in ("softmax", "cut"):
+            logits = self.head(h)
+            if policy.measure == "cut" and not is_last:
+                logits = logits[self.vocabulary]
+            best = logits.softmax(-1).topk(2).values
             return float(best[0] - best[1])
         if policy.measure == "state":
             return float(F.cosine_similarity(previous, h, dim=0))
@@ -216,6 +227,9 @@ class ReferenceModel:
                 k, v = self.keys_values(layer, states[i], position)
                 sequence.keys[layer].append(k)
                 sequence.values[layer].append(v)
-            sequence.confidences.append(self.confidence(policy, previous[i], states[i]))
+            is_last = exit_layer[i] == self.num_layers
+            sequence.confidences.append(
+                self.confidence(policy, previous[i], states[i], is_last=is_last)
+            )
             sequence.exit_layers.append(exit_layer[i])
             sequence.tokens.append(int(self.head(states[i]).argmax()))

@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from eecore.config import MOST_LAYERS
 from eecore.errors import ExitError
@@ -18,7 +18,10 @@ from eecore.json_fields import JsonFields
 from eecore.readable import path_of
 from eecore.values import INT32_MAX
 
-__all__ = ["SIMILARITY_NAMES", "Calibration", "CalibrationStep"]
+__all__ = ["MEASURES", "SIMILARITY_NAMES", "Calibration", "CalibrationStep", "Measure"]
+
+Measure = Literal["softmax", "state", "classifier", "cut"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 SIMILARITY_NAMES = ("rougeL", "rouge2", "exact")
 """How alike two texts are; what each means is said where calibrations are made."""
@@ -51,8 +54,7 @@ class Calibration:
     """A calibrated threshold, what it was calibrated on, and all that was measured."""
 
     threshold: float
-    measure: str
-    """``softmax``, ``state`` or ``classifier``"""
+    measure: Measure
     delta: float
     epsilon: float
     loss: str
@@ -69,6 +71,8 @@ class Calibration:
     classifier_sha256: str | None
     grid: tuple[float, ...]
     steps: tuple[CalibrationStep, ...]
+    vocabulary_sha256: str | None = None
+    """Of the tokens over which the ``cut`` measure goes."""
 
     @property
     def promise(self) -> str:
@@ -102,8 +106,9 @@ class Calibration:
             ExitError: the file cannot be read or is not a calibration.
         """
         read = JsonFields.read(path_of(path, ExitError), ExitError)
-        read.only(*(field.name for field in fields(Calibration)))
-        measure = read.text("measure", one_of=("softmax", "state", "classifier"))
+        names = [field.name for field in fields(Calibration)]
+        read.only(*names, optional=("vocabulary_sha256",))  # files from before it have none
+        measure = read.text("measure", one_of=MEASURES)
         points = read.integers("exit_points", 1, MOST_LAYERS, None, most=MOST_LAYERS)
         if points == ():
             raise read.wrong("exit_points", "some layers, or null", [])
@@ -112,6 +117,9 @@ class Calibration:
             raise read.wrong(
                 "classifier_sha256", "one with measure classifier, null without", classifier
             )
+        vocabulary = _digest(read, "vocabulary_sha256")
+        if (measure == "cut") != (vocabulary is not None):
+            raise read.wrong("vocabulary_sha256", "one with measure cut, null without", vocabulary)
         calibration = Calibration(
             threshold=read.number("threshold", 0.0, 1.0),
             measure=measure,
@@ -130,6 +138,7 @@ class Calibration:
             classifier_sha256=classifier,
             grid=read.numbers("grid", 0.0, 1.0),
             steps=tuple(_step(step) for step in read.objects("steps")),
+            vocabulary_sha256=vocabulary,
         )
         passed = {step.threshold for step in calibration.steps if step.passed}
         if calibration.steps and calibration.threshold not in {1.0, *passed}:
@@ -154,6 +163,14 @@ class Calibration:
             raise ExitError(
                 "calibration: expected the classifier it was made with "
                 f"({_short(self.classifier_sha256)}), got another ({_short(sha256)})"
+            )
+
+    def check_vocabulary(self, sha256: str | None) -> None:
+        """Raise :class:`eecore.ExitError` unless the draft head knows the tokens of then."""
+        if sha256 != self.vocabulary_sha256:
+            raise ExitError(
+                "calibration: expected the draft head's tokens that it was made with "
+                f"({_short(self.vocabulary_sha256)}), got others ({_short(sha256)})"
             )
 
     def check_model(self, source: Source | None) -> None:

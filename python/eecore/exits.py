@@ -18,13 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from eecore.calibration_file import Calibration, Source
+from eecore.calibration_file import MEASURES, Calibration, Measure, Source
 from eecore.errors import ExitError, RequestError
 from eecore.readable import path_of
 from eecore.tensor_files import TensorFile
 from eecore.values import INT32_MAX, Fields, as_items, as_real, as_whole, is_whole, shown
 
 __all__ = [
+    "MEASURES",
     "Auto",
     "ConfidentExit",
     "DraftAndVerify",
@@ -33,11 +34,11 @@ __all__ = [
     "FixedExit",
     "Full",
     "HeadDrafts",
+    "Measure",
     "PromptLookup",
     "SelfSpeculative",
 ]
 
-Measure = Literal["softmax", "state", "classifier"]
 BatchMode = Literal["each", "all"]
 MOST_LAYERS = 65536
 MOST_NGRAM = 64
@@ -88,8 +89,15 @@ class Exit:
     def check(self, num_layers: int, hidden_size: int) -> None:
         """Raise :class:`eecore.ExitError` when a model of this shape cannot run the policy."""
 
-    def check_request(self, source: Source | None, temperature: float) -> None:
-        """Raise where the policy's promise does not hold for a request to the model of ``source``.
+    def check_request(
+        self, source: Source | None, vocabulary: str | None, temperature: float
+    ) -> None:
+        """Raise where the policy's promise does not hold for a request to a model.
+
+        Args:
+            source: which model it is.
+            vocabulary: SHA-256 of the tokens that its draft head knows; None without one.
+            temperature: of the request.
 
         Raises:
             ExitError: for another model than the one that the promise was made for.
@@ -229,7 +237,10 @@ class ConfidentExit(Exit):
         threshold: lambda. A token is accepted when its confidence is at least lambda; 1 never
             exits.
         measure: ``softmax`` (gap of the two largest probabilities), ``state`` (cosine of the states
-            of two consecutive layers) or ``classifier``. (Early-exit framework §2.1; CALM §3.)
+            of two consecutive layers), ``classifier`` (early-exit framework §2.1; CALM §3), or
+            ``cut``: the gap of ``softmax`` over the tokens that the model's draft head knows, a
+            fraction of the work where a vocabulary is large. The token of an exit is the whole
+            head's under every measure.
         batch: ``each`` row leaves when it is accepted; ``all`` rows leave together at the first
             exit point at which every one of them is accepted (early-exit framework, Algorithm 1).
         decay_tau: tau of CALM's decaying threshold
@@ -254,7 +265,7 @@ class ConfidentExit(Exit):
     def __post_init__(self) -> None:
         fields = _fields(self)
         fields.real("threshold", 0.0, 1.0)
-        fields.choice("measure", "softmax", "state", "classifier")
+        fields.choice("measure", *MEASURES)
         fields.choice("batch", "each", "all")
         fields.real("decay_tau", 0.0, sys.float_info.max, expected="0 or more")
         _layer(self, "min_exit_layer")
@@ -322,6 +333,10 @@ class ConfidentExit(Exit):
         return ConfidentExit(**calibration.settings, classifier=classifier, calibration=calibration)
 
     @property
+    def needs_head(self) -> bool:
+        return self.measure == "cut"
+
+    @property
     def contract(self) -> str:
         promise = "uncalibrated" if self.calibration is None else self.calibration.promise
         return f"confident exit ({self.measure}, threshold {self.threshold:g}): {promise}"
@@ -337,10 +352,14 @@ class ConfidentExit(Exit):
                 f"{list(self.classifier.weight1.shape)}"
             )
 
-    def check_request(self, source: Source | None, temperature: float) -> None:
+    def check_request(
+        self, source: Source | None, vocabulary: str | None, temperature: float
+    ) -> None:
         if self.calibration is None:
             return
         self.calibration.check_model(source)
+        if self.needs_head:
+            self.calibration.check_vocabulary(vocabulary)
         if temperature > 0.0:
             raise RequestError(
                 "temperature: expected 0 with a calibrated exit, whose guarantee is for greedy "

@@ -246,9 +246,9 @@ class JsonFields:
             return None
         return self._nested({str(index): value for index, value in enumerate(values)}, name)
 
-    def only(self, *names: str) -> None:
-        """Raise unless these are the fields, present all, null or not."""
-        if set(self._values) != set(names):
+    def only(self, *names: str, optional: Sequence[str] = ()) -> None:
+        """Raise unless these are the fields, present all but the optional ones, null or not."""
+        if set(self._values) - set(optional) != set(names) - set(optional):
             expected = ", ".join(sorted(names))
             at = f"{self.where}: {self.prefix.rstrip('.')}".removesuffix(": ")
             raise self.error(f"{at}: expected the fields {expected}, got {shown(self.names)}")

@@ -38,7 +38,10 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
         (lambda: ConfidentExit(-0.1), r"threshold: expected 0\.\.1, got -0\.1"),
         (lambda: ConfidentExit(math.nan), r"threshold: expected 0\.\.1, got nan"),
         (lambda: ConfidentExit(thresholds={2: 1.01}), r"thresholds\[2\]: expected 0\.\.1, got 1\."),
-        (lambda: ConfidentExit(measure="margin"), "measure: expected softmax, state or classifier"),
+        (
+            lambda: ConfidentExit(measure="margin"),
+            "measure: expected softmax, state, classifier or cut",
+        ),
         (lambda: ConfidentExit(batch="some"), "batch: expected each or all, got 'some'"),
         (lambda: ConfidentExit(decay_tau=-1), "decay_tau: expected 0 or more, got -1"),
         (lambda: ConfidentExit(decay_tau=math.inf), "decay_tau: expected 0 or more, got inf"),
@@ -85,7 +88,10 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
         (lambda: DraftAndVerify(itertools.count()), "skip_attention: expected at most 65536"),
         (lambda: ConfidentExit(True), r"threshold: expected 0\.\.1, got True"),
         (lambda: ConfidentExit(Decimal("0.5")), r"threshold: expected 0\.\.1, got Decimal"),
-        (lambda: ConfidentExit(measure=["softmax"]), "measure: expected softmax, state or"),
+        (
+            lambda: ConfidentExit(measure=["softmax"]),
+            "measure: expected softmax, state, classifier or",
+        ),
         (lambda: ConfidentExit(exit_points=(1, "2")), "exit_points: expected at most 65536 layers"),
         (lambda: ConfidentExit(thresholds=[0.5]), "thresholds: expected a threshold for each"),
         (lambda: ConfidentExit(thresholds={"1": 0.5}), "thresholds: expected layers, got '1'"),

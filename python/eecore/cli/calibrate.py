@@ -35,7 +35,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Where the calibration goes, as JSON.")] = Path(
         "calibration.json"
     ),
-    measure: Annotated[str, typer.Option(help="softmax, state or classifier.")] = "softmax",
+    measure: Annotated[str, typer.Option(help="softmax, state, classifier or cut.")] = "softmax",
     classifier: Annotated[
         Path | None, typer.Option(help="Its weights, for --measure classifier.")
     ] = None,

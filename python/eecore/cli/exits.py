@@ -39,7 +39,7 @@ def exits(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
     exit: Annotated[str, typer.Option(help=EXIT_HELP)] = "confident",
     measure: Annotated[
-        str | None, typer.Option(help="confident: softmax | state | classifier.")
+        str | None, typer.Option(help="confident: softmax | state | classifier | cut.")
     ] = None,
     classifier: Annotated[Path | None, typer.Option(help="confident: its weights.")] = None,
     calibration: Annotated[Path | None, typer.Option(help="File of eecore calibrate.")] = None,

@@ -66,7 +66,7 @@ def generate(
     ] = None,
     measure: Annotated[
         str | None,
-        typer.Option(help="confident: softmax | state | classifier.", rich_help_panel=EXITS),
+        typer.Option(help="confident: softmax | state | classifier | cut.", rich_help_panel=EXITS),
     ] = None,
     batch_mode: Annotated[
         str | None,

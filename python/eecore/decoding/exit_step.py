@@ -46,6 +46,9 @@ from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["ExitKind", "ExitStep", "exit_kind"]
 
+# What the head tells at the last layer anyway.
+GAPS = ("softmax", "cut")
+
 
 @dataclass(frozen=True)
 class ExitKind:
@@ -65,7 +68,7 @@ def exit_kind(rows: list[Row], *, page_size: int, ahead: bool) -> ExitKind:
         if route.check is not None:
             for point in route.points:
                 checks[point].add(route.check)
-            if route.check.measure != "softmax":  # for the record; the head tells the softmax's
+            if route.check.measure not in GAPS:  # for the record
                 leaves_with = {route.check}
         checks[route.depth] |= leaves_with
     return ExitKind(
@@ -243,7 +246,7 @@ class ExitStep(Step):
             at = dict(
                 zip(route.points, route.thresholds(t, sequence.sampling.max_tokens), strict=True)
             )
-            if route.check.measure != "softmax":
+            if route.check.measure not in GAPS:
                 at[route.depth] = 1.0
             for k, (point, check) in enumerate(self._checks):
                 if check == route.check and point in at:
@@ -307,26 +310,19 @@ class ExitStep(Step):
         """Measure the rows that ask for it; those that may leave do when ``decide``."""
         rows, active = self._rows, self._active
         thresholds = self._given.device["thresholds"][self._checks.index((end, check))]
-        if check.measure != "softmax":
-            confidence = measure_states(check.measure, check.classifier, previous, hidden)
-            ops.exit_rows(
-                hidden,
-                end,
-                rows,
-                active,
-                thresholds=thresholds,
-                confidence=confidence,
-                decide=decide,
-            )
-            return
-        asked = None
+        asked = head = confidence = None
         states, count = hidden, active.num_active
-        if control.compacts:
+        if control.compacts and check.measure == "softmax":
             asked, count, states = ops.select_rows(
                 hidden, row=active.row, thresholds=thresholds, accepted=rows.accepted
             )
         with control.rows(count):
-            head = self._model.confidence(states)
+            if check.measure == "softmax":
+                head = self._model.confidence(states)
+            else:
+                confidence = measure_states(
+                    self._model, check.measure, check.classifier, previous, states
+                )
         with control.rows(active.num_active, count):
             ops.exit_rows(
                 hidden,
@@ -334,6 +330,7 @@ class ExitStep(Step):
                 rows,
                 active,
                 thresholds=thresholds,
+                confidence=confidence,
                 head=head,
                 asked=asked,
                 decide=decide,
@@ -351,7 +348,9 @@ class ExitStep(Step):
         exit_layer = got["exit_layer"][i]
         is_measured = got["pending"][i] == KNOWN
         if route.check is not None and route.check.measure != "softmax":
-            is_measured = exit_layer in route.points or exit_layer == route.depth
+            is_measured = exit_layer in route.points or (
+                exit_layer == route.depth and route.check.measure not in GAPS
+            )
         confidence = got["confidence" if is_measured else "gap"][i]
         if got["token"][i] < 0 or isnan(got["logprob"][i]) or isnan(confidence):
             return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))

@@ -37,9 +37,16 @@ LOGITS = 2
 
 
 def measure_states(
-    measure: Measure, classifier: ExitClassifier | None, previous: Tensor, hidden: Tensor
+    model: Network,
+    measure: Measure,
+    classifier: ExitClassifier | None,
+    previous: Tensor,
+    hidden: Tensor,
 ) -> Tensor:
-    """The ``state`` or ``classifier`` measure of [num_rows, hidden_size]: float32 [num_rows]."""
+    """A measure other than ``softmax`` of [num_rows, hidden_size]: float32 [num_rows]."""
+    if measure == "cut":
+        assert model.draft_head is not None
+        return model.draft_head.gap(hidden)
     if measure == "state":
         return ops.exit_confidence_cosine(previous, hidden)
     assert classifier is not None

@@ -49,12 +49,14 @@ class Intake:
             raise RequestError(f"exit: expected an exit policy such as Full(), got {shown(policy)}")
         prompt_ids = self._tokens(prompt)
         policy.check(config.num_layers, config.hidden_size)
-        if policy.needs_head and self._network.draft_head is None:
+        head = self._network.draft_head
+        if policy.needs_head and head is None:
             raise ExitError(
                 f"{type(policy).__name__}: expected a model with a draft head, got one without: "
                 "load(..., exits=PACK), which eecore train-exits makes"
             )
-        policy.check_request(self._network.source, sampling.temperature)
+        vocabulary = None if head is None else head.vocabulary_sha256
+        policy.check_request(self._network.source, vocabulary, sampling.temperature)
         input_ids = None
         if isinstance(config, T5Config):
             prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids

@@ -148,6 +148,7 @@ def calibrate(
         )
 
     policy_at(1.0).check(model.config.num_layers, model.config.hidden_size)
+    head = model.network.draft_head if measure == "cut" else None
     alike = SIMILARITIES[similarity]
     full_texts, _ = _generate(model, examples, Full(), max_tokens)
     depth: dict[float, float] = {}
@@ -184,6 +185,7 @@ def calibrate(
         classifier_sha256=None if classifier is None else classifier.sha256,
         grid=tuple(grid),
         steps=tuple(steps),
+        vocabulary_sha256=None if head is None else head.vocabulary_sha256,
     )
 
 

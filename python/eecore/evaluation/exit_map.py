@@ -207,5 +207,5 @@ def _measured(network: Network, policy: ConfidentExit, previous: Tensor, hidden:
     if policy.measure == "softmax":
         return network.confidence(hidden.contiguous()).confidence
     return measure_states(
-        policy.measure, policy.classifier, previous.contiguous(), hidden.contiguous()
+        network, policy.measure, policy.classifier, previous.contiguous(), hidden.contiguous()
     )

@@ -9,7 +9,9 @@ EAGLE-3, Li et al. 2025; recurrent drafter, Zhang et al. 2024.)
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -70,7 +72,7 @@ class DraftHead:
             )
             for i in range(self.settings.num_blocks)
         ]
-        self._norm = norm(tensors["norm"])
+        self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
         self.vocabulary = file.vocabulary.to(network.device)
         """int64 [vocabulary_size]: the token of each row of its head."""
         self._head = matrix(matrix_rows(network.weights.lm_head, self.vocabulary))
@@ -138,6 +140,24 @@ class DraftHead:
         return ops.exit_confidence_softmax(
             state, self._norm, self._head.weight, self._eps, lm_head_table=self._head.table
         )
+
+    def gap(self, hidden: Tensor) -> Tensor:
+        """The top-2 probability gap of the model's own states, among the tokens known here.
+
+        Args:
+            hidden: [num_rows, hidden_size], after any of the model's layers.
+
+        Returns:
+            float32 [num_rows].
+        """
+        return ops.exit_confidence_softmax(
+            hidden, self._final_norm, self._head.weight, self._eps, lm_head_table=self._head.table
+        ).confidence
+
+    @cached_property
+    def vocabulary_sha256(self) -> str:
+        """Of the tokens that it knows."""
+        return hashlib.sha256(self.vocabulary.cpu().numpy().tobytes()).hexdigest()
 
 
 class _Form:

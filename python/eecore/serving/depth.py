@@ -14,6 +14,7 @@ from typing import Any
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import parse_exit
 from eecore.exits import (
+    MEASURES,
     Auto,
     ConfidentExit,
     DraftAndVerify,
@@ -30,7 +31,6 @@ from eecore.values import shown
 
 __all__ = ["MODES", "Depths", "Policies", "recommended"]
 
-MEASURES = ("softmax", "state", "classifier")
 # An exit layer is recommended for drafts where so many of its tokens are the last layer's, of a
 # model that says so.
 AGREEMENT, NUM_DRAFTS = 0.97, 6
@@ -194,7 +194,7 @@ def recommended(
     num_layers: int,
     source: Any,
     agreement: Sequence[float] | None,
-    has_head: bool,
+    vocabulary: str | None,
 ) -> tuple[str, ...]:
     """Policies that a model was made for: those that are listed where nobody says which.
 
@@ -203,10 +203,10 @@ def recommended(
         num_layers: it has.
         source: which model this is; a calibration for another is not listed.
         agreement: of each exit layer with the last one, where the model says so.
-        has_head: there is a draft head for it.
+        vocabulary: SHA-256 of the tokens that its draft head knows; None without one.
     """
     names = ["full", "auto"]
-    if has_head:
+    if vocabulary is not None:
         names.append("head")
     for layer, share in enumerate(agreement or (), 1):
         if share >= AGREEMENT and layer < num_layers:
@@ -214,7 +214,7 @@ def recommended(
             break
     for measure in MEASURES:
         try:
-            policies.calibrated(measure).check_request(source, 0.0)
+            policies.calibrated(measure).check_request(source, vocabulary, 0.0)
         except RequestError:
             continue
         names.append(f"calibrated:{measure}")

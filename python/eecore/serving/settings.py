@@ -85,8 +85,9 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     aliases = settings.aliases
     if aliases is None:
         agreement = None if source is None else source.exit_agreement(config.num_layers)
-        has_head = model.network.draft_head is not None
-        aliases = recommended(policies, config.num_layers, source, agreement, has_head)
+        head = model.network.draft_head
+        vocabulary = None if head is None else head.vocabulary_sha256
+        aliases = recommended(policies, config.num_layers, source, agreement, vocabulary)
     usual = settings.exit or usual_exit(model.network.device)
     depths = Depths(policies, usual, settings.allow_exit, aliases)
     if settings.allow_exit is not None:

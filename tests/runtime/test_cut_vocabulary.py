@@ -1,0 +1,166 @@
+"""Confidence on the tokens that a draft head knows: decisions by them, tokens by the whole head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_confident_exit import MAX_TOKENS, PROMPTS, SETTINGS, check_against_reference
+
+import eecore
+from devices import load
+from eecore import Calibration, ConfidentExit, ExitError, FixedExit
+from eecore.evaluation import Example, calibrate, map_exits
+from head_packs import write_pack
+from reference_decoding import ReferenceModel
+from tiny_models import write_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+THRESHOLD = 0.3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model with a head of noise, of which nothing matters but the 37 tokens it knows."""
+    directory = write_model(tmp_path_factory.mktemp("cut"))
+    write_pack(directory / "exits", load(directory), vocabulary_size=37)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> eecore.Model:
+    return load(directory, kv_cache_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path, model: eecore.Model) -> ReferenceModel:
+    head = model.network.draft_head
+    assert head is not None
+    return ReferenceModel(directory, head.vocabulary)
+
+
+def cut(threshold: float = THRESHOLD, **fields: Any) -> ConfidentExit:
+    return ConfidentExit(threshold, measure="cut", **fields)
+
+
+@pytest.mark.parametrize("batch", ["each", "all"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_algorithm_1(
+    model: eecore.Model, reference: ReferenceModel, setting: str, batch: str
+) -> None:
+    policy = cut(**{**SETTINGS[setting](THRESHOLD), "batch": batch})
+    outputs = check_against_reference(model, reference, policy)
+    depths = {layer for output in outputs for layer in output.exit_layers}
+    assert batch == "all" or len(depths) > 1, "the threshold must tell tokens apart"
+
+
+def test_tokens_are_the_whole_heads(model: eecore.Model) -> None:
+    head = model.network.draft_head
+    assert head is not None
+    at_once = cut(0.0, exit_points=(2,))
+    outputs = eecore.generate(model, PROMPTS, exit=at_once, max_tokens=MAX_TOKENS, ignore_eos=True)
+    known = set(head.vocabulary.tolist())
+    assert not all(token in known for output in outputs for token in output.token_ids)
+    assert {layer for output in outputs for layer in output.exit_layers[1:]} == {2}
+
+
+def test_in_company_of_other_measures(model: eecore.Model) -> None:
+    policies = [cut(), ConfidentExit(THRESHOLD), ConfidentExit(0.8, measure="state")]
+    together = eecore.generate(model, PROMPTS, exit=policies, max_tokens=MAX_TOKENS)
+    for prompt, policy, output in zip(PROMPTS, policies, together, strict=True):
+        (alone,) = eecore.generate(model, [prompt], exit=policy, max_tokens=MAX_TOKENS)
+        assert output.token_ids == alone.token_ids
+        assert output.exit_layers == alone.exit_layers
+        assert output.confidences == pytest.approx(alone.confidences, abs=1e-5)
+
+
+def test_log_probabilities_and_sampling_change_no_exit(model: eecore.Model) -> None:
+    plain = eecore.generate(model, PROMPTS, exit=cut(), max_tokens=MAX_TOKENS)
+    for settings in ({"logprobs": 2}, {"temperature": 1.0, "top_k": 1, "seed": 0}):
+        others = eecore.generate(model, PROMPTS, exit=cut(), max_tokens=MAX_TOKENS, **settings)
+        assert [o.token_ids for o in others] == [o.token_ids for o in plain]
+        assert [o.exit_layers for o in others] == [o.exit_layers for o in plain]
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_heads_of_fewer_bits(directory: Path, weights: str) -> None:
+    model = load(directory, kv_cache_tokens=2048, weights=weights)
+    outputs = eecore.generate(model, PROMPTS, exit=cut(), max_tokens=MAX_TOKENS, ignore_eos=True)
+    depths = {layer for output in outputs for layer in output.exit_layers[1:]}
+    assert len(depths) > 1
+    assert all(0.0 <= value <= 1.0 for output in outputs for value in output.confidences)
+
+
+def test_the_map_shows_what_was_measured(model: eecore.Model) -> None:
+    policy = cut(exit_points=(2, 3))
+    found = map_exits(model, "given", policy, text=" and read")
+    for token in found.tokens[1:]:
+        accepted = [layer for layer in (2, 3) if token.confidences[layer] >= THRESHOLD]
+        assert token.exit_layer == min([*accepted, 4])
+
+
+def test_a_model_without_a_head_is_refused(tiny: eecore.Model) -> None:
+    with pytest.raises(ExitError, match="ConfidentExit: expected a model with a draft head"):
+        eecore.generate(tiny, PROMPTS[:1], exit=cut())
+
+
+def test_a_calibration_holds_for_its_tokens_alone(
+    directory: Path, model: eecore.Model, tmp_path: Path
+) -> None:
+    examples = [Example(f"prompt {i}", f"target {i}") for i in range(6)]
+    found = calibrate(
+        model, examples, measure="cut", delta=0.99, epsilon=0.4, grid=(1.0, 0.4), max_tokens=4
+    )
+    head = model.network.draft_head
+    assert head is not None
+    assert found.vocabulary_sha256 == head.vocabulary_sha256
+    found.save(tmp_path / "cut.json")
+    policy = ConfidentExit.calibrated(tmp_path / "cut.json")
+    assert policy.measure == "cut"
+    assert eecore.generate(model, PROMPTS[:1], exit=policy, max_tokens=4)[0].error is None
+    assert "calibrated (delta 0.99" in policy.contract
+
+    write_pack(tmp_path / "other", load(directory, exits=False), vocabulary_size=37, seed=1)
+    other = load(directory, kv_cache_tokens=512, exits=tmp_path / "other")
+    with pytest.raises(ExitError, match=r"expected the draft head's tokens .* got others"):
+        eecore.generate(other, PROMPTS[:1], exit=policy)
+
+
+@pytest.mark.parametrize(
+    ("measure", "digest"), [("cut", None), ("softmax", "0" * 64), ("cut", "nothing")]
+)
+def test_calibration_files_that_contradict_themselves(
+    model: eecore.Model, tmp_path: Path, measure: str, digest: str | None
+) -> None:
+    path = tmp_path / "calibration.json"
+    found = calibrate(
+        model,
+        [Example("a", "b")],
+        measure=measure,  # type: ignore[arg-type]
+        delta=0.5,
+        grid=(1.0,),
+        max_tokens=1,
+    )
+    found.save(path)
+    assert Calibration.load(path) == found
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocabulary_sha256": digest}))
+    with pytest.raises(ExitError, match="vocabulary_sha256: expected"):
+        Calibration.load(path)
+
+
+def test_the_gap_is_that_of_the_chosen_logits(model: eecore.Model) -> None:
+    head = model.network.draft_head
+    assert head is not None
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    logits = model.network.logits(hidden)[:, head.vocabulary]
+    best = logits.softmax(-1).topk(2).values
+    torch.testing.assert_close(head.gap(hidden), best[:, 0] - best[:, 1], atol=1e-5, rtol=1e-4)
+
+
+def test_fixed_exits_need_no_head(tiny: eecore.Model) -> None:
+    """What goes before every request asks for the head's tokens only where there is one."""
+    assert eecore.generate(tiny, PROMPTS[:1], exit=FixedExit(2), max_tokens=2)
