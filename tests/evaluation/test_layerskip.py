@@ -174,6 +174,7 @@ def test_a_sweep_answers_with_the_fastest_pair(model: eecore.Model, tmp_path: Pa
     pairs = [(cell.exit_layer, cell.num_drafts) for cell in found.cells]
     assert pairs == [(1, 2), (1, 4), (3, 2), (3, 4)]
     assert found.best.speedup == max(cell.speedup for cell in found.cells)
+    assert found.auto_speedup > 0.0
     found.plot(tmp_path / "map.svg")
     assert (tmp_path / "map.svg").read_text().count("<svg") == 1
 
@@ -184,7 +185,7 @@ def test_the_table_of_a_sweep() -> None:
         for layer in (4, 2)
         for drafts in (8, 2)
     )
-    assert Sweep(6, 5.0, cells).markdown().splitlines() == [
+    assert Sweep(6, 5.0, cells, 1.5).markdown().splitlines() == [
         "| exit layer | d=2 | d=8 |",
         "| ---: | ---: | ---: |",
         "| 2 | 2.20 | 2.80 |",
@@ -210,7 +211,9 @@ def test_the_command_lines(
     assert (tmp_path / "result.md").read_text().strip() == printed.out.strip()
 
     assert run(["sweep", *shared, "--exit-layers", "1,2", "--num-drafts", "2", *out]) == 0
-    assert "best: --exit speculative:" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "best: --exit speculative:" in printed.out
+    assert "--exit auto: " in printed.out
     assert len(json.loads((tmp_path / "result.json").read_text())["cells"]) == 2
     assert (tmp_path / "result.svg").is_file()
 

@@ -193,7 +193,7 @@ def _skips(path: Path) -> None:
 
 def _sweep() -> Sweep:
     cells = (SweepCell(1, 2, 0.5, 10.0, 1.1), SweepCell(1, 4, 0.5, 10.0, 1.2))
-    return Sweep(4, 9.0, cells)
+    return Sweep(4, 9.0, cells, 1.1)
 
 
 def _classifier(path: Path) -> None:

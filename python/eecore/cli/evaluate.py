@@ -151,6 +151,7 @@ def sweep(
         f"\nbest: --exit speculative:{best.exit_layer},{best.num_drafts}, {best.speedup:.2f} times "
         f"full depth ({best.tokens_per_s:.1f} against {found.full_tokens_per_s:.1f} tokens/s)"
     )
+    print(f"--exit auto: {found.auto_speedup:.2f} times full depth")
     if best.speedup <= 1.0:
         print("no pair is faster than full depth on these prompts")
     if out is not None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from eecore.decoding.budget import Budget
 from eecore.decoding.memory import power_of_two
-from eecore.decoding.pass_times import ROW_COST, Anchor, PassTimes, blended
+from eecore.decoding.pass_times import MOST_SLOWER, ROW_COST, Anchor, PassTimes, blended
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.exits import Auto
 
@@ -408,7 +408,10 @@ class Chooser:
             self._head_step = blended(self._head_step, measured)
         elif drafted:
             of_head = ahead * self._head_step * full
-            self._verify.add(rows + drafted, max(seconds - of_head, full))
+            passed = max(seconds - of_head, full)
+            if rows + drafted not in self._verify:
+                passed = min(passed, MOST_SLOWER * expected)
+            self._verify.add(rows + drafted, passed)
         self._note(expected + ahead * self._head_step * full, seconds)
 
     def learn_drafted(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import bisect
 
-__all__ = ["COST_AMONG_ROWS", "ROW_COST", "Anchor", "PassTimes", "blended"]
+__all__ = ["COST_AMONG_ROWS", "MOST_SLOWER", "ROW_COST", "Anchor", "PassTimes", "blended"]
 
 Anchor = tuple[int, float]
 """Rows of a pass of full depth, and its seconds."""
 
-# What a measurement weighs beside those before, and how much slower than they it can be: what is
-# beyond was disturbed. How many passes it takes to forget one.
-NEW_TIME, MOST_SLOWER = 0.25, 1.5
+# What a measurement weighs beside those before, and one that is faster, which nothing disturbed;
+# how much slower than they it can be: what is beyond was disturbed. How many passes it takes to
+# forget one.
+NEW_TIME, FASTER_TIME, MOST_SLOWER = 0.25, 0.5, 1.5
 FORGET_TIME = 1024
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
@@ -34,7 +35,7 @@ class PassTimes:
         return rows in self._seconds
 
     def add(self, rows: int, seconds: float) -> None:
-        """A pass that has been measured."""
+        """A pass that has been measured; the first of so many rows is taken as it is."""
         self._count += 1
         known = self._seconds.get(rows)
         if known is None:
@@ -87,4 +88,5 @@ class PassTimes:
 
 def blended(known: float, new: float) -> float:
     """A time that was measured once more."""
-    return known + NEW_TIME * (min(new, MOST_SLOWER * known) - known)
+    weight = FASTER_TIME if new < known else NEW_TIME
+    return known + weight * (min(new, MOST_SLOWER * known) - known)

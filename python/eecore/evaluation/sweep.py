@@ -12,7 +12,7 @@ from eecore.errors import RequestError
 from eecore.evaluation import plots
 from eecore.evaluation.tables import markdown_table
 from eecore.evaluation.timed import TimedRun, time_policies
-from eecore.exits import SelfSpeculative
+from eecore.exits import Auto, SelfSpeculative
 from eecore.files import write_text
 from eecore.generation import Model
 
@@ -33,11 +33,13 @@ class SweepCell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The whole grid."""
+    """The whole grid, and what ``Auto`` made of the same prompts."""
 
     num_layers: int
     full_tokens_per_s: float
     cells: tuple[SweepCell, ...]
+    auto_speedup: float
+    """Of :class:`eecore.Auto` over full depth, in the same rounds."""
 
     @property
     def best(self) -> SweepCell:
@@ -100,7 +102,8 @@ def sweep_speculation(
     rounds: int = 1,
     progress: Callable[[int, TimedRun], None] | None = None,
 ) -> Sweep:
-    """Time :class:`eecore.SelfSpeculative` over exit layers and numbers of drafts.
+    """Time :class:`eecore.SelfSpeculative` over exit layers and numbers of drafts, and
+    :class:`eecore.Auto`, which chooses by itself.
 
     Args:
         model: from :func:`eecore.load`.
@@ -116,10 +119,10 @@ def sweep_speculation(
     pairs = [(layer, drafts) for layer in layers for drafts in num_drafts]
     if not pairs:
         raise RequestError("sweep: expected some exit layers and numbers of drafts, got none")
-    full, *runs = time_policies(
+    full, auto, *runs = time_policies(
         model,
         prompts,
-        [SelfSpeculative(layer, drafts) for layer, drafts in pairs],
+        [Auto(), *(SelfSpeculative(layer, drafts) for layer, drafts in pairs)],
         max_tokens=max_tokens,
         batch_size=batch_size,
         rounds=rounds,
@@ -129,4 +132,4 @@ def sweep_speculation(
         SweepCell(layer, drafts, run.acceptance, run.tokens_per_s, run.speedup_over(full))
         for (layer, drafts), run in zip(pairs, runs, strict=True)
     ]
-    return Sweep(model.config.num_layers, full.tokens_per_s, tuple(cells))
+    return Sweep(model.config.num_layers, full.tokens_per_s, tuple(cells), auto.speedup_over(full))
