@@ -59,8 +59,8 @@ def row_of(weights: str, batch: int, found: Sweep) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        "| weights | batch | full, tokens/s | best fixed (E, d) | its speed-up | median of the grid "
-        "| auto | auto / best |",
+        "| weights | batch | full, tokens/s | best fixed (E, d) | its speed-up "
+        "| median of the grid | auto | auto / best |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
@@ -75,8 +75,8 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"The intent model on {result['count']} held-out utterances, prompts included. The grid: "
         f"`SelfSpeculative` from layers {', '.join(map(str, EXIT_LAYERS))} with "
-        f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only afterwards. Medians of "
-        f"{result['rounds']} turns; {result['threads']} thread(s), {result['cpu']}, "
+        f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
+        f"afterwards. Medians of {result['rounds']} turns; {result['threads']} thread(s), {result['cpu']}, "
         f"{result['cpu_capability']} kernels, torch {result['torch']}. "
         "`python bench/bench_auto.py`",
     ]

@@ -223,8 +223,9 @@ FLOORS = {
     "generation": "engine models exits builtin free_memory config output",
     "answers": "generation engine config output",
     "evaluation": "generation decoding models exits calibration_file config output depth_colours",
-    "eecore": "evaluation generation engine ops exits calibration_file builtin config guide output",
-    "integrations": "eecore evaluation generation engine models ops exits config output",
+    "integrations": "generation models exit_text exits config output",
+    "eecore": "integrations evaluation generation engine ops exits calibration_file builtin config "
+    "guide output",
     "serving": "eecore evaluation generation engine models exit_text exits config guide output "
     "depth_colours",
     "cli": "eecore serving evaluation answers generation training models exit_text exits "

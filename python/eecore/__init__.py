@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     )
     from eecore.generation import Model, generate, load, stream
     from eecore.guide import Guide
+    from eecore.integrations.transformers_generate import generate_for_transformers
+    from eecore.integrations.transformers_model import from_transformers
     from eecore.ops import build_info
     from eecore.output import Output, RequestFailedError, RequestStats, StepOutput
 
@@ -49,14 +51,14 @@ _NAMES = {
         "FixedExit",
         "Full",
         "HeadDrafts",
-        "HeadDrafts",
-        "HeadDrafts",
         "PromptLookup",
         "SelfSpeculative",
     ),
     "eecore.guide": ("Guide",),
     "eecore.generation": ("Model", "generate", "load", "stream"),
     "eecore.builtin": ("default_model",),
+    "eecore.integrations.transformers_generate": ("generate_for_transformers",),
+    "eecore.integrations.transformers_model": ("from_transformers",),
     "eecore.ops": ("build_info",),
     "eecore.output": ("Output", "RequestFailedError", "RequestStats", "StepOutput"),
 }
@@ -94,7 +96,9 @@ __all__ = [
     "build_info",
     "calibrate",
     "default_model",
+    "from_transformers",
     "generate",
+    "generate_for_transformers",
     "load",
     "ops",
     "search_skipped_sublayers",

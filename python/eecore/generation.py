@@ -22,7 +22,7 @@ from eecore.free_memory import free_memory
 from eecore.models import KVCache, Network, Tokenizer, find_head, load_model
 from eecore.output import Output, StepOutput
 
-__all__ = ["Model", "generate", "load", "stream"]
+__all__ = ["Model", "engine_limits", "generate", "load", "stream"]
 
 Prompt = str | list[int]
 
@@ -122,6 +122,16 @@ def load(
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
     network.draft_head = find_head(network, directory, exits)
+    return Model(network, tokenizer, engine_limits(network, engine, kv_cache_tokens, prefix_cache))
+
+
+def engine_limits(
+    network: Network,
+    engine: EngineConfig | None,
+    kv_cache_tokens: int | None,
+    prefix_cache: bool | None,
+) -> EngineConfig:
+    """Those of a model, by what was said when it was loaded; see :func:`load`."""
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
     if kv_cache_tokens is not None:
         limits["kv_cache_tokens"] = kv_cache_tokens
@@ -129,7 +139,7 @@ def load(
         limits["kv_cache_tokens"] = _default_kv_cache_tokens(network)
     if prefix_cache is not None:
         limits["prefix_cache"] = prefix_cache
-    return Model(network, tokenizer, EngineConfig(**limits))
+    return EngineConfig(**limits)
 
 
 def _default_kv_cache_tokens(network: Network) -> int:

@@ -1,5 +1,6 @@
 """Models: a Hugging Face directory in, a forward pass of single layers out."""
 
+from eecore.models import adopt
 from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.draft_head import DraftHead
 from eecore.models.find_head import find_head
@@ -7,6 +8,7 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.load import load_model
 from eecore.models.network import Network
+from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -18,9 +20,11 @@ __all__ = [
     "KVCache",
     "LlamaModel",
     "LlamaWeights",
+    "ModelSource",
     "Network",
     "T5Model",
     "Tokenizer",
+    "adopt",
     "find_head",
     "load_model",
 ]

@@ -238,7 +238,7 @@ def load_weights(
     embeddings = embeddings_name(config, checkpoint)
     try:
         new = NewWeights(device, dtype, CodedForms(coding))
-        weights, views = _weights(config, embeddings, new)
+        weights, views = empty_weights(config, embeddings, new)
     except RuntimeError as error:  # of torch, which is out of memory
         size = config.num_parameters * dtype.itemsize / 2**30
         raise ModelError(
@@ -251,7 +251,7 @@ def load_weights(
     return weights
 
 
-def _weights(
+def empty_weights(
     config: AnyModelConfig, embeddings: str, new: NewWeights
 ) -> tuple[LlamaWeights | T5Weights, dict[str, WeightView]]:
     """Uninitialised weights, and what each tensor of a checkpoint fills."""
@@ -285,7 +285,7 @@ def expected_shapes(stored: StoredTensors, config: AnyModelConfig) -> dict[str, 
                 f"{len(stored.names)} tensors"
             )
     new = NewWeights("meta", torch.float32)
-    views = _weights(config, embeddings_name(config, stored), new)[1]
+    views = empty_weights(config, embeddings_name(config, stored), new)[1]
     return {name: tuple(view.weight.shape) for name, view in views.items()}
 
 

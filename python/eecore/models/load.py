@@ -75,7 +75,7 @@ def load_model(
         what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, config), config)
         loaded = load_weights(checkpoint, config, where, what, coding=coding)
     source = ModelSource(directory, str(what).removeprefix("torch."), coding)
-    return config, _network(config, loaded, source), tokenizer
+    return config, network_of(config, loaded, source), tokenizer
 
 
 def _load_gguf(
@@ -129,9 +129,10 @@ def read_config(path: Path) -> AnyModelConfig:
     return GGUFCheckpoint(path).config if kind_of(path) == "a file" else read_model_config(path)
 
 
-def _network(
-    config: AnyModelConfig, weights: LlamaWeights | T5Weights, source: ModelSource
+def network_of(
+    config: AnyModelConfig, weights: LlamaWeights | T5Weights, source: ModelSource | None
 ) -> Network:
+    """The model of a config and its weights."""
     if isinstance(config, T5Config):
         assert isinstance(weights, T5Weights)
         return T5Model(config, weights, source)

@@ -1,0 +1,279 @@
+"""``model.generate`` of transformers on eecore's engine: its call, its arguments, early exit.
+
+``model.generate(**inputs, custom_generate=eecore.generate_for_transformers, exit="auto")``: what
+transformers prepares of the arguments is taken as it comes, and what eecore does not do is an error
+that names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils.generic import ModelOutput
+
+from eecore.config import SamplingParams, T5Config
+from eecore.errors import RequestError
+from eecore.exit_text import parse_exit, usual_exit
+from eecore.exits import Exit
+from eecore.generation import stream
+from eecore.integrations.transformers_model import model_behind
+from eecore.output import Output, RequestFailedError
+from eecore.values import shown
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+__all__ = ["EarlyExitOutput", "generate_for_transformers"]
+
+# What transformers makes of settings that eecore's sampling has; others change logits in ways that
+# it does not know.
+PROCESSORS = {
+    "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+}
+CRITERIA = {"EosTokenCriteria", "MaxLengthCriteria"}
+# Of a generation config: what is taken over, or changes nothing here.
+SETTINGS = {
+    "bos_token_id",
+    "cache_implementation",
+    "decoder_start_token_id",
+    "disable_compile",
+    "do_sample",
+    "eos_token_id",
+    "max_length",
+    "max_new_tokens",
+    "min_p",
+    "num_return_sequences",
+    "pad_token_id",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "temperature",
+    "top_k",
+    "top_p",
+    "transformers_version",
+    "use_cache",
+}
+# What transformers passes on for a forward pass of its own.
+PREPARED = {
+    "attention_mask",
+    "cache_position",
+    "encoder_outputs",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+
+
+@dataclass
+class EarlyExitOutput(ModelOutput):
+    """What a call with ``return_dict_in_generate=True`` gives.
+
+    Attributes:
+        sequences: int64 [batch_size, length], prompts and answers, padded on the right.
+        contracts: of each sequence, what its exit policy promises: lossless, calibrated, ...
+        exit_layers: of each sequence, how many layers each new token had behind it.
+        confidences: of each sequence, the policy's measure for each new token.
+        outputs: of each sequence, all that eecore tells of it.
+    """
+
+    sequences: Tensor | None = None
+    contracts: list[str] | None = None
+    exit_layers: list[list[int]] | None = None
+    confidences: list[list[float]] | None = None
+    outputs: list[Output] | None = None
+
+
+def generate_for_transformers(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    exit: Exit | str | None = None,
+    stop: str | Sequence[str] = (),
+    inputs_tensor: Tensor | None = None,
+    **prepared: Any,
+) -> Tensor | EarlyExitOutput:
+    """For ``model.generate(..., custom_generate=generate_for_transformers, exit=...)``.
+
+    Prompts may be padded on the left, with an attention mask. Greedy answers are those of
+    transformers, sampled ones have its distribution, and follow ``torch.manual_seed``. The first
+    call makes the model one of eecore's, see :func:`eecore.from_transformers`.
+
+    Args:
+        model: given by transformers, as are those up to ``generation_config``.
+        input_ids: int64 [batch_size, prompt_length].
+        logits_processor: those that follow from the settings.
+        stopping_criteria: the same.
+        generation_config: length, sampling, end tokens, ``return_dict_in_generate``.
+        exit: an exit policy, or its text; None as in :func:`eecore.generate`.
+        stop: texts that end an answer, for a model that has a tokenizer by
+            :func:`eecore.from_transformers`; ``stop_strings`` do not reach a function like this.
+        inputs_tensor: an encoder's inputs, given by transformers.
+        prepared: what it prepares for a forward pass, of which the attention mask is used.
+
+    Returns:
+        int64 [batch_size, length]: prompts and answers, those that ended early padded; an
+        :class:`EarlyExitOutput` with ``return_dict_in_generate``.
+
+    Raises:
+        RequestError: for an argument that is not honoured.
+        ModelError: the model cannot be one of eecore's.
+        RequestFailedError: one answer failed; the others' work is lost with it, as a tensor has no
+            place to say so.
+    """
+    _refuse(logits_processor, stopping_criteria, generation_config, prepared)
+    ours = model_behind(model)
+    policy = parse_exit(exit) if isinstance(exit, str) else exit
+    if policy is None:
+        policy = parse_exit(usual_exit(ours.network.device))
+    is_t5 = isinstance(ours.config, T5Config)
+    given = input_ids if inputs_tensor is None or not is_t5 else inputs_tensor
+    prompts = _prompts(given, prepared.get("attention_mask"))
+    if is_t5 and input_ids.shape[1] != 1:
+        raise RequestError(
+            f"decoder_input_ids: expected the start token alone, got {input_ids.shape[1]} tokens"
+        )
+    settings = _sampling(generation_config, input_ids.shape[1], len(prompts), stop)
+    streamer = _streamer()
+    if streamer is not None and len(prompts) > 1:
+        raise RequestError(f"streamer: expected one sequence, got {len(prompts)}")
+    order: list[str] = []
+    outputs: dict[str, Output] = {}
+    for step in stream(ours, prompts, exit=policy, sampling=settings, order=order):
+        if streamer is not None and step.token_ids:
+            for token in step.token_ids:
+                streamer.put(torch.tensor([token]))
+        if step.output is not None:
+            outputs[step.request_id] = step.output
+    if streamer is not None:
+        streamer.end()
+    made = [outputs[name] for name in order]
+    for output in made:
+        if output.finish_reason == "error":
+            raise RequestFailedError(output)
+    sequences = _sequences(input_ids, made, _pad(generation_config))
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return EarlyExitOutput(
+        sequences=sequences,
+        contracts=[policy.contract] * len(made),
+        exit_layers=[output.exit_layers for output in made],
+        confidences=[output.confidences for output in made],
+        outputs=made,
+    )
+
+
+def _refuse(
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    prepared: dict[str, Any],
+) -> None:
+    """An error for the first argument that would not be honoured."""
+    usual: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
+    for name in sorted(set(config.to_diff_dict()) - SETTINGS):
+        value = getattr(config, name, None)
+        is_usual = value is None or value is False or value == usual.get(name)
+        if not (is_usual or name.startswith("_")):
+            raise RequestError(f"{name}: expected none with eecore, got {shown(value)}")
+    for each in processors:
+        if type(each).__name__ not in PROCESSORS:
+            raise RequestError(f"logits_processor: expected none, got {type(each).__name__}")
+    for each in criteria:
+        if type(each).__name__ not in CRITERIA:
+            raise RequestError(f"stopping_criteria: expected none, got {type(each).__name__}")
+    for name, value in prepared.items():
+        if name not in PREPARED and value is not None:
+            raise RequestError(f"{name}: expected none with eecore, got {shown(value)}")
+    cache = prepared.get("past_key_values")
+    if cache is not None and getattr(cache, "get_seq_length", lambda: 0)() > 0:
+        raise RequestError("past_key_values: expected none, got a cache that is filled")
+
+
+def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Without their padding."""
+    if input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise RequestError(
+            f"input_ids: expected token ids [batch_size, length], got {list(input_ids.shape)} of "
+            f"{input_ids.dtype}"
+        )
+    rows: list[list[int]] = input_ids.tolist()
+    if mask is None:
+        return rows
+    prompts = []
+    for i, (row, kept) in enumerate(zip(rows, mask.bool().tolist(), strict=True)):
+        prompt = [token for token, is_kept in zip(row, kept, strict=True) if is_kept]
+        ends = kept[-len(prompt) :] if prompt else []
+        if not (all(ends) or all(kept[: len(prompt)])):
+            raise RequestError(
+                f"attention_mask: expected padding at an end of a prompt alone, got it within [{i}]"
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+def _sampling(
+    config: GenerationConfig, length: int, count: int, stop: str | Sequence[str]
+) -> list[SamplingParams]:
+    """Of each sequence."""
+    ends = config._eos_token_tensor
+    shared: dict[str, Any] = {
+        "max_tokens": config.max_length - length,
+        "ignore_eos": True,  # the call says which tokens end an answer
+        "stop_token_ids": () if ends is None else tuple(ends.tolist()),
+        "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+        "repetition_penalty": _or(config.repetition_penalty, 1.0),
+    }
+    if not config.do_sample:
+        return [SamplingParams(**shared)] * count
+    shared |= {
+        "temperature": _or(config.temperature, 1.0),
+        "top_k": _or(config.top_k, 0),
+        "top_p": _or(config.top_p, 1.0),
+        "min_p": _or(config.min_p, 0.0),
+    }
+    seeds = torch.randint(2**62, (count,)).tolist()
+    return [SamplingParams(**shared, seed=seed) for seed in seeds]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _pad(config: GenerationConfig) -> int:
+    pad = config._pad_token_tensor
+    return 0 if pad is None else int(pad)
+
+
+def _sequences(input_ids: Tensor, outputs: list[Output], pad: int) -> Tensor:
+    longest = max(len(output.token_ids) for output in outputs)
+    new = [output.token_ids + [pad] * (longest - len(output.token_ids)) for output in outputs]
+    return torch.cat((input_ids, torch.tensor(new, device=input_ids.device)), dim=1)
+
+
+def _streamer() -> Any:
+    """That of the call of ``generate``, which transformers keeps from functions like this."""
+    for frame in _callers():
+        if frame.f_code.co_name == "generate" and "custom_generate" in frame.f_locals:
+            return frame.f_locals.get("streamer")
+    return None
+
+
+def _callers() -> Iterator[Any]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
