@@ -76,7 +76,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"The intent model on {result['count']} held-out utterances, prompts included. The grid: "
         f"`SelfSpeculative` from layers {', '.join(map(str, EXIT_LAYERS))} with "
         f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
-        f"afterwards. Medians of {result['rounds']} turns; {result['threads']} thread(s), {result['cpu']}, "
+        f"afterwards. Medians of {result['rounds']} turns; {result['threads']} thread(s), "
+        f"{result['cpu']}, "
         f"{result['cpu_capability']} kernels, torch {result['torch']}. "
         "`python bench/bench_auto.py`",
     ]
