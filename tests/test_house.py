@@ -223,7 +223,7 @@ FLOORS = {
     "generation": "engine models exits builtin free_memory config output",
     "answers": "generation engine config output",
     "evaluation": "generation decoding models exits calibration_file config output depth_colours",
-    "integrations": "generation models exit_text exits config output",
+    "integrations": "generation models ops exit_text exits config output",
     "eecore": "integrations evaluation generation engine ops exits calibration_file builtin config "
     "guide output",
     "serving": "eecore evaluation generation engine models exit_text exits config guide output "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from eecore.generation import Model, generate, load, stream
     from eecore.guide import Guide
+    from eecore.integrations.transformers_attention import register_attention
     from eecore.integrations.transformers_generate import generate_for_transformers
     from eecore.integrations.transformers_model import from_transformers
     from eecore.ops import build_info
@@ -57,6 +58,7 @@ _NAMES = {
     "eecore.guide": ("Guide",),
     "eecore.generation": ("Model", "generate", "load", "stream"),
     "eecore.builtin": ("default_model",),
+    "eecore.integrations.transformers_attention": ("register_attention",),
     "eecore.integrations.transformers_generate": ("generate_for_transformers",),
     "eecore.integrations.transformers_model": ("from_transformers",),
     "eecore.ops": ("build_info",),
@@ -101,6 +103,7 @@ __all__ = [
     "generate_for_transformers",
     "load",
     "ops",
+    "register_attention",
     "search_skipped_sublayers",
     "stream",
 ]
