@@ -217,7 +217,7 @@ FLOORS = {
     "ops": "_C _cuda",
     "models": "ops config",
     "scheduling": "config",
-    "decoding": "scheduling models ops exits config guide",
+    "decoding": "scheduling models ops exits config guide output",
     "engine": "decoding scheduling models exit_text exits config output",
     "training": "models exits config",
     "generation": "engine models exits builtin free_memory config output",
@@ -233,7 +233,7 @@ FLOORS = {
     "__main__": "cli",
 }
 # What a floor may name in annotations alone.
-FOR_TYPES = {"scheduling": {"exits"}}
+FOR_TYPES = {"scheduling": {"exits", "output"}}
 
 
 def floor(name: str) -> str:

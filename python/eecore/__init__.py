@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     from eecore.integrations.transformers_generate import generate_for_transformers
     from eecore.integrations.transformers_model import from_transformers
     from eecore.ops import build_info
-    from eecore.output import Output, RequestFailedError, RequestStats, StepOutput
+    from eecore.output import (
+        Output,
+        PromptLogprob,
+        RequestFailedError,
+        RequestStats,
+        StepOutput,
+    )
 
 _NAMES = {
     "eecore.calibration_file": ("Calibration",),
@@ -62,7 +68,13 @@ _NAMES = {
     "eecore.integrations.transformers_generate": ("generate_for_transformers",),
     "eecore.integrations.transformers_model": ("from_transformers",),
     "eecore.ops": ("build_info",),
-    "eecore.output": ("Output", "RequestFailedError", "RequestStats", "StepOutput"),
+    "eecore.output": (
+        "Output",
+        "PromptLogprob",
+        "RequestFailedError",
+        "RequestStats",
+        "StepOutput",
+    ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -86,6 +98,7 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "Output",
+    "PromptLogprob",
     "PromptLookup",
     "RequestError",
     "RequestFailedError",

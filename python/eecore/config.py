@@ -296,7 +296,8 @@ class SamplingParams:
     Numbers may be numpy's or fractions; what is kept is Python's own. A bool is no number.
 
     Args:
-        max_tokens: most tokens to generate (N of the decaying threshold).
+        max_tokens: most tokens to generate (N of the decaying threshold); 0, with
+            ``prompt_logprobs`` alone, for a prompt that is to be scored.
         temperature: 0 is greedy; otherwise 1e-10..1e10.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p.
@@ -306,6 +307,10 @@ class SamplingParams:
         logprobs: how many of the most probable tokens to report with their log-probabilities,
             besides the emitted token's own; None reports nothing, 0 the emitted token's alone. At
             most the model's vocabulary.
+        prompt_logprobs: the same of each token of the prompt but the first, at the depth at which
+            the prompt runs: all layers, and with :class:`eecore.FixedExit` those of the cut model.
+            The whole prompt is computed then, whatever the prefix cache has of it. Not for models
+            with an encoder.
         stop: strings that end the text; the text stops before them. At most 64, of 4096 characters.
         stop_token_ids: tokens that end the request, besides the model's own; at most 1024. Those
             that the model does not have never come.
@@ -334,10 +339,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     guide: Guide | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         fields = Fields(self, RequestError)
-        fields.whole("max_tokens", 1)
+        fields.whole("prompt_logprobs", optional=True)
+        fields.whole("max_tokens", 1 if self.prompt_logprobs is None else 0)
         fields.real("temperature", *TEMPERATURES, or_zero=True)
         fields.whole("top_k")
         fields.real("top_p", MIN_POSITIVE, 1.0, expected="above 0, at most 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from eecore.output import PromptLogprob
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["Outcome"]
@@ -21,6 +22,8 @@ class Outcome:
     kv_exit_layers: list[int] = field(default_factory=list)
     """Exit layer behind the KV of each newly computed generated position."""
     counters: Counters = field(default_factory=Counters)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    """Of tokens of the prompt, behind those that the sequence has."""
     draft_stop: Any = None
     """The next adaptive draft threshold, of a round that had one."""
     ahead: Any = None

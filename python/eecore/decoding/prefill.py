@@ -25,6 +25,7 @@ from eecore.decoding.memory import (
     slots_of,
 )
 from eecore.decoding.outcome import Outcome
+from eecore.decoding.prompt_logprobs import Scored, prompt_logprobs
 from eecore.decoding.route import route_of
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
@@ -86,9 +87,12 @@ class _Chunk:
 
     @property
     def emits(self) -> bool:
-        """Whether the last row gives a token: not of a replay or an unfinished prompt."""
+        """Whether the last row gives a token: not of a replay or an unfinished prompt, nor where
+        none is wanted.
+        """
         sequence = self.sequence
-        return not sequence.output_ids and self.stop == sequence.num_prompt_tokens
+        ends = not sequence.output_ids and self.stop == sequence.num_prompt_tokens
+        return ends and sequence.tokens_left > 0
 
 
 class Prefill:
@@ -156,7 +160,22 @@ class Prefill:
                 outcome.records = [] if record is None else [record]
                 outcome.error = NotFiniteError(NO_TOKEN) if record is None else None
             outcomes.append(outcome)
+        self._score_prompts(hidden, outcomes)
         return outcomes
+
+    def _score_prompts(self, hidden: Tensor, outcomes: list[Outcome]) -> None:
+        """Log-probabilities of prompts, for those who ask for them."""
+        scored = {
+            i: part
+            for i, (chunk, end) in enumerate(zip(self._chunks, self._ends, strict=True))
+            if (part := Scored.of(chunk.sequence, chunk.first, chunk.stop, int(end)))
+        }
+        found = prompt_logprobs(self._model, hidden, list(scored.values()))
+        for i, entries in zip(scored, found, strict=True):
+            if entries is None:
+                outcomes[i].error = NotFiniteError(NO_TOKEN)
+            else:
+                outcomes[i].prompt_logprobs = entries
 
     def _layers(self) -> Tensor:
         """[num_rows, hidden_size]: each row's state when it leaves."""

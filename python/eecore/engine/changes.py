@@ -17,7 +17,7 @@ from eecore.decoding.outcome import Outcome
 from eecore.decoding.route import route_of
 from eecore.engine.faults import described
 from eecore.engine.text import Decoded, TextStream
-from eecore.output import Output, RequestStats, StepOutput
+from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
 from eecore.scheduling.sequence import Counters, Sequence, SequenceStatus, TokenRecord
 
 __all__ = ["Change", "Changes"]
@@ -45,6 +45,9 @@ class Change:
     records: Ordered[TokenRecord] = ()
     """Of the new tokens."""
     token_ids: Ordered[int] = ()
+    num_prompt_logprobs_before: int = 0
+    prompt_logprobs: Ordered[PromptLogprob] = ()
+    """Of tokens of the prompt, new ones."""
     decoded: Decoded | None = None
     """As far as the text had to be, or None."""
     shown: int | None = None
@@ -71,6 +74,8 @@ class Change:
         sequence.kv_exit_layers[self.num_kv_before :] = self.kv_exit_layers
         sequence.output_ids[before:] = self.token_ids
         sequence.records[before:] = self.records
+        if self.prompt_logprobs:
+            sequence.prompt_logprobs[self.num_prompt_logprobs_before :] = self.prompt_logprobs
         if self.decoded is not None:
             sequence.text.keep(self.decoded)
         if self.shown is not None:
@@ -111,6 +116,9 @@ class Changes:
             outcome.kv_exit_layers,
         )
         num_layers = self._num_layers
+        if outcome.prompt_logprobs:
+            change.num_prompt_logprobs_before = len(sequence.prompt_logprobs)
+            change.prompt_logprobs = outcome.prompt_logprobs
         if not records or min(outcome.kv_exit_layers, default=0) < num_layers:
             change.approximate = self._approximate(outcome)
         if records:
@@ -118,8 +126,10 @@ class Changes:
                 change.first_token, change.publishes = now, True
             self._take_tokens(change, records, now)
             change.crops = sequence.max_drafts > 0 and sequence not in going_on
-        else:
+        elif sequence.tokens_left or outcome.num_computed < sequence.num_prompt_tokens:
             change.publishes = True
+        else:
+            self._end_without_tokens(change, "length", now)
         return change
 
     def ending(self, sequence: Sequence, now: float, error: Exception | None = None) -> Change:
@@ -134,6 +144,15 @@ class Changes:
             len(sequence.kv_exit_layers),
             sequence.draft_stop,
         )
+        reason = "cancelled" if error is None else "error"
+        self._end_without_tokens(change, reason, now, None if error is None else described(error))
+        return change
+
+    def _end_without_tokens(
+        self, change: Change, reason: str, now: float, error: str | None = None
+    ) -> None:
+        """The end of a request that gets no new tokens."""
+        sequence = change.sequence
         text: TextStream | None = sequence.text
         piece: Piece | None = None
         if text is not None:
@@ -142,10 +161,16 @@ class Changes:
                 with suppress(Exception):
                     piece = self._end_text(change, text, None, len(sequence.output_ids))
                     break
-        reason = "cancelled" if error is None else "error"
-        self._end(change, reason, now, None if error is None else described(error))
-        change.step = StepOutput(sequence.request_id, [], [], [], change.output, piece=piece)
-        return change
+        self._end(change, reason, now, error)
+        change.step = StepOutput(
+            sequence.request_id,
+            [],
+            [],
+            [],
+            change.output,
+            prompt_logprobs=_first_prompt_logprobs(change),
+            piece=piece,
+        )
 
     def _approximate(self, outcome: Outcome) -> set[int]:
         """Pages of newly computed positions that lack a layer's own work."""
@@ -210,6 +235,7 @@ class Changes:
             [record.confidence for record in records],
             change.output,
             *_logprobs(sequence, records),
+            _first_prompt_logprobs(change),
             piece,
         )
 
@@ -251,6 +277,7 @@ class Changes:
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             stats=self._stats(change, records, now),
+            prompt_logprobs=_prompt_logprobs(change),
             error=error,
         )
 
@@ -280,3 +307,16 @@ def _logprobs(
         return None, None
     logprobs = [record.logprob or 0.0 for record in records]
     return logprobs, [record.top_logprobs or {} for record in records] if asked else None
+
+
+def _prompt_logprobs(change: Change) -> list[PromptLogprob | None] | None:
+    """Of the prompt's tokens, as far as it has come, if they were asked for."""
+    sequence = change.sequence
+    if sequence.sampling.prompt_logprobs is None:
+        return None
+    return [None, *sequence.prompt_logprobs, *change.prompt_logprobs]
+
+
+def _first_prompt_logprobs(change: Change) -> list[PromptLogprob | None] | None:
+    """The same for the request's first step alone."""
+    return None if change.num_before else _prompt_logprobs(change)

@@ -60,6 +60,11 @@ class Intake:
         input_ids = None
         if isinstance(config, T5Config):
             prompt_ids, input_ids = [config.decoder_start_token_id], prompt_ids
+            if sampling.prompt_logprobs is not None:
+                raise RequestError(
+                    "prompt_logprobs: expected a model without an encoder, which predicts the "
+                    f"tokens of its prompt, got {config.architecture}"
+                )
         self._check_length(len(prompt_ids), input_ids, sampling.max_tokens)
         self._check_sampling(sampling)
         if sampling.seed is None:
@@ -121,11 +126,12 @@ class Intake:
                 raise RequestError(
                     f"logit_bias: expected token ids 0..{vocab_size - 1}, got {token}"
                 )
-        if sampling.logprobs is not None and sampling.logprobs > vocab_size:
-            raise RequestError(
-                f"logprobs: expected at most {vocab_size}, the size of the vocabulary, "
-                f"got {sampling.logprobs}"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(sampling, name)) is not None and asked > vocab_size:
+                raise RequestError(
+                    f"{name}: expected at most {vocab_size}, the size of the vocabulary, "
+                    f"got {asked}"
+                )
 
     def _check_length(
         self, prompt_tokens: int, input_ids: list[int] | None, max_tokens: int

@@ -42,8 +42,8 @@ class PrefixCache:
         return len(self._pages)
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The first pages of what a sequence still has to compute, without its last position."""
-        most = min(sequence.prefill_target - 1, self._exact_positions(sequence))
+        """The first pages of what a sequence still has to compute, as far as they will do."""
+        most = min(sequence.most_cached, self._exact_positions(sequence))
         return self._known(sequence, most // self._page_size)
 
     def of(self, sequence: Sequence) -> list[int]:

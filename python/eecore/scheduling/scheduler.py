@@ -253,7 +253,8 @@ class Scheduler:
         given, without room for all its tokens and the next ones: it would be preempted at once.
         """
         cached = self.pages.share(sequence)
-        needed = self.pages.pages_for(sequence.num_tokens + 1 + _required_drafts(sequence))
+        following = min(1, sequence.tokens_left) + _required_drafts(sequence)
+        needed = self.pages.pages_for(sequence.num_tokens + following)
         inputs = self._input_pages(sequence)
         if not self._reclaim(needed - len(cached) + inputs):
             self.pages.free(cached)

@@ -11,6 +11,7 @@ from eecore.config import SamplingParams
 
 if TYPE_CHECKING:
     from eecore.exits import Exit
+    from eecore.output import PromptLogprob
 
 # A round has no more drafts, whatever a policy says: by then one of them is wrong.
 MAX_DRAFTS = 64
@@ -90,6 +91,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     kv_exit_layers: list[int] = field(default_factory=list)
     """Exit layer behind the KV of each computed generated position, for an identical replay."""
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    """Of the prompt's tokens behind the first, as far as they were asked for and it has come."""
     input_ids: list[int] | None = None
     """What the encoder reads; the decoder's prompt is the start token then. None without one."""
     input_pages: list[int] = field(default_factory=list)
@@ -162,6 +165,16 @@ class Sequence:
     def prefill_target(self) -> int:
         """Positions computed in chunks: the whole prompt, or all but the last token in a replay."""
         return self.num_tokens - 1 if self.output_ids else len(self.prompt_ids)
+
+    @property
+    def most_cached(self) -> int:
+        """Leading positions that need not be computed where pages hold them: all but the last of a
+        prefill, and none whose state is still to be asked for the token behind it.
+        """
+        most, known = self.prefill_target - 1, len(self.prompt_logprobs)
+        if self.sampling.prompt_logprobs is None or known == self.num_prompt_tokens - 1:
+            return most
+        return min(most, known)
 
     @property
     def is_decoding(self) -> bool:
