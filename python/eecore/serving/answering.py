@@ -164,7 +164,13 @@ class Generation(Response, Generic[Asking]):
                     f"expected an answer within {service.timeout:g} s, got none",
                     code="deadline_exceeded",
                 ) from None
-        await JSONResponse(shape.whole(outputs))(scope, receive, send)
+
+        def answer() -> Response:
+            return JSONResponse(shape.whole(outputs))
+
+        # A long prompt has many numbers.
+        response = await service.beside(answer) if shape.scores_prompts else answer()
+        await response(scope, receive, send)
 
     async def _outputs(self, asked: Asked, tally: Tally) -> list[Output]:
         engine = self._service.served.engine

@@ -57,6 +57,10 @@ class Asked:
     includes_usage: bool
     wants_layers: bool
     logprobs: int | None
+    prompt_logprobs: int | None = None
+    """In vLLM's words."""
+    echoes_logprobs: bool = False
+    """Whether texts begin with those of their prompts."""
     calls: ExpectedCalls | None = None
     """Of tools, to be read out of the answer."""
 
@@ -69,15 +73,16 @@ def ask_completion(served: ServedModel, body: CompletionRequest) -> Asked:
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid(f"best_of: expected as many as n={body.n or 1}, got {body.best_of}")
-    if body.echo and body.logprobs is not None:
-        raise invalid("echo: expected none beside logprobs: those of prompts are not supported")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise invalid("max_tokens: expected at least 1 without echo and prompt_logprobs, got 0")
     prompts = _prompts(body.prompt)
     _count(served, len(prompts) * (body.n or 1))
     special = body.add_special_tokens is not False
     encoded = [_encoded(served, prompt, special) for prompt in prompts]
     echoes = [_text(served, prompt) if body.echo else "" for prompt in prompts]
     given = list(zip(encoded, echoes, strict=True))
-    return _asked(served, body, given, body.max_tokens or MAX_TOKENS, body.logprobs)
+    most = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return _asked(served, body, given, most, body.logprobs)
 
 
 def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
@@ -132,6 +137,9 @@ def _asked(
     forced: Made | None = None,
 ) -> Asked:
     _refuse_what_is_lacking(body)
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs: expected none in a stream")
+    echoes = isinstance(body, CompletionRequest) and bool(body.echo)
     said = served.says(body.model)
     from_metadata = (body.metadata or {}).get("exit")
     for each in (from_metadata, body.exit):
@@ -143,7 +151,8 @@ def _asked(
     guided = guide_of(body, forced)
     choices = []
     for ids, echo in given:
-        sampling = _sampling(body, _most_tokens(served, len(ids), most), logprobs)
+        max_tokens = _most_tokens(served, len(ids), most)
+        sampling = _sampling(body, max_tokens, logprobs, echoes=echoes)
         if guided is not None:
             sampling = replace(sampling, guide=guided[1])
         for index in range(body.n or 1):
@@ -163,6 +172,8 @@ def _asked(
         includes_usage=(body.stream_options or {}).get("include_usage") is True,
         wants_layers=bool(body.return_exit_layers),
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        echoes_logprobs=echoes and logprobs is not None,
     )
 
 
@@ -181,8 +192,14 @@ def _refuse_what_is_lacking(body: GenerationRequest) -> None:
             raise invalid(f"{name}: {LACKS}", name, "not_supported")
 
 
-def _sampling(body: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    settings: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+def _sampling(
+    body: GenerationRequest, max_tokens: int, logprobs: int | None, *, echoes: bool
+) -> SamplingParams:
+    settings: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": _prompt_logprobs(body, max_tokens, logprobs if echoes else None),
+    }
     for field in fields(SamplingParams):
         value = getattr(body, field.name, None)
         if field.name not in settings and value is not None:
@@ -199,6 +216,12 @@ def _sampling(body: GenerationRequest, max_tokens: int, logprobs: int | None) ->
     return SamplingParams(**settings)
 
 
+def _prompt_logprobs(body: GenerationRequest, max_tokens: int, echoed: int | None) -> int | None:
+    """As many as any of those who show them need; a prompt behind which nothing comes has some."""
+    needed = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return max(needed, default=None if max_tokens else 0)
+
+
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
     """With ids as numbers, which no name in JSON can be."""
     for token in given:
@@ -209,7 +232,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 def _most_tokens(served: ServedModel, prompt_tokens: int, most: int | None) -> int:
     room = served.room(prompt_tokens)
-    if room < (most or 1):
+    if room < (1 if most is None else most):
         wanted = f" and max_tokens={most}" if most is not None else ""
         raise invalid(
             f"prompt of {prompt_tokens} tokens{wanted}: expected at most {served.max_model_len} "

@@ -26,7 +26,6 @@ MOST_MESSAGES = 4096
 MOST_PROMPTS = 1024
 # What the engine lacks. To pass over it would be to answer something else than was asked.
 NOT_SUPPORTED = (
-    "prompt_logprobs",
     "use_beam_search",
     "functions",
     "suffix",
@@ -86,7 +85,12 @@ class GenerationRequest(Request):
     return_exit_layers: bool | None = Field(
         None, description="Exit layer and confidence of each token."
     )
-    prompt_logprobs: int | bool | None = _LACKING
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="vLLM's: of each token of the prompt, and of so many others. Not in a stream.",
+    )
     use_beam_search: bool | None = _LACKING
     guided_json: Any = Field(None, description="A JSON schema.")
     guided_regex: str | None = None
@@ -113,7 +117,12 @@ class ChatRequest(GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     prompt: str | Prompts | Tokens | TokenPrompts
-    logprobs: int | None = Field(None, ge=0, le=20)
+    max_tokens: int | None = Field(
+        None, ge=0, description="0 goes with `echo` or `prompt_logprobs`."
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="With `echo` those of the prompt, too."
+    )
     echo: bool | None = None
     suffix: str | None = _LACKING
     best_of: int | None = Field(None, description="As n alone.")

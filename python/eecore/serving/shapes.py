@@ -12,13 +12,11 @@ from typing import Any
 
 from eecore.output import Output, StepOutput
 from eecore.serving.asking import Asked
+from eecore.serving.scored_prompts import echoed, finite, in_vllms_words, tops_by_text
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ToolCall
 
 __all__ = ["ChatShape", "CompletionShape", "Shape", "event", "usage"]
-
-LEAST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON cannot say."""
 
 Tokens = Output | StepOutput
 
@@ -64,7 +62,7 @@ class Shape:
             choice = {"index": index, **self._text(PLACE), "logprobs": None, "finish_reason": None}
             frame = event(self._chunk([choice])).split(JSON.encode(PLACE))
             self._frames[index] = frame
-            first = self.first(index)
+            first = self.first(index, step)
             found += [] if first is None else [event(first)]
         if self._is_plain:
             text = step.text
@@ -75,8 +73,8 @@ class Shape:
             found.append(event(self.last(index, step.output)))
         return "".join(found)
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        """A chunk before all others of a choice, if it needs one."""
+    def first(self, index: int, step: StepOutput) -> dict[str, Any] | None:
+        """A chunk before all others of a choice, if it needs one; ``step`` is the first."""
         raise NotImplementedError
 
     def deltas(self, index: int, step: StepOutput) -> list[dict[str, Any]]:
@@ -99,6 +97,11 @@ class Shape:
     def total(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The chunk with the usage, behind all choices."""
         return {**self._chunk([]), "usage": usage(self.served, self.asked, outputs)}
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether there are log-probabilities of prompts in it."""
+        return self.asked.echoes_logprobs or self.asked.prompt_logprobs is not None
 
     @property
     def _wants_tokens(self) -> bool:
@@ -136,6 +139,13 @@ class Shape:
     def _reason(self, index: int, output: Output) -> str:  # noqa: ARG002
         return output.finish_reason
 
+    def _scored(self, output: Output) -> dict[str, Any]:
+        """The prompt's log-probabilities in vLLM's words, when they were asked for."""
+        count, entries = self.asked.prompt_logprobs, output.prompt_logprobs
+        if count is None or entries is None:
+            return {}
+        return {"prompt_logprobs": in_vllms_words(self.served, entries, count)}
+
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -159,7 +169,10 @@ class ChatShape(Shape):
         self._readers = [] if expected is None else [expected.reader() for _ in self.asked.choices]
         self._is_plain = self._is_plain and not self._readers
 
-    def first(self, index: int) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        return {**super().whole(outputs), **self._scored(outputs[0])}
+
+    def first(self, index: int, step: StepOutput) -> dict[str, Any]:  # noqa: ARG002
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice])
@@ -212,7 +225,7 @@ class ChatShape(Shape):
         text = self.served.token_text(token)
         # A part of a character has no text.
         spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": _logprob(logprob), "bytes": spelled}
+        return {"token": text, "logprob": finite(logprob), "bytes": spelled}
 
 
 class CompletionShape(Shape):
@@ -222,26 +235,45 @@ class CompletionShape(Shape):
         super().__post_init__()
         self._offsets = [len(choice.echo) for choice in self.asked.choices]
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        echo = self.asked.choices[index].echo
-        if not echo:
+    def first(self, index: int, step: StepOutput) -> dict[str, Any] | None:
+        echo, logprobs = self.asked.choices[index].echo, self._echoed(index, step)
+        if not echo and logprobs is None:
             return None
-        choice = {"index": index, "text": echo, "logprobs": None, "finish_reason": None}
+        choice = {"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None}
         return self._chunk([choice])
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         text = self.asked.choices[index].echo + (output.text or "")
         choice = {"index": index, "text": text, **self._details(index, output)}
-        return {**choice, "finish_reason": output.finish_reason}
+        logprobs = self._echoed(index, output)
+        if logprobs is not None:
+            choice["logprobs"] = {
+                name: [*(values or ()), *(choice["logprobs"][name] or ())] or None
+                for name, values in logprobs.items()
+            }
+        return {**choice, "finish_reason": output.finish_reason, **self._scored(output)}
+
+    def _echoed(self, index: int, tokens: Tokens) -> dict[str, Any] | None:
+        """Log-probabilities of the prompt that a text begins with."""
+        if not self.asked.echoes_logprobs or tokens.prompt_logprobs is None:
+            return None
+        choice = self.asked.choices[index]
+        return echoed(
+            self.served,
+            choice.prepared.prompt_ids,
+            tokens.prompt_logprobs,
+            choice.echo,
+            self.asked.logprobs or 0,
+        )
 
     def _text(self, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}
 
     def _logprobs(self, index: int, tokens: Tokens) -> dict[str, Any]:
         texts = [self.served.token_text(token) for token in tokens.token_ids]
-        logprobs = [_logprob(value) for value in tokens.logprobs or ()]
+        logprobs = [finite(value) for value in tokens.logprobs or ()]
         tops = [
-            {text: own, **{self.served.token_text(t): _logprob(v) for t, v in top.items()}}
+            tops_by_text(self.served, text, own, top)
             for text, own, top in zip(texts, logprobs, tokens.top_logprobs or (), strict=False)
         ]
         offsets = []
@@ -287,10 +319,6 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
             "accepted": sum(each.accepted for each in stats),
         },
     }
-
-
-def _logprob(value: float) -> float:
-    return max(value, LEAST_LOGPROB) if not math.isnan(value) else LEAST_LOGPROB
 
 
 def _number(value: float) -> float | None:

@@ -1,0 +1,116 @@
+"""Log-probabilities of prompts in OpenAI's words and in vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eecore.output import PromptLogprob
+from eecore.serving.served import ServedModel
+
+__all__ = ["echoed", "finite", "in_vllms_words", "tops_by_text"]
+
+LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON cannot say."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+Entries = Sequence[PromptLogprob | None]
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can say it."""
+    return max(logprob, LEAST_LOGPROB) if not math.isnan(logprob) else LEAST_LOGPROB
+
+
+def tops_by_text(
+    served: ServedModel, text: str, logprob: float, top: Mapping[int, float]
+) -> dict[str, float]:
+    """The most probable tokens by their texts, best first, and the token itself. Of several with
+    one text, which parts of characters have, it is the most probable one.
+    """
+    found: dict[str, float] = {}
+    for token, value in top.items():
+        found.setdefault(served.token_text(token), finite(value))
+    found.setdefault(text, logprob)
+    return found
+
+
+def echoed(
+    served: ServedModel, token_ids: Sequence[int], entries: Entries, text: str, num_top: int
+) -> dict[str, Any]:
+    """A prompt that a completion begins with: its tokens, each with its log-probability.
+
+    Args:
+        served: the model.
+        token_ids: of the prompt.
+        entries: of each token, None for the first.
+        text: of the prompt, as it is shown.
+        num_top: how many of the most probable tokens to list.
+    """
+    texts = [served.token_text(token) for token in token_ids]
+    logprobs = [None if entry is None else finite(entry.logprob) for entry in entries]
+    tops = [
+        None
+        if entry is None
+        else tops_by_text(served, own, finite(entry.logprob), _first(entry, num_top))
+        for own, entry in zip(texts, entries, strict=True)
+    ]
+    return {
+        "tokens": texts,
+        "token_logprobs": logprobs,
+        "top_logprobs": tops if num_top else None,
+        "text_offset": _offsets(served, token_ids, texts, text),
+    }
+
+
+def in_vllms_words(
+    served: ServedModel, entries: Entries, num_top: int
+) -> list[dict[str, Any] | None]:
+    """The token of each position and the most probable ones, by id; None for the first."""
+    return [None if entry is None else _ranked(served, entry, num_top) for entry in entries]
+
+
+def _ranked(served: ServedModel, entry: PromptLogprob, num_top: int) -> dict[str, Any]:
+    best = enumerate(_first(entry, num_top).items(), 1)
+    ranked = {
+        entry.token_id: (entry.logprob, entry.rank),
+        **{token: (logprob, rank) for rank, (token, logprob) in best},
+    }
+    return {
+        str(token): {
+            "logprob": finite(logprob),
+            "rank": rank,
+            "decoded_token": served.token_text(token),
+        }
+        for token, (logprob, rank) in ranked.items()
+    }
+
+
+def _first(entry: PromptLogprob, num_top: int) -> dict[int, float]:
+    return dict(list(entry.top_logprobs.items())[:num_top])
+
+
+def _offsets(
+    served: ServedModel, token_ids: Sequence[int], texts: Sequence[str], text: str
+) -> list[int]:
+    """Where each token begins in the text of the prompt. Special tokens may have no place there,
+    nor a space before the first word; parts of a character all begin where it does.
+    """
+    offsets: list[int] = []
+    at = 0
+    parts: list[int] = []
+    for token, own in zip(token_ids, texts, strict=True):
+        if parts and REPLACEMENT not in own:
+            at += len(served.tokenizer.decode(parts))
+            parts = []
+        offsets.append(min(at, len(text)))
+        if REPLACEMENT in own:
+            parts.append(token)
+        elif text.startswith(own, at):
+            at += len(own)
+        elif not at and own[:1] == " " and text.startswith(own[1:]):
+            at = len(own) - 1
+        elif served.tokenizer.decode([token]):
+            at += len(own)
+    return offsets
