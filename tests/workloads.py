@@ -113,6 +113,9 @@ def check_sequence(sequence: Sequence, page_size: int) -> None:
     assert [record.token_id for record in sequence.records] == sequence.output_ids
     assert len(sequence.kv_exit_layers) == max(count - 1, 0)
     assert sequence.num_computed <= max(sequence.num_tokens - 1, sequence.num_prompt_tokens)
+    asked = sequence.sampling.prompt_logprobs is not None
+    most = sequence.num_prompt_tokens - 1
+    assert min(sequence.num_computed, most) * asked <= len(sequence.prompt_logprobs) <= most * asked
     assert len(sequence.pages) * page_size >= sequence.num_computed
     if sequence.status is SequenceStatus.WAITING:
         assert not sequence.pages
@@ -137,6 +140,7 @@ class Driver:
     outputs: dict[str, Output] = field(default_factory=dict)
     given: dict[str, list[int]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
     tripped: int = 0
 
     def add(self, request: Request, request_id: str) -> None:
@@ -203,9 +207,13 @@ class Driver:
         self.given[name] += step.token_ids
         self.text[name] += self._called(lambda: step.text)
         assert len(step.token_ids) == len(step.exit_layers) == len(step.confidences)
+        if step.prompt_logprobs is not None:
+            assert name not in self.scores, "a prompt was scored twice"
+            self.scores[name] = step.prompt_logprobs
         if step.output is not None:
             assert step.output.token_ids == self.given[name], "a token is lost, or came twice"
             assert step.output.text == self.text[name]
+            assert step.output.prompt_logprobs == self.scores.get(name)
             self.outputs[name] = step.output
 
 
@@ -217,6 +225,7 @@ def same(output: Output, expected: Output) -> bool:
         output.token_ids == expected.token_ids
         and output.text == expected.text
         and output.finish_reason == expected.finish_reason
+        and output.prompt_logprobs == expected.prompt_logprobs
         and layers
     )
 

@@ -64,17 +64,20 @@ def prepare() -> None:
         random = Random(4)
         has_head = MODELS[-1].network.draft_head is not None
         able = [policy for policy in POLICIES if has_head or not policy.needs_head]
-        REQUESTS.append([make_request(random, able) for _ in range(NUM_REQUESTS)])
+        REQUESTS.append(
+            [make_request(random, able, directory == llama) for _ in range(NUM_REQUESTS)]
+        )
 
 
-def make_request(random: Random, policies: list[Exit]) -> Request:
-    """One that fits into the smallest of the caches."""
+def make_request(random: Random, policies: list[Exit], has_scores: bool) -> Request:
+    """One that fits into the smallest of the caches; its prompt may be scored, if any can be."""
     prompt = [random.randrange(256) for _ in range(random.choice((1, 2, 3, 5, 9, 14)))]
     if random.random() < 0.5:  # as another begins, or just the same
         beginning = random.choice(BEGINNINGS)
         prompt = [*beginning[: random.randint(1, 14)], *prompt][:14]
+    scores = random.choice((None, None, None, 0, 2)) if has_scores else None
     sampling = SamplingParams(
-        max_tokens=random.randint(1, 14),
+        max_tokens=random.randint(1 if scores is None else 0, 14),
         temperature=random.choice((0.0, 0.0, 0.9)),
         top_p=random.choice((1.0, 0.8)),
         repetition_penalty=random.choice((1.0, 1.0, 1.3)),
@@ -83,6 +86,7 @@ def make_request(random: Random, policies: list[Exit]) -> Request:
         logit_bias=random.choice((None, None, {7: 9.0, 300: -100.0})),
         guide=random.choice((None, None, None, *GUIDES)),
         logprobs=random.choice((None, None, 0, 2)),
+        prompt_logprobs=scores,
         stop=random.choice(((), (), ("e",), ("\0never", "zz"))),
         stop_token_ids=random.choice(((), tuple(range(0, 320, 9)))),
         seed=random.getrandbits(60),

@@ -195,6 +195,7 @@ class Maker:
             "guide": (None, Guide.regex("[a-c]+"), Guide.json_object(), Guide.regex("(")),
             "seed": (None, 0, 2**64 - 1, np.uint64(2**63)),
             "logprobs": (None, 0, 3, 320),
+            "prompt_logprobs": (None, 0, 3, 320),
             "stop": ((), "e", ["never", "x"]),
             "stop_token_ids": ((), 7, (2**31 - 1, 5), range(9)),
             "ignore_eos": (True, False),
@@ -283,5 +284,6 @@ def one(random: Random) -> bool:
     assert type(wild) is str
     assert {type(token) for token in (*output.prompt_token_ids, *output.token_ids)} == {int}
     numbers = [*output.confidences, *(output.logprobs or ())]
+    numbers += [entry.logprob for entry in (output.prompt_logprobs or ())[1:]]
     assert all(map(math.isfinite, numbers)), output
     return True

@@ -107,6 +107,28 @@ def test_a_seed_draws_the_tokens_of_the_cpu(
     assert got[1].logprobs == pytest.approx(expected[1].logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["full", "fixed", "speculative"])
+def test_a_prompt_scores_as_on_the_cpu(
+    tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Beside one that does not ask; the longest fills more than a slice."""
+    prompts = [*PROMPTS, *random_prompts(70)]
+    sampling = [SamplingParams(max_tokens=1, prompt_logprobs=count) for count in (2, None, 0)] + [
+        SamplingParams(max_tokens=0, prompt_logprobs=3)
+    ]
+    got = eecore.generate(on_cuda, prompts, exit=POLICIES[mode], sampling=sampling)
+    monkeypatch.undo()
+    expected = eecore.generate(tiny, prompts, exit=POLICIES[mode], sampling=sampling)
+    assert got[1].prompt_logprobs is None
+    for one, other in zip(got, expected, strict=True):
+        for entry, same in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+            assert (entry is None) == (same is None)
+            if entry is not None and same is not None:
+                assert (entry.token_id, entry.rank) == (same.token_id, same.rank)
+                assert entry.logprob == pytest.approx(same.logprob, abs=1e-4)
+                assert entry.top_logprobs == pytest.approx(same.top_logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative", "lookup"])
 def test_penalties_and_guides_give_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str

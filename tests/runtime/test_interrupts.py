@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def requests(agreeing: eecore.Model) -> list[Request]:
     return [
         Request(PROMPTS[0], Full(), SamplingParams(max_tokens=9, stop=(text[4:7], "never"))),
         Request(PROMPTS[1], ConfidentExit(0.35, decay_tau=1.0), greedy),
-        Request(PROMPTS[2], SelfSpeculative(2, 3), greedy),
+        Request(PROMPTS[2], SelfSpeculative(2, 3), replace(greedy, prompt_logprobs=2)),
         Request(PROMPTS[3], FixedExit(3), SamplingParams(max_tokens=6, logprobs=2)),
         Request(PROMPTS[4], DraftAndVerify({3}, {2}), SamplingParams(8, 0.9, seed=3)),
     ]
