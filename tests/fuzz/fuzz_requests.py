@@ -284,6 +284,6 @@ def one(random: Random) -> bool:
     assert type(wild) is str
     assert {type(token) for token in (*output.prompt_token_ids, *output.token_ids)} == {int}
     numbers = [*output.confidences, *(output.logprobs or ())]
-    numbers += [entry.logprob for entry in (output.prompt_logprobs or ())[1:]]
+    numbers += [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
     assert all(map(math.isfinite, numbers)), output
     return True

@@ -71,6 +71,29 @@ def test_openais_client(address: str) -> None:
         assert events.get_final_completion().choices[0].message.content == TEXT
 
 
+def test_openais_client_scores_a_prompt(address: str, intent: eecore.Model) -> None:
+    (expected,) = eecore.generate(intent, PROMPT, max_tokens=0, prompt_logprobs=2)
+    assert expected.prompt_logprobs is not None
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+    asked: Any = {"model": "intent", "prompt": PROMPT, "echo": True, "logprobs": 2}
+    answer = client.completions.create(**asked, max_tokens=0)
+    (choice,) = answer.choices
+    assert choice.text == PROMPT
+    assert choice.logprobs is not None
+    values = [entry and entry.logprob for entry in expected.prompt_logprobs]
+    assert choice.logprobs.token_logprobs == values
+    assert choice.logprobs.text_offset == [0, 4, 8, 14, 19]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    parts = [
+        chunk.choices[0].logprobs
+        for chunk in client.completions.create(**asked, max_tokens=2, stream=True)
+    ]
+    streamed = [value for part in parts if part for value in part.token_logprobs or ()]
+    assert streamed[:5] == values
+    assert len(streamed) == 7
+
+
 def test_openais_client_parses_what_it_asked_for(address: str) -> None:
     class Intent(pydantic.BaseModel):
         name: Literal["lock", "unlock"]

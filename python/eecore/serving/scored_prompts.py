@@ -14,6 +14,7 @@ __all__ = ["echoed", "finite", "in_vllms_words", "tops_by_text"]
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON cannot say."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 Entries = Sequence[PromptLogprob | None]
 
@@ -102,11 +103,15 @@ def _offsets(
     parts: list[int] = []
     for token, own in zip(token_ids, texts, strict=True):
         if parts and REPLACEMENT not in own:
-            at += len(served.tokenizer.decode(parts))
+            at += len(served.token_text(*parts))
             parts = []
         offsets.append(min(at, len(text)))
         if REPLACEMENT in own:
             parts.append(token)
+            whole = served.token_text(*parts)
+            if not whole.endswith(REPLACEMENT) or len(parts) == LONGEST_CHARACTER:
+                at += len(whole)
+                parts = []
         elif text.startswith(own, at):
             at += len(own)
         elif not at and own[:1] == " " and text.startswith(own[1:]):

@@ -150,9 +150,9 @@ class ServedModel:
             "num_layers": self.num_layers,
         }
 
-    def _token_text(self, token: int) -> str:
-        """Of a token in the middle of a text: a decoder drops a leading space at the start."""
+    def _token_text(self, *tokens: int) -> str:
+        """Of tokens in the middle of a text: a decoder drops a leading space at the start."""
         if self.model.tokenizer is None:
-            return f"token_id:{token}"
+            return "".join(f"token_id:{token}" for token in tokens)
         before = self.model.tokenizer.encode("a", add_special_tokens=False)[-1:]
-        return self.model.tokenizer.decode_after(before, [token], skip_special_tokens=False)
+        return self.model.tokenizer.decode_after(before, list(tokens), skip_special_tokens=False)
