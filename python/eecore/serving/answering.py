@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -27,7 +27,7 @@ from eecore.serving.metrics import Metrics
 from eecore.serving.protocol import GenerationRequest, Request, read
 from eecore.serving.refusals import ApiError, as_api_error
 from eecore.serving.served import ServedModel
-from eecore.serving.shapes import Shape, event
+from eecore.serving.shapes import Shape, Tokens, event
 
 __all__ = ["Answer", "Generation", "Service", "refusal"]
 
@@ -168,9 +168,13 @@ class Generation(Response, Generic[Asking]):
         def answer() -> Response:
             return JSONResponse(shape.whole(outputs))
 
-        # A long prompt has many numbers.
-        response = await service.beside(answer) if shape.scores_prompts else answer()
+        response = await self._said(answer, outputs)
         await response(scope, receive, send)
+
+    async def _said(self, says: Callable[[], Result], tokens: Iterable[Tokens]) -> Result:
+        """What is said of tokens: in a thread where it is about a prompt, which has many."""
+        is_long = any(each.prompt_logprobs is not None for each in tokens)
+        return await self._service.beside(says) if is_long else says()
 
     async def _outputs(self, asked: Asked, tally: Tally) -> list[Output]:
         engine = self._service.served.engine
@@ -190,7 +194,11 @@ class Generation(Response, Generic[Asking]):
                     if not self._is_started:  # by now most of what can go wrong has not
                         head = {"status": 200, "headers": STREAM_HEADERS}
                         await send({"type": "http.response.start", **head})
-                    text = "".join([shape.events(index, step) for index, step in steps])
+
+                    def events(steps: Steps = steps) -> str:
+                        return "".join([shape.events(index, step) for index, step in steps])
+
+                    text = await self._said(events, [step for _, step in steps])
                     for index, step in steps:
                         if step.output is not None:
                             outputs[index] = step.output

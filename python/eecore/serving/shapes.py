@@ -16,7 +16,7 @@ from eecore.serving.scored_prompts import echoed, finite, in_vllms_words, tops_b
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ToolCall
 
-__all__ = ["ChatShape", "CompletionShape", "Shape", "event", "usage"]
+__all__ = ["ChatShape", "CompletionShape", "Shape", "Tokens", "event", "usage"]
 
 Tokens = Output | StepOutput
 
@@ -97,11 +97,6 @@ class Shape:
     def total(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The chunk with the usage, behind all choices."""
         return {**self._chunk([]), "usage": usage(self.served, self.asked, outputs)}
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether there are log-probabilities of prompts in it."""
-        return self.asked.echoes_logprobs or self.asked.prompt_logprobs is not None
 
     @property
     def _wants_tokens(self) -> bool:
