@@ -153,7 +153,8 @@ class Metrics:
         if output is None:
             return
         stats = output.stats
-        asked = stats.prompt_tokens if self._has_prefix_cache else 0
+        looks = self._has_prefix_cache and output.prompt_logprobs is None
+        asked = stats.prompt_tokens if looks else 0
         counts = (stats.prompt_tokens, stats.generated_tokens, stats.preemptions)
         for pair, count in zip(self._pairs, (*counts, asked, stats.cached_tokens), strict=True):
             for counter in pair:
