@@ -23,7 +23,7 @@
 #define EECORE_RUN(op, params, tensor) \
   ::eecore::cuda::run_##op(params, ::eecore::current_stream(tensor))
 #else
-#include "cpu/run.h"
+#include "eecore/cpu.h"
 #include "tape.h"
 #define EECORE_DISPATCH_KEY CPU
 #define EECORE_RUN(op, params, tensor) \

@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "cpu/run.h"
+#include "eecore/cpu.h"
 
 namespace eecore {
 

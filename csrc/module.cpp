@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "cpu/run.h"
 #include "tape.h"
 
 namespace py = pybind11;

@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/run.h"
+#include "eecore/cpu.h"
 #include "tape_rows.h"
 
 namespace eecore {

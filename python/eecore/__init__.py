@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from eecore.generation import Model, generate, load, stream
     from eecore.guide import Guide
+    from eecore.headers import get_include
     from eecore.integrations.transformers_attention import register_attention
     from eecore.integrations.transformers_generate import generate_for_transformers
     from eecore.integrations.transformers_model import from_transformers
@@ -62,6 +63,7 @@ _NAMES = {
         "SelfSpeculative",
     ),
     "eecore.guide": ("Guide",),
+    "eecore.headers": ("get_include",),
     "eecore.generation": ("Model", "generate", "load", "stream"),
     "eecore.builtin": ("default_model",),
     "eecore.integrations.transformers_attention": ("register_attention",),
@@ -114,6 +116,7 @@ __all__ = [
     "from_transformers",
     "generate",
     "generate_for_transformers",
+    "get_include",
     "load",
     "ops",
     "register_attention",

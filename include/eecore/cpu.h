@@ -1,0 +1,78 @@
+// The CPU kernels, for C++ without torch or Python: link to libeecore_cpu.a, fill the params of an
+// op (eecore/params.h), call eecore::cpu::run_<op>. It runs the best kernel that the machine, or
+// EECORE_CPU_CAPABILITY, allows. Nothing is checked: shapes, strides and alignment are as params.h
+// says.
+#pragma once
+
+#include <cstdint>
+
+#include "eecore/params.h"
+
+// Every op, once: declarations, the run-time choice and the kernels' definitions follow this list.
+#define EECORE_FOR_EACH_OP(X) \
+  X(accept_mask, AcceptMaskParams) \
+  X(accept_round, AcceptRoundParams) \
+  X(append_drafts, AppendDraftsParams) \
+  X(append_kv, AppendKvParams) \
+  X(begin_round, BeginRoundParams) \
+  X(begin_verification, BeginVerificationParams) \
+  X(compact_rows, CompactRowsParams) \
+  X(decoder_layers, DecoderLayersParams) \
+  X(embed_tokens, EmbedTokensParams) \
+  X(exit_confidence_cosine, ExitConfidenceCosineParams) \
+  X(exit_confidence_mlp, ExitConfidenceMlpParams) \
+  X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
+  X(exit_rows, ExitRowsParams) \
+  X(gather_states, GatherStatesParams) \
+  X(kv_fill, KvFillParams) \
+  X(pack_weight, PackWeightParams) \
+  X(paged_attention, PagedAttentionParams) \
+  X(place_head, PlaceHeadParams) \
+  X(quantise_weight, QuantiseWeightParams) \
+  X(sample_tokens, SampleTokensParams) \
+  X(select_rows, SelectRowsParams) \
+  X(skinny_gated_linear, SkinnyGatedLinearParams) \
+  X(skinny_linear, SkinnyLinearParams) \
+  X(speculative_accept, SpeculativeAcceptParams) \
+  X(unpack_weight, UnpackWeightParams)
+
+namespace eecore::cpu {
+
+using RangeFn = void (*)(int64_t begin, int64_t end, void* context);
+
+// Threads: `run` calls body on ranges that cover [begin, end), `grain` items or more each but for
+// the last.
+struct Parallel {
+  int num_threads;
+  int64_t bytes_per_range;  // what a range should read to be worth handing to another thread
+  void (*run)(void* pool, int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context);
+  void* pool;
+};
+constexpr Parallel kOneThread{1, 1 << 15, nullptr, nullptr};  // `run` is not called then
+
+// kAmx and kAmxModel run the kernels of kAvx512Bf16, whose products of bfloat16 use matrix tiles:
+// the machine's, or a model of them in software, for tests.
+enum class Capability : int {
+  kPortable = 0,
+  kAvx2 = 1,
+  kAvx512 = 2,
+  kAvx512Bf16 = 3,
+  kAmx = 4,
+  kAmxModel = 5
+};
+constexpr int kNumCapabilities = 6;
+const char* capability_name(Capability capability);
+// What this CPU and operating system can run.
+Capability best_capability();
+// What the kernels run with: EECORE_CPU_CAPABILITY, read once, or the best. Throws on a name that
+// is unknown or that the machine cannot run.
+Capability active_capability();
+// Changes what the kernels run with, by name; the same errors.
+void set_capability(const char* name);
+
+#define EECORE_DECLARE_RUN(op, Params) \
+  void run_##op(const Params& params, const Parallel& parallel);
+EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+#undef EECORE_DECLARE_RUN
+
+}  // namespace eecore::cpu
