@@ -225,8 +225,8 @@ FLOORS = {
     "answers": "generation engine config output",
     "evaluation": "generation decoding models exits calibration_file config output depth_colours",
     "integrations": "generation models ops exit_text exits config output",
-    "eecore": "headers integrations evaluation generation engine ops exits calibration_file builtin "
-    "config guide output",
+    "eecore": "headers integrations evaluation generation engine ops exits calibration_file "
+    "builtin config guide output",
     "serving": "eecore evaluation generation engine models exit_text exits config guide output "
     "depth_colours",
     "cli": "eecore serving evaluation answers generation training models exit_text exits "
