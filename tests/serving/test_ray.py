@@ -155,9 +155,9 @@ def test_when_a_replica_is_killed_the_other_answers(address: str) -> None:
 def test_arguments_come_as_text_too() -> None:
     arguments = Arguments.of({"num_replicas": "3", "prefix_cache": "false", "timeout": "1.5"})
     assert (arguments.num_replicas, arguments.prefix_cache, arguments.timeout) == (3, False, 1.5)
-    with pytest.raises(RequestError, match="num_replicas: .*got 'many'"):
+    with pytest.raises(RequestError, match=r"num_replicas: .*got 'many'"):
         Arguments.of({"num_replicas": "many"})
-    with pytest.raises(RequestError, match="replicas: .*got 2"):
+    with pytest.raises(RequestError, match=r"replicas: .*got 2"):
         Arguments.of({"replicas": 2})
 
 

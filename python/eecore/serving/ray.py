@@ -70,8 +70,10 @@ MARGIN_SECONDS = 10.0
 DRAIN_SECONDS = 30.0
 LARGE = 1 << 16
 """Bytes of a body, from which on it is read beside the event loop."""
-PASSED_ON = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path")
-PASSED_ON += ("query_string", "headers", "client", "server")
+PASSED_ON = (
+    "type http_version method scheme path raw_path root_path query_string headers client server"
+).split()
+"""Of a request's head."""
 
 
 @dataclass(frozen=True)
