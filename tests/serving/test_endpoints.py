@@ -198,6 +198,32 @@ def test_health_version_and_schema(server: Asker) -> None:
     assert {"exit", "messages", "return_exit_layers"} <= set(fields)
 
 
+@pytest.mark.parametrize(
+    ("path", "method", "body", "status"),
+    [
+        ("/v1/completions", "post", b"{}", "400"),
+        ("/v1/chat/completions", "post", b'{"messages": [], "model": "it"}', "400"),
+        ("/v1/completions", "post", b'{"prompt": "a", "model": "other"}', "404"),
+        ("/tokenize", "post", b"x" * (5 << 20), "413"),
+        ("/detokenize", "post", None, "415"),
+        ("/v1/models/{name}", "get", None, "404"),
+    ],
+)
+def test_refusals_are_in_the_schema(
+    server: Asker, path: str, method: str, body: bytes | None, status: str
+) -> None:
+    schema = server.get("/openapi.json").json()
+    settings: dict[str, Any] = {"content": body, "headers": {"content-type": "application/json"}}
+    ask = getattr(server, method)
+    answer = ask(path.format(name="other"), **(settings if body is not None else {}))
+    assert answer.status_code == int(status)
+    said = schema["paths"][path][method]["responses"][status]["content"]["application/json"]
+    name = said["schema"]["$ref"].rpartition("/")[2]
+    parts = schema["components"]["schemas"]
+    assert set(answer.json()) == set(parts[name]["properties"]) == {"error"}
+    assert set(answer.json()["error"]) == set(parts["Problem"]["properties"])
+
+
 def test_tools_reach_the_template(endless: eecore.Model) -> None:
     """A template that has no place for them passes over them; one that has gets them."""
     tokenizer = endless.tokenizer

@@ -109,8 +109,8 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHATS, {}, "messages", "Field required"),
     (CHATS, {"messages": []}, "messages", "at least 1 item"),
     (CHATS, {"messages": "hello"}, "messages", "valid array"),
-    (CHATS, {"messages": [{"content": "x"}]}, None, "role: expected text"),
-    (CHATS, {"messages": [{"role": "user", "content": 3}]}, None, "content: expected text"),
+    (CHATS, {"messages": [{"content": "x"}]}, "messages", "role: expected text"),
+    (CHATS, {"messages": [{"role": "user", "content": 3}]}, "messages", "content: expected text"),
     (CHATS, {"messages": USER, "max_tokens": 0, "prompt_logprobs": 1}, "max_tokens", "greater"),
     (
         CHATS,
@@ -141,7 +141,9 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
         "expected text, got 'image_url'",
     ),
     ("/tokenize", {}, "prompt", "got both or none"),
-    ("/detokenize", {"tokens": [10**30]}, None, "expected token ids"),
+    ("/tokenize", {"messages": []}, "messages", "at least 1 item"),
+    ("/detokenize", {"tokens": [10**30]}, "tokens", "tokens: expected token ids"),
+    ("/detokenize", {"tokens": [-1]}, "tokens", "tokens: expected token ids"),
 ]
 
 
@@ -155,6 +157,22 @@ def test_wrong_fields(
         assert error["param"] == param
     assert re.search(message, error["message"]), error
     assert_idle(server.service)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[9].role }}", "{{ raise_exception('no') }}"])
+def test_what_a_template_says_does_not_tell_where_the_model_is(
+    endless: eecore.Model, template: str
+) -> None:
+    tokenizer = endless.tokenizer
+    assert tokenizer is not None
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        error = error_of(asker(endless).post(CHATS, {"messages": USER}), 400)
+    finally:
+        tokenizer.chat_template = before
+    assert error["param"] == "messages"
+    assert "chat_template" in error["message"]
+    assert "/" not in error["message"]
 
 
 def test_a_prompt_beyond_the_context_has_openais_code(server: Asker) -> None:

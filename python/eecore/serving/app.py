@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from eecore import build_info
-from eecore.errors import EecoreError
+from eecore.errors import EecoreError, RequestError
 from eecore.serving.answering import Answer, Generation, Service, refusal
 from eecore.serving.asking import ask_chat, ask_completion, tokens_of
 from eecore.serving.metrics import CONTENT_TYPE
@@ -21,10 +21,11 @@ from eecore.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Refusal,
     Request,
     TokenizeRequest,
 )
-from eecore.serving.refusals import ApiError
+from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.served import ServedModel
 from eecore.serving.shapes import ChatShape, CompletionShape
 
@@ -52,22 +53,22 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         """What follows a prompt."""
         return Generation(service, CompletionRequest, ask_completion, CompletionShape)
 
-    @app.post("/tokenize", dependencies=guarded, openapi_extra=_takes(TokenizeRequest))
+    @app.post("/tokenize", **_takes(TokenizeRequest), dependencies=guarded)
     async def tokenize() -> Response:
         """The tokens of a prompt or a conversation."""
         return Answer(service, TokenizeRequest, _tokenized)
 
-    @app.post("/detokenize", dependencies=guarded, openapi_extra=_takes(DetokenizeRequest))
+    @app.post("/detokenize", **_takes(DetokenizeRequest), dependencies=guarded)
     async def detokenize() -> Response:
         """The text of tokens."""
         return Answer(service, DetokenizeRequest, _detokenized)
 
-    @app.get("/v1/models", dependencies=guarded)
+    @app.get("/v1/models", dependencies=guarded, responses=_refuses(401))
     async def models() -> Response:
         """The model, and once more under the name of each policy that is recommended."""
         return JSONResponse({"object": "list", "data": served.cards()})
 
-    @app.get("/v1/models/{name:path}", dependencies=guarded)
+    @app.get("/v1/models/{name:path}", dependencies=guarded, responses=_refuses(400, 401, 404))
     async def model(name: str) -> Response:
         """The model under one name."""
         return JSONResponse(served.card(name))
@@ -84,7 +85,7 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     async def file_of_page(name: str) -> Response:
         return page_file(name)
 
-    @app.get("/health")
+    @app.get("/health", responses={503: {"description": "It is closing."}})
     async def health() -> Response:
         """200 while requests are taken, 503 when the server is closing."""
         closing = service.admission.is_closing
@@ -119,7 +120,10 @@ def _tokenized(served: ServedModel, body: TokenizeRequest) -> dict[str, Any]:
 
 
 def _detokenized(served: ServedModel, body: DetokenizeRequest) -> dict[str, Any]:
-    return {"prompt": served.tokenizer.decode(body.tokens)}
+    try:
+        return {"prompt": served.tokenizer.decode(body.tokens)}
+    except RequestError as error:  # it names its own argument
+        raise invalid(str(error).replace("token_ids", "tokens", 1)) from None
 
 
 def _key_check(keys: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
@@ -141,14 +145,23 @@ def _key_check(keys: Sequence[str]) -> Callable[[HttpRequest], Awaitable[None]]:
 
 
 def _takes(kind: type[Request]) -> dict[str, Any]:
+    """Of an endpoint with a body."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+        "responses": _refuses(400, 401, 404, 408, 413, 415, 429, 500, 503),
+    }
 
 
 def _generates(kind: type[Request]) -> dict[str, Any]:
     """Of an endpoint that answers whole or as a stream."""
     content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
-    return {"openapi_extra": _takes(kind), "responses": {200: {"content": content}}}
+    said = _takes(kind)
+    return {**said, "responses": {200: {"content": content}, **said["responses"], **_refuses(504)}}
+
+
+def _refuses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": Refusal} for status in statuses}
 
 
 def _version() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from eecore.config import SamplingParams
 from eecore.engine.async_engine import Prepared
-from eecore.errors import GuideError
+from eecore.errors import GuideError, ModelError, RequestError
 from eecore.serving.guides import Made, forced_call, guide_of, refusal_of
 from eecore.serving.protocol import (
     NOT_SUPPORTED,
@@ -125,7 +125,11 @@ def conversation(served: ServedModel, body: ChatRequest | TokenizeRequest, with_
         variables.pop(name, None)
     messages = [_plain(index, message) for index, message in enumerate(body.messages or ())]
     begins = body.add_generation_prompt is not False
-    return served.tokenizer.apply_chat_template(messages, add_generation_prompt=begins, **variables)
+    tokenizer = served.tokenizer
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=begins, **variables)
+    except (ModelError, RequestError) as error:  # where the model lies is the server's business
+        raise invalid(str(error).replace(f"{tokenizer.name}: ", ""), "messages") from None
 
 
 def _asked(

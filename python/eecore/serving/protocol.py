@@ -17,6 +17,7 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "Refusal",
     "TokenizeRequest",
     "read",
 ]
@@ -131,7 +132,7 @@ class CompletionRequest(GenerationRequest):
 
 class TokenizeRequest(Request):
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, max_length=MOST_MESSAGES)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -141,6 +142,21 @@ class TokenizeRequest(Request):
 
 class DetokenizeRequest(Request):
     tokens: Tokens
+
+
+class Problem(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(BaseModel):
+    """What an answer is that is none."""
+
+    error: Problem
 
 
 Kind = TypeVar("Kind", bound=Request)

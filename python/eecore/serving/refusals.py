@@ -79,7 +79,7 @@ class ApiError(Exception):
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that can never be served. Most messages begin with the name of the field."""
-    name = message.partition(":")[0]
+    name = message.partition(":")[0].partition("[")[0]
     if param is None and name.isidentifier() and name != "body":
         param = name
     return ApiError(400, message, param=param, code=code)
