@@ -184,7 +184,7 @@ class Server:
     """
 
     def __init__(self, address: str, pid: int | None, says_exit: bool) -> None:
-        self._address, self._pid, self._says_exit = address, pid, says_exit
+        self.address, self.pid, self._says_exit = address, pid, says_exit
         with urlopen(f"{address}/v1/models", timeout=30) as answer:
             self._model = json.load(answer)["data"][0]["id"]
 
@@ -195,7 +195,7 @@ class Server:
         requests = [json.dumps({**body, "prompt": prompt}).encode() for prompt in case.prompts]
 
         async def run() -> Load:
-            connections = [Connection(self._address) for _ in range(case.clients)]
+            connections = [Connection(self.address) for _ in range(case.clients)]
             try:
                 clients: list[Ask] = [of_server(connection) for connection in connections]
                 return await load_of(clients, requests)
@@ -203,18 +203,21 @@ class Server:
                 for connection in connections:
                     connection.close()
 
-        before = None if self._pid is None else cpu_seconds(self._pid)
+        before = None if self.pid is None else cpu_seconds(self.pid)
         turns.loads.append(asyncio.run(run()))
-        after = None if self._pid is None else cpu_seconds(self._pid)
+        after = None if self.pid is None else cpu_seconds(self.pid)
         turns.cpu.append(None if before is None or after is None else after - before)
 
 
 @contextmanager
-def serving(path: Path, dtype: str | None, threads: int) -> Iterator[Server]:
-    """``eecore serve`` in a process of its own."""
+def serving(
+    path: Path, dtype: str | None, threads: int, options: Sequence[str] = ("--no-prefix-cache",)
+) -> Iterator[Server]:
+    """``eecore serve`` in a process of its own; without a prefix cache each round computes its
+    prompts.
+    """
     command = [sys.executable, "-m", "eecore", "serve", str(path), "--port", "0"]
-    command += ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--threads", str(threads)]
-    command += ["--no-prefix-cache"]  # each round computes its prompts
+    command += ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--threads", str(threads), *options]
     with subprocess.Popen(
         command + (["--dtype", dtype] if dtype else []),
         stdin=subprocess.DEVNULL,
