@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from eecore.serving.protocol import GenerationRequest, Request, read
 from eecore.serving.refusals import ApiError, as_api_error
 from eecore.serving.served import ServedModel
 from eecore.serving.shapes import Shape, Tokens, event
+from eecore.serving.tracing import RequestSpan, Tracing
 
 __all__ = ["Answer", "Generation", "Service", "refusal"]
 
@@ -59,6 +61,7 @@ class Service:
         metrics: what is counted.
         max_body: bytes.
         timeout: seconds for a request; None for no limit.
+        tracing: makes a span of each request; None: nobody does.
     """
 
     served: ServedModel
@@ -66,6 +69,7 @@ class Service:
     metrics: Metrics
     max_body: int
     timeout: float | None
+    tracing: Tracing | None = None
     _preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARING))
 
     async def beside(self, work: Callable[[], Result]) -> Result:
@@ -123,6 +127,7 @@ class Generation(Response, Generic[Asking]):
         super().__init__()
         self._service, self._kind, self._ask, self._shape = service, kind, ask, shape
         self._is_started = False
+        self._began = time.time_ns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
@@ -148,7 +153,9 @@ class Generation(Response, Generic[Asking]):
         service = self._service
         asked = await service.beside(lambda: self._ask(service.served, read(self._kind, body)))
         seats.take(len(asked.choices))
-        tally = Tally(service.metrics, asked)
+        tracing = service.tracing
+        span = None if tracing is None else tracing.begin(scope, asked, self._began)
+        tally = Tally(service.metrics, asked, span)
         shape = self._shape(service.served, asked)
         with tally:
             try:
@@ -230,13 +237,15 @@ class Tally:
     cancelled.
     """
 
-    def __init__(self, metrics: Metrics, asked: Asked) -> None:
-        self._metrics, self._left = metrics, len(asked.choices)
+    def __init__(self, metrics: Metrics, asked: Asked, span: RequestSpan | None) -> None:
+        self._metrics, self._left, self._span = metrics, len(asked.choices), span
+        self._outputs: list[Output] = []
         self._policy = asked.choices[0].prepared.exit
         self.outcome = "cancelled"
 
     def ended(self, output: Output) -> None:
         self._left -= 1
+        self._outputs.append(output)
         self._metrics.ended(output.finish_reason, output, self._policy)
 
     def __enter__(self) -> Tally:
@@ -246,6 +255,8 @@ class Tally:
         if kind is not None and issubclass(kind, Exception) and self.outcome == "cancelled":
             self.outcome = "error"
         output = getattr(error, "output", None)  # of the one that failed
+        if self._span is not None:
+            self._span.end(self._outputs, self.outcome if self._left else None)
         for _ in range(self._left):
             self._metrics.ended(self.outcome, output, self._policy)
             output = None

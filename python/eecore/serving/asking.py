@@ -64,6 +64,12 @@ class Asked:
     calls: ExpectedCalls | None = None
     """Of tools, to be read out of the answer."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompts count once, however many answers they have."""
+        per_prompt = len(self.choices) // self.num_prompts
+        return sum(choice.prompt_tokens for choice in self.choices[::per_prompt])
+
 
 def ask_completion(served: ServedModel, body: CompletionRequest) -> Asked:
     """The prompts of a completion, each as often as is asked for.

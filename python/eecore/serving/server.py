@@ -88,6 +88,8 @@ def serve(
         server.run(sockets=[listener])  # on uvloop, with httptools, where they are installed
     finally:
         service.served.engine.close()
+        if service.tracing is not None:
+            service.tracing.close()
     return server.cut_off
 
 

@@ -18,6 +18,7 @@ from eecore.serving.depth import MODES, Depths, Policies, recommended
 from eecore.serving.metrics import Metrics
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import TOOL_PARSERS, tool_format
+from eecore.serving.tracing import tracing_of_environment
 from eecore.values import shown
 
 __all__ = ["ServerSettings", "service_of"]
@@ -108,7 +109,14 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     calls = tool_format(settings.tool_parser, _tools_template(model))
     served = ServedModel(model, name, depths, engine, most_choices, calls)
     metrics = Metrics(engine.engine, name, map(policies.of, (usual, *aliases)))
-    return Service(served, admission, metrics, settings.max_body, settings.timeout)
+    return Service(
+        served,
+        admission,
+        metrics,
+        settings.max_body,
+        settings.timeout,
+        tracing_of_environment(),
+    )
 
 
 def _tools_template(model: Model) -> str | None:

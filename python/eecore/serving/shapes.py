@@ -289,9 +289,9 @@ def event(content: Any) -> str:
 
 
 def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[str, Any]:
-    """Tokens, and the work behind them: prompts count once, however many answers they have."""
+    """Tokens, and the work behind them."""
     per_prompt = len(asked.choices) // asked.num_prompts
-    prompt = sum(choice.prompt_tokens for choice in asked.choices[::per_prompt])
+    prompt = asked.prompt_tokens
     cached = sum(output.stats.cached_tokens for output in outputs[::per_prompt])
     generated = sum(len(output.token_ids) for output in outputs)
     stats = [output.stats for output in outputs]
