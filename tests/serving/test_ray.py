@@ -14,13 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from eecore.errors import RequestError
+from eecore.errors import EngineClosedError, RequestError
 from servers import Asker, events
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'eecore[ray]'")
 serve = pytest.importorskip("ray.serve", reason="ray has no serve: pip install 'eecore[ray]'")
 
-from eecore.serving.ray import Arguments, app, autoscale  # noqa: E402
+from eecore.serving import ray as on_ray  # noqa: E402
+from eecore.serving.ray import Arguments, Engine, app, autoscale  # noqa: E402
 from eecore.serving.server import listen  # noqa: E402
 
 NAME = f"eecore-test-{os.getpid()}"
@@ -175,3 +176,19 @@ def test_the_autoscaler_hears_what_runs_and_how_full_caches_are() -> None:
     assert wanted({"a": 4.0, "b": 8.0}, {"a": 0.1, "b": 0.1}) == 3
     assert wanted({"a": 4.0, "b": 8.0}, {"a": 0.1, "b": 0.1}, queued=4.0) == 4
     assert wanted({"a": 1.0, "b": 1.0}, {"a": 0.9, "b": 0.9}) == 2
+
+
+def test_a_replica_is_ill_when_its_requests_get_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Engine(Arguments(kv_cache_tokens=1024), [])
+    engine = replica._service.served.engine.engine
+    asyncio.run(replica.check_health())  # nothing to do
+    engine.add_request([5, 6, 7])  # which nobody steps for
+    asyncio.run(replica.check_health())
+    asyncio.run(replica.check_health())  # not for long
+    assert replica.record_autoscaling_stats()["requests"] == 1
+    monkeypatch.setattr(on_ray, "STUCK_SECONDS", 0.0)
+    with pytest.raises(EngineClosedError, match="expected progress within 0 s, got none for 1"):
+        asyncio.run(replica.check_health())
+    engine.step()
+    asyncio.run(replica.check_health())
+    assert replica.record_autoscaling_stats()["kv_share"] > 0
