@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from eecore.serving.replicas import (
     BLOCK,
     MOST_BLOCKS,
@@ -53,9 +55,16 @@ def test_the_rest_of_the_body_does_not_matter() -> None:
 
 
 def test_what_is_no_request_begins_with_nothing() -> None:
-    deep = b"[" * 100_000
-    for body in (b"", b"\xff", b"[1]", b"3", deep, completion("short"), b'{"prompt": "\\ud800"}'):
+    for body in (b"", b"\xff", b"[1]", b"3", completion("short"), b'{"prompt": "\\ud800"}'):
         assert beginning_of(body) == []
+
+
+@pytest.mark.parametrize("depth", [*range(100, 3000, 50), 100_000])
+def test_however_deep_it_is(depth: int) -> None:
+    """Where one of those who read it gives up is no business of a router."""
+    body = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
+    assert len(beginning_of(body)) <= MOST_BLOCKS
+    assert beginning_of(b"[" * depth) == []
 
 
 def test_a_long_text_is_known_by_its_first_blocks() -> None:

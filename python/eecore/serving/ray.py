@@ -12,8 +12,8 @@ ends its request.
 
 What Ray cannot promise:
 
-- A gate that dies takes along the requests that it has: Ray's proxy does not ask again, but says 500
-  or breaks the connection off. What comes meanwhile waits for the gate that takes its place.
+- A gate that dies takes along the requests that it has: Ray's proxy does not ask again, but says
+  500 or breaks the connection off. What comes meanwhile waits for the gate that takes its place.
 - Each gate learns by itself which replica has which beginning, and counts its own requests alone.
   With one gate, the default, it knows all of them.
 - ``/metrics``, ``/health`` and the page answer for one replica, whichever is asked. How many

@@ -38,21 +38,24 @@ def beginning_of(body: bytes) -> list[bytes]:
     """
     try:
         said = json.loads(body)
+        text = _text(said) if isinstance(said, dict) else ""
     except (ValueError, RecursionError):
         return []
-    if not isinstance(said, dict):
-        return []
-    prompt = said.get("prompt")
-    if isinstance(prompt, str):
-        text = prompt[: BLOCK * MOST_BLOCKS]
-    else:  # templates write tools in front of messages
-        text = json.dumps([said.get("tools"), said.get("messages"), prompt])
     chain: list[bytes] = []
     state = hashlib.blake2b(digest_size=DIGEST)
     for end in range(BLOCK, min(len(text), BLOCK * MOST_BLOCKS) + 1, BLOCK):
         state.update(text[end - BLOCK : end].encode("utf-8", "surrogatepass"))
         chain.append(state.digest())
     return chain
+
+
+def _text(said: dict[str, Any]) -> str:
+    """Of a request, from its beginning on."""
+    prompt = said.get("prompt")
+    if isinstance(prompt, str):
+        return prompt[: BLOCK * MOST_BLOCKS]
+    # Templates write tools in front of messages.
+    return json.dumps([said.get("tools"), said.get("messages"), prompt])
 
 
 class Routes:
