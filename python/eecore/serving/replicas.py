@@ -12,6 +12,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Load", "Routes", "beginning_of", "replicas_wanted"]
 
