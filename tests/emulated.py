@@ -58,7 +58,8 @@ def route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let eecore.ops call the emulated kernels, on CPU tensors, until monkeypatch undoes it."""
     library()
     for name in cases.CUDA_OPS:
-        monkeypatch.setattr(ops, f"_{name}", getattr(torch.ops.eecore_emulated, name).default)
+        home = sys.modules[getattr(ops, name).__module__]
+        monkeypatch.setattr(home, f"_{name}", getattr(torch.ops.eecore_emulated, name).default)
     monkeypatch.setattr(sys.modules[__name__], "_is_routed", True)
 
 

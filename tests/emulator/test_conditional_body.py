@@ -119,7 +119,9 @@ class ExitChecks:
         """Accepts after a layer; the flag that says whether all rows are accepted."""
         mask = self.masks[index]
         layer, confidence = self.layers[index], self.confidence[index]
-        ops._accept_mask(confidence, self.thresholds, layer, self.status, self.exit_layer, *mask)
+        torch.ops.eecore.accept_mask.default(
+            confidence, self.thresholds, layer, self.status, self.exit_layer, *mask
+        )
         return mask.all_accepted
 
     def reset(self, confidence: Tensor) -> None:

@@ -248,7 +248,7 @@ def test_outputs_that_are_left_out_are_not_needed(device: torch.device) -> None:
     expected = ops.exit_confidence_softmax(**case, eps=1e-5)
     confidence = torch.empty(3, device=device)
     token = torch.empty(3, dtype=torch.int64, device=device)
-    ops._exit_confidence_softmax(
+    torch.ops.eecore.exit_confidence_softmax.default(
         case["hidden"],
         case["norm_weight"],
         case["lm_head"],

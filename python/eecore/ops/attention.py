@@ -1,0 +1,195 @@
+"""Attention to a paged KV cache, and what writes that cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eecore.ops.library import compiled
+from eecore.ops.weights import Matrix
+
+__all__ = ["append_kv", "kv_fill", "paged_attention"]
+
+_append_kv = compiled("append_kv")
+_kv_fill = compiled("kv_fill")
+_paged_attention = compiled("paged_attention")
+
+
+def append_kv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Write new keys and values to their cache slots, with head norms and rotary embedding fused.
+
+    ``q``, when given, gets its head norm and rotary embedding in place. ``k`` and ``v`` are read
+    only. A slot is ``page * page_size + offset``; slot -1 writes nothing.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; or None.
+        k: [num_tokens, num_kv_heads, head_dim], likewise.
+        v: [num_tokens, num_kv_heads, head_dim], likewise.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer.
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer.
+        slot_mapping: int64 [num_tokens].
+        positions: int64 [num_tokens]; None switches the rotary embedding off.
+        cos_sin: float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines; pairs
+            (i, i + rotary_dim/2) are rotated.
+        q_norm_weight: [head_dim], RMS norm of each query head.
+        k_norm_weight: [head_dim], RMS norm of each key head.
+        eps: of the head norms.
+    """
+    _append_kv(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        positions,
+        cos_sin,
+        q_norm_weight,
+        k_norm_weight,
+        eps,
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int = 0,
+    fixed_split_size: int = 0,
+    position_bias: Tensor | None = None,
+    max_distance: int = 128,
+    bidirectional: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of ragged queries to a paged KV cache.
+
+    Sequence s has queries ``query_start_loc[s]..query_start_loc[s+1]``; they are its last
+    positions: query i of n sits at position ``seq_lens[s] - n + i`` and, with ``causal``, sees keys
+    up to its own. One query a sequence is decoding, a few are verification, many are a prefill
+    chunk. A query that sees no key gives zeros; without ``causal`` a sequence may well have more
+    queries than keys. Cache slots and page-table entries that no key uses are never read.
+
+    With ``position_bias`` the score of a query at position p and a key at position j gets the bias
+    of the bucket of j - p. Half of a side's buckets hold one distance each, the others ever longer
+    stretches, in equal steps of the logarithm up to ``max_distance``; the last one holds whatever
+    lies beyond. Keys ahead are at distance 0 or, when ``bidirectional``, have the upper half of the
+    buckets. (T5: Raffel et al. 2020 §2.1; the buckets, float32 rounding included, are those of
+    T5Attention in transformers.)
+
+    Sums are float32. In bfloat16 on tensor cores, and on CPUs that multiply pairs of it (AVX-512
+    BF16), the weights of values are rounded to bfloat16 first; elsewhere they stay float32.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
+            multiple of 8 up to 256.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim].
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim].
+        page_table: int32 [num_seqs, max_pages_per_seq].
+        seq_lens: int32 [num_seqs], keys in the cache, this call's included.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        scale: of the scores, usually head_dim ** -0.5.
+        causal: False for cross attention and encoders.
+        sliding_window: how many keys a query sees, itself included; 0 for all.
+        fixed_split_size: keys per split of a long context; 0 lets the call's shape decide. With a
+            fixed size a row's result does not depend, to the bit, on the rest of the batch, on the
+            queries that come with it (one when decoding, several when verifying) or, on the CPU, on
+            the number of threads.
+        position_bias: float32 [num_buckets, num_q_heads], added to the scaled scores; 2 to 128
+            buckets, or, when ``bidirectional``, an even number of 4 to 256.
+        max_distance: where the last bucket starts; more than half the buckets of a side.
+        bidirectional: whether keys ahead of a query have buckets of their own.
+        out: [num_tokens, num_q_heads, head_dim]; allocated when None.
+
+    Returns:
+        out.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        scale,
+        causal,
+        sliding_window,
+        fixed_split_size,
+        position_bias,
+        max_distance,
+        bidirectional,
+    )
+    return out
+
+
+def kv_fill(
+    hidden: Tensor,
+    exit_layer: Tensor,
+    norm_weight: Tensor,
+    kv: Matrix,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_norm_weight: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Fill the KV cache of the layers that each row skipped, all layers in one call.
+
+    For row t and every layer l >= exit_layer[t], layer l's own norm, K/V projection, k-norm and
+    rotary are applied to hidden[t] and written to the row's slot of layer l. (Early-exit framework
+    §3.2; CALM §3.1.)
+
+    Args:
+        hidden: [num_tokens, hidden_size], each row's exit state before any norm.
+        exit_layer: int32 [num_tokens], 0..num_layers; num_layers fills nothing.
+        norm_weight: [num_layers, hidden_size], the norms before attention.
+        kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
+            and row stride, so a view of a stacked QKV matrix does.
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        slot_mapping: int64 [num_tokens]; -1 writes nothing.
+        k_norm_weight: [num_layers, head_dim].
+        positions: int64 [num_tokens]; None switches the rotary embedding off.
+        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
+        eps: of the norms.
+    """
+    _kv_fill(
+        hidden,
+        exit_layer,
+        norm_weight,
+        kv.weight,
+        kv.bias,
+        kv.scale,
+        k_norm_weight,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        eps,
+        kv.table,
+    )

@@ -1,0 +1,469 @@
+"""Confidence, who leaves with it, and the rows of an exit step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from eecore.ops.library import compiled
+
+__all__ = [
+    "AcceptMask",
+    "AcceptRows",
+    "ActiveRows",
+    "ExitingRows",
+    "HeadRows",
+    "SelectedRows",
+    "SoftmaxConfidence",
+    "accept_mask",
+    "compact_rows",
+    "exit_confidence_cosine",
+    "exit_confidence_mlp",
+    "exit_confidence_softmax",
+    "exit_rows",
+    "place_head",
+    "select_rows",
+]
+
+_accept_mask = compiled("accept_mask")
+_compact_rows = compiled("compact_rows")
+_exit_confidence_cosine = compiled("exit_confidence_cosine")
+_exit_confidence_mlp = compiled("exit_confidence_mlp")
+_exit_confidence_softmax = compiled("exit_confidence_softmax")
+_exit_rows = compiled("exit_rows")
+_place_head = compiled("place_head")
+_select_rows = compiled("select_rows")
+
+
+class AcceptMask(NamedTuple):
+    """Who goes on after an exit point."""
+
+    survivors: Tensor
+    """int32 [num_seqs]: rows not accepted, ascending, then -1."""
+    num_survivors: Tensor
+    """int32 [1]"""
+    all_accepted: Tensor
+    """bool [1]"""
+
+
+def accept_mask(
+    confidence: Tensor,
+    thresholds: Tensor,
+    layer: int,
+    status: Tensor,
+    exit_layer: Tensor,
+) -> AcceptMask:
+    """Update the sticky status of each row: accepted once ``confidence >= threshold``.
+
+    A threshold of 1 or more never accepts, nor does a NaN. Rows accepted for the first time get
+    ``layer`` in ``exit_layer``. (Early-exit framework §3.1, Algorithm 1; CALM §3.)
+
+    Args:
+        confidence: float32 [num_seqs].
+        thresholds: float32 [num_seqs], decayed already; a base threshold of 1 must stay 1.
+        layer: how many layers have run, 1..num_layers.
+        status: bool [num_seqs], updated in place.
+        exit_layer: int32 [num_seqs], updated in place.
+    """
+    mask = _empty_mask(confidence)
+    _accept_mask(confidence, thresholds, layer, status, exit_layer, *mask)
+    return mask
+
+
+def _empty_mask(confidence: Tensor) -> AcceptMask:
+    device = confidence.device
+    return AcceptMask(
+        torch.empty(confidence.numel(), dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.bool, device=device),
+    )
+
+
+class AcceptRows(NamedTuple):
+    """What :func:`accept_mask` takes beside the confidences, for ops that go on with it.
+
+    On CUDA a few rows are measured and accepted in one launch.
+    """
+
+    thresholds: Tensor
+    """float32 [num_seqs]"""
+    layer: int
+    """How many layers have run, 1..num_layers."""
+    status: Tensor
+    """bool [num_seqs], updated in place."""
+    exit_layer: Tensor
+    """int32 [num_seqs], updated in place."""
+
+
+class SoftmaxConfidence(NamedTuple):
+    """What one pass over the LM head tells of each row."""
+
+    confidence: Tensor
+    """float32 [num_seqs]: the gap of the two largest probabilities."""
+    token: Tensor
+    """int64 [num_seqs]: the most probable token, the lowest id among equals."""
+    logsumexp: Tensor
+    """float32 [num_seqs]"""
+    top_logit: Tensor
+    """float32 [num_seqs]: the largest logit; minus logsumexp it is the token's log-probability."""
+
+
+def exit_confidence_softmax(
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    lm_head: Tensor,
+    eps: float,
+    *,
+    lm_head_scale: Tensor | None = None,
+    lm_head_table: Tensor | None = None,
+) -> SoftmaxConfidence:
+    """Final RMS norm, LM head, top-2 gap, argmax and log-sum-exp; no logits in memory.
+
+    The gap is ``(1 - exp(x2 - m)) / s`` with m and x2 the two largest logits and s the sum of
+    ``exp(x - m)``. (Early-exit framework §2.1, softmax response; CALM §3.)
+
+    Args:
+        hidden: [num_seqs, hidden_size], the residual stream before the final norm.
+        norm_weight: [hidden_size]; None when ``hidden`` is normed already.
+        lm_head: [vocab_size, hidden_size], vocab_size >= 2; int8 with ``lm_head_scale``, packed
+            bytes with ``lm_head_table``.
+        eps: of the RMS norm.
+        lm_head_scale: float32 [vocab_size], see :func:`skinny_linear`.
+        lm_head_table: int64 [vocab_size], see :func:`pack_weight`.
+    """
+    num_seqs, device = hidden.shape[0], hidden.device
+    confidence = torch.empty(num_seqs, dtype=torch.float32, device=device)
+    token = torch.empty(num_seqs, dtype=torch.int64, device=device)
+    logsumexp = torch.empty_like(confidence)
+    top_logit = torch.empty_like(confidence)
+    _exit_confidence_softmax(
+        hidden,
+        norm_weight,
+        lm_head,
+        lm_head_scale,
+        eps,
+        confidence,
+        token,
+        logsumexp,
+        top_logit,
+        lm_head_table,
+    )
+    return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
+
+
+class ActiveRows(NamedTuple):
+    """The rows of a decoding program that go on, and what their next layers read.
+
+    A program has num_rows rows. On the CPU the active ones move up where others leave; on CUDA all
+    of them stay, and those that are out are masked.
+    """
+
+    row: Tensor
+    """int32 [n]: which of the program's rows each is, ascending."""
+    positions: Tensor
+    """int64 [n]"""
+    slot_mapping: Tensor
+    """int64 [n]; -1 for rows that are out: they write no keys or values."""
+    seq_lens: Tensor
+    """int32 [n]; 1 for rows that are out: their attention costs next to nothing."""
+    page_table: Tensor
+    """int32 [n, max_pages]"""
+    num_active: Tensor
+    """int32 [1]: how many of the n there are."""
+    token_ids: Tensor | None = None
+    """int64 [n]"""
+    cross_page_table: Tensor | None = None
+    """int32 [n, max_cross_pages]"""
+    cross_seq_lens: Tensor | None = None
+    """int32 [n]"""
+
+
+class ExitingRows(NamedTuple):
+    """All rows of a program with exit points: how they leave, who has left, and with what.
+
+    The first four tensors are read, the others updated in place. A row that is padding is gone from
+    the start.
+    """
+
+    leave_after: Tensor
+    """int32 [num_rows]: how many layers run before a row leaves, accepted or not."""
+    together: Tensor
+    """bool [num_rows]: a row leaves once all such rows are accepted."""
+    fills: Tensor
+    """bool [num_rows]: the layers that a row skips are filled."""
+    kind: Tensor
+    """int32 [num_rows], how a row's token is made: 1 by the head, 2 from logits."""
+    accepted: Tensor
+    """bool [num_rows], sticky."""
+    gone: Tensor
+    """bool [num_rows]: who has left."""
+    exit_layer: Tensor
+    """int32 [num_rows]: how many layers had run when a row left."""
+    fill_from: Tensor
+    """int32 [num_rows]: the first layer to fill; written for rows that fill."""
+    measured_at: Tensor
+    """int32 [num_rows]: the layer of ``confidence``."""
+    confidence: Tensor
+    """float32 [num_rows], as measured last."""
+    token: Tensor
+    """int64 [num_rows], the head's at ``token_at``."""
+    logprob: Tensor
+    """float32 [num_rows], the token's."""
+    token_at: Tensor
+    """int32 [num_rows]: the layer of ``token``."""
+    pending: Tensor
+    """int32 [num_rows], of rows that left: 2 where the token is made from logits; of others 0 where
+    ``token`` is of the state that the row left with, else 1."""
+    hidden: Tensor
+    """[num_rows, hidden_size], contiguous rows: the state that a row left with."""
+    all_gone: Tensor
+    """bool [1]"""
+
+
+def exit_rows(
+    hidden: Tensor,
+    layer: int,
+    rows: ExitingRows,
+    active: ActiveRows,
+    *,
+    thresholds: Tensor | None = None,
+    confidence: Tensor | None = None,
+    head: SoftmaxConfidence | None = None,
+    asked: Tensor | None = None,
+    decide: bool = True,
+) -> None:
+    """Take over what was measured after a layer, and let rows leave.
+
+    A row that is asked is accepted, once and for all, when its confidence reaches its threshold; a
+    threshold of 1 or more never accepts, nor does a NaN. An accepted row leaves, as does one whose
+    layers are up: what it leaves with is kept, and later layers pass it by. Nothing changes for
+    rows that had left before. (Early-exit framework §3.1, Algorithm 1; CALM §3.)
+
+    Args:
+        hidden: [n, hidden_size] of the active rows, after ``layer`` layers.
+        layer: how many layers have run, 1..num_layers.
+        rows: updated in place.
+        active: of its tensors ``slot_mapping`` and ``seq_lens`` are updated, where a row leaves.
+        thresholds: float32 [num_rows]; infinity: the row is not asked here.
+        confidence: float32 [num_asked]; ``head``'s when None. Without both nobody is measured.
+        head: what the head gives of the rows asked. Rows accepted before are not measured again.
+        asked: int32 [num_asked], the active rows that were measured, each once; None: all.
+        decide: False leaves it at measuring.
+    """
+    token = top_logit = logsumexp = None
+    if head is not None:
+        token, top_logit, logsumexp = head.token, head.top_logit, head.logsumexp
+        confidence = head.confidence if confidence is None else confidence
+    _exit_rows(
+        hidden,
+        layer,
+        confidence,
+        token,
+        top_logit,
+        logsumexp,
+        thresholds,
+        asked,
+        decide,
+        *rows,
+        active.row,
+        active.slot_mapping,
+        active.seq_lens,
+    )
+
+
+class SelectedRows(NamedTuple):
+    """Some of the active rows."""
+
+    index: Tensor  # type: ignore[assignment]  # a tuple has methods of these names
+    """int32 [n]: the active rows picked, ascending; behind ``count`` nothing is written."""
+    count: Tensor  # type: ignore[assignment]
+    """int32 [1]"""
+    hidden: Tensor
+    """[n, hidden_size], their states; behind ``count`` nothing is written."""
+
+
+def select_rows(
+    hidden: Tensor,
+    *,
+    row: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    thresholds: Tensor | None = None,
+    accepted: Tensor | None = None,
+    index: Tensor | None = None,
+    count: Tensor | None = None,
+    states: Tensor | None = None,
+) -> SelectedRows:
+    """Pick the active rows that a part of a program is for, and put their states side by side.
+
+    Args:
+        hidden: [n, hidden_size] of the active rows.
+        row: int32 [n], which of the program's rows each is; None: row i is row i.
+        kind: int32 [num_rows]; rows of the ``wanted`` kind are picked. None: of any kind.
+        wanted: a kind.
+        thresholds: float32 [num_rows]; rows with infinity are not picked.
+        accepted: bool [num_rows]; accepted rows are not picked.
+        index: int32 [n], written; allocated when None.
+        count: int32 [1], written; allocated when None.
+        states: [n, hidden_size], written, any row stride that keeps rows apart; ``hidden`` itself,
+            or apart from it; allocated when None.
+    """
+    if index is None:
+        index = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
+    if count is None:
+        count = torch.empty(1, dtype=torch.int32, device=hidden.device)
+    if states is None:
+        states = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _select_rows(hidden, row, kind, wanted, thresholds, accepted, index, count, states)
+    return SelectedRows(index, count, states)
+
+
+def compact_rows(leaving: Tensor, active: ActiveRows, hidden: Tensor | None = None) -> None:
+    """Move the active rows that stay up to where others leave, their order kept.
+
+    Rows behind the new ``active.num_active`` mean nothing.
+
+    Args:
+        leaving: bool [num_rows], by the program's rows.
+        active: updated in place; all n rows are looked at.
+        hidden: [n, hidden_size], contiguous rows, their states, updated in place.
+    """
+    _compact_rows(leaving, *active, hidden)
+
+
+class HeadRows(NamedTuple):
+    """The tokens of a program's rows, updated in place."""
+
+    token: Tensor
+    """int64 [num_rows]"""
+    confidence: Tensor
+    """float32 [num_rows]"""
+    logprob: Tensor
+    """float32 [num_rows], the token's."""
+
+
+def place_head(
+    head: SoftmaxConfidence,
+    out: HeadRows,
+    *,
+    index: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    measured_at: Tensor | None = None,
+    exit_layer: Tensor | None = None,
+    as_probability: bool = False,
+    vocabulary: Tensor | None = None,
+) -> None:
+    """Put what the head gives of some rows to where all rows have theirs.
+
+    Args:
+        head: of the rows selected.
+        out: updated in place.
+        index: int32 [num_selected], which row each is, each once; None: row j is row j.
+        kind: int32 [num_rows]; rows that are not of the ``wanted`` kind are left alone.
+        wanted: a kind.
+        measured_at: int32 [num_rows], with ``exit_layer``: where it is the layer that a row left
+            after, the row keeps its confidence.
+        exit_layer: int32 [num_rows].
+        as_probability: the confidence is the token's probability, not the head's.
+        vocabulary: int64 [vocab_size], the token of each row of a head that was cut; None: row t is
+            token t. A token of -1 stays what it is.
+    """
+    _place_head(
+        *(*head, index, kind, wanted, measured_at, exit_layer, as_probability, vocabulary), *out
+    )
+
+
+@overload
+def exit_confidence_cosine(previous: Tensor, hidden: Tensor, *, accept: None = None) -> Tensor: ...
+
+
+@overload
+def exit_confidence_cosine(
+    previous: Tensor, hidden: Tensor, *, accept: AcceptRows
+) -> tuple[Tensor, AcceptMask]: ...
+
+
+def exit_confidence_cosine(
+    previous: Tensor, hidden: Tensor, *, accept: AcceptRows | None = None
+) -> Tensor | tuple[Tensor, AcceptMask]:
+    """Cosine of the states of two consecutive layers, per row; 0 for a zero vector.
+
+    (Early-exit framework §2.1, hidden states similarity.)
+
+    Args:
+        previous: [num_seqs, hidden_size], after one layer less.
+        hidden: [num_seqs, hidden_size].
+        accept: also accept the rows, as :func:`accept_mask` does.
+
+    Returns:
+        float32 [num_seqs]; with ``accept`` that and the mask.
+    """
+    confidence = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    if accept is None:
+        _exit_confidence_cosine(previous, hidden, confidence)
+        return confidence
+    mask = _empty_mask(confidence)
+    _exit_confidence_cosine(previous, hidden, confidence, *accept, *mask)
+    return confidence, mask
+
+
+@overload
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    accept: None = None,
+) -> Tensor: ...
+
+
+@overload
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    accept: AcceptRows,
+) -> tuple[Tensor, AcceptMask]: ...
+
+
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    accept: AcceptRows | None = None,
+) -> Tensor | tuple[Tensor, AcceptMask]:
+    """``softmax(M(hidden))[1]`` of an early-exit classifier on the un-normed state.
+
+    With ``weight2`` M has one ReLU hidden layer, without it M is one linear layer. (Early-exit
+    framework §2.1, dedicated classifier; CALM §3.)
+
+    Args:
+        hidden: [num_seqs, hidden_size].
+        weight1: float32 [inner_size, hidden_size]; inner_size is 2 without ``weight2``.
+        bias1: float32 [inner_size].
+        weight2: float32 [2, inner_size].
+        bias2: float32 [2], only with ``weight2``.
+        accept: also accept the rows, as :func:`accept_mask` does.
+
+    Returns:
+        float32 [num_seqs]; with ``accept`` that and the mask.
+    """
+    confidence = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    classifier = (hidden, weight1, bias1, weight2, bias2)
+    if accept is None:
+        _exit_confidence_mlp(*classifier, confidence)
+        return confidence
+    mask = _empty_mask(confidence)
+    _exit_confidence_mlp(*classifier, confidence, *accept, *mask)
+    return confidence, mask

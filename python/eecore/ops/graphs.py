@@ -1,0 +1,69 @@
+"""What a CUDA stream is asked to do, captured: graphs, and bodies that run only if a flag says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eecore.ops.library import cuda_module
+
+__all__ = ["CapturedGraph", "captured_body"]
+
+
+class CapturedGraph:
+    """What a CUDA stream is asked to do, captured once and launched many times.
+
+    Unlike ``torch.cuda.graph`` this leaves memory to the caller: what the captured work reads and
+    writes must live as long as the graph, and what it allocates should come from a pool of its own
+    (``torch.cuda.use_mem_pool``). That goes for the bodies of :func:`captured_body` too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph: Any = None
+
+    @contextmanager
+    def capture(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Capture what is asked of ``stream``, which is the current one inside.
+
+        Raises:
+            RuntimeError: the stream is being captured, or the CUDA runtime refuses.
+        """
+        graph = cuda_module.CapturedGraph(stream.cuda_stream, stream.device_index)
+        with torch.cuda.stream(stream):
+            yield
+        graph.end()
+        self._graph = graph
+
+    def launch(self) -> None:
+        """Run it behind the work on the current stream; returns at once."""
+        stream = torch.cuda.current_stream(self._device)
+        self._graph.launch(stream.cuda_stream, stream.device_index)
+
+
+@contextmanager
+def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
+    """What is captured here is work that a CUDA graph does only if a flag says so by then.
+
+    The current stream must be captured (:class:`CapturedGraph`); inside, another one is current.
+    The body may hold kernels, memory copies and further bodies.
+
+    Args:
+        flag: bool [1], on the device; kernels before may write it.
+        when: the value with which the body runs.
+
+    Raises:
+        RuntimeError: the current stream is not captured, or the CUDA runtime refuses.
+    """
+    stream = torch.cuda.current_stream(flag.device)
+    body = cuda_module.ConditionalBody(
+        stream.cuda_stream, stream.device_index, flag.data_ptr(), when
+    )
+    inside = torch.cuda.ExternalStream(body.stream, flag.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(inside):
+        yield
+    body.end()

@@ -1,0 +1,169 @@
+"""Whole decoder layers in one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eecore.ops.library import compiled
+from eecore.ops.weights import Matrix, arguments_of, tables_of
+
+__all__ = ["CrossAttention", "DecoderWeights", "decoder_layers"]
+
+_decoder_layers = compiled("decoder_layers")
+
+
+class DecoderWeights(NamedTuple):
+    """The weights of a decoder's layers, each of all layers at once."""
+
+    attention_norm: Tensor
+    """[num_layers, hidden_size]"""
+    qkv: Matrix
+    """[num_layers, q_size + 2 * num_kv_heads * head_dim, hidden_size]; rows of the heads of q, then
+    of k, then of v."""
+    q_norm: Tensor | None
+    """[num_layers, head_dim], RMS norm of each query head."""
+    k_norm: Tensor | None
+    """[num_layers, head_dim], RMS norm of each key head."""
+    o: Matrix
+    """[num_layers, hidden_size, q_size]"""
+    mlp_norm: Tensor
+    """[num_layers, hidden_size]"""
+    gate_up: Matrix
+    """[num_layers, 2 * inner_size, hidden_size]; gate, then up rows. Of an MLP that is not gated
+    [num_layers, inner_size, hidden_size]."""
+    down: Matrix
+    """[num_layers, hidden_size, inner_size]"""
+
+    def unbind(self) -> list[DecoderWeights]:
+        """Layer by layer: views."""
+        num_layers = len(self.attention_norm)
+        each = ([None] * num_layers if f is None else f.unbind() for f in self)
+        return [DecoderWeights(*fields) for fields in zip(*each, strict=True)]
+
+
+class CrossAttention(NamedTuple):
+    """Attention of a decoder's layers over the keys and values that an encoder left in the cache.
+
+    They lie in pages of the same caches, and every query sees all of its sequence's.
+    """
+
+    norm: Tensor
+    """[num_layers, hidden_size]"""
+    q: Matrix
+    """[num_layers, q_size, hidden_size]"""
+    o: Matrix
+    """[num_layers, hidden_size, q_size]"""
+    page_table: Tensor
+    """int32 [num_seqs, max_cross_pages]"""
+    seq_lens: Tensor
+    """int32 [num_seqs], keys of the encoder; with 0 the attention adds nothing."""
+
+
+_NO_CROSS_ATTENTION = (None,) * 9
+
+
+_NO_CROSS_TABLES = (None, None)
+
+
+def decoder_layers(
+    hidden: Tensor,
+    weights: DecoderWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    begin_layer: int,
+    end_layer: int,
+    scale: float,
+    eps: float = 1e-6,
+    sliding_window: Tensor | None = None,
+    skip_attention: Tensor | None = None,
+    skip_mlp: Tensor | None = None,
+    fixed_split_size: int = 0,
+    cross: CrossAttention | None = None,
+    position_bias: Tensor | None = None,
+    max_distance: int = 128,
+    activation: str = "silu",
+    out: Tensor | None = None,
+) -> Tensor:
+    """A stretch of a decoder's layers, in one call that wakes its threads once.
+
+    Layer by layer, bit for bit as the single ops: :func:`skinny_linear` with the norm to queries,
+    keys and values, :func:`append_kv`, :func:`paged_attention`, :func:`skinny_linear` onto the
+    residual stream; with ``cross`` :func:`skinny_linear` with its norm to queries,
+    :func:`paged_attention` without ``causal``, :func:`skinny_linear` onto the residual stream;
+    :func:`skinny_gated_linear` with the norm (:func:`skinny_linear` where the activation is
+    "relu"), :func:`skinny_linear` onto the residual stream.
+
+    Args:
+        hidden: [num_tokens, hidden_size], the residual stream, any row stride.
+        weights: of all layers.
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim]; head_dim is a multiple
+            of 8 up to 256.
+        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
+        positions: int64 [num_tokens]; None switches the rotary embedding off.
+        cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
+        page_table: int32 [num_seqs, max_pages_per_seq].
+        seq_lens: int32 [num_seqs], keys in the cache, this call's included.
+        query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
+        begin_layer: the first layer that runs.
+        end_layer: the layer before which it ends, up to num_layers.
+        scale: of the attention scores, usually head_dim ** -0.5.
+        eps: of all norms.
+        sliding_window: int32 [num_layers], how many keys a query sees, itself included; 0 for all.
+        skip_attention: bool [num_layers], layers whose attention, ``cross`` included, is left out:
+            they add nothing and write no keys or values.
+        skip_mlp: bool [num_layers], layers whose MLP is left out.
+        fixed_split_size: keys per split of a long context, as in :func:`paged_attention`. With a
+            fixed size a row's result depends neither on the other sequences' rows nor on the
+            number of threads.
+        cross: of a decoder with an encoder, between self attention and MLP.
+        position_bias: float32 [num_buckets, num_q_heads], of the self attention of all layers, as
+            in :func:`paged_attention`.
+        max_distance: of ``position_bias``.
+        activation: "silu" or "gelu_tanh" of a gated MLP, "relu" of one that is not.
+        out: [num_tokens, hidden_size], any row stride that keeps rows apart; ``hidden`` itself, or
+            apart from it.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _decoder_layers(
+        hidden,
+        *arguments_of(weights),
+        k_cache,
+        v_cache,
+        slot_mapping,
+        positions,
+        cos_sin,
+        page_table,
+        seq_lens,
+        query_start_loc,
+        sliding_window,
+        skip_attention,
+        skip_mlp,
+        out,
+        begin_layer,
+        end_layer,
+        scale,
+        eps,
+        fixed_split_size,
+        *(_NO_CROSS_ATTENTION if cross is None else arguments_of(cross)),
+        position_bias,
+        max_distance,
+        activation,
+        *tables_of(weights),
+        *(_NO_CROSS_TABLES if cross is None else tables_of(cross)),
+    )
+    return out

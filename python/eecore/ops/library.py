@@ -1,0 +1,91 @@
+"""The compiled modules and what they register; their only importer, but for tapes and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eecore import _C
+
+__all__ = ["CPU_ONLY_OPS", "OP_NAMES", "build_info", "compiled", "cuda_module", "missing_cuda_ops"]
+
+if torch.cuda.is_available() and _C.build_info()["cuda"]:
+    from eecore import _cuda  # importing it registers the CUDA kernels
+
+    cuda_module: Any = _cuda
+else:
+    cuda_module = None
+
+OP_NAMES = tuple(
+    sorted(
+        name.removeprefix("eecore::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("eecore::")
+    )
+)
+"""All that ``csrc/register.cpp`` has a schema for."""
+CPU_ONLY_OPS = (
+    "compact_rows",
+    "decoder_layers",
+    "pack_weight",
+    "quantise_weight",
+    "select_rows",
+    "unpack_weight",
+)
+"""What ``decoder_layers`` saves is waking threads between kernels; rows that are out are masked on
+CUDA, where ``compact_rows`` and ``select_rows`` would change the shapes of a graph; CUDA has no
+packed weights."""
+
+
+def build_info() -> dict[str, Any]:
+    """How this build was made and what it runs with.
+
+    Keys: ``version``, ``compiler``, ``built_with_torch``, ``cuda`` (is ``eecore._cuda`` in the
+    build), ``cuda_architectures``, ``cuda_note`` (why it is not), ``cpu_capabilities`` (all that
+    this machine can run) and ``cpu_capability`` (the one in use; ``EECORE_CPU_CAPABILITY`` forces
+    one).
+    """
+    info: dict[str, Any] = dict(_C.build_info())
+    info["cpu_capabilities"] = _C.cpu_capabilities()
+    info["cpu_capability"] = _C.cpu_capability()
+    return info
+
+
+def missing_cuda_ops() -> tuple[str, ...]:
+    """Ops that should run on CUDA and cannot here: all of them without a GPU or the CUDA module."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (name for name in OP_NAMES if name not in CPU_ONLY_OPS)
+    return tuple(name for name in names if not has_kernel(f"eecore::{name}", "CUDA"))
+
+
+def compiled(op: str) -> Callable[..., None]:
+    """The op as it is registered: every argument in its place, outputs among them."""
+    overload: Callable[..., None] = getattr(torch.ops.eecore, op).default
+    return overload
+
+
+def _fake_of(op: str) -> Callable[..., None]:
+    """The fake kernel of an op, which only writes into its arguments: there is nothing to do.
+
+    Torch calls it for tensors of whatever devices as soon as one of them is on ``meta``.
+    """
+    names = [argument.name for argument in getattr(torch.ops.eecore, op).default._schema.arguments]
+
+    def fake(*arguments: Any, **by_name: Any) -> None:
+        given = {**dict(zip(names, arguments, strict=False)), **by_name}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        first = next(iter(tensors.values()))
+        for name, tensor in tensors.items():
+            if tensor.device != first.device:
+                raise RuntimeError(
+                    f"{op}: {name}: expected a tensor on {first.device}, got one on {tensor.device}"
+                )
+
+    return fake
+
+
+for _name in OP_NAMES:
+    torch.library.register_fake(f"eecore::{_name}", _fake_of(_name))

@@ -1,0 +1,149 @@
+"""Embeddings, and products of few rows with a matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eecore.ops.library import compiled
+
+__all__ = ["embed_tokens", "skinny_gated_linear", "skinny_linear"]
+
+_embed_tokens = compiled("embed_tokens")
+_skinny_gated_linear = compiled("skinny_gated_linear")
+_skinny_linear = compiled("skinny_linear")
+
+
+def embed_tokens(
+    token_ids: Tensor,
+    weight: Tensor,
+    *,
+    scale: Tensor | None = None,
+    table: Tensor | None = None,
+    previous: Tensor | None = None,
+    sources: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows of an embedding table, by tokens that are given or that a step before made.
+
+    Args:
+        token_ids: int64 [num_tokens], in [0, vocab_size) where they are looked at.
+        weight: [vocab_size, hidden_size], any row stride; int8 with ``scale``; packed bytes with
+            ``table``.
+        scale: float32 [vocab_size], see :func:`skinny_linear`; the product is rounded to float32,
+            then to out's dtype.
+        table: int64 [vocab_size], see :func:`pack_weight`; rounded to out's dtype.
+        previous: int64 [num_previous], with ``sources``.
+        sources: int32 [num_tokens]: the token is ``previous[sources[i]]``; -1: ``token_ids[i]``.
+        dtype: of out where it is allocated; weight's when None. With ``table`` out must be given.
+        out: [num_tokens, hidden_size], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        shape = (token_ids.shape[0], weight.shape[1])
+        out = torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
+    _embed_tokens(token_ids, weight, scale, previous, sources, out, table)
+    return out
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    weight_scale: Tensor | None = None,
+    weight_table: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``activation(norm(x) @ weight.T + bias) + residual``: the weight read once for few rows.
+
+    As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), the linear layer with its
+    bias and the sum with the residual are each rounded to that dtype. A row's result depends
+    neither on the other rows nor on the number of threads.
+
+    With ``weight_scale`` the weight is int8 and row r of it stands for ``weight[r] *
+    weight_scale[r]``. Each (normed) row of x is then quantised to 16 bits, at 1/32767 of its
+    largest magnitude, and the products are summed as integers; a row that holds NaN or
+    infinity gives NaN throughout. With ``weight_table`` the weight is packed: :func:`pack_weight`.
+
+    Args:
+        x: [num_tokens, in_features], any row stride.
+        weight: [out_features, in_features], any row stride; int8 with ``weight_scale``; uint8
+            [num_bytes] with ``weight_table``.
+        weight_scale: float32 [out_features].
+        weight_table: int64 [out_features].
+        norm_weight: [in_features].
+        eps: of the RMS norm.
+        bias: [out_features].
+        activation: None or "relu".
+        residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
+        out: [num_tokens, out_features], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        rows = weight if weight_table is None else weight_table
+        out = x.new_empty(x.shape[0], rows.shape[0])
+    _skinny_linear(
+        x,
+        norm_weight,
+        eps,
+        weight,
+        weight_scale,
+        bias,
+        residual,
+        out,
+        activation,
+        weight_table,
+    )
+    return out
+
+
+def skinny_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    weight_scale: Tensor | None = None,
+    weight_table: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    out: Tensor | None = None,
+) -> Tensor:
+    """``activation(gate) * up`` of ``gate, up = norm(x) @ weight.T + bias``.
+
+    As in a model of x's dtype, the RMS norm (with ``norm_weight`` only), gate and up,
+    activation(gate) and the product are each rounded to that dtype. A row's result depends neither
+    on the other rows nor on the number of threads. (Shazeer 2020: SwiGLU and GEGLU.)
+
+    Args:
+        x: [num_tokens, in_features], any row stride.
+        weight: [2 * inner_size, in_features], any row stride; gate rows, then up rows; int8 with
+            ``weight_scale``, uint8 [num_bytes] with ``weight_table``.
+        weight_scale: float32 [2 * inner_size], see :func:`skinny_linear`.
+        weight_table: int64 [2 * inner_size], see :func:`pack_weight`.
+        norm_weight: [in_features].
+        eps: of the RMS norm.
+        bias: [2 * inner_size].
+        activation: "silu", or "gelu_tanh": ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``.
+        out: [num_tokens, inner_size], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        rows = weight if weight_table is None else weight_table
+        out = x.new_empty(x.shape[0], rows.shape[0] // 2)
+    _skinny_gated_linear(
+        x, norm_weight, eps, weight, weight_scale, bias, out, activation, weight_table
+    )
+    return out

@@ -1,0 +1,371 @@
+"""Rounds of drafts: how they begin, grow, are verified and end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eecore.ops.exits import ActiveRows
+from eecore.ops.library import compiled
+
+__all__ = [
+    "DraftRound",
+    "EndedRound",
+    "SpeculativeAccept",
+    "Verification",
+    "accept_round",
+    "append_drafts",
+    "begin_round",
+    "begin_verification",
+    "gather_states",
+    "speculative_accept",
+]
+
+_accept_round = compiled("accept_round")
+_append_drafts = compiled("append_drafts")
+_begin_round = compiled("begin_round")
+_begin_verification = compiled("begin_verification")
+_gather_states = compiled("gather_states")
+_speculative_accept = compiled("speculative_accept")
+
+
+class DraftRound(NamedTuple):
+    """A round of self-speculation: up to num_steps drafts of each of a program's rows.
+
+    The tensors below ``stop_tokens`` are what the ops of a round write, and read again.
+    """
+
+    token_ids: Tensor
+    """int64 [num_rows]: the last token of each row's text."""
+    start: Tensor
+    """int64 [num_rows], its position."""
+    tokens_left: Tensor
+    """int64 [num_rows]: how many tokens the text may still have; a round gives one or more."""
+    max_drafts: Tensor
+    """int64 [num_rows]: drafts that the row has pages for; -1 for padding."""
+    page_table: Tensor
+    """int32 [num_rows, max_pages], any row stride."""
+    thresholds: Tensor
+    """float32 [num_rows]: a draft ends with a token whose confidence is below it."""
+    stop_tokens: Tensor
+    """int64 [num_rows, num_stop_tokens], filled up with -1: a draft ends with one of them."""
+    first_position: Tensor
+    """int64 [num_rows], of the round's first token, the last of the text."""
+    left: Tensor
+    """int64 [num_rows], tokens left at the start of the round."""
+    round_slots: Tensor
+    """int64 [num_rows, num_steps + 1]: cache slots of the round's tokens, -1 for those that a row
+    cannot have."""
+    tokens: Tensor
+    """int64 [num_rows, num_steps + 1]: the round's first token, then the drafts."""
+    confidences: Tensor
+    """float32 [num_rows, num_steps], of the drafts."""
+    num_drafted: Tensor
+    """int64 [num_rows]"""
+    most: Tensor
+    """int64 [num_rows]: how many it may draft; -1 for rows without a round, which are padding and
+    those whose text has no tokens left."""
+    done: Tensor
+    """bool [num_rows]: who drafts no more."""
+    all_done: Tensor
+    """bool [1]"""
+    states: Tensor | None
+    """[num_rows, num_steps + 1, hidden_size], contiguous rows: after the drafting layers, for the
+    verification. What it has of rows and steps that were not drafted means nothing. None: the
+    verification runs all layers."""
+    drafts: Tensor | None = None
+    """int64 [num_rows, num_steps]: drafts of rows that are given them; with ``num_given``."""
+    num_given: Tensor | None = None
+    """int64 [num_rows]: how many; such a row drafts none itself, one with -1 does."""
+
+
+class EndedRound(NamedTuple):
+    """Where each row's text goes on behind a round."""
+
+    next_token: Tensor
+    """int64 [num_rows]: the token after the accepted ones; -1 where no token has a positive
+    probability."""
+    next_position: Tensor
+    """int64 [num_rows], its position."""
+    next_left: Tensor
+    """int64 [num_rows]: how many tokens the text may still have."""
+
+
+class Verification(NamedTuple):
+    """What the layers read that verify a round: each row's last token alone, then all, ragged."""
+
+    last_tokens: Tensor
+    """int64 [num_rows]: the last token of each round, which the drafting layers have not seen."""
+    last_positions: Tensor
+    """int64 [num_rows]; 0 without a round."""
+    last_slots: Tensor
+    """int64 [num_rows]; -1 without a round."""
+    last_seq_lens: Tensor
+    """int32 [num_rows]; 1 without a round."""
+    token_ids: Tensor
+    """int64 [max_tokens], max_tokens >= num_rows * (num_steps + 1): the tokens of all rounds, one
+    after the other; 0 behind num_tokens."""
+    positions: Tensor
+    """int64 [max_tokens]; 0 behind num_tokens."""
+    slot_mapping: Tensor
+    """int64 [max_tokens]; -1 behind num_tokens."""
+    sequence: Tensor
+    """int32 [max_tokens]: whose token each is; 0 behind num_tokens."""
+    seq_lens: Tensor
+    """int32 [num_rows]; 0 without a round."""
+    query_start_loc: Tensor
+    """int32 [num_rows + 1]: row r has the tokens from its entry up to the next."""
+    num_tokens: Tensor
+    """int32 [1]"""
+
+
+def begin_round(
+    draft_round: DraftRound,
+    active: ActiveRows,
+    page_size: int,
+    *,
+    ended: EndedRound | None = None,
+    sources: Tensor | None = None,
+) -> None:
+    """Begin a round: where each row starts, how far it may draft, and where its tokens go.
+
+    A row drafts at most ``max_drafts`` tokens, and one fewer than it has left; of drafts that it is
+    given it takes as many. (LayerSkip §4.3.)
+
+    Args:
+        draft_round: what is given of it is read, all but the confidences and states written.
+        active: all rows of the round, those that draft nothing masked; ``token_ids`` is there. Its
+            page tables and ``num_active`` are left alone.
+        page_size: slots of a page.
+        ended: where the rows of an earlier round go on; with ``sources``.
+        sources: int32 [num_rows]: whose place in ``ended`` a row takes up, -1: what is given.
+    """
+    _begin_round(
+        draft_round.token_ids,
+        draft_round.start,
+        draft_round.tokens_left,
+        draft_round.max_drafts,
+        draft_round.page_table,
+        page_size,
+        sources,
+        *(ended or (None, None, None)),
+        draft_round.drafts,
+        draft_round.num_given,
+        draft_round.first_position,
+        draft_round.left,
+        draft_round.round_slots,
+        draft_round.tokens,
+        draft_round.num_drafted,
+        draft_round.most,
+        draft_round.done,
+        draft_round.all_done,
+        active.row,
+        active.token_ids,
+        active.positions,
+        active.slot_mapping,
+        active.seq_lens,
+    )
+
+
+def append_drafts(
+    hidden: Tensor | None,
+    token: Tensor,
+    confidence: Tensor,
+    step: int,
+    draft_round: DraftRound,
+    active: ActiveRows,
+) -> None:
+    """Take over a drafted token of every row that drafts; see who drafts another, and from where.
+
+    Rows that are not active have to be done: ``all_done`` looks at the active ones. A token of -1,
+    of a row without probabilities, is kept as it is and embedded as 0. (LayerSkip §4.3.)
+
+    Args:
+        hidden: [num_active, hidden_size], after the drafting layers, at the last token so far; None
+            where the round keeps no states.
+        token: int64 [num_active], the drafts.
+        confidence: float32 [num_active], of them; NaN ends a draft.
+        step: drafts of the round before this one, 0..num_steps-1.
+        draft_round: updated in place.
+        active: updated in place; ``token_ids`` is there.
+    """
+    _append_drafts(
+        hidden,
+        token,
+        confidence,
+        step,
+        draft_round.thresholds,
+        draft_round.stop_tokens,
+        draft_round.most,
+        draft_round.round_slots,
+        active.row,
+        draft_round.states,
+        draft_round.tokens,
+        draft_round.confidences,
+        draft_round.num_drafted,
+        draft_round.done,
+        draft_round.all_done,
+        active.token_ids,
+        active.positions,
+        active.slot_mapping,
+        active.seq_lens,
+    )
+
+
+def begin_verification(draft_round: DraftRound, verification: Verification) -> None:
+    """Lay out what verifies a round's drafts: the tokens of every row, its first one included.
+
+    (LayerSkip §4.3.)
+
+    Args:
+        draft_round: drafted.
+        verification: written.
+    """
+    _begin_verification(
+        draft_round.first_position,
+        draft_round.round_slots,
+        draft_round.tokens,
+        draft_round.num_drafted,
+        draft_round.most,
+        *verification,
+    )
+
+
+def gather_states(
+    states: Tensor, last: Tensor, verification: Verification, out: Tensor | None = None
+) -> Tensor:
+    """States after the drafting layers for a verification: those kept, and the last tokens'.
+
+    Args:
+        states: [num_rows, num_steps + 1, hidden_size], contiguous rows, of a draft round.
+        last: [num_rows, hidden_size], any row stride, of the last tokens.
+        verification: which rows there are.
+        out: [max_tokens, hidden_size], any row stride that keeps rows apart. Rows behind num_tokens
+            are zeros on CUDA, where layers compute with them, and left alone on the CPU.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        out = states.new_empty(verification.token_ids.shape[0], states.shape[2])
+    _gather_states(
+        states,
+        last,
+        verification.sequence,
+        verification.query_start_loc,
+        verification.num_tokens,
+        out,
+    )
+    return out
+
+
+def accept_round(
+    draft_round: DraftRound,
+    verification: Verification,
+    target: Tensor,
+    ended: EndedRound,
+    num_accepted: Tensor,
+    *,
+    sampled: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    uniform: Tensor | None = None,
+    last_row: Tensor | None = None,
+) -> None:
+    """Accept the longest valid prefix of each row's drafts, and say where its text goes on.
+
+    Greedy rows accept drafts while they are the target's tokens. Rows that sample accept and draw
+    as :func:`speculative_accept` does, but that with all drafts accepted the next token is the
+    target's, which is a sample of its distribution already. A row without a round stays where it
+    was. (LayerSkip §4.3.2; Leviathan et al. 2023.)
+
+    Args:
+        draft_round: drafted.
+        verification: of these drafts.
+        target: int64 [max_tokens], the full model's token after each ragged row's: the most
+            probable one, or for rows that sample one that was drawn.
+        ended: written.
+        num_accepted: int64 [num_rows], written.
+        sampled: bool [num_rows]; None: all rows are greedy. The following come with it.
+        draft_probs: float32 [num_rows * num_steps, vocab_size], what each draft was drawn from; of
+            greedy rows, and of drafts that there are not, it may be anything.
+        target_probs: float32 [max_tokens, vocab_size], the full model's at each ragged row.
+        uniform: float32 [max_tokens, 2] in [0, 1): of each ragged row to accept the draft behind
+            it, and to draw another token instead. A number that has drawn a token must not come
+            back in a later round, so each position has numbers of its own.
+        last_row: int64 [num_rows], written: the ragged row whose state gave the next token; 0
+            without a round.
+    """
+    _accept_round(
+        draft_round.tokens,
+        draft_round.num_drafted,
+        draft_round.most,
+        draft_round.first_position,
+        draft_round.left,
+        verification.query_start_loc,
+        target,
+        *ended,
+        num_accepted,
+        sampled,
+        draft_probs,
+        target_probs,
+        uniform,
+        last_row,
+    )
+
+
+class SpeculativeAccept(NamedTuple):
+    """The outcome of a verification: emit ``drafts[:num_accepted] + [next_token]``."""
+
+    num_accepted: Tensor
+    """int32 [num_seqs]"""
+    next_token: Tensor
+    """int64 [num_seqs]: -1 where the target row has no positive probability, NaN for one."""
+
+
+def speculative_accept(
+    draft_tokens: Tensor,
+    draft_start_loc: Tensor,
+    *,
+    target_tokens: Tensor | None = None,
+    draft_probs: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    uniform: Tensor | None = None,
+) -> SpeculativeAccept:
+    """Accept the longest valid prefix of each sequence's drafts and give the token after it.
+
+    Greedy (``target_tokens``): drafts are accepted while they equal the target's argmax; the next
+    token is the target's at the first difference. Sampling (``draft_probs``, ``target_probs`` and
+    ``uniform``): draft x is accepted with probability ``min(1, p(x) / q(x))``; at the first
+    rejection the next token is drawn from the normalised positive part of p - q (from p where
+    nothing is left of it), after the last acceptance from p. A token of zero probability is never
+    drawn. (LayerSkip §4.3.2; Leviathan et al. 2023.)
+
+    Sequence s has drafts ``draft_start_loc[s]..draft_start_loc[s+1]`` and target rows
+    ``draft_start_loc[s]+s..draft_start_loc[s+1]+s`` inclusive: one more, for the token after.
+
+    Args:
+        draft_tokens: int64 [num_drafts].
+        draft_start_loc: int32 [num_seqs + 1].
+        target_tokens: int64 [num_drafts + num_seqs].
+        draft_probs: float32 [num_drafts, vocab_size].
+        target_probs: float32 [num_drafts + num_seqs, vocab_size].
+        uniform: float32 [num_drafts + num_seqs] in [0, 1): one per draft, then the sequence's last
+            for its next token, laid out like the target rows.
+    """
+    num_seqs = draft_start_loc.numel() - 1
+    num_accepted = torch.empty(max(num_seqs, 0), dtype=torch.int32, device=draft_tokens.device)
+    next_token = torch.empty(max(num_seqs, 0), dtype=torch.int64, device=draft_tokens.device)
+    _speculative_accept(
+        draft_tokens,
+        draft_start_loc,
+        target_tokens,
+        draft_probs,
+        target_probs,
+        uniform,
+        num_accepted,
+        next_token,
+    )
+    return SpeculativeAccept(num_accepted, next_token)

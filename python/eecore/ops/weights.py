@@ -1,0 +1,176 @@
+"""Matrices in floats, in int8, or packed in blocks of 4 to 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eecore import _C
+from eecore.ops.library import compiled
+
+__all__ = [
+    "BLOCK_FORMATS",
+    "FLOAT_BLOCK_FORMATS",
+    "Matrix",
+    "pack_weight",
+    "packed_bytes",
+    "quantise_weight",
+    "unpack_weight",
+]
+
+_pack_weight = compiled("pack_weight")
+_quantise_weight = compiled("quantise_weight")
+_unpack_weight = compiled("unpack_weight")
+
+
+class Matrix(NamedTuple):
+    """A linear layer of every layer at once, or of one."""
+
+    weight: Tensor
+    """[num_layers, out_features, in_features], any layer and row stride; int8 with a scale. Of one
+    layer [out_features, in_features]. With a table uint8 [num_bytes], of all layers."""
+    bias: Tensor | None = None
+    """[num_layers, out_features]"""
+    scale: Tensor | None = None
+    """float32 [num_layers, out_features], see :func:`skinny_linear`."""
+    table: Tensor | None = None
+    """int64 [num_layers, out_features], see :func:`pack_weight`."""
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.scale is not None or self.table is not None
+
+    def rows(self, rows: slice) -> Matrix:
+        """Those of each layer's outputs: a view."""
+        bias = None if self.bias is None else self.bias[..., rows]
+        if self.table is not None:
+            return Matrix(self.weight, bias, None, self.table[..., rows])
+        scale = None if self.scale is None else self.scale[..., rows]
+        return Matrix(self.weight[..., rows, :], bias, scale)
+
+    def unbind(self) -> list[Matrix]:
+        """Layer by layer: views."""
+        num_layers = len(self.weight if self.table is None else self.table)
+        weights = [self.weight] * num_layers if self.table is not None else self.weight.unbind(0)
+        each = (
+            [None] * num_layers if part is None else part.unbind(0)
+            for part in (self.bias, self.scale, self.table)
+        )
+        return [Matrix(*parts) for parts in zip(weights, *each, strict=True)]
+
+
+def arguments_of(fields: Iterable[Tensor | Matrix | None]) -> Iterator[Tensor | None]:
+    """As a schema has them: a matrix is its tensors, of which the tables come at the end."""
+    for field in fields:
+        if isinstance(field, Matrix):
+            yield from field[:3]
+        else:
+            yield field
+
+
+def tables_of(fields: Iterable[Tensor | Matrix | None]) -> list[Tensor | None]:
+    """Those of the matrices, in their order."""
+    return [field.table for field in fields if isinstance(field, Matrix)]
+
+
+BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Block formats of GGUF files that :func:`pack_weight` takes."""
+
+
+FLOAT_BLOCK_FORMATS = ("Q4_1", "Q5_1", "Q8_0")
+"""Of these, what :func:`quantise_weight` makes."""
+
+
+def packed_bytes(format: str, num_rows: int, in_features: int) -> int:
+    """How many bytes :func:`pack_weight` fills, a multiple of 64.
+
+    Raises:
+        ValueError: an unknown format, or rows that its blocks do not fill.
+    """
+    return int(_C.packed_bytes(format, num_rows, in_features))
+
+
+def pack_weight(
+    blocks: Tensor,
+    format: str,
+    *,
+    offset: int = 0,
+    packed: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Matrix:
+    """A weight in the blocks of a GGUF file, laid out for the products; nothing is rounded.
+
+    What comes back is a :class:`Matrix` without a bias: bytes that 16 rows at a time lie in, and a
+    table that says of every row where it lies, in what format, and how wide it is. Rows of a table
+    may be taken apart and put together at will, so one weight may hold rows of several formats::
+
+        packed = ops.pack_weight(blocks, "Q4_0")
+        y = ops.skinny_linear(x, packed.weight, weight_table=packed.table)
+
+    In products each (normed) row of x is quantised to 8 bits with a scale per 32 columns, at 1/127
+    of their largest magnitude. Products within 32 columns (16 of Q6_K) are summed as exact
+    integers, those sums in float32 in ascending order of columns. A row that holds NaN or infinity
+    gives NaN throughout. On the CPU only.
+
+    Args:
+        blocks: uint8 [num_rows, row_bytes], whole blocks, any row stride.
+        format: one of :data:`BLOCK_FORMATS`.
+        offset: where in ``packed`` the rows go, a multiple of 64.
+        packed: uint8 [num_bytes], allocated when left out.
+        table: int64 [num_rows], contiguous; allocated when left out.
+    """
+    num_rows, row_bytes = blocks.shape
+    if packed is None:
+        in_features = int(_C.block_columns(format, row_bytes))
+        packed = blocks.new_empty(offset + packed_bytes(format, num_rows, in_features))
+    if table is None:
+        table = blocks.new_empty(num_rows, dtype=torch.int64)
+    _pack_weight(blocks, format, offset, packed, table)
+    return Matrix(packed, None, None, table)
+
+
+def quantise_weight(weight: Tensor, format: str, *, blocks: Tensor | None = None) -> Tensor:
+    """Round a weight to blocks of 4, 5 or 8 bits, as GGUF files have them, for :func:`pack_weight`.
+
+    Of 32 numbers Q4_1 and Q5_1 keep whole numbers, a scale and a minimum, both float16. Several
+    ranges of the block are tried, then the scale and minimum that fit the whole numbers best, with
+    which they are rounded again; kept is what has the least squared error, each number counting by
+    its magnitude plus the root mean square of the 32. Q8_0 has a scale, 1/127 of the largest.
+    A block with NaN, infinity or more than float16 can say becomes NaN. On the CPU only.
+
+    Args:
+        weight: float32 or bfloat16 [num_rows, in_features], any row stride; in_features a multiple
+            of 32.
+        format: one of :data:`FLOAT_BLOCK_FORMATS`.
+        blocks: uint8 [num_rows, row_bytes], any row stride; allocated when left out.
+
+    Returns:
+        ``blocks``.
+    """
+    if blocks is None:
+        num_rows, in_features = weight.shape
+        row_bytes = int(_C.row_bytes(format, in_features))
+        blocks = weight.new_empty(num_rows, row_bytes, dtype=torch.uint8)
+    _quantise_weight(weight, format, blocks)
+    return blocks
+
+
+def unpack_weight(packed: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rows of a packed weight as the float32 numbers that their format defines, bit for bit.
+
+    Args:
+        packed: uint8 [num_bytes], see :func:`pack_weight`.
+        table: int64 [num_rows], any rows of one width.
+        out: float32 [num_rows, in_features], any row stride that keeps rows apart.
+
+    Returns:
+        ``out``, allocated when left out.
+    """
+    if out is None:
+        in_features = 32 * (int(table[0]) >> 8 & 0xFFFFFF) if len(table) else 0
+        out = torch.empty(len(table), in_features, dtype=torch.float32, device=packed.device)
+    _unpack_weight(packed, table, out)
+    return out
