@@ -18,6 +18,7 @@ from torch import Tensor
 import emulated
 import reference
 from eecore import ops
+from eecore.ops import exits
 
 NUM_LAYERS, NUM_SEQS = 12, 3
 NULL = ctypes.c_void_p(None)
@@ -119,9 +120,7 @@ class ExitChecks:
         """Accepts after a layer; the flag that says whether all rows are accepted."""
         mask = self.masks[index]
         layer, confidence = self.layers[index], self.confidence[index]
-        torch.ops.eecore.accept_mask.default(
-            confidence, self.thresholds, layer, self.status, self.exit_layer, *mask
-        )
+        exits._accept_mask(confidence, self.thresholds, layer, self.status, self.exit_layer, *mask)
         return mask.all_accepted
 
     def reset(self, confidence: Tensor) -> None:
