@@ -219,7 +219,7 @@ FLOORS = {
     "models": "ops config",
     "scheduling": "config",
     "decoding": "scheduling models ops exits config guide output",
-    "engine": "decoding scheduling models exit_text exits config output",
+    "engine": "decoding scheduling models exit_text exits config guide output",
     "training": "models exits config",
     "generation": "engine models exits builtin free_memory config output",
     "answers": "generation engine config output",
@@ -227,8 +227,8 @@ FLOORS = {
     "integrations": "generation models ops exit_text exits config output",
     "eecore": "headers integrations evaluation generation engine ops exits calibration_file "
     "builtin config guide output",
-    "serving": "eecore evaluation generation engine models exit_text exits config guide output "
-    "depth_colours",
+    "serving": "eecore evaluation generation engine models exit_text exits calibration_file config "
+    "guide output depth_colours",
     "cli": "eecore serving evaluation answers generation training models exit_text exits "
     "calibration_file builtin config output depth_colours",
     "__main__": "cli",

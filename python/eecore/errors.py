@@ -50,5 +50,18 @@ class EngineClosedError(EecoreError, RuntimeError):
     """An engine that was closed, before or after the request came."""
 
 
+class EngineLostError(EecoreError, RuntimeError):
+    """The process that ran the engine has ended, or is not there yet.
+
+    Args:
+        message: what became of it.
+        retry_after: seconds after which it may be worth another try.
+    """
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class OutOfMemoryError(EecoreError, MemoryError):
     """Memory that was asked for is not there."""

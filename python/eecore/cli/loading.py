@@ -33,6 +33,7 @@ __all__ = [
     "check_path",
     "load",
     "model_and_prompt",
+    "options_for",
     "spinner",
 ]
 
@@ -114,18 +115,26 @@ def load(path: str, *, threads: int | None, policy: Exit | None = None, **option
         import torch
 
         import eecore
-        from eecore.models.load import read_config
 
         if threads is not None:
             torch.set_num_threads(threads)
-        if policy is not None:
-            config = read_config(directory)
-            policy.check(config.num_layers, config.hidden_size)
-            calibration = getattr(policy, "calibration", None)
-            for name in ("dtype", "weights"):  # its guarantee holds in no other
-                if calibration is not None and options.get(name) is None:
-                    options[name] = getattr(calibration, name)
-        return eecore.load(directory, **options)
+        return eecore.load(directory, **options_for(directory, policy, options))
+
+
+def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of :func:`eecore.load` for a policy, which is checked against the model's shape."""
+    if policy is None:
+        return options
+    from eecore.models.load import read_config
+
+    config = read_config(directory)
+    policy.check(config.num_layers, config.hidden_size)
+    calibration = getattr(policy, "calibration", None)
+    if calibration is None:
+        return options
+    # Its guarantee holds in no other.
+    own = {name: getattr(calibration, name) for name in ("dtype", "weights")}
+    return {**options, **{n: value for n, value in own.items() if options.get(n) is None}}
 
 
 def spinner(what: str) -> AbstractContextManager[Any]:

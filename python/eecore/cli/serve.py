@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -20,6 +21,8 @@ from eecore.cli.loading import (
     Weights,
     check_path,
     load,
+    options_for,
+    spinner,
 )
 from eecore.cli.signals import INTERRUPTED, TERMINATED
 from eecore.cli.streams import say
@@ -30,6 +33,13 @@ LOAD = "Under load"
 ENGINE = "Engine"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MOST_BODY = 1 << 30
+
+
+class Where(str, Enum):
+    """Where an engine runs."""
+
+    PROCESS = "process"
+    THREAD = "thread"
 
 
 def serve(
@@ -150,6 +160,14 @@ def serve(
             rich_help_panel=ENGINE,
         ),
     ] = True,
+    engine: Annotated[
+        Where,
+        typer.Option(
+            help="process: the engine has a process of its own; no step waits for HTTP, and it is "
+            "started again when it is killed. thread: one process for both.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = Where.PROCESS,
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
@@ -166,6 +184,8 @@ def serve(
     directory = check_path(path)
 
     from eecore.serving.depth import Policies
+    from eecore.serving.remote import RemoteModel, Start
+    from eecore.serving.served import Servable
     from eecore.serving.server import listen
     from eecore.serving.server import serve as run
     from eecore.serving.settings import ServerSettings, service_of
@@ -184,17 +204,22 @@ def serve(
     policies = Policies(directory)
     settings.check(policies)
     listener = listen(host, port)
-    loaded = load(
-        path,
-        threads=threads,
-        policy=None if exit is None else policies.of(exit),
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        kv_cache_tokens=kv_cache_tokens,
-        prefix_cache=prefix_cache,
-        exits=False if exits == "none" else exits,
-    )
+    options = {
+        "device": device,
+        "dtype": dtype,
+        "weights": weights,
+        "kv_cache_tokens": kv_cache_tokens,
+        "prefix_cache": prefix_cache,
+        "exits": False if exits == "none" else exits,
+    }
+    policy = None if exit is None else policies.of(exit)
+    loaded: Servable
+    if engine is Where.THREAD:
+        loaded = load(path, threads=threads, policy=policy, **options)
+    else:
+        with spinner(f"loading {path}"):
+            options = options_for(directory, policy, options)
+            loaded = RemoteModel(Start(directory, options, threads, max_num_seqs))
     service = service_of(loaded, settings)
     if host not in LOOPBACK and not api_key:
         say(f"warning: {host} can be reached by others: --api-key keeps them out")

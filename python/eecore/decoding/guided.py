@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as Ordered
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from eecore.models import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["Guided", "Guides"]
+__all__ = ["FollowsGuides", "Guided", "Guides"]
 
 MOST_COMPILED = 32
 MOST_SHOWN = 300
@@ -106,6 +106,17 @@ class Guided:
         if self._matcher.is_error():
             raise GuideError(f"guide: expected to follow it, got: {_error(self._matcher)}")
         self._seen = list(token_ids)
+
+
+class FollowsGuides(Protocol):
+    """What compiles guides: this process, or the one whose engine follows them."""
+
+    def follow(self, guide: Guide) -> object:
+        """A guide, at its beginning.
+
+        Raises:
+            GuideError: it cannot be compiled, or nothing can follow it.
+        """
 
 
 class Guides:

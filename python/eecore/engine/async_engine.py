@@ -13,6 +13,7 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 from eecore.config import SamplingParams
 from eecore.engine.engine import Engine
 from eecore.engine.shared import Client, SharedEngine
+from eecore.engine.sharing import EngineView, Sharing
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
 from eecore.output import Output, RequestFailedError, StepOutput
@@ -36,17 +37,32 @@ class AsyncEngine:
         engine: the engine, or what shares it among callers.
     """
 
-    def __init__(self, engine: Engine | SharedEngine) -> None:
-        self._shared = engine if isinstance(engine, SharedEngine) else SharedEngine(engine)
+    def __init__(self, engine: Engine | Sharing) -> None:
+        self._shared: Sharing = SharedEngine(engine) if isinstance(engine, Engine) else engine
         self._bells: WeakValueDictionary[int, _Bells] = WeakValueDictionary()  # by event loop
         self._streams: dict[int, ReferenceType[AsyncStream]] = {}
         self._numbers = itertools.count()
         self._closed = False
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineView:
         """The engine itself. It may be looked at between steps, and must not be stepped."""
         return self._shared.engine
+
+    @property
+    def is_up(self) -> bool:
+        """Whether requests are taken just now: not while an engine in another process starts."""
+        return self._shared.is_up
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine had to be started again."""
+        return self._shared.num_restarts
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why requests will never be taken again, if that is so."""
+        return self._shared.failure
 
     @property
     def num_streams(self) -> int:

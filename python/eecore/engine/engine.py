@@ -21,6 +21,7 @@ from eecore.engine.faults import LOGGER, isolated
 from eecore.engine.intake import Intake
 from eecore.errors import RequestError
 from eecore.exits import Exit
+from eecore.guide import Guide
 from eecore.models import KVCache, Network, Tokenizer
 from eecore.output import Output, StepOutput
 from eecore.scheduling.pages import PageAllocator
@@ -93,6 +94,11 @@ class Engine:
         """What the next step returns, if anything: taking it is one operation."""
         self._cancelled: dict[str, Output] = {}
         """Outputs for those who cancel, and may have to ask once more."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model; of its decoder, where it has an encoder."""
+        return self.network.config.num_layers
 
     @property
     def has_unfinished(self) -> bool:
@@ -187,6 +193,14 @@ class Engine:
             ExitError: for an exit policy that the model cannot run.
         """
         return self._intake.sequence(prompt, exit, sampling)
+
+    def compile(self, guide: Guide) -> None:
+        """Compile a guide before a request that follows it; from any thread.
+
+        Raises:
+            GuideError: it cannot be compiled, or nothing can follow it.
+        """
+        self._intake.guides.follow(guide)
 
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
         """Queue what :meth:`prepare` made, once, and return its id.

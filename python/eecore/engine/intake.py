@@ -6,12 +6,13 @@ import random
 from dataclasses import replace
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
-from eecore.decoding.guided import Guides
+from eecore.decoding.guided import FollowsGuides, Guides
+from eecore.engine.sharing import ModelFacts
 from eecore.engine.text import TextStream
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Exit
-from eecore.models import Network, Tokenizer
+from eecore.models import Tokenizer
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
@@ -19,12 +20,26 @@ __all__ = ["Intake"]
 
 
 class Intake:
-    """Checks requests to one model, and makes sequences of them."""
+    """Checks requests to one model, and makes sequences of them.
 
-    def __init__(self, network: Network, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    Args:
+        network: the model, or what is known of it.
+        tokenizer: of the model.
+        config: limits of the engine.
+        guides: compiles them; None: in this process.
+    """
+
+    def __init__(
+        self,
+        network: ModelFacts,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        guides: FollowsGuides | None = None,
+    ) -> None:
         self._network, self._tokenizer, self._limits = network, tokenizer, config
         self._seeds = random.Random()
-        self._guides = Guides(tokenizer, network.config.vocab_size, network.config.eos_token_ids)
+        ends = network.config.eos_token_ids
+        self.guides = guides or Guides(tokenizer, network.config.vocab_size, ends)
 
     def sequence(
         self,
@@ -79,7 +94,7 @@ class Intake:
             input_ids=input_ids,
         )
         if sampling.guide is not None:
-            sequence.guided = self._guides.follow(sampling.guide)
+            sequence.guided = self.guides.follow(sampling.guide)
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)

@@ -103,6 +103,10 @@ class SharedEngine:
         engine: whom nobody else steps.
     """
 
+    is_up = True
+    num_restarts = 0
+    failure = None
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._process = os.getpid()

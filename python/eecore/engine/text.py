@@ -51,9 +51,12 @@ class TextStream:
         self._token_ids = token_ids
         self._decoded = Decoded(tokenizer.incremental(prompt_ids))
         self._shown = 0
+        self.special_texts: Mapping[int, str] = {}
+        """Of :meth:`show`."""
 
     def show(self, tokens: Mapping[int, str]) -> None:
         """Give special tokens a text, before there are any tokens."""
+        self.special_texts = tokens
         self._decoded = Decoded(self._tokenizer.incremental(self._prompt_ids, shown=tokens))
 
     @property

@@ -78,6 +78,17 @@ def load_model(
     return config, network_of(config, loaded, source), tokenizer
 
 
+def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+    """That of a model directory or GGUF file, without the weights; None when there is none.
+
+    Raises:
+        ModelError: a file of it cannot be used, or has other ids than the model.
+    """
+    if kind_of(path) == "a file":
+        return gguf_tokenizer(GGUFCheckpoint(path))
+    return Tokenizer.from_directory(path, vocab_size)
+
+
 def _load_gguf(
     path: Path,
     device: str | torch.device | None,

@@ -87,9 +87,10 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
     @app.get("/health", responses={503: {"description": "It is closing."}})
     async def health() -> Response:
-        """200 while requests are taken, 503 when the server is closing."""
-        closing = service.admission.is_closing
-        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
+        """200 while requests are taken, 503 when the server is closing or has no engine."""
+        up = "ok" if served.engine.is_up else "without an engine"
+        status = "closing" if service.admission.is_closing else up
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/version")
     async def version() -> Response:

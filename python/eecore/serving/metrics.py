@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import (
+    CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
@@ -16,7 +17,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from eecore.engine.engine import Engine
+from eecore.engine.sharing import EngineView
 from eecore.exit_text import exit_text
 from eecore.exits import Exit
 from eecore.output import Output
@@ -39,13 +40,20 @@ class Metrics:
         engine: whose state is read when somebody asks.
         model_name: the label of vLLM's metrics.
         policies: that have a label of their own, however many others come.
+        restarts: how often the engine had to be started again; None: never.
     """
 
-    def __init__(self, engine: Engine, model_name: str, policies: Iterable[Exit] = ()) -> None:
+    def __init__(
+        self,
+        engine: EngineView,
+        model_name: str,
+        policies: Iterable[Exit] = (),
+        restarts: Callable[[], int] | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._has_prefix_cache = engine.has_prefix_cache
-        self._num_layers = engine.network.config.num_layers
+        self._num_layers = engine.num_layers
         self._policies = {exit_text(policy) for policy in policies}
         self._most_policies = len(self._policies) + MOST_POLICIES
         self.requests = self._counter("requests", "Requests by how they ended.", "outcome")
@@ -120,7 +128,7 @@ class Metrics:
             )
         }
         """The same of those that draft, by the field of their statistics."""
-        self.registry.register(_State(engine, model_name))
+        self.registry.register(_State(engine, model_name, restarts or int))
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"eecore_{name}", what, labels, registry=self.registry)
@@ -226,9 +234,10 @@ class _Seconds(Collector):
 class _State(Collector):
     """What the engine does just now."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: EngineView, model_name: str, restarts: Callable[[], int]) -> None:
         self._engine = engine
         self._model_name = model_name
+        self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
@@ -242,6 +251,8 @@ class _State(Collector):
             ("kv_pages_cached", "Pages that a prompt may begin with.", engine.num_cached_pages),
         ):
             yield GaugeMetricFamily(f"eecore_{name}", what, value=value)
+        what = "How often the engine's process had to be started again."
+        yield CounterMetricFamily("eecore_engine_restarts", what, value=self._restarts())
         for name, share in (
             ("num_requests_running", float(engine.num_running)),
             ("num_requests_waiting", float(engine.num_waiting)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eecore.errors import EngineClosedError, ExitError, ModelError, RequestError
+from eecore.errors import EngineClosedError, EngineLostError, ExitError, ModelError, RequestError
 from eecore.output import RequestFailedError
 
 __all__ = ["MOST_MESSAGE", "ApiError", "as_api_error", "invalid", "unavailable"]
@@ -98,6 +98,8 @@ def as_api_error(error: Exception) -> ApiError | None:
         return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineClosedError):
         return unavailable("the server is shutting down")
+    if isinstance(error, EngineLostError):
+        return ApiError(503, str(error), code="engine_lost", retry_after=error.retry_after)
     if isinstance(error, ExitError):
         return invalid(str(error), param="exit", code="exit_not_possible")
     if isinstance(error, (RequestError, ModelError)):

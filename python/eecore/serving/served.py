@@ -5,21 +5,37 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
-from eecore.config import T5Config
+from eecore.config import AnyModelConfig, EngineConfig, T5Config
 from eecore.engine.async_engine import AsyncEngine
-from eecore.generation import Model
+from eecore.engine.sharing import ModelFacts
 from eecore.models import Tokenizer
 from eecore.serving.depth import Depths
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ToolFormat
 
-__all__ = ["ServedModel"]
+__all__ = ["Servable", "ServedModel"]
 
 MOST_KNOWN_TOKENS = 1 << 16
 # How many characters a tokenizer may make one of, before it splits them into tokens.
 SHRINKING = 4
+
+
+class Servable(Protocol):
+    """What a server needs of a model, whose weights may be in another process."""
+
+    @property
+    def network(self) -> ModelFacts: ...
+    @property
+    def config(self) -> AnyModelConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def engine_config(self) -> EngineConfig: ...
+
+    def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
+        """Streams of its engine; with ``config`` of one with these limits."""
 
 
 @dataclass(eq=False)
@@ -27,7 +43,7 @@ class ServedModel:
     """A model behind a server.
 
     Args:
-        model: from :func:`eecore.load`.
+        model: from :func:`eecore.load`, or with its engine in another process.
         name: what requests call it.
         depths: the policies that they may choose.
         engine: that runs them.
@@ -35,7 +51,7 @@ class ServedModel:
         tool_format: how it writes calls of tools; None: they are text.
     """
 
-    model: Model
+    model: Servable
     name: str
     depths: Depths
     engine: AsyncEngine

@@ -68,6 +68,9 @@ def serve(
         ready: called when there is somebody to answer.
         access_log: takes a line for each request.
 
+    Raises:
+        EngineLostError: there is no engine any more, and cannot be another one.
+
     Returns:
         The signal that ended it before all requests were answered; 0: they were.
     """
@@ -90,6 +93,8 @@ def serve(
         service.served.engine.close()
         if service.tracing is not None:
             service.tracing.close()
+    if service.served.engine.failure is not None:
+        raise service.served.engine.failure
     return server.cut_off
 
 
@@ -129,7 +134,9 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is time to go."""
         admission = self._service.admission
-        if admission.is_closing and not self.should_exit:
+        if self._service.served.engine.failure is not None:
+            self.should_exit = self.force_exit = True
+        elif admission.is_closing and not self.should_exit:
             is_late = time.monotonic() > self._until
             if is_late and admission.taken:
                 self.cut_off = self._signal

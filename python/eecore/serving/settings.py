@@ -10,13 +10,12 @@ from eecore.config import SamplingParams
 from eecore.errors import ExitError, GuideError, RequestError
 from eecore.exit_text import usual_exit
 from eecore.exits import Exit
-from eecore.generation import Model
 from eecore.guide import Guide
 from eecore.serving.admission import Admission
 from eecore.serving.answering import Service
 from eecore.serving.depth import MODES, Depths, Policies, recommended
 from eecore.serving.metrics import Metrics
-from eecore.serving.served import ServedModel
+from eecore.serving.served import Servable, ServedModel
 from eecore.serving.tool_calls import TOOL_PARSERS, tool_format
 from eecore.serving.tracing import tracing_of_environment
 from eecore.values import shown
@@ -73,7 +72,7 @@ class ServerSettings:
                     _named(name, policies, each)
 
 
-def service_of(model: Model, settings: ServerSettings) -> Service:
+def service_of(model: Servable, settings: ServerSettings) -> Service:
     """What the requests to a server share.
 
     Raises:
@@ -108,7 +107,8 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     most_choices = min(MOST_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
     served = ServedModel(model, name, depths, engine, most_choices, calls)
-    metrics = Metrics(engine.engine, name, map(policies.of, (usual, *aliases)))
+    labelled = map(policies.of, (usual, *aliases))
+    metrics = Metrics(engine.engine, name, labelled, lambda: engine.num_restarts)
     return Service(
         served,
         admission,
@@ -119,7 +119,7 @@ def service_of(model: Model, settings: ServerSettings) -> Service:
     )
 
 
-def _tools_template(model: Model) -> str | None:
+def _tools_template(model: Servable) -> str | None:
     """The chat template of conversations with tools."""
     if model.tokenizer is None:
         return None

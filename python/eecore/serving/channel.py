@@ -1,0 +1,57 @@
+"""A socket between two processes of one server, for messages of plain values.
+
+They are written with marshal: numbers, strings and containers of them, nothing that could be run.
+Needs no import of weight, so that a process can listen before it has loaded anything.
+"""
+
+from __future__ import annotations
+
+import marshal
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["Channel", "Message"]
+
+Message = tuple[Any, ...]
+"""What it is about, and values."""
+
+SIZE_BYTES = 8
+
+
+class Channel:
+    """One end. Any thread may send, one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._file = end.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message; it waits while the other end is full.
+
+        Raises:
+            OSError: the other end has gone.
+            ValueError: it holds what is no plain value.
+        """
+        data = marshal.dumps(message)
+        with self._sending:
+            self._socket.sendall(len(data).to_bytes(SIZE_BYTES, "little") + data)
+
+    def receive(self) -> Message | None:
+        """The next message; None when the other end has gone."""
+        try:
+            size = self._file.read(SIZE_BYTES)
+            data = self._file.read(int.from_bytes(size, "little"))
+        except (OSError, ValueError):  # closed, at this end
+            return None
+        if len(size) < SIZE_BYTES or len(data) < int.from_bytes(size, "little"):
+            return None
+        message: Message = marshal.loads(data)
+        return message
+
+    def close(self) -> None:
+        """Both ends have gone then; whoever waits for a message gets to know."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
