@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import uvicorn
 
-import eecore
 from eecore.output import Output, RequestFailedError, StepOutput
 from eecore.serving.answering import Service
 from eecore.serving.app import create_app
+from eecore.serving.served import Servable
 from eecore.serving.server import listen
 from eecore.serving.settings import ServerSettings, service_of
 
@@ -53,7 +59,7 @@ class Asker:
         return answer
 
 
-def asker(model: eecore.Model, keys: tuple[str, ...] = (), **settings: Any) -> Asker:
+def asker(model: Servable, keys: tuple[str, ...] = (), **settings: Any) -> Asker:
     service = service_of(model, ServerSettings(**settings))
     return Asker(service, create_app(service, keys))
 
@@ -72,6 +78,42 @@ def listening(service: Service) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own, and its address."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "eecore", "serve", *arguments, "--port", "0"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.search(r"http://[\d.]+:\d+", line)
+            assert found, line + process.stderr.read()
+            yield process, found[0]
+        finally:
+            process.kill()
+
+
+def ended_within(pid: int, seconds: float) -> bool:
+    """Whether a process ends, perhaps with nobody who wants to know how."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def events(text: str) -> list[Any]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -26,7 +23,7 @@ import pytest
 
 import eecore
 from eecore.cli.app import run
-from servers import LONG, asker, assert_idle, events, listening
+from servers import LONG, asker, assert_idle, events, listening, started
 from tiny_models import write_model
 
 PROMPT = "lock the front door"
@@ -259,28 +256,6 @@ def test_what_is_counted(intent: eecore.Model) -> None:
 def endless_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("serve") / "endless"
     return str(write_model(directory, max_position_embeddings=2 * LONG))
-
-
-@contextmanager
-def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process of its own, and its address."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "eecore", "serve", *arguments, "--port", "0"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            found = re.search(r"http://[\d.]+:\d+", line)
-            assert found, line + process.stderr.read()
-            yield process, found[0]
-        finally:
-            process.kill()
 
 
 def post(address: str, body: dict[str, Any]) -> httpx.Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from enum import Enum
 from typing import Annotated
 
@@ -213,26 +213,28 @@ def serve(
         "exits": False if exits == "none" else exits,
     }
     policy = None if exit is None else policies.of(exit)
-    loaded: Servable
-    if engine is Where.THREAD:
-        loaded = load(path, threads=threads, policy=policy, **options)
-    else:
-        with spinner(f"loading {path}"):
-            options = options_for(directory, policy, options)
-            loaded = RemoteModel(Start(directory, options, threads, max_num_seqs))
-    service = service_of(loaded, settings)
-    if host not in LOOPBACK and not api_key:
-        say(f"warning: {host} can be reached by others: --api-key keeps them out")
-    shown = f"[{host}]" if ":" in host else host
-    words = f"{service.served.name} at http://{shown}:{listener.getsockname()[1]}/v1"
-    cut_off = run(
-        service,
-        listener,
-        api_key or (),
-        drain_seconds=drain,
-        ready=lambda: say(f"{words} (exit {service.served.depths.default}; Ctrl-C ends)"),
-        access_log=_write if access_log else None,
-    )
+    with ExitStack() as stack:
+        loaded: Servable
+        if engine is Where.THREAD:
+            loaded = load(path, threads=threads, policy=policy, **options)
+        else:
+            with spinner(f"loading {path}"):
+                options = options_for(directory, policy, options)
+                remote = RemoteModel(Start(directory, options, threads, max_num_seqs))
+            loaded = stack.enter_context(closing(remote))
+        service = service_of(loaded, settings)
+        if host not in LOOPBACK and not api_key:
+            say(f"warning: {host} can be reached by others: --api-key keeps them out")
+        shown = f"[{host}]" if ":" in host else host
+        words = f"{service.served.name} at http://{shown}:{listener.getsockname()[1]}/v1"
+        cut_off = run(
+            service,
+            listener,
+            api_key or (),
+            drain_seconds=drain,
+            ready=lambda: say(f"{words} (exit {service.served.depths.default}; Ctrl-C ends)"),
+            access_log=_write if access_log else None,
+        )
     if not cut_off:
         return 0
     return INTERRUPTED if cut_off == signal.SIGINT else TERMINATED

@@ -79,6 +79,10 @@ class RemoteModel:
             raise RequestError(f"config: expected {self.engine_config}, got {config}")
         return AsyncEngine(self._engine)
 
+    def close(self) -> None:
+        """End the process."""
+        self._engine.let_go()
+
 
 class RemoteEngine:
     """The engine of a process, as :class:`eecore.engine.sharing.Sharing` has it.
@@ -213,8 +217,8 @@ class RemoteEngine:
             if self._closing.wait(wait):
                 return False
             wait = min(2 * wait, LAST_WAIT_S)
-            self._starting = Connection(self._start)
             try:
+                self._starting = Connection(self._start)
                 if self._closing.is_set():  # behind the above: who closes now ends it
                     raise EngineLostError("engine: expected an open one, got one that closes")
                 self._starting.loaded()

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -148,7 +149,7 @@ class _Stepping:
     def __init__(self, engine: Engine, wire: Wire, channel: Channel) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._engine, self._wire, self._channel = engine, wire, channel
-        self._does = {
+        self._does: dict[str, Callable[..., None]] = {
             "add": self._add,
             "refuse": self._leave,
             "cancel": self._cancel,
