@@ -76,11 +76,16 @@ async def load_of(clients: Sequence[Ask], requests: Sequence[Any]) -> Load:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Processor time of a process so far, all threads; None where the system does not tell."""
-    with suppress(OSError, ValueError, IndexError):
-        behind = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(behind[11]) + int(behind[12])) / os.sysconf("SC_CLK_TCK")
-    return None
+    """Processor time of a process and its children so far; None where the system does not tell."""
+    seconds: dict[int, float] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            behind = path.read_text().rpartition(")")[2].split()
+            number = int(path.parent.name)
+            if pid in (number, int(behind[1])):
+                spent = int(behind[11]) + int(behind[12])
+                seconds[number] = spent / os.sysconf("SC_CLK_TCK")
+    return sum(seconds.values()) if pid in seconds else None
 
 
 def of_engine(engine: AsyncEngine, policy: eecore.Exit, streams: bool) -> Ask:

@@ -384,6 +384,18 @@ def test_a_server_that_gets_no_engine_any_more(
     assert not service.served.engine.is_up
 
 
+def test_warnings_of_the_other_process_are_said_here(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model")
+    (directory / "exits").mkdir()
+    (directory / "exits" / "head.json").write_text("{}")
+    (directory / "tokenizer.json").rename(directory / "vocab.json")
+    with pytest.warns(UserWarning, match=".") as said, beside(directory):
+        pass
+    texts = [str(each.message) for each in said]
+    assert sum("exits" in text and "it is not used" in text for text in texts) == 1
+    assert sum("ids only" in text for text in texts) == 1
+
+
 def test_a_process_that_is_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "PROGRAM", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(EngineLostError, match="load the model, but its process was ended by SIGK"):

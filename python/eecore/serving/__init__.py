@@ -7,6 +7,10 @@ A request goes through ``app.py`` (the endpoints), ``admission.py`` (who is let 
 ``served.py`` the model, ``metrics.py`` counts, ``tracing.py`` makes spans, ``server.py`` is the
 process. ``ray.py`` runs several on Ray Serve, ``replicas.py`` says which of them a request goes to.
 Needs ``pip install 'eecore[serve]'``; to import the package alone does not.
+
+An engine may run in a process of its own: ``remote.py`` starts it, and again when it has ended, and
+``connection.py`` talks to it in plain values (``wire.py``, ``channel.py``). ``engine_process.py``
+and ``stepping.py`` are what it does.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -104,11 +104,11 @@ class Connection:
         answer = self.answers[number] = Future()
         try:
             self.say("guide", number, self._wire.plain(guide))
-            if self.is_lost:  # behind the above: who is lost now ends what is waited for
-                raise EngineLostError("engine: expected it to compile a guide, got none")
-            answer.result(seconds)
-        except TimeoutError:
-            raise EngineLostError(f"engine: expected a guide within {seconds:g} s") from None
+            if not self.is_lost:  # behind the above: who is lost now ends what is waited for
+                wait([answer], seconds)
+            if not answer.done():
+                raise EngineLostError("engine: expected it to compile a guide, got no answer")
+            answer.result()
         finally:
             self.answers.pop(number, None)
 
