@@ -10,10 +10,11 @@ import queue
 import signal
 import socket
 import threading
+from collections.abc import Callable
 
 from eecore.serving.channel import Channel, Message
 
-__all__ = ["main"]
+__all__ = ["Ear", "main"]
 
 
 def main(end: int) -> None:
@@ -24,15 +25,24 @@ def main(end: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches both, and the server drains
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=end))
-    heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, heard), daemon=True).start()
+    ear = Ear(Channel(socket.socket(fileno=end)))
+    threading.Thread(target=ear.listen, daemon=True).start()
     from eecore.serving.stepping import run_engine
 
-    run_engine(channel, heard)
+    run_engine(ear)
 
 
-def _listen(channel: Channel, heard: queue.SimpleQueue[Message]) -> None:
-    while (message := channel.receive()) is not None:
-        heard.put(message)
-    os._exit(0)  # in the middle of a step, too
+class Ear:
+    """Listens to the server; when that goes, the process does."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.does: Callable[[Message], None] = self.heard.put
+        """What is done with a message."""
+
+    def listen(self) -> None:
+        """As long as there is anything to hear."""
+        while (message := self.channel.receive()) is not None:
+            self.does(message)
+        os._exit(0)  # in the middle of a step, too

@@ -1,13 +1,12 @@
 """What the process of an engine does: loads a model, steps its engine, says what came of it.
 
-One thread makes requests of what the server says while another one steps; what came of a step is
-one message.
+The thread that hears the server makes requests of what it says while another one steps; what came
+of a step is one message.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from eecore.engine.async_engine import Prepared
 from eecore.engine.engine import Engine
 from eecore.output import StepOutput
 from eecore.serving.channel import Channel, Message
+from eecore.serving.engine_process import Ear
 from eecore.serving.wire import Loaded, Occupancy, Start, Wire, plain_error
 
 __all__ = ["run_engine"]
@@ -33,14 +33,13 @@ SAYS_SECONDS = 0.1
 COMPILING = 2
 
 
-def run_engine(channel: Channel, heard: queue.SimpleQueue[Message]) -> None:
+def run_engine(ear: Ear) -> None:
     """Run until the server has gone, or the model cannot be loaded.
 
     Args:
-        channel: to the server.
-        heard: what it says; first a :class:`Start`.
+        ear: hears what the server says, first a :class:`Start`.
     """
-    wire = Wire()
+    wire, channel = Wire(), ear.channel
 
     def pass_on(message: Warning | str, *_where: Any, **_more: Any) -> None:
         with suppress(OSError):
@@ -48,7 +47,7 @@ def run_engine(channel: Channel, heard: queue.SimpleQueue[Message]) -> None:
 
     warnings.showwarning = pass_on
     try:
-        model, engine = _load(wire.value(heard.get()[1]))
+        model, engine = _load(wire.value(ear.heard.get()[1]))
     except BaseException as error:
         channel.send(("failed", *plain_error(error)))
         return
@@ -62,8 +61,7 @@ def run_engine(channel: Channel, heard: queue.SimpleQueue[Message]) -> None:
         has_prefix_cache=engine.has_prefix_cache,
     )
     stepping = _Stepping(engine, wire, channel)
-    listening = _Listening(engine, wire, channel, stepping.inbox)
-    threading.Thread(target=listening.run, args=(heard,), daemon=True).start()
+    ear.does = _Listening(engine, wire, channel, stepping.inbox).do
     channel.send(("loaded", wire.plain(loaded)))
     stepping.run()
 
@@ -94,18 +92,17 @@ class _Listening:
         self._engine, self._wire, self._channel, self._inbox = engine, wire, channel, inbox
         self._compiling = ThreadPoolExecutor(COMPILING)
 
-    def run(self, heard: queue.SimpleQueue[Message]) -> None:
-        """Do as is said, one after the other, but for guides."""
-        while True:
-            what, *values = message = heard.get()
-            if what == "add":
-                self._add(*values)
-            elif what == "guide":
-                self._compiling.submit(self._compile, *values)
-            elif what == "classifier":
-                self._wire.keep(*values)
-            else:
-                self._inbox.put(message)
+    def do(self, message: Message) -> None:
+        """As is said; guides beside all else."""
+        what, *values = message
+        if what == "add":
+            self._add(*values)
+        elif what == "guide":
+            self._compiling.submit(self._compile, *values)
+        elif what == "classifier":
+            self._wire.keep(*values)
+        else:
+            self._inbox.put(message)
 
     def _add(
         self,
