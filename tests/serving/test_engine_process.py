@@ -27,6 +27,7 @@ from eecore.serving.server import listen, serve
 from eecore.serving.settings import ServerSettings, service_of
 from head_packs import write_pack
 from servers import LONG, Asker, asker, assert_idle, ended_within, events, listening, started
+from tiny_gguf import write_gguf
 from tiny_models import write_model
 from tiny_t5 import write_t5
 
@@ -44,7 +45,8 @@ SCHEMA = {
 @contextmanager
 def beside(path: Path, **settings: Any) -> Iterator[tuple[Asker, RemoteModel]]:
     """A server of a model in another process."""
-    model = RemoteModel(Start(path, {"kv_cache_tokens": 4096, "dtype": "float32"}, 1))
+    options = {"kv_cache_tokens": 4096, "dtype": "float32"}
+    model = RemoteModel(Start(path, options, 1, settings.get("max_num_seqs")))
     service = service_of(model, ServerSettings(**settings))
     try:
         yield asker(model, **settings), model
@@ -186,21 +188,25 @@ def test_the_same_refusals(here: Asker, there: Asker, wrong: Any) -> None:
     assert found.json() == expected.json()
 
 
-def test_an_encoder_is_told_its_input(tmp_path: Path) -> None:
-    directory = write_t5(tmp_path / "t5")
-    model = eecore.load(directory, kv_cache_tokens=4096, dtype="float32")
-    with beside(directory) as (server, _):
-        for path, body in (
-            ("/v1/completions", {"prompt": "some words", "max_tokens": 8, "exit": "full"}),
-            ("/v1/models", None),
-        ):
-            expected, found = (
-                each.post(path, json=body) if body else each.get(path)
-                for each in (asker(model), server)
-            )
-            assert expected.status_code == 200
-            if body:
-                assert without_names(found.json()) == without_names(expected.json())
+@pytest.mark.parametrize("kind", ["encoder", "file"])
+def test_other_kinds_of_models(tmp_path: Path, kind: str) -> None:
+    """One with an encoder is told its input; of a file the tokenizer is here too."""
+    if kind == "encoder":
+        path = write_t5(tmp_path / "t5")
+    else:
+        path = write_gguf(tmp_path / "model.gguf", write_model(tmp_path / "model"))
+    limits = eecore.EngineConfig(kv_cache_tokens=4096, max_num_seqs=3)
+    model = eecore.load(path, dtype="float32", engine=limits)
+    settings = {"max_num_seqs": 3, "max_waiting": 2}
+    body = {"prompt": "some words", "max_tokens": 8, "exit": "full", "stop": "\0"}
+    with beside(path, **settings) as (server, there):
+        assert there.engine_config == limits
+        servers = (asker(model, **settings), server)
+        expected, found = (each.post("/v1/completions", json=body) for each in servers)
+        assert expected.status_code == 200
+        assert without_names(found.json()) == without_names(expected.json())
+        refused = [each.post("/v1/completions", json={**body, "n": 9}).json() for each in servers]
+        assert refused[0] == refused[1]
 
 
 def test_a_crowd(here: Asker, there: Asker) -> None:
