@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -209,15 +210,50 @@ def test_other_kinds_of_models(tmp_path: Path, kind: str) -> None:
         assert refused[0] == refused[1]
 
 
-def test_a_crowd(here: Asker, there: Asker) -> None:
+def test_a_crowd_of_which_some_leave(here: Asker, there: Asker) -> None:
     prompts = [f"turn light {number} on" for number in range(40)]
+    policies = ["full", "speculative:3,6", "fixed:6", CLASSIFIED]
+    random = Random(0)
 
     async def asks(client: httpx.AsyncClient) -> list[str]:
-        body = {"max_tokens": 16, "exit": "full"}
-        answers = [client.post("/v1/completions", json={**body, "prompt": p}) for p in prompts]
-        return [each.json()["choices"][0]["text"] for each in await asyncio.gather(*answers)]
+        async def one(number: int) -> str:
+            said = policies[number % 4]
+            body = {"prompt": prompts[number], "max_tokens": 16, "exit": said}
+            answer = await client.post("/v1/completions", json=body)
+            return str(answer.json()["choices"][0]["text"])
+
+        async def leaves() -> None:
+            long = {"prompt": "a", "ignore_eos": True, "max_tokens": 400, "n": 2}
+            long["stream"] = random.random() < 0.5
+            with suppress(asyncio.TimeoutError):
+                asked = client.post("/v1/completions", json=long)
+                await asyncio.wait_for(asked, 0.3 * random.random())
+
+        left = asyncio.gather(*(leaves() for _ in range(20)))
+        texts = await asyncio.gather(*map(one, range(len(prompts))))
+        await left
+        return texts
 
     assert there.run(asks) == here.run(asks)
+    assert_idle(there.service)
+
+
+def test_a_text_that_cannot_be_made_harms_nobody_else(there: Asker) -> None:
+    engine = there.service.served.engine
+
+    async def main() -> tuple[Any, Any]:
+        requests = [engine.prepare(PROMPT, exit="full") for _ in range(2)]
+        requests[0].text.after = lambda *_: 1 // 0
+        outputs = [engine.generate(request) for request in requests]
+        failed, other = await asyncio.gather(*outputs, return_exceptions=True)
+        return failed, other
+
+    restarts = engine.num_restarts
+    failed, other = asyncio.run(main())
+    assert isinstance(failed, RuntimeError)
+    assert "engine: ZeroDivisionError" in str(failed)
+    assert other.finish_reason == "stop"
+    assert engine.num_restarts == restarts
     assert_idle(there.service)
 
 

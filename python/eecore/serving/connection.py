@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from eecore.engine.async_engine import Prepared
+from eecore.engine.faults import LOGGER, described
 from eecore.engine.shared import Client
 from eecore.engine.text import TextStream
 from eecore.errors import EngineLostError
@@ -87,8 +88,8 @@ class Connection:
         """Have it serve a request."""
         classifier = getattr(request.exit, "classifier", None)
         if classifier is not None and classifier.sha256 not in self._wire.classifiers:
-            self._wire.classifiers[classifier.sha256] = classifier
             self.say("classifier", classifier.sha256, plain_classifier(classifier))
+            self._wire.classifiers[classifier.sha256] = classifier  # behind: others rely on it
         plain = self._wire.plain
         texts = dict(request.text.special_texts) if request.text is not None else {}
         exit, sampling = plain(request.exit), plain(request.sampling)
@@ -171,9 +172,15 @@ class Connection:
         rung: dict[Client, None] = {}
         for values, text in rows:
             client = self.clients.get(values[0])
-            if client is not None and not client.closed:
+            if client is None or client.closed:
+                continue
+            rung[client] = None
+            try:
                 self._deliver(client, values, text)
-                rung[client] = None
+            except Exception as error:  # of its tokenizer, say: it harms nobody else
+                LOGGER.error("request %r ends by an error", values[0], exc_info=error)
+                client.mail.put(RuntimeError(f"engine: {described(error)}"))
+                self.cancel(client)
         for name, error in left:
             self.leave(name, None if error is None else error_of(*error))
         for client in rung:

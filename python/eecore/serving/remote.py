@@ -7,7 +7,6 @@ are there alone.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import queue
 import threading
@@ -19,6 +18,7 @@ import torch
 
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.async_engine import AsyncEngine, Prepared
+from eecore.engine.faults import LOGGER
 from eecore.engine.intake import Intake
 from eecore.engine.shared import Client
 from eecore.errors import EngineLostError, RequestError
@@ -32,7 +32,6 @@ from eecore.serving.wire import Start
 
 __all__ = ["RemoteModel", "Start"]
 
-LOGGER = logging.getLogger("eecore")
 # Between the end of a process and the start of the next: doubled each time, up to the last.
 FIRST_WAIT_S, LAST_WAIT_S = 1.0, 30.0
 # An engine that was there for so long has shown that it can be.
