@@ -181,8 +181,8 @@ class Connection:
                 LOGGER.error("request %r ends by an error", values[0], exc_info=error)
                 client.mail.put(RuntimeError(f"engine: {described(error)}"))
                 self.cancel(client)
-        for name, error in left:
-            self.leave(name, None if error is None else error_of(*error))
+        for name, why in left:
+            self.leave(name, None if why is None else error_of(*why))
         for client in rung:
             self._ring(client)
 
