@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["EngineView", "ModelFacts", "Sharing"]
 
 
+class HeadFacts(Protocol):
+    """What of a draft head decides that."""
+
+    @property
+    def vocabulary_sha256(self) -> str: ...
+
+
 class ModelFacts(Protocol):
     """What of a model decides whether it can serve a request: all but its weights."""
 
@@ -31,7 +38,7 @@ class ModelFacts(Protocol):
     @property
     def source(self) -> ModelSource | None: ...
     @property
-    def draft_head(self) -> object | None: ...
+    def draft_head(self) -> HeadFacts | None: ...
 
 
 class EngineView(Protocol):

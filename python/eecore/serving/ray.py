@@ -283,13 +283,19 @@ class Engine:
             is_gone.set()
             task.cancel()
 
+    @property
+    def _engine(self) -> eecore.Engine:
+        engine = self._service.served.engine.engine
+        assert isinstance(engine, eecore.Engine)  # which a replica has in its own process
+        return engine
+
     async def check_health(self) -> None:
         """Raises where Ray should put another replica in this one's place.
 
         Raises:
             EngineClosedError: the engine has requests, and for two minutes none got any further.
         """
-        engine = self._service.served.engine.engine
+        engine = self._engine
         progress = {name: each.num_computed for name, each in list(engine.requests.items())}
         if progress != self._progress or not engine.has_runnable:
             self._progress, self._since = progress, time.monotonic()
@@ -301,7 +307,7 @@ class Engine:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """For :func:`autoscale`."""
-        engine = self._service.served.engine.engine
+        engine = self._engine
         share = engine.num_used_pages / engine.config.num_pages
         return {"requests": float(len(engine.requests)), "kv_share": share}
 

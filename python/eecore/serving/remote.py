@@ -43,13 +43,20 @@ GUIDE_S = 60.0
 
 
 @dataclass(frozen=True)
+class _HeadFacts:
+    """What is known here of its draft head."""
+
+    vocabulary_sha256: str
+
+
+@dataclass(frozen=True)
 class _Facts:
     """What is known here of a model."""
 
     config: AnyModelConfig
     device: torch.device
     source: ModelSource | None
-    draft_head: object | None
+    draft_head: _HeadFacts | None
 
 
 class RemoteModel:
@@ -102,7 +109,8 @@ class RemoteEngine:
             self._connection.end()
             raise
         self._load_s = time.monotonic() - began
-        limits, head = loaded.limits, object() if loaded.has_head else None
+        limits, vocabulary = loaded.limits, loaded.vocabulary_sha256
+        head = None if vocabulary is None else _HeadFacts(vocabulary)
         self.facts = _Facts(loaded.model, torch.device(loaded.device), loaded.source, head)
         # What is free then may be less: the limits stay.
         options = {**start.options, "kv_cache_tokens": limits.kv_cache_tokens}

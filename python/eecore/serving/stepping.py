@@ -52,11 +52,12 @@ def run_engine(ear: Ear) -> None:
         channel.send(("failed", *plain_error(error)))
         return
     network = model.network
+    head = network.draft_head
     loaded = Loaded(
         model=network.config,
         device=str(network.device),
         source=network.source,
-        has_head=network.draft_head is not None,
+        vocabulary_sha256=None if head is None else head.vocabulary_sha256,
         limits=engine.config,
         has_prefix_cache=engine.has_prefix_cache,
     )

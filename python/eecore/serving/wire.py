@@ -58,7 +58,8 @@ class Loaded:
     model: AnyModelConfig
     device: str
     source: ModelSource | None
-    has_head: bool
+    vocabulary_sha256: str | None
+    """Of the tokens that the model's draft head knows; None without one."""
     limits: EngineConfig
     has_prefix_cache: bool
 
