@@ -2,6 +2,7 @@
 
 python bench/bench_serve.py                          both models, about a quarter of an hour
 python bench/bench_serve.py --quick                  a few requests of each: that it runs
+python bench/bench_serve.py --llama-cpp              llama.cpp's server beside, on the same file
 python bench/bench_serve.py --peer NAME=URL          another server of SmolLM2 beside, at full depth
 
 The server runs in a process of its own; the engine alone in this one, whose other work is that of
@@ -18,6 +19,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +45,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT / "scripts" / "intents"))
 
 import harness  # noqa: E402
+import peers  # noqa: E402
 from bench_intents import DATA, utterances  # noqa: E402
 from decode_tables import markdown  # noqa: E402
 from draft_prompts import prompts_of  # noqa: E402
@@ -51,6 +54,7 @@ from serve_load import Ask, Connection, Load, cpu_seconds, load_of, of_engine, o
 
 RESULTS = ROOT / "bench" / "results" / "serve.json"
 KV_CACHE_TOKENS = 8192
+START_TIMEOUT_S = 120
 ENGINE, SERVER = "engine alone", "eecore serve"
 # What is said of how fast the server answers.
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "torch")
@@ -240,6 +244,31 @@ def serving(
             process.terminate()
 
 
+@contextmanager
+def llama_server(file: Path, slots: int, threads: int) -> Iterator[str]:
+    """llama.cpp's server on a file, as bench/peers.py builds it; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(peers.llama_cpp_program("llama-server")), "-m", str(file), "-t", str(threads)]
+    command += ["-tb", str(threads), "-np", str(slots), "-c", str(KV_CACHE_TOKENS)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    address = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            for _ in range(START_TIMEOUT_S):
+                if process.poll() is not None:
+                    raise SystemExit(f"llama-server: expected it to serve, got {process.poll()}")
+                with suppress(OSError), urlopen(f"{address}/health", timeout=1):
+                    break
+                time.sleep(1)
+            yield address
+        finally:
+            process.terminate()
+
+
 # Measuring
 
 
@@ -304,7 +333,12 @@ def subjects(
         except (RuntimeError, OSError) as error:
             left_out["smollm2-135m-instruct"] = str(error)
             return
-        yield Subject(file, smollm2_cases(arguments), peers=dict(arguments.peer or ()))
+        others = dict(arguments.peer or ())
+        if not arguments.llama_cpp:
+            yield Subject(file, smollm2_cases(arguments), peers=others)
+            return
+        with llama_server(file, max(arguments.clients), arguments.threads) as address:
+            yield Subject(file, smollm2_cases(arguments), peers={**others, "llama.cpp": address})
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -422,6 +456,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--threads", type=int, default=1, help="of the engine and the server")
     made.add_argument("--peer", type=peer, action="append", metavar="NAME=URL")
+    made.add_argument("--llama-cpp", action="store_true", help="its server beside, of .peers")
     made.add_argument("--quick", action="store_true", help="a few short requests, one round")
     made.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     made.add_argument("--tables", action="store_true", help="write that of the JSON file again")

@@ -36,11 +36,12 @@ LLAMA_CPP_TARGETS = (
     "llama-simple",
     "llama-quantize",
     "llama-perplexity",
+    "llama-server",
 )
 LLAMA_CPP_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
-    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_SERVER=ON",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_CURL=OFF",
     "-DBUILD_SHARED_LIBS=OFF",
@@ -219,7 +220,7 @@ def get_llama_cpp() -> None:
         ],
     )  # fmt: skip
     jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-    say("llama.cpp: compiling takes about 10 minutes on 2 cores")
+    say("llama.cpp: compiling takes about 15 minutes on 2 cores")
     build = [tools / "cmake", "--build", home, "-j", jobs, "--target", *LLAMA_CPP_TARGETS]
     run("llama.cpp build", build)
     stamp.write_text(wanted)
