@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import decode_models
 import eecore
+from eecore.readable import beside_model
 from get_smollm2 import get_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +104,8 @@ def calibrated_exits(directory: Path) -> list[Mode]:
     for measure in MEASURES:
         classifier = None
         if measure == "classifier":
-            classifier = eecore.ExitClassifier.load(directory / "classifier.safetensors")
+            path = beside_model(directory, "classifier.safetensors")
+            classifier = eecore.ExitClassifier.load(path)
         file = directory / f"calibration-{measure}.json"
         policy = eecore.ConfidentExit.calibrated(file, classifier)
         policy = dataclasses.replace(policy, calibration=None)

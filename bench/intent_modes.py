@@ -12,6 +12,7 @@ from pathlib import Path
 import eecore
 import peers
 from decode_engines import EngineError, Process
+from eecore.readable import beside_model
 from intent_peers import Parse, PeerMode
 from intent_tables import ms_per_token
 
@@ -90,7 +91,7 @@ def default_exits(num_layers: int) -> list[int]:
 
 def calibrated_policies(directory: Path) -> dict[str, eecore.ConfidentExit]:
     """The policy of each measure; exits with the command that makes a file that is missing."""
-    classifier_file = directory / "classifier.safetensors"
+    classifier_file = beside_model(directory, "classifier.safetensors")
     policies = {}
     for measure in MEASURES:
         file = directory / f"calibration-{measure}.json"

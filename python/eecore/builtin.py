@@ -19,8 +19,8 @@ BUILTIN = "intent"
 def default_model() -> Path:
     """The directory of the model that ships with eecore, what :func:`eecore.load` loads alone.
 
-    Beside the model: ``classifier.safetensors`` and ``calibration-MEASURE.json`` for softmax, state
-    and classifier, which ``ConfidentExit.calibrated`` takes.
+    Beside the model: ``measures/classifier.safetensors`` and ``calibration-MEASURE.json`` for
+    softmax, state and classifier, which ``ConfidentExit.calibrated`` takes.
 
     Raises:
         ModelNotFoundError: this copy of eecore was packaged without it.

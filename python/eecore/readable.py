@@ -10,7 +10,15 @@ from pathlib import Path
 from eecore.errors import EecoreError
 from eecore.values import shown
 
-__all__ = ["is_file", "kind_of", "path_of", "read_bytes", "regular_file", "shown_path"]
+__all__ = [
+    "beside_model",
+    "is_file",
+    "kind_of",
+    "path_of",
+    "read_bytes",
+    "regular_file",
+    "shown_path",
+]
 
 KINDS = {
     stat.S_IFREG: "a file",
@@ -22,6 +30,7 @@ KINDS = {
 }
 CHUNK = 1 << 20
 NOTHING = (errno.ENOENT, errno.ENOTDIR)
+MEASURES_FOLDER = "measures"
 
 
 def path_of(path: str | os.PathLike[str], error: type[EecoreError]) -> Path:
@@ -52,6 +61,17 @@ def kind_of(path: Path) -> str:
 def is_file(path: Path) -> bool:
     """Whether there is a file that can be looked at."""
     return kind_of(path) == "a file"
+
+
+def beside_model(directory: Path, name: str | Path) -> Path:
+    """Where a file that goes with a model is: in the folder ``measures`` of its directory, else in
+    the directory itself.
+
+    A classifier has the folder because other engines load every safetensors file that lies in the
+    directory itself as weights of the model.
+    """
+    within = directory / MEASURES_FOLDER / name
+    return within if is_file(within) else directory / name
 
 
 def regular_file(

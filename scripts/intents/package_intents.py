@@ -25,6 +25,7 @@ from eecore.cli.app import run
 from eecore.evaluation import read_examples
 from eecore.evaluation.exit_scores import ExitScore, Scored, score_exits
 from eecore.models.source import model_digest
+from eecore.readable import MEASURES_FOLDER
 from score_intents import LONGEST_PARSE, write_exact_match
 
 TARGET = Path(__file__).resolve().parents[2] / "python" / "eecore" / "data" / "intent"
@@ -58,7 +59,8 @@ def must(*command: object) -> None:
 
 def calibrate(target: Path, data: Path, prompts: int) -> None:
     """The classifier and the thresholds."""
-    classifier = target / "classifier.safetensors"
+    classifier = target / MEASURES_FOLDER / "classifier.safetensors"
+    classifier.parent.mkdir()
     must("train-classifier", target, "--data", data / "train.jsonl", "--out", classifier)
     for measure, points in POINTS.items():
         options: list[object] = ["--classifier", classifier] if measure == "classifier" else []
@@ -168,7 +170,7 @@ def main(
     scores = exit_scores(target, data, 3000)
     baseline = None if plain is None else exit_scores(plain, data, 3000)
     (target / "README.md").write_text(card(target, scores, baseline, took, count))
-    for path in target.iterdir():
+    for path in target.rglob("*.*"):
         path.chmod(0o644)  # safetensors are written for their owner alone
 
 

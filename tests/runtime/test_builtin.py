@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,18 +30,20 @@ def calibrated(measure: str) -> eecore.ConfidentExit:
     directory = eecore.default_model()
     classifier = None
     if measure == "classifier":
-        classifier = eecore.ExitClassifier.load(directory / "classifier.safetensors")
+        classifier = eecore.ExitClassifier.load(directory / "measures" / "classifier.safetensors")
     return eecore.ConfidentExit.calibrated(directory / f"calibration-{measure}.json", classifier)
 
 
 def test_it_is_small_and_has_a_card() -> None:
     directory = eecore.default_model()
-    assert sum(path.stat().st_size for path in directory.iterdir()) < 20e6
+    assert sum(path.stat().st_size for path in directory.rglob("*.*")) < 20e6
     card = (directory / "README.md").read_text()
     for part in ("license: apache-2.0", "## Data", "## Recipe", "## Scores"):
         assert part in card
     about = json.loads((directory / "exits.json").read_text())
     assert about["model_sha256"] == model_digest(directory)
+    # Other engines take every one here for weights.
+    assert [path.name for path in directory.glob("*.safetensors")] == ["model.safetensors"]
     assert about["num_layers"] == 12
 
 
@@ -123,9 +126,19 @@ def test_generate_without_a_model(
     assert capsys.readouterr().out == f"{MEANT}\n"
 
 
-def test_a_calibration_is_found_in_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("within", [True, False], ids=["in its folder", "beside the weights"])
+def test_a_calibration_is_found_in_the_model(
+    within: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = eecore.default_model()
+    if not within:
+        directory = Path(shutil.copytree(directory, tmp_path / "model"))
+        (directory / "measures" / "classifier.safetensors").rename(
+            directory / "classifier.safetensors"
+        )
     files = ["--calibration", "calibration-classifier.json", "--classifier"]
-    command = ["generate", SAID, "--exit", "confident", *files, "classifier.safetensors"]
+    command = ["generate", str(directory), SAID, "--exit", "confident", *files]
+    command.append("classifier.safetensors")
     assert run([*command, "--json"]) == 0
     assert "calibrated" in json.loads(capsys.readouterr().out)["stats"]["contract"]
     assert run([*command[:-1], "nowhere.safetensors"]) != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,19 @@ def test_a_calibration_has_to_be_there(tmp_path: Path) -> None:
         Policies(tmp_path).of("calibrated")
     with pytest.raises(ExitError, match=r"classifier\.safetensors beside the model"):
         Policies(tmp_path).of({"mode": "confident", "measure": "classifier"})
+
+
+def test_a_classifier_may_lie_right_in_the_directory(policies: Policies, tmp_path: Path) -> None:
+    where, said = eecore.default_model(), {"mode": "calibrated", "measure": "classifier"}
+    for name in ("calibration-classifier.json", "measures/classifier.safetensors"):
+        shutil.copy(where / name, tmp_path)
+    policy, expected = Policies(tmp_path).of(said), policies.of(said)
+    assert isinstance(policy, ConfidentExit)
+    assert isinstance(expected, ConfidentExit)
+    assert policy.threshold == expected.threshold
+    assert policy.classifier is not None
+    assert expected.classifier is not None
+    assert policy.classifier.sha256 == expected.classifier.sha256
 
 
 def test_policies_in_names(policies: Policies) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eecore.errors import ExitError
-from eecore.readable import is_file, kind_of
+from eecore.readable import beside_model, is_file, kind_of
 from eecore.values import shown
 
 if TYPE_CHECKING:
@@ -17,9 +17,10 @@ __all__ = ["in_model", "load_classifier"]
 
 def in_model(path: Path, directory: Path | None) -> Path:
     """A file, which may be named as it is called in the model's directory."""
-    if directory is None or kind_of(path) != "nothing" or not is_file(directory / path):
+    if directory is None or kind_of(path) != "nothing":
         return path
-    return directory / path
+    found = beside_model(directory, path)
+    return found if is_file(found) else path
 
 
 def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:

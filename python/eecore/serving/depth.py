@@ -26,6 +26,7 @@ from eecore.exits import (
     PromptLookup,
     SelfSpeculative,
 )
+from eecore.readable import beside_model
 from eecore.serving.refusals import invalid
 from eecore.values import shown
 
@@ -123,7 +124,7 @@ class Policies:
         return self._calibrated[measure]
 
     def _classifier(self) -> ExitClassifier:
-        path = self._directory / "classifier.safetensors"
+        path = beside_model(self._directory, "classifier.safetensors")
         if not path.is_file():
             raise ExitError(f"exit: expected {path.name} beside the model, got nothing")
         return ExitClassifier.load(path)
