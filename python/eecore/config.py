@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from eecore.errors import ModelError, RequestError
@@ -158,6 +158,10 @@ class ModelConfig:
                 f"layer_windows: expected {self.num_layers} sizes, 0 for none, "
                 f"got {len(self.layer_windows)}"
             )
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """The config of a model that ends after so many layers."""
+        return replace(self, num_layers=num_layers, layer_windows=self.layer_windows[:num_layers])
 
     @property
     def sliding_window(self) -> int:

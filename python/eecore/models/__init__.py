@@ -6,7 +6,7 @@ from eecore.models.draft_head import DraftHead
 from eecore.models.find_head import find_head
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.load import load_model
+from eecore.models.load import load_first_layers, load_model
 from eecore.models.network import Network
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
@@ -26,5 +26,6 @@ __all__ = [
     "Tokenizer",
     "adopt",
     "find_head",
+    "load_first_layers",
     "load_model",
 ]

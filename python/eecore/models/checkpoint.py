@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from eecore.config import AnyModelConfig, T5Config
+from eecore.config import AnyModelConfig, ModelConfig, T5Config
 from eecore.errors import (
     CheckpointError,
     ModelError,
@@ -228,13 +228,18 @@ def load_weights(
     dtype: torch.dtype,
     *,
     coding: Coding | None = None,
+    num_layers: int | None = None,
 ) -> LlamaWeights | T5Weights:
     """The config's weights from the checkpoint: checked first, then allocated, then filled.
+
+    Of a Llama's layers only the first ``num_layers``, where it is given; all of them are checked.
 
     What their numbers are is not looked at: a NaN or an infinity among them goes where it is
     multiplied to.
     """
     check_tensors(checkpoint, config)
+    if isinstance(config, ModelConfig) and num_layers is not None:
+        config = config.first_layers(num_layers)
     embeddings = embeddings_name(config, checkpoint)
     try:
         new = NewWeights(device, dtype, CodedForms(coding))

@@ -89,6 +89,45 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     return Tokenizer.from_directory(path, vocab_size)
 
 
+def load_first_layers(
+    path: str | Path,
+    num_layers: int,
+    dtype: str | torch.dtype | None = None,
+    weights: str | None = None,
+) -> LlamaModel:
+    """The first layers of a Llama on the CPU, with its embeddings, final norm and LM head.
+
+    Args:
+        path: as for :func:`load_model`; so are ``dtype`` and ``weights``. Of a directory in floats
+            no more than those layers takes memory; a model that is quantised is loaded as it is.
+        num_layers: 1 up to one less than the model has.
+
+    Raises:
+        ModelError: as for :func:`load_model`, or for a model that has no such layers.
+    """
+    directory = path_of(path, ModelError)
+    config = read_config(directory)
+    if not isinstance(config, ModelConfig):
+        raise ModelError(f"{directory}: expected a decoder alone, got a {config.architecture}")
+    if not 1 <= num_layers < config.num_layers:
+        raise ModelError(
+            f"num_layers: expected 1 to {config.num_layers - 1} of the {config.num_layers} layers, "
+            f"got {num_layers}"
+        )
+    if kind_of(directory) == "a file" or read_layout(directory) is not None:
+        whole = load_model(directory, "cpu", dtype, weights)[1]
+        assert isinstance(whole, LlamaModel)
+        return whole
+    where = choose_device("cpu")
+    coding = choose_coding(weights, where)
+    with Checkpoint(directory) as checkpoint:
+        tied = with_stored_tying(config, checkpoint)
+        what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, tied), tied)
+        loaded = load_weights(checkpoint, tied, where, what, coding=coding, num_layers=num_layers)
+    assert isinstance(loaded, LlamaWeights)
+    return LlamaModel(tied.first_layers(num_layers), loaded)
+
+
 def _load_gguf(
     path: Path,
     device: str | torch.device | None,
