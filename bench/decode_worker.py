@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -85,6 +86,18 @@ def ctranslate2(directory: str, bits: str, threads: int) -> Generate:
 
 
 def vllm(directory: str, bits: str, threads: int) -> Generate:
+    return vllm_generate(
+        threads,
+        model=directory,
+        dtype=DTYPES[bits],
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+    )
+
+
+def vllm_generate(threads: int, *, ignore_eos: bool = True, **settings: Any) -> Generate:
+    """By vLLM with settings of its ``LLM``."""
     # In one process, on as many threads as the other engines, wherever the system puts them.
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -98,19 +111,11 @@ def vllm(directory: str, bits: str, threads: int) -> Generate:
     from vllm import LLM, SamplingParams
 
     torch.set_num_threads(threads)
-    engine = LLM(
-        model=directory,
-        dtype=DTYPES[bits],
-        skip_tokenizer_init=True,
-        max_model_len=512,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        enable_prefix_caching=False,
-    )
+    engine = LLM(skip_tokenizer_init=True, max_num_seqs=8, **settings)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+            temperature=0.0, max_tokens=tokens, ignore_eos=ignore_eos, detokenize=False
         )
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = engine.generate(asked, sampling, use_tqdm=False)
