@@ -283,6 +283,13 @@ def test_scheduling_knows_no_torch() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_vllm_is_known_to_its_own_integration_alone() -> None:
+    for module in modules():
+        if "vllm" in {name.split(".")[0] for name in imports(module)}:
+            assert module.startswith("eecore.integrations.vllm"), module
+        assert "vllm" not in {n.split(".")[0] for n in imports(module, for_types=False)}, module
+
+
 def test_training_never_imports_its_extra_outright() -> None:
     for module in on_floor("training"):
         lazy = {name for name in imports(module) if name.split(".")[0] in ("transformers", "peft")}

@@ -204,6 +204,7 @@ def warn_if_untested() -> None:
                 " or ".join(TESTED),
                 found,
             )
+        return
 
 
 def register() -> None:
