@@ -69,9 +69,17 @@ def rows(*prompts: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([*map(len, prompts), *[0] * (4 - len(prompts))], np.int32), tokens
 
 
-@pytest.mark.parametrize("pages", [None, 8])
-def test_drafts_of_a_batch(directory: Path, pages: int | None) -> None:
+@pytest.mark.parametrize(("pages", "room"), [(None, 4 * (64 + 16)), (5, 5 * 32)])
+def test_room_is_as_much_as_vllm_has(directory: Path, pages: int | None, room: int) -> None:
     proposer = LayerSkipProposer(config(directory, pages=pages))
+    proposer.load_model(None)
+    proposer.propose([[]], *rows([1]))
+    assert proposer._drafter is not None
+    assert proposer._drafter._kv.num_pages == room // 16
+
+
+def test_drafts_of_a_batch(directory: Path) -> None:
+    proposer = LayerSkipProposer(config(directory))
     proposer.load_model(None)
     prompts = random_prompts(9, 4, 20, seed=1)
     lengths, tokens = rows(*prompts)

@@ -93,11 +93,6 @@ class LayerDrafter:
         self._known: list[_Known] = []  # those used last at the end
         self._places: dict[int, _Known] = {}
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that hold nothing which anybody could still use."""
-        return len(self._free)
-
     @torch.inference_mode()
     def draft(self, texts: Sequence[Tokens | None], num_drafts: int) -> list[list[int]]:
         """Greedy continuations.

