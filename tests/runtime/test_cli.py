@@ -107,7 +107,7 @@ def test_generate_prints_the_text_of_the_library(
 
 def test_json_has_everything_of_an_output(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", model, "Once upon", "-n", "6", "--ignore-eos", "--json"]
-    assert run([*command, "--logprobs", "2"]) == 0
+    assert run([*command, "--exit", "full", "--logprobs", "2"]) == 0
     record = json.loads(capsys.readouterr().out)
     expected = eecore.generate(
         eecore.load(model), "Once upon", max_tokens=6, ignore_eos=True, logprobs=2

@@ -16,6 +16,7 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
+from eecore.engine import intake
 from eecore.exit_text import POLICIES, ExitTextError, exit_text, parse_exit, usual_exit
 
 SAID = {
@@ -110,7 +111,10 @@ def test_generate_takes_texts(tiny: eecore.Model) -> None:
         eecore.generate(tiny, prompts, exit=3, max_tokens=6)  # type: ignore[arg-type]
 
 
-def test_what_a_request_does_that_says_nothing(tiny: eecore.Model) -> None:
+def test_what_a_request_does_that_says_nothing(
+    tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "usual_exit", usual_exit)
     assert usual_exit(torch.device("cpu")) == "auto"
     assert usual_exit(torch.device("cuda")) == "full"
     usual, full = (
