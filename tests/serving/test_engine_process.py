@@ -95,6 +95,8 @@ def without_names(answer: Any) -> Any:
         {"max_tokens": 1},
         {"stop": [" light", "zz"], "echo": True},
         {"logprobs": 3, "logit_bias": {"5": 2.5}},
+        {"logprobs": 2, "echo": True},
+        {"logprobs": 0, "echo": True, "max_tokens": 0},
         {"n": 3, "temperature": 0.8, "seed": 5, "top_p": 0.9, "return_exit_layers": True},
         {"prompt": [[5, 6, 7], [9, 4]], "ignore_eos": True},
         {"guided_json": SCHEMA, "exit": "fixed:9"},
@@ -113,6 +115,14 @@ def test_the_same_answers(here: Asker, there: Asker, asked: Any, stream: bool) -
         return
     expected, found = ([chosen(events(answer.text), i) for i in range(3)] for answer in answers)
     assert expected == found
+
+
+def test_the_same_scores_of_prompts(here: Asker, there: Asker) -> None:
+    body = {"prompt": ["turn on the light", PROMPT], "max_tokens": 3, "prompt_logprobs": 2}
+    mine, theirs = (server.post("/v1/completions", json=body).json() for server in (here, there))
+    assert without_names(mine) == without_names(theirs)
+    assert [choice["prompt_logprobs"][0] for choice in mine["choices"]] == [None, None]
+    assert all(choice["prompt_logprobs"][1] for choice in mine["choices"])
 
 
 def chosen(chunks: list[Any], index: int) -> Any:

@@ -30,7 +30,7 @@ from eecore.exits import ExitClassifier
 from eecore.generation import load
 from eecore.models.chat_template import ChatTemplateError
 from eecore.models.source import ModelSource
-from eecore.output import StepOutput
+from eecore.output import PromptLogprob, StepOutput
 from eecore.serving.channel import Channel
 from eecore.serving.wire import STEP_FIELDS, Start, Wire, error_of, plain_classifier, plain_error
 
@@ -52,6 +52,7 @@ def crossed(value: Any) -> Any:
         HeadDrafts(threshold=0.1),
         Auto(exit_layers=(), lookup=False),
         SamplingParams(),
+        [None, PromptLogprob(5, -0.5, 2, {7: -0.25, 5: -0.5}), PromptLogprob(1, -1.0, 1, {})],
         SamplingParams(
             max_tokens=3,
             temperature=0.1 + 0.2,

@@ -20,7 +20,7 @@ from eecore import calibration_file, config, errors, exits, guide, output
 from eecore.config import AnyModelConfig, EngineConfig
 from eecore.exits import CLASSIFIER_TENSORS, ExitClassifier
 from eecore.models.source import ModelSource
-from eecore.output import StepOutput
+from eecore.output import PromptLogprob, StepOutput
 
 __all__ = [
     "STEP_FIELDS",
@@ -85,6 +85,8 @@ _OURS |= {kind.__name__: kind for kind in (ModelSource, Start, Loaded, Occupancy
 _FIELDS = {
     kind: tuple(field.name for field in fields(kind) if field.init) for kind in _OURS.values()
 }
+_OURS[PromptLogprob.__name__] = PromptLogprob
+_FIELDS[PromptLogprob] = PromptLogprob._fields
 STEP_FIELDS = tuple(name for name in _FIELDS[StepOutput] if name != "piece")
 """Of a step all but its text, which is decoded where it is wanted."""
 _STEP = attrgetter(*STEP_FIELDS)
@@ -100,14 +102,16 @@ class Wire:
         self.classifiers: dict[str, ExitClassifier] = {}
 
     def plain(self, value: Any) -> Any:
-        """What a channel takes. A list or tuple that begins with a value of ours holds no other."""
+        """What a channel takes. A list or tuple holds values of ours alone, the first may be None,
+        or none of them.
+        """
         kind = type(value)
         if kind is ExitClassifier:
             return (..., kind.__name__, value.sha256)
         if kind in _FIELDS:
             inner = (self.plain(getattr(value, name)) for name in _FIELDS[kind])
             return (..., kind.__name__, *inner)
-        if kind in (tuple, list) and value and type(value[0]) in _FIELDS:
+        if kind in (tuple, list) and any(type(first) in _FIELDS for first in value[:2]):
             return kind(map(self.plain, value))
         return (..., "Path", str(value)) if isinstance(value, Path) else value
 
@@ -117,7 +121,7 @@ class Wire:
         if kind not in (tuple, list) or not plain:
             return plain
         if plain[0] is not ...:
-            is_ours = type(plain[0]) is tuple and plain[0][:1] == (...,)
+            is_ours = any(type(first) is tuple and first[:1] == (...,) for first in plain[:2])
             return kind(map(self.value, plain)) if is_ours else plain
         _, name, *values = plain
         if name == "Path":
@@ -130,7 +134,9 @@ class Wire:
     def plain_step(self, step: StepOutput) -> tuple[Any, ...]:
         """The values of :data:`STEP_FIELDS`."""
         values: tuple[Any, ...] = _STEP(step)
-        return values if step.output is None else tuple(map(self.plain, values))
+        if step.output is None and step.prompt_logprobs is None:
+            return values
+        return tuple(map(self.plain, values))
 
     def keep(self, digest: str, tensors: bytes) -> None:
         """The classifier with this digest, as :func:`plain_classifier` gives it."""
