@@ -18,6 +18,8 @@ REQUEST = 0.25
 MOST_LOST, MOST_DEBT = 0.5, 1.0
 # Once it is spent, so much is saved up before anybody looks again.
 ENOUGH = 0.1
+# What all requests together have earned, at most and at least: new ones are given no more than that.
+MOST_EARNED, LEAST_EARNED = 8.0, -2.0
 
 
 class Budget:
@@ -29,6 +31,7 @@ class Budget:
 
     def __init__(self, *, is_alone: bool) -> None:
         self._left, self._most = ALONE if is_alone else SEVERAL
+        self._earned = self._left
         self._saves = False
 
     @property
@@ -37,12 +40,17 @@ class Budget:
         return self._saves
 
     def welcome(self, share: float) -> None:
-        """New requests have come, this share of all: their text is another one."""
-        self._add(share * (REQUEST + max(-self._left, 0.0)))
+        """New requests have come, this share of all: their text is another one.
+
+        They begin without the debts of others, and with something to try, as long as trying has
+        been worth it: where many short texts come, each would lose as much again.
+        """
+        given = share * (REQUEST + max(-self._left, 0.0))
+        self._add(min(given, max(self._earned, 0.0)))
 
     def rested(self) -> None:
         """A round nobody looked in."""
-        self._add(ROUND)
+        self._earn(ROUND)
 
     def looked(self, gained: float) -> None:
         """A round somebody looked in.
@@ -50,7 +58,11 @@ class Budget:
         Args:
             gained: by what came of it, everything counted, in rounds of full depth.
         """
-        self._add(ROUND + max(gained, -MOST_LOST))
+        self._earn(ROUND + max(gained, -MOST_LOST))
+
+    def _earn(self, rounds: float) -> None:
+        self._earned = max(min(self._earned + rounds, MOST_EARNED), LEAST_EARNED)
+        self._add(rounds)
 
     def _add(self, rounds: float) -> None:
         self._left = max(min(self._left + rounds, self._most), -MOST_DEBT)

@@ -114,7 +114,7 @@ class Planner:
         fresh = sum(each.work.sequence.drafting is None for each in planned)
         if fresh:
             budget.welcome(fresh / rows)
-        elif budget.is_spent:
+        if budget.is_spent:
             self._rest([each.work.sequence for each in planned])
             self._look = None
             return [Planned(each.work, each.route) for each in planned]
