@@ -367,6 +367,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "quick": arguments.quick,
+        "command": " ".join(("python bench/bench_serve.py", *sys.argv[1:])),
         "versions": {name: _version(name) for name in PACKAGES},
         "left_out": left_out,
         "rows": rows,
@@ -431,7 +432,7 @@ def about(result: dict[str, Any]) -> str:
         f"{result['threads']} thread(s)), so that clients take from the server's speed; CPU time "
         "is that of the process that answers, the model's work included. Medians of "
         f"{result['rounds']} round(s) in turns; p50 and p99 over all requests, and over all pauses "
-        f"between what came of one. No prefix cache. {versions}. `python bench/bench_serve.py`"
+        f"between what came of one. No prefix cache. {versions}. `{result['command']}`"
     )
 
 

@@ -160,13 +160,14 @@ class Connection:
         Raises:
             ConnectionError: the answer is another than 200.
         """
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(self._host, self._port)
-        reader, writer = self._streams
         head = f"POST {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
+        try:
+            reader, said = await self._asked(head.encode() + body)
+        except (asyncio.IncompleteReadError, ConnectionResetError):  # closed since the last one
+            self.close()
+            reader, said = await self._asked(head.encode() + body)
+        lines = said.decode("latin-1").lower().split("\r\n")
         status = lines[0].split()[1]
         headers = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
         answer = self._answer(reader, headers)
@@ -177,6 +178,14 @@ class Connection:
             yield part
         if headers.get("connection") == "close":
             self.close()
+
+    async def _asked(self, request: bytes) -> tuple[asyncio.StreamReader, bytes]:
+        """Where the answer's body comes from, and its head."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self._host, self._port)
+        reader, writer = self._streams
+        writer.write(request)
+        return reader, await reader.readuntil(b"\r\n\r\n")
 
     async def _answer(
         self, reader: asyncio.StreamReader, headers: dict[str, str]
