@@ -316,6 +316,33 @@ def test_what_drafts_gain_may_be_spent_on_trying() -> None:
     assert looked_at(budget, 4, -0.05) == 4
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_many_short_texts_that_gain_nothing_lose_little(is_alone: bool) -> None:
+    """Each is another one; all of them together show that trying is not worth it."""
+    budget, lost, rounds = Budget(is_alone=is_alone), 0.0, 0
+    for _ in range(200):
+        budget.welcome(1.0)
+        for _ in range(10):
+            rounds += 1
+            if budget.is_spent:
+                budget.rested()
+            else:
+                budget.looked(-0.3)
+                lost += 0.3
+    assert lost < 0.02 * rounds + 3.0
+
+
+def test_texts_that_gain_pay_for_those_that_do_not() -> None:
+    budget = Budget(is_alone=False)
+    for _ in range(20):
+        budget.looked(1.0)
+    for _ in range(4):  # no debt of one is that of the next
+        budget.welcome(1.0)
+        assert not budget.is_spent
+        while not budget.is_spent:
+            budget.looked(-0.5)
+
+
 def test_rounds_of_other_batches_have_budgets_of_their_own() -> None:
     chooser = Chooser(12, None)
     assert chooser.gained(8, 12, 1.0) == 0.0  # nothing is known of full depth

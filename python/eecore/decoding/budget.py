@@ -18,7 +18,7 @@ REQUEST = 0.25
 MOST_LOST, MOST_DEBT = 0.5, 1.0
 # Once it is spent, so much is saved up before anybody looks again.
 ENOUGH = 0.1
-# What all requests together have earned, at most and at least: new ones are given no more than that.
+# What all requests together have earned, at most and at least: new ones get no more than that.
 MOST_EARNED, LEAST_EARNED = 8.0, -2.0
 
 
