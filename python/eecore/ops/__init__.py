@@ -31,8 +31,8 @@ from eecore.ops.exits import (
 )
 from eecore.ops.graphs import CapturedGraph, captured_body
 from eecore.ops.layers import CrossAttention, DecoderWeights, decoder_layers
-from eecore.ops.library import CPU_ONLY_OPS, OP_NAMES, build_info, missing_cuda_ops
 from eecore.ops.products import embed_tokens, skinny_gated_linear, skinny_linear
+from eecore.ops.registered import CPU_ONLY_OPS, OP_NAMES, build_info, missing_cuda_ops
 from eecore.ops.rounds import (
     DraftRound,
     EndedRound,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eecore.ops.library import compiled
+from eecore.ops.registered import compiled
 from eecore.ops.weights import Matrix
 
 __all__ = ["append_kv", "kv_fill", "paged_attention"]

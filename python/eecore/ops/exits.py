@@ -7,7 +7,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from eecore.ops.library import compiled
+from eecore.ops.registered import compiled
 
 __all__ = [
     "AcceptMask",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eecore.ops.library import cuda_module
+from eecore.ops.registered import cuda_module
 
 __all__ = ["CapturedGraph", "captured_body"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eecore.ops.library import compiled
+from eecore.ops.registered import compiled
 from eecore.ops.weights import Matrix, arguments_of, tables_of
 
 __all__ = ["CrossAttention", "DecoderWeights", "decoder_layers"]

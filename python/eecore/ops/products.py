@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eecore.ops.library import compiled
+from eecore.ops.registered import compiled
 
 __all__ = ["embed_tokens", "skinny_gated_linear", "skinny_linear"]
 

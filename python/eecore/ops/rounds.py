@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eecore.ops.exits import ActiveRows
-from eecore.ops.library import compiled
+from eecore.ops.registered import compiled
 
 __all__ = [
     "DraftRound",

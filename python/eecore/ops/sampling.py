@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from eecore.ops.library import compiled
+from eecore.ops.registered import compiled
 
 __all__ = ["SampledRows", "SamplingRows", "sample_tokens"]
 

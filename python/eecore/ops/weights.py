@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eecore import _C
-from eecore.ops.library import compiled
+from eecore.ops.registered import compiled
 
 __all__ = [
     "BLOCK_FORMATS",
