@@ -38,7 +38,8 @@ def test_all_modes_say_the_same_and_are_counted(tmp_path: Path) -> None:
     assert full.tokens == lookup.tokens > 0
     assert full.drafted == full.accepted == 0
     assert lookup.drafted >= lookup.accepted > 0
-    assert all(mode.seconds > 0 for mode in modes)
+    assert all(mode.tokens_per_s > 0 and mode.speedup(full) > 0 for mode in modes)
+    assert full.speedup(full) == 1.0
 
 
 def test_a_head_takes_part_where_there_is_one(tmp_path: Path) -> None:
