@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.exit_options import parse_layers
+from eecore.cli.exit_options import (
+    ClassifierFile,
+    DecayTau,
+    ExitPoints,
+    Measure,
+    MinExitLayer,
+    parse_exit_points,
+)
 from eecore.cli.failures import UsageError
 from eecore.cli.files import check_out
 from eecore.cli.loading import (
@@ -35,10 +42,8 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Where the calibration goes, as JSON.")] = Path(
         "calibration.json"
     ),
-    measure: Annotated[str, typer.Option(help="softmax, state, classifier or cut.")] = "softmax",
-    classifier: Annotated[
-        Path | None, typer.Option(help="Its weights, for --measure classifier.")
-    ] = None,
+    measure: Measure = None,
+    classifier: ClassifierFile = None,
     delta: Annotated[float, typer.Option(help="Tolerated expected loss of a prompt.")] = 0.02,
     epsilon: Annotated[
         float, typer.Option(help="Tolerated probability that the loss exceeds delta all the same.")
@@ -58,11 +63,9 @@ def calibrate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Prompts to use.", show_default="all")
     ] = None,
-    decay_tau: Annotated[float, typer.Option(help="Of CALM's decaying threshold.")] = 0.0,
-    exit_points: Annotated[
-        str | None, typer.Option(help="Layers to measure after: 8,16", show_default="all")
-    ] = None,
-    min_exit_layer: Annotated[int, typer.Option(min=1, help="The earliest exit.")] = 1,
+    decay_tau: DecayTau = None,
+    exit_points: ExitPoints = None,
+    min_exit_layer: MinExitLayer = None,
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
@@ -87,16 +90,16 @@ def calibrate(
     found = run(
         loaded,
         examples,
-        measure=measure,  # type: ignore[arg-type]
+        measure=measure or "softmax",  # type: ignore[arg-type]
         delta=delta,
         epsilon=epsilon,
         loss=loss,  # type: ignore[arg-type]
         similarity=similarity,
         grid=thresholds,
         max_tokens=max_tokens,
-        decay_tau=decay_tau,
-        exit_points=None if exit_points is None else parse_layers("--exit-points", exit_points),
-        min_exit_layer=min_exit_layer,
+        decay_tau=decay_tau or 0.0,
+        exit_points=parse_exit_points(exit_points),
+        min_exit_layer=min_exit_layer or 1,
         classifier=learnt,
         progress=_show,
     )

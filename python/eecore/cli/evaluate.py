@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.exit_options import ExitOptions, parse_layers
+from eecore.cli.exit_options import ExitOptions, SkipsFile, parse_layers
 from eecore.cli.files import beside, check_out
 from eecore.cli.loading import (
     Debug,
@@ -43,9 +43,7 @@ def layerskip(
             show_default="exits after a quarter, half and three quarters of the layers",
         ),
     ] = None,
-    skips: Annotated[
-        Path | None, typer.Option(help="File of eecore search, for --mode draft-verify.")
-    ] = None,
+    skips: SkipsFile = None,
     layers: Annotated[
         str | None, typer.Option(help="Exits to score: 4,8,12 or none.", show_default="all")
     ] = None,

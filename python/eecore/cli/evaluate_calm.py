@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.cli.evaluate import Data, Limit, MaxTokens, Rounds, show_turn
-from eecore.cli.exit_options import parse_layers
+from eecore.cli.exit_options import DecayTau, ExitPoints, MinExitLayer, parse_exit_points
 from eecore.cli.failures import UsageError
 from eecore.cli.files import check_out
 from eecore.cli.loading import (
@@ -60,21 +60,9 @@ def calm(
             show_default=f"{CLASSIFIER_FILE} in MODEL; without one the measure is left out",
         ),
     ] = None,
-    exit_points: Annotated[
-        str | None, typer.Option(help="Layers to measure after: 2,4", show_default="all")
-    ] = None,
-    min_exit_layer: Annotated[
-        int | None, typer.Option(min=1, help="The earliest exit.", show_default="1")
-    ] = None,
-    decay_tau: Annotated[
-        float | None,
-        typer.Option(
-            "--tau",
-            "--decay-tau",
-            help="Of CALM's decaying threshold, 4 in its summaries; 0: none.",
-            show_default="0",
-        ),
-    ] = None,
+    exit_points: ExitPoints = None,
+    min_exit_layer: MinExitLayer = None,
+    decay_tau: DecayTau = None,
     batch: Annotated[
         str,
         typer.Option(help="A row leaves by itself, or all together (Algorithm 1): each, all, both"),
@@ -125,7 +113,7 @@ def calm(
         calibrations=calibration or (),
         classifier=classifier,
         decay_tau=decay_tau,
-        exit_points=None if exit_points is None else parse_layers("--exit-points", exit_points),
+        exit_points=parse_exit_points(exit_points),
         min_exit_layer=min_exit_layer,
     )
     config = read_config(directory)

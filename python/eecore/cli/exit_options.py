@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from eecore.cli.failures import UsageError
 from eecore.cli.model_files import in_model, load_classifier
@@ -13,7 +15,22 @@ from eecore.errors import RequestError
 if TYPE_CHECKING:
     from eecore.exits import Exit, ExitClassifier
 
-__all__ = ["EXIT_HELP", "USUAL_EXIT", "ExitOptions", "parse_layers"]
+__all__ = [
+    "EXIT_HELP",
+    "PANEL",
+    "USUAL_EXIT",
+    "CalibrationFile",
+    "ClassifierFile",
+    "DecayTau",
+    "DraftHeadDirectory",
+    "ExitOptions",
+    "ExitPoints",
+    "Measure",
+    "MinExitLayer",
+    "SkipsFile",
+    "parse_exit_points",
+    "parse_layers",
+]
 
 EXIT_HELP = (
     "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
@@ -24,6 +41,68 @@ EXIT_HELP = (
     "text of full."
 )
 USUAL_EXIT = "auto on a CPU, full on a GPU"
+PANEL = "Exit mode"
+# Options of every command that has to do with exits; None where not given.
+Measure = Annotated[
+    str | None,
+    typer.Option(
+        help="confident: softmax | state | classifier | cut.",
+        show_default="softmax",
+        rich_help_panel=PANEL,
+    ),
+]
+ExitPoints = Annotated[
+    str | None,
+    typer.Option(
+        help="confident: the layers to measure after, such as 4,8,12-20.",
+        show_default="all",
+        rich_help_panel=PANEL,
+    ),
+]
+MinExitLayer = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="confident: the earliest exit.", show_default="1", rich_help_panel=PANEL
+    ),
+]
+DecayTau = Annotated[
+    float | None,
+    typer.Option(
+        "--decay-tau",
+        "--tau",
+        help="confident: tau of CALM's decaying threshold, 4 in its summaries; 0: none.",
+        show_default="0",
+        rich_help_panel=PANEL,
+    ),
+]
+ClassifierFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="confident: a file from eecore train-classifier, or the name of one in MODEL.",
+        show_default="none",
+        rich_help_panel=PANEL,
+    ),
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="confident: a file from eecore calibrate (or the name of one in MODEL), which has a "
+        "threshold and its guarantee.",
+        rich_help_panel=PANEL,
+    ),
+]
+SkipsFile = Annotated[
+    Path | None,
+    typer.Option(help="draft-verify: a file from eecore search.", rich_help_panel=PANEL),
+]
+DraftHeadDirectory = Annotated[
+    str | None,
+    typer.Option(
+        help="head, auto: a directory that eecore train-exits made; none.",
+        show_default="the one beside the model, or one that ships for it",
+        rich_help_panel=PANEL,
+    ),
+]
 BELONGS_TO = {
     "measure": "confident",
     "batch_mode": "confident",
@@ -111,13 +190,12 @@ class ExitOptions:
         measure = self.measure or ("classifier" if self.classifier else "softmax")
         if measure == "classifier" and self.classifier is None:
             raise UsageError("--classifier: expected a file for --measure classifier, got none")
-        points = self.exit_points
         return replace(
             said,  # type: ignore[call-arg]
             measure=measure,
             batch=self.batch_mode or "each",
             decay_tau=self.decay_tau or 0.0,
-            exit_points=None if points is None else parse_layers("--exit-points", points),
+            exit_points=parse_exit_points(self.exit_points),
             min_exit_layer=self.min_exit_layer or 1,
             classifier=self._classifier(directory),
         )
@@ -168,6 +246,11 @@ class ExitOptions:
             return int(self._numbers[index])
         except ValueError:
             raise UsageError(f"--exit: expected whole numbers, got {self.exit!r}") from None
+
+
+def parse_exit_points(text: str | None) -> tuple[int, ...] | None:
+    """Layers of ``--exit-points``; None where it is not given."""
+    return None if text is None else parse_layers("--exit-points", text)
 
 
 def parse_layers(flag: str, text: str) -> tuple[int, ...]:

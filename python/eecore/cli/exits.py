@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.text import Text
 
 from eecore.cli.depth import depth_legend, depth_style, has_colours, runs
-from eecore.cli.exit_options import EXIT_HELP, ExitOptions
+from eecore.cli.exit_options import (
+    EXIT_HELP,
+    PANEL,
+    CalibrationFile,
+    ClassifierFile,
+    ExitOptions,
+    ExitPoints,
+    Measure,
+)
 from eecore.cli.failures import UsageError
 from eecore.cli.files import check_out
 from eecore.cli.loading import (
@@ -37,13 +45,11 @@ def exits(
         typer.Option(help="Map this text behind the prompt, instead of one that is written."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 64,
-    exit: Annotated[str, typer.Option(help=EXIT_HELP)] = "confident",
-    measure: Annotated[
-        str | None, typer.Option(help="confident: softmax | state | classifier | cut.")
-    ] = None,
-    classifier: Annotated[Path | None, typer.Option(help="confident: its weights.")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="File of eecore calibrate.")] = None,
-    exit_points: Annotated[str | None, typer.Option(help="confident: 8,16,24.")] = None,
+    exit: Annotated[str, typer.Option(help=EXIT_HELP, rich_help_panel=PANEL)] = "confident",
+    measure: Measure = None,
+    classifier: ClassifierFile = None,
+    calibration: CalibrationFile = None,
+    exit_points: ExitPoints = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page to this file.")] = None,
     device: Device = None,
     dtype: Dtype = None,

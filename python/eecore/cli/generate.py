@@ -13,12 +13,26 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eecore.cli.exit_options import EXIT_HELP, USUAL_EXIT, ExitOptions
+from eecore.cli.exit_options import (
+    EXIT_HELP,
+    PANEL,
+    USUAL_EXIT,
+    CalibrationFile,
+    ClassifierFile,
+    DecayTau,
+    DraftHeadDirectory,
+    ExitOptions,
+    ExitPoints,
+    Measure,
+    MinExitLayer,
+    SkipsFile,
+)
 from eecore.cli.failures import FAILED, UsageError
 from eecore.cli.loading import (
     Debug,
     Device,
     Dtype,
+    KVCacheTokens,
     OptionalModel,
     Threads,
     Weights,
@@ -37,7 +51,6 @@ if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.output import Output
 
-EXITS = "Exit mode"
 SAMPLING = "Sampling"
 OUTPUT = "Output"
 MACHINE = "Machine"
@@ -62,75 +75,41 @@ def generate(
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     exit: Annotated[
-        str | None, typer.Option(help=EXIT_HELP, show_default=USUAL_EXIT, rich_help_panel=EXITS)
+        str | None, typer.Option(help=EXIT_HELP, show_default=USUAL_EXIT, rich_help_panel=PANEL)
     ] = None,
-    measure: Annotated[
-        str | None,
-        typer.Option(help="confident: softmax | state | classifier | cut.", rich_help_panel=EXITS),
-    ] = None,
+    measure: Measure = None,
     batch_mode: Annotated[
         str | None,
         typer.Option(
             help="confident: each prompt exits on its own, or all together: each | all.",
-            rich_help_panel=EXITS,
+            rich_help_panel=PANEL,
         ),
     ] = None,
-    decay_tau: Annotated[
-        float | None,
-        typer.Option(help="confident: tau of the decaying threshold.", rich_help_panel=EXITS),
-    ] = None,
-    exit_points: Annotated[
-        str | None,
-        typer.Option(
-            help="confident: where to measure, such as 4,8,12-20; every layer otherwise.",
-            rich_help_panel=EXITS,
-        ),
-    ] = None,
-    min_exit_layer: Annotated[
-        int | None, typer.Option(help="confident: the earliest exit.", rich_help_panel=EXITS)
-    ] = None,
-    classifier: Annotated[
-        Path | None,
-        typer.Option(help="confident: safetensors file of the classifier.", rich_help_panel=EXITS),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="confident: file of eecore calibrate (or the name of one in MODEL), which has a "
-            "threshold and its guarantee.",
-            rich_help_panel=EXITS,
-        ),
-    ] = None,
+    decay_tau: DecayTau = None,
+    exit_points: ExitPoints = None,
+    min_exit_layer: MinExitLayer = None,
+    classifier: ClassifierFile = None,
+    calibration: CalibrationFile = None,
     draft_threshold: Annotated[
         float | None,
         typer.Option(
-            help="speculative: end a draft at a token less sure than this.", rich_help_panel=EXITS
+            help="speculative: end a draft at a token less sure than this.", rich_help_panel=PANEL
         ),
     ] = None,
-    exits: Annotated[
-        str | None,
-        typer.Option(
-            help="head, auto: a directory that eecore train-exits made; none.",
-            show_default="the one beside the model, or one that ships for it",
-            rich_help_panel=EXITS,
-        ),
-    ] = None,
-    skips: Annotated[
-        Path | None,
-        typer.Option(help="draft-verify: a file from eecore search.", rich_help_panel=EXITS),
-    ] = None,
+    exits: DraftHeadDirectory = None,
+    skips: SkipsFile = None,
     skip_attention: Annotated[
         str | None,
         typer.Option(
             help="draft-verify: layers (from 0) whose attention the draft leaves out.",
-            rich_help_panel=EXITS,
+            rich_help_panel=PANEL,
         ),
     ] = None,
     skip_mlp: Annotated[
         str | None,
         typer.Option(
             help="draft-verify: layers (from 0) whose MLP the draft leaves out.",
-            rich_help_panel=EXITS,
+            rich_help_panel=PANEL,
         ),
     ] = None,
     max_tokens: Annotated[
@@ -179,9 +158,7 @@ def generate(
     dtype: Dtype = None,
     weights: Weights = None,
     threads: Threads = None,
-    kv_cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Positions in the KV cache.")
-    ] = None,
+    kv_cache_tokens: KVCacheTokens = None,
     debug: Debug = False,
 ) -> int:
     """Continue prompts: text as it comes, or JSON lines."""

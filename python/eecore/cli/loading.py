@@ -26,6 +26,7 @@ __all__ = [
     "Debug",
     "Device",
     "Dtype",
+    "KVCacheTokens",
     "ModelPath",
     "OptionalModel",
     "Threads",
@@ -67,6 +68,7 @@ Weights = Annotated[
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="torch's choice")
 ]
+KVCacheTokens = Annotated[int | None, typer.Option(min=1, help="Positions in the KV cache.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 

@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from eecore.builtin import BUILTIN
-from eecore.cli.exit_options import USUAL_EXIT
+from eecore.cli.exit_options import PANEL, USUAL_EXIT, DraftHeadDirectory
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import (
     Debug,
     Device,
     Dtype,
+    KVCacheTokens,
     OptionalModel,
     Threads,
     Weights,
@@ -28,7 +29,6 @@ from eecore.cli.signals import INTERRUPTED, TERMINATED
 from eecore.cli.streams import say
 
 HTTP = "HTTP"
-DEPTH = "Depth"
 LOAD = "Under load"
 ENGINE = "Engine"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -81,7 +81,7 @@ def serve(
             "| calibrated[:MEASURE] (the threshold beside the model) | speculative:E,D | "
             "lookup[:D] | head[:D] | auto[:D].",
             show_default=USUAL_EXIT,
-            rich_help_panel=DEPTH,
+            rich_help_panel=PANEL,
         ),
     ] = None,
     allow_exit: Annotated[
@@ -90,7 +90,7 @@ def serve(
             help="A mode, such as speculative, or a policy, such as speculative:3,6, that requests "
             "may choose; may be repeated.",
             show_default="all",
-            rich_help_panel=DEPTH,
+            rich_help_panel=PANEL,
         ),
     ] = None,
     alias: Annotated[
@@ -99,17 +99,10 @@ def serve(
             help="A policy that /v1/models lists as a model of its own, MODEL:speculative-3-6 say; "
             "may be repeated.",
             show_default="those that suit the model",
-            rich_help_panel=DEPTH,
+            rich_help_panel=PANEL,
         ),
     ] = None,
-    exits: Annotated[
-        str | None,
-        typer.Option(
-            help="head, auto: a directory that eecore train-exits made; none.",
-            show_default="the one beside the model, or one that ships for it",
-            rich_help_panel=DEPTH,
-        ),
-    ] = None,
+    exits: DraftHeadDirectory = None,
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -142,10 +135,7 @@ def serve(
             rich_help_panel=LOAD,
         ),
     ] = 30.0,
-    kv_cache_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Positions in the KV cache.", rich_help_panel=ENGINE),
-    ] = None,
+    kv_cache_tokens: KVCacheTokens = None,
     max_num_seqs: Annotated[
         int | None,
         typer.Option(

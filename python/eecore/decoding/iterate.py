@@ -32,7 +32,7 @@ __all__ = ["Flight", "Iterations"]
 
 # Programs that are kept, and bytes that they hold together. The one that has not run for longest
 # goes first, the one that runs never.
-MAX_PROGRAMS = 64
+MAX_PROGRAMS = 256
 MAX_PROGRAM_BYTES = 1 << 29
 
 
