@@ -30,6 +30,7 @@ from eecore.decoding.head_drafts import (
     drafted_ahead,
     head_drafting_fields,
     head_results,
+    new_round,
 )
 from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import (
@@ -110,23 +111,15 @@ class DraftStep(Step):
         def states(*shape: int) -> Tensor:
             return zeros(*shape, model.config.hidden_size, dtype=model.dtype)
 
-        self._round = ops.DraftRound(
-            token_ids=given["token_ids"],
-            start=given["start"],
-            tokens_left=given["tokens_left"],
+        self._round = new_round(
+            self,
+            given,
+            width,
             max_drafts=given["max_drafts"],
-            page_table=given["page_table"],
             thresholds=given["thresholds"],
-            stop_tokens=given["stop_tokens"],
-            first_position=zeros(rows),
-            left=zeros(rows),
-            round_slots=zeros(rows, width),
             tokens=results["tokens"],
             confidences=results["draft_confidences"],
             num_drafted=results["num_drafted"],
-            most=zeros(rows),
-            done=zeros(rows, dtype=torch.bool),
-            all_done=zeros(1, dtype=torch.bool),
             states=states(rows, width) if kind.path.shared_layers else None,
             drafts=given.get("drafts"),
             num_given=given.get("num_given"),

@@ -26,6 +26,7 @@ __all__ = [
     "drafted_ahead",
     "head_drafting_fields",
     "head_results",
+    "new_round",
 ]
 
 
@@ -55,6 +56,37 @@ def head_results(num_rows: int) -> dict[str, Field]:
         "num_ahead_drafted": (torch.int64, (num_rows,)),
         "ahead_probabilities": (torch.float32, (num_rows, MOST_AHEAD)),
     }
+
+
+def new_round(step: Step, given: dict[str, Tensor], width: int, **own: Any) -> ops.DraftRound:
+    """A round's memory of a program's own, beside what host and device exchange.
+
+    Args:
+        step: the program.
+        given: its fields: every round of it is behind the same text.
+        width: tokens of a row at most, drafts and the one before them.
+        own: the other fields of :class:`eecore.ops.DraftRound`, of this round alone.
+    """
+    num_rows = step.sizes.num_rows
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return step.zeros(*shape, dtype=dtype)
+
+    made: dict[str, Any] = {"states": None, **own}
+    return ops.DraftRound(
+        token_ids=given["token_ids"],
+        start=given["start"],
+        tokens_left=given["tokens_left"],
+        page_table=given["page_table"],
+        stop_tokens=given["stop_tokens"],
+        first_position=zeros(num_rows),
+        left=zeros(num_rows),
+        round_slots=zeros(num_rows, width),
+        most=zeros(num_rows),
+        done=zeros(num_rows, dtype=torch.bool),
+        all_done=zeros(1, dtype=torch.bool),
+        **made,
+    )
 
 
 class HeadDrafting:
@@ -93,24 +125,15 @@ class HeadDrafting:
             for _ in self._head.settings.taps
         ]
         self._sources = torch.arange(num_rows, dtype=torch.int32, device=model.device)
-        self._round = ops.DraftRound(
-            token_ids=given["token_ids"],
-            start=given["start"],
-            tokens_left=given["tokens_left"],
+        self._round = new_round(
+            step,
+            given,
+            MOST_AHEAD + 1,
             max_drafts=given["ahead"],
-            page_table=given["page_table"],
             thresholds=given["ahead_thresholds"],
-            stop_tokens=given["stop_tokens"],
-            first_position=zeros(num_rows),
-            left=zeros(num_rows),
-            round_slots=zeros(num_rows, MOST_AHEAD + 1),
             tokens=results["ahead_tokens"],
             confidences=results["ahead_probabilities"],
             num_drafted=results["num_ahead_drafted"],
-            most=zeros(num_rows),
-            done=zeros(num_rows, dtype=torch.bool),
-            all_done=zeros(1, dtype=torch.bool),
-            states=None,
         )
         self._active = ops.ActiveRows(
             row=zeros(num_rows, dtype=torch.int32),
