@@ -154,7 +154,7 @@ class HeadMachine:
         while len(probabilities) < choice.ahead:
             is_sure = self.random.random() < self.sure
             probabilities.append(self.believes if is_sure else 0.1)
-            if probabilities[-1] < choice.ahead_threshold:
+            if probabilities[-1] < choice.ahead_thresholds[len(probabilities) - 1]:
                 break
         return Proposal(list(range(len(probabilities))), 0, probabilities)
 

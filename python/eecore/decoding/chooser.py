@@ -19,7 +19,15 @@ from typing import Any, Literal, TypeVar
 
 from eecore.decoding.budget import Budget
 from eecore.decoding.memory import power_of_two
-from eecore.decoding.pass_times import MOST_SLOWER, ROW_COST, Anchor, PassTimes, blended
+from eecore.decoding.pass_times import (
+    LEAST_ROW_COST,
+    MOST_SLOWER,
+    ROW_COST,
+    Anchor,
+    PassTimes,
+    StepCost,
+    blended,
+)
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.exits import Auto
 
@@ -46,15 +54,16 @@ SURPRISE = 0.1
 MEASURE_AGAIN = (8, 256)
 # A drafted token takes so much of full depth at least.
 LEAST_STEP = 0.02
-# Of one step of a draft head, before it is measured; of what is expected of the next round, what
-# one round weighs; and how many rounds a head is tried for again.
-HEAD_STEP = 0.08
+# Of what is expected of the next round, what one round weighs; and how many rounds a head is tried
+# for again.
 NEW_ROUND = 0.08
 TRY_HEAD = 3
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
 ENOUGH = 2.0
-# Between what thresholds a head drafts on.
-HEAD_THRESHOLDS = (0.1, 0.9)
+# Of a draft of a head behind one that stands: how often it stands too. What a draft that a head
+# went on behind stands for on average, and the least that it goes on behind.
+NEXT_STANDS = 0.55
+GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
 
@@ -117,8 +126,8 @@ class Choice:
     """What each request gets, nothing where a layer drafts."""
     ahead: int = 0
     """Drafts that a draft head makes for the next round at most."""
-    ahead_threshold: float = 0.0
-    """Behind one whose probability is below it there is none."""
+    ahead_thresholds: tuple[float, ...] = ()
+    """Behind the first, the second, ... of these there is none if its probability is below it."""
 
 
 FULL = Choice("full")
@@ -148,7 +157,7 @@ class Chooser:
             *(gain, 1.3 * gain, 1.0 + 1.3 * gain),
             {},
         )
-        self._head_step = HEAD_STEP  # a step's time, of a pass of full depth
+        self._head_steps: dict[int, StepCost] = {}  # by about so many rows
         self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
         self._trial = 0  # rounds of it that are left
         self._best = best_exit_layers(agreement)
@@ -223,26 +232,35 @@ class Chooser:
 
     def _ahead(self, best: Choice, histories: Ordered[History], anchor: Anchor) -> Choice:
         """The same, and drafts of the head for the next round where they are worth it."""
-        rows, seconds = anchor
+        rows = anchor[0]
         given = best.given or (NOTHING,) * rows
         expected = sum(self._expected(*each) for each in zip(histories, given, strict=True))
         if expected > ENOUGH * rows:
             return best
-        threshold = rows * (self._passes(anchor, 1)[1] / seconds - 1.0) + self._head_step
+        worth = (self._row_cost(anchor) + self._head_step(rows)) / NEXT_STANDS
+        thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
         if self._head_pays(histories, anchor):
-            steps = max(1, round(2 * max(history.steps for history in histories)))
-        elif threshold < HEAD_THRESHOLDS[1] and self._is_trial():
+            steps = 1 + sum(threshold < 1.0 for threshold in thresholds)
+        elif thresholds[0] < 1.0 and self._is_trial():
             steps = 1
         else:
             return best
         return Choice(
-            "given",
-            0,
-            best.drafts or (0,) * rows,
-            given,
-            min(steps, MOST_AHEAD),
-            min(max(threshold, HEAD_THRESHOLDS[0]), HEAD_THRESHOLDS[1]),
+            "given", 0, best.drafts or (0,) * rows, given, min(steps, MOST_AHEAD), thresholds
         )
+
+    def _row_cost(self, anchor: Anchor) -> float:
+        """Of a draft in a round that is given some, in tokens of full depth."""
+        rows, seconds = anchor
+        none, one = self._passes(anchor, 1)[:2]
+        return max(rows * (one - none) / seconds, LEAST_ROW_COST)
+
+    def _head_step(self, rows: int) -> float:
+        """A step's time, of a pass of full depth."""
+        return self._head_cost(rows).step
+
+    def _head_cost(self, rows: int) -> StepCost:
+        return self._head_steps.setdefault(rows.bit_length(), StepCost())
 
     def _head_pays(self, histories: Ordered[History], anchor: Anchor) -> bool:
         """Whether rounds with a head's drafts are faster than full depth, by those of late."""
@@ -254,7 +272,7 @@ class Chooser:
         steps = max(history.steps for history in histories)
         tokens = rows + sum(history.gain for history in histories)
         return tokens * seconds > _min_gain(rows) * rows * (
-            verified + steps * self._head_step * seconds
+            verified + steps * self._head_step(rows) * seconds
         )
 
     def _is_trial(self) -> bool:
@@ -282,8 +300,8 @@ class Chooser:
         anchor: Anchor,
     ) -> tuple[Choice, float]:
         """Of drafts that there are, those likely enough to be worth a row; tokens a second."""
-        rows, seconds = anchor
-        row_cost = rows * (self._passes(anchor, 1)[1] / seconds - 1.0)
+        rows = anchor[0]
+        row_cost = self._row_cost(anchor)
         given: list[Proposal] = []
         chances: list[tuple[float, int]] = []
         for i, (history, several) in enumerate(zip(histories, proposals, strict=True)):
@@ -384,7 +402,9 @@ class Chooser:
         self._unsteady = 0 if is_steady else self._unsteady + 1
         if 0 < self._unsteady < UNSTEADY_PASSES:
             return
-        self._full.add(rows, seconds)
+        share = self._full.add(rows, seconds)
+        if share < 1.0:
+            self._verify.scale(share)
         if self._rounds >= self._next_full:
             self._next_full = min(2 * self._next_full, MEASURE_AGAIN[1])
         self._rounds = 0
@@ -402,17 +422,15 @@ class Chooser:
         full = self._full.near(rows)
         if full is None:
             return
-        expected = self._verified(rows + drafted, (rows, full)) if drafted else full
+        expected = self._verified(rows + drafted, (rows, full))
         if ahead and not drafted:
-            measured = max((seconds - full) / ahead / full, LEAST_STEP)
-            self._head_step = blended(self._head_step, measured)
-        elif drafted:
-            of_head = ahead * self._head_step * full
-            passed = max(seconds - of_head, full)
-            if rows + drafted not in self._verify:
-                passed = min(passed, MOST_SLOWER * expected)
-            self._verify.add(rows + drafted, passed)
-        self._note(expected + ahead * self._head_step * full, seconds)
+            self._head_cost(rows).add(ahead, seconds / full)
+        of_head = ahead * self._head_step(rows) * full
+        passed = max(seconds - of_head, full)
+        if rows + drafted not in self._verify:
+            passed = min(passed, MOST_SLOWER * expected)
+        self._verify.add(rows + drafted, passed)
+        self._note(expected + of_head, seconds)
 
     def learn_drafted(
         self, layer: int, rows: int, drafted: int, steps: int, seconds: float

@@ -234,9 +234,12 @@ class DraftStep(Step):
         if self.kind.drafts_ahead:
             host.write(
                 ahead=[row.ahead for row in rows] + [-1] * padding,
-                ahead_thresholds=[row.ahead_threshold for row in rows],
                 num_ahead=[len(rows)],
             )
+            for i, row in enumerate(rows):
+                host.arrays["ahead_thresholds"][: len(row.ahead_thresholds), i] = (
+                    row.ahead_thresholds
+                )
         for prefix in ("", "open_"):
             host.write_pages(f"{prefix}page_table", [sequence.pages for sequence in sequences])
             self._write_inputs(sequences, prefix)

@@ -44,7 +44,7 @@ def head_drafting_fields(num_rows: int) -> dict[str, Field]:
     """What the host says of a round's drafting."""
     return {
         "ahead": (torch.int64, (num_rows,)),
-        "ahead_thresholds": (torch.float32, (num_rows,)),
+        "ahead_thresholds": (torch.float32, (MOST_AHEAD, num_rows)),
         "num_ahead": (torch.int32, (1,)),
     }
 
@@ -130,11 +130,12 @@ class HeadDrafting:
             given,
             MOST_AHEAD + 1,
             max_drafts=given["ahead"],
-            thresholds=given["ahead_thresholds"],
+            thresholds=given["ahead_thresholds"][0],
             tokens=results["ahead_tokens"],
             confidences=results["ahead_probabilities"],
             num_drafted=results["num_ahead_drafted"],
         )
+        self._thresholds = given["ahead_thresholds"]
         self._active = ops.ActiveRows(
             row=zeros(num_rows, dtype=torch.int32),
             positions=zeros(num_rows),
@@ -178,6 +179,7 @@ class HeadDrafting:
     def _draft(self, step: int, state: Tensor, control: Control) -> None:
         """One more token of every row that drafts, and what is behind it."""
         active, made = self._active, self._round
+        made = made._replace(thresholds=self._thresholds[step])
         with control.rows(active.num_active):
             assert active.token_ids is not None
             state = self._head.step(state, self._model.embed(active.token_ids))

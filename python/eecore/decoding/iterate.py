@@ -185,7 +185,7 @@ class Iterations:
                 *_place(after, each.work.sequence),
                 each.given.tokens,
                 each.ahead,
-                each.ahead_threshold,
+                each.ahead_thresholds,
             )
             for each in family
         ]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import bisect
 
-__all__ = ["COST_AMONG_ROWS", "MOST_SLOWER", "ROW_COST", "Anchor", "PassTimes", "blended"]
+__all__ = [
+    "COST_AMONG_ROWS",
+    "LEAST_ROW_COST",
+    "MOST_SLOWER",
+    "ROW_COST",
+    "Anchor",
+    "PassTimes",
+    "StepCost",
+    "blended",
+]
 
 Anchor = tuple[int, float]
 """Rows of a pass of full depth, and its seconds."""
@@ -14,10 +23,19 @@ Anchor = tuple[int, float]
 # forget one.
 NEW_TIME, FASTER_TIME, MOST_SLOWER = 0.25, 0.5, 1.5
 FORGET_TIME = 1024
+# What a pass takes of those before it, for them to have been disturbed.
+DISTURBED = 0.8
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
 # Before anything is measured: what one more row costs of a pass of one row, and of more.
 ROW_COST, COST_AMONG_ROWS = 0.1, 0.08
+# What one more row costs at least, in tokens of full depth.
+LEAST_ROW_COST = 0.02
+# Of one step of a draft head, before it is measured; the steps of a round that this is worth, and
+# how they scatter; what a round weighs beside those before; a step costs no less.
+HEAD_STEP, HEAD_STEPS, SCATTER = 0.08, 2.0, 1.0
+NEW_STEPS = 0.05
+LEAST_STEP = 0.01
 
 
 class PassTimes:
@@ -34,19 +52,37 @@ class PassTimes:
         """Whether a pass of so many rows was measured."""
         return rows in self._seconds
 
-    def add(self, rows: int, seconds: float) -> None:
-        """A pass that has been measured; the first of so many rows is taken as it is."""
+    def add(self, rows: int, seconds: float) -> float:
+        """A pass that has been measured; the first of so many rows is taken as it is.
+
+        Where it took far less than those before it, they were disturbed, and so may have been
+        passes of other numbers of rows, which are measured again only if they look worth it.
+
+        Returns:
+            By how much all others are taken to be faster: 1 where they are not.
+        """
         self._count += 1
         known = self._seconds.get(rows)
+        share = 1.0
         if known is None:
             bisect.insort(self._rows, rows)
             self._seconds[rows] = seconds
         else:
-            self._seconds[rows] = blended(known, seconds)
+            new = blended(known, seconds)
+            if seconds < DISTURBED * known:
+                share = new / known
+                self.scale(share)
+            self._seconds[rows] = new
         self._last[rows] = self._count
         self._passes[rows] = self._passes.get(rows, 0) + 1
         if self._count % FORGET_TIME == 0:
             self._forget()
+        return share
+
+    def scale(self, share: float) -> None:
+        """All take this share of what they were measured to take."""
+        for rows in self._rows:
+            self._seconds[rows] *= share
 
     def near(self, rows: int) -> float | None:
         """A pass of so many rows, or between two that were measured; None where it was neither."""
@@ -84,6 +120,33 @@ class PassTimes:
         for held in (self._seconds, self._last, self._passes):
             for rows in held.keys() - set(self._rows):
                 held.pop(rows)
+
+
+class StepCost:
+    """What a step of a draft head costs, in passes of full depth: the slope of rounds over steps.
+
+    What rounds with any step cost more than those without is not the steps'.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._passes = HEAD_STEPS, 1.0 + HEAD_STEP * HEAD_STEPS
+        self._scatter, self._both = SCATTER, HEAD_STEP * SCATTER
+
+    @property
+    def step(self) -> float:
+        """One step's."""
+        return max(self._both / self._scatter, LEAST_STEP)
+
+    def add(self, steps: int, passes: float) -> None:
+        """A round of so many steps that took as long as so many passes."""
+        expected = self._passes + self.step * (steps - self._steps)
+        passes = min(passes, MOST_SLOWER * expected)
+        off, over = steps - self._steps, passes - self._passes
+        self._steps += NEW_STEPS * off
+        self._passes += NEW_STEPS * over
+        old = 1.0 - NEW_STEPS
+        self._scatter = old * (self._scatter + NEW_STEPS * off * off)
+        self._both = old * (self._both + NEW_STEPS * off * over)
 
 
 def blended(known: float, new: float) -> float:

@@ -36,8 +36,8 @@ class Planned:
     """Drafts that it is given."""
     ahead: int = 0
     """Drafts that a draft head is to make for the next round at most."""
-    ahead_threshold: float = 0.0
-    """Behind a draft whose probability is below it there is none."""
+    ahead_thresholds: Ordered[float] = ()
+    """Behind the first, the second, ... of these there is none if its probability is below it."""
 
 
 class Planner:
@@ -97,7 +97,7 @@ class Planner:
                 route,
                 _guided(work, _given(work, route)),
                 min(route.ahead, MOST_AHEAD),
-                route.draft_threshold or 0.0,
+                (route.draft_threshold or 0.0,) * MOST_AHEAD,
             )
             for work, route in zip(works, routes, strict=True)
         ]
@@ -138,7 +138,7 @@ class Planner:
                 replace(each.route, path=path),
                 given,
                 choice.ahead,
-                choice.ahead_threshold,
+                choice.ahead_thresholds,
             )
             for each, count, given in zip(planned, choice.drafts, choice.given, strict=True)
         ]

@@ -46,8 +46,8 @@ class Row:
     """That it is given, where its policy looks them up, or a draft head made them before."""
     ahead: int = 0
     """Drafts that a draft head is to make for the next round at most."""
-    ahead_threshold: float = 0.0
-    """Behind a draft whose probability is below it there is none."""
+    ahead_thresholds: Ordered[float] = ()
+    """Behind the first, the second, ... of these there is none if its probability is below it."""
 
     @property
     def sequence(self) -> Sequence:
