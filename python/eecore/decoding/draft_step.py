@@ -155,6 +155,7 @@ class DraftStep(Step):
             name: zeros(*shape, dtype=dtype)
             for name, (dtype, shape) in head_fields(rows, replace(kind.sizes.heads, top=0)).items()
         }
+        self._of_heads = frozenset(head_fields(1, kind.sizes.heads))
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
         self._cross = cross_batch(given)
         self._open_cross = open_cross
@@ -411,9 +412,7 @@ class DraftStep(Step):
         arrays = arrived.wait().arrays
         starts = arrays["query_start_loc"][: count + 1].tolist()
         got = {
-            name: array[
-                : starts[-1] if name in head_fields(1, self.sizes.heads) else count
-            ].tolist()
+            name: array[: starts[-1] if name in self._of_heads else count].tolist()
             for name, array in arrays.items()
         }
         return [self._outcome(row, i, starts[i], got) for i, row in rows]
