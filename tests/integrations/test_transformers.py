@@ -274,6 +274,31 @@ def test_texts_that_end_an_answer(directory: Path, tmp_path: Path) -> None:
     assert eecore.generate(ours, "some text", max_tokens=3)[0].text is not None
 
 
+def test_stopping_criteria_end_a_sequence(directory: Path) -> None:
+    model = loaded(directory)
+    # With an end token, since transformers pads what has ended only then.
+    given = {**batch(9, 4), "eos_token_id": 1, "pad_token_id": 0}
+    whole = model.generate(**given)[0, 9:].tolist()
+    given["stopping_criteria"] = StoppingCriteriaList([lambda ids, _: ids[:, -1] == whole[4]])
+    expected = model.generate(**given)
+    assert (expected[0, 9:] == 0).any()
+    for exit in ("full", "speculative:2,3"):
+        torch.testing.assert_close(
+            model.generate(**given, custom_generate=EARLY, exit=exit), expected
+        )
+    given["stopping_criteria"] = StoppingCriteriaList([lambda ids, _: ids.shape[1] >= 11])
+    got = model.generate(**given, custom_generate=EARLY, return_dict_in_generate=True)
+    assert got.sequences.shape[1] == 11
+    assert [len(layers) for layers in got.exit_layers] == [2, 2]
+    assert got.outputs is None
+    assert not eecore.from_transformers(model).engine().has_unfinished
+
+
+def test_time_is_up(llama: PreTrainedModel) -> None:
+    got = llama.generate(**batch(5, 3), custom_generate=EARLY, max_time=0.0)
+    assert got.shape == (2, 6)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -281,7 +306,6 @@ def test_texts_that_end_an_answer(directory: Path, tmp_path: Path) -> None:
         ({"bad_words_ids": [[3]]}, "bad_words_ids"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
         ({"min_new_tokens": 4}, "min_length"),
-        ({"max_time": 3.0}, "max_time"),
         ({"output_scores": True}, "output_scores"),
         ({"output_hidden_states": True}, "output_hidden_states"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
@@ -295,7 +319,7 @@ def test_texts_that_end_an_answer(directory: Path, tmp_path: Path) -> None:
         ),
         (
             {"stopping_criteria": StoppingCriteriaList([lambda *_: torch.ones(3) > 0])},
-            "stopping_criteria: expected none, got function",
+            r"stopping_criteria: expected a bool for one sequence, got \[3\] from <lambda>",
         ),
         ({"inputs_embeds": torch.randn(2, 5, 64), "input_ids": None}, "inputs_embeds"),
     ],

@@ -8,7 +8,8 @@ that names it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,15 @@ from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Exit
 from eecore.generation import stream
 from eecore.integrations.transformers_model import model_behind
-from eecore.output import Output, RequestFailedError
+from eecore.output import Output, RequestFailedError, StepOutput
 from eecore.values import shown
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 __all__ = ["EarlyExitOutput", "generate_for_transformers"]
+
+Criterion = Callable[[Tensor, Any], Any]
 
 # What transformers makes of settings that eecore's sampling has; others change logits in ways that
 # it does not know.
@@ -40,6 +43,7 @@ PROCESSORS = {
     "TopKLogitsWarper",
     "TopPLogitsWarper",
 }
+# Criteria that follow from settings too; others are asked for each token.
 CRITERIA = {"EosTokenCriteria", "MaxLengthCriteria"}
 # Of a generation config: what is taken over, or changes nothing here.
 SETTINGS = {
@@ -51,6 +55,7 @@ SETTINGS = {
     "eos_token_id",
     "max_length",
     "max_new_tokens",
+    "max_time",
     "min_p",
     "num_return_sequences",
     "pad_token_id",
@@ -84,7 +89,8 @@ class EarlyExitOutput(ModelOutput):
         contracts: of each sequence, what its exit policy promises: lossless, calibrated, ...
         exit_layers: of each sequence, how many layers each new token had behind it.
         confidences: of each sequence, the policy's measure for each new token.
-        outputs: of each sequence, all that eecore tells of it.
+        outputs: of each sequence, all that eecore tells of it; None where a stopping criterion of
+            the caller's ended one of them.
     """
 
     sequences: Tensor | None = None
@@ -116,11 +122,13 @@ def generate_for_transformers(
         model: given by transformers, as are those up to ``generation_config``.
         input_ids: int64 [batch_size, prompt_length].
         logits_processor: those that follow from the settings.
-        stopping_criteria: the same.
+        stopping_criteria: the same, and the caller's own, which are asked for each sequence and
+            token, with the sequence alone (int64 [1, length]) and None for its scores.
         generation_config: length, sampling, end tokens, ``return_dict_in_generate``.
         exit: an exit policy, or its text; None as in :func:`eecore.generate`.
         stop: texts that end an answer, for a model that has a tokenizer by
-            :func:`eecore.from_transformers`; ``stop_strings`` do not reach a function like this.
+            :func:`eecore.from_transformers`; without one pass transformers' StopStringCriteria
+            as a stopping criterion, since ``stop_strings`` do not reach a function like this.
         inputs_tensor: an encoder's inputs, given by transformers.
         prepared: what it prepares for a forward pass, of which the attention mask is used.
 
@@ -134,7 +142,8 @@ def generate_for_transformers(
         RequestFailedError: one answer failed; the others' work is lost with it, as a tensor has no
             place to say so.
     """
-    _refuse(logits_processor, stopping_criteria, generation_config, prepared)
+    _refuse(logits_processor, generation_config, prepared)
+    criteria = [each for each in stopping_criteria if type(each).__name__ not in CRITERIA]
     ours = model_behind(model)
     policy = parse_exit(exit) if isinstance(exit, str) else exit
     if policy is None:
@@ -151,34 +160,89 @@ def generate_for_transformers(
     if streamer is not None and len(prompts) > 1:
         raise RequestError(f"streamer: expected one sequence, got {len(prompts)}")
     order: list[str] = []
-    outputs: dict[str, Output] = {}
-    for step in stream(ours, prompts, exit=policy, sampling=settings, order=order):
-        if streamer is not None and step.token_ids:
-            for token in step.token_ids:
-                streamer.put(torch.tensor([token]))
-        if step.output is not None:
-            outputs[step.request_id] = step.output
+    rows: dict[str, _Row] = {}
+    with closing(stream(ours, prompts, exit=policy, sampling=settings, order=order)) as steps:
+        for step in steps:
+            if not rows:
+                given = zip(order, input_ids, strict=True)
+                rows = {name: _Row(ids, criteria) for name, ids in given}
+            rows[step.request_id].take(step, streamer)
+            if all(row.is_over for row in rows.values()):
+                break
     if streamer is not None:
         streamer.end()
-    made = [outputs[name] for name in order]
-    for output in made:
-        if output.finish_reason == "error":
-            raise RequestFailedError(output)
-    sequences = _sequences(input_ids, made, _pad(generation_config))
+    made = list(rows.values())
+    for row in made:
+        if row.output is not None and row.output.finish_reason == "error":
+            raise RequestFailedError(row.output)
+    sequences = _sequences(input_ids, [row.tokens for row in made], _pad(generation_config))
     if not generation_config.return_dict_in_generate:
         return sequences
+    outputs = [row.output for row in made if row.output is not None]
     return EarlyExitOutput(
         sequences=sequences,
         contracts=[policy.contract] * len(made),
-        exit_layers=[output.exit_layers for output in made],
-        confidences=[output.confidences for output in made],
-        outputs=made,
+        exit_layers=[row.exit_layers for row in made],
+        confidences=[row.confidences for row in made],
+        outputs=outputs if len(outputs) == len(made) else None,
     )
+
+
+class _Row:
+    """One sequence as it grows, until its output or a criterion ends it."""
+
+    def __init__(self, input_ids: Tensor, criteria: Sequence[Criterion]) -> None:
+        self._input_ids, self._criteria = input_ids, criteria
+        self._is_cut = False
+        self.tokens: list[int] = []
+        self.exit_layers: list[int] = []
+        self.confidences: list[float] = []
+        self.output: Output | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_cut or self.output is not None
+
+    def take(self, step: StepOutput, streamer: Any) -> None:
+        """What a step adds, as far as no criterion ends it."""
+        added = zip(step.token_ids, step.exit_layers, step.confidences, strict=True)
+        for token, layer, confidence in added:
+            if self._is_cut:
+                return
+            self.tokens.append(token)
+            self.exit_layers.append(layer)
+            self.confidences.append(confidence)
+            if streamer is not None:
+                streamer.put(torch.tensor([token]))
+            self._is_cut = self._ends()
+        if not self._is_cut:
+            self.output = step.output
+
+    def _ends(self) -> bool:
+        if not self._criteria:
+            return False
+        new = torch.tensor(self.tokens, device=self._input_ids.device)
+        ids = torch.cat((self._input_ids, new)).unsqueeze(0)
+        return any(_answer(criterion, ids) for criterion in self._criteria)
+
+
+def _answer(criterion: Criterion, ids: Tensor) -> bool:
+    """Of one criterion, on one sequence."""
+    answer = torch.as_tensor(criterion(ids, None))
+    if answer.numel() != 1:
+        raise RequestError(
+            f"stopping_criteria: expected a bool for one sequence, got {list(answer.shape)} from "
+            f"{_name(criterion)}"
+        )
+    return bool(answer)
+
+
+def _name(given: Any) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))
 
 
 def _refuse(
     processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
     config: GenerationConfig,
     prepared: dict[str, Any],
 ) -> None:
@@ -192,9 +256,6 @@ def _refuse(
     for each in processors:
         if type(each).__name__ not in PROCESSORS:
             raise RequestError(f"logits_processor: expected none, got {type(each).__name__}")
-    for each in criteria:
-        if type(each).__name__ not in CRITERIA:
-            raise RequestError(f"stopping_criteria: expected none, got {type(each).__name__}")
     for name, value in prepared.items():
         if name not in PREPARED and value is not None:
             raise RequestError(f"{name}: expected none with eecore, got {shown(value)}")
@@ -258,9 +319,9 @@ def _pad(config: GenerationConfig) -> int:
     return 0 if pad is None else int(pad)
 
 
-def _sequences(input_ids: Tensor, outputs: list[Output], pad: int) -> Tensor:
-    longest = max(len(output.token_ids) for output in outputs)
-    new = [output.token_ids + [pad] * (longest - len(output.token_ids)) for output in outputs]
+def _sequences(input_ids: Tensor, rows: list[list[int]], pad: int) -> Tensor:
+    longest = max(len(row) for row in rows)
+    new = [row + [pad] * (longest - len(row)) for row in rows]
     return torch.cat((input_ids, torch.tensor(new, device=input_ids.device)), dim=1)
 
 
