@@ -11,103 +11,25 @@ The ops are registered as ``torch.ops.eecore.*`` with their mutations declared, 
 ``torch.compile``.
 """
 
-from eecore.ops.attention import append_kv, kv_fill, paged_attention
-from eecore.ops.exits import (
-    AcceptMask,
-    AcceptRows,
-    ActiveRows,
-    ExitingRows,
-    HeadRows,
-    SelectedRows,
-    SoftmaxConfidence,
-    accept_mask,
-    compact_rows,
-    exit_confidence_cosine,
-    exit_confidence_mlp,
-    exit_confidence_softmax,
-    exit_rows,
-    place_head,
-    select_rows,
-)
-from eecore.ops.graphs import CapturedGraph, captured_body
-from eecore.ops.layers import CrossAttention, DecoderWeights, decoder_layers
-from eecore.ops.products import embed_tokens, skinny_gated_linear, skinny_linear
+from eecore.ops import attention, exits, graphs, layers, products, rounds, sampling, tape, weights
+from eecore.ops.attention import *  # noqa: F403 (each says in its __all__ what there is)
+from eecore.ops.exits import *  # noqa: F403
+from eecore.ops.graphs import *  # noqa: F403
+from eecore.ops.layers import *  # noqa: F403
+from eecore.ops.products import *  # noqa: F403
 from eecore.ops.registered import CPU_ONLY_OPS, OP_NAMES, build_info, missing_cuda_ops
-from eecore.ops.rounds import (
-    DraftRound,
-    EndedRound,
-    SpeculativeAccept,
-    Verification,
-    accept_round,
-    append_drafts,
-    begin_round,
-    begin_verification,
-    gather_states,
-    speculative_accept,
-)
-from eecore.ops.sampling import SampledRows, SamplingRows, sample_tokens
-from eecore.ops.tape import CallTrace, Tape
-from eecore.ops.weights import (
-    BLOCK_FORMATS,
-    FLOAT_BLOCK_FORMATS,
-    Matrix,
-    pack_weight,
-    packed_bytes,
-    quantise_weight,
-    unpack_weight,
-)
+from eecore.ops.rounds import *  # noqa: F403
+from eecore.ops.sampling import *  # noqa: F403
+from eecore.ops.tape import *  # noqa: F403
+from eecore.ops.weights import *  # noqa: F403
 
-__all__ = [
-    "BLOCK_FORMATS",
-    "CPU_ONLY_OPS",
-    "FLOAT_BLOCK_FORMATS",
-    "OP_NAMES",
-    "AcceptMask",
-    "AcceptRows",
-    "ActiveRows",
-    "CallTrace",
-    "CapturedGraph",
-    "CrossAttention",
-    "DecoderWeights",
-    "DraftRound",
-    "EndedRound",
-    "ExitingRows",
-    "HeadRows",
-    "Matrix",
-    "SampledRows",
-    "SamplingRows",
-    "SelectedRows",
-    "SoftmaxConfidence",
-    "SpeculativeAccept",
-    "Tape",
-    "Verification",
-    "accept_mask",
-    "accept_round",
-    "append_drafts",
-    "append_kv",
-    "begin_round",
-    "begin_verification",
-    "build_info",
-    "captured_body",
-    "compact_rows",
-    "decoder_layers",
-    "embed_tokens",
-    "exit_confidence_cosine",
-    "exit_confidence_mlp",
-    "exit_confidence_softmax",
-    "exit_rows",
-    "gather_states",
-    "kv_fill",
-    "missing_cuda_ops",
-    "pack_weight",
-    "packed_bytes",
-    "paged_attention",
-    "place_head",
-    "quantise_weight",
-    "sample_tokens",
-    "select_rows",
-    "skinny_gated_linear",
-    "skinny_linear",
-    "speculative_accept",
-    "unpack_weight",
-]
+__all__ = ["CPU_ONLY_OPS", "OP_NAMES", "build_info", "missing_cuda_ops"]
+__all__ += attention.__all__
+__all__ += exits.__all__
+__all__ += graphs.__all__
+__all__ += layers.__all__
+__all__ += products.__all__
+__all__ += rounds.__all__
+__all__ += sampling.__all__
+__all__ += tape.__all__
+__all__ += weights.__all__
