@@ -23,25 +23,10 @@ struct DeviceProperties {
 // Of a device; asked for once and kept.
 const DeviceProperties& device_properties(int device);
 
-void run_accept_mask(const AcceptMaskParams& params, Stream stream);
-void run_accept_round(const AcceptRoundParams& params, Stream stream);
-void run_append_drafts(const AppendDraftsParams& params, Stream stream);
-void run_append_kv(const AppendKvParams& params, Stream stream);
-void run_begin_round(const BeginRoundParams& params, Stream stream);
-void run_begin_verification(const BeginVerificationParams& params, Stream stream);
-void run_embed_tokens(const EmbedTokensParams& params, Stream stream);
-void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream);
-void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream);
-void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stream stream);
-void run_exit_rows(const ExitRowsParams& params, Stream stream);
-void run_gather_states(const GatherStatesParams& params, Stream stream);
-void run_kv_fill(const KvFillParams& params, Stream stream);
-void run_paged_attention(const PagedAttentionParams& params, Stream stream);
-void run_place_head(const PlaceHeadParams& params, Stream stream);
-void run_sample_tokens(const SampleTokensParams& params, Stream stream);
-void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream stream);
-void run_skinny_linear(const SkinnyLinearParams& params, Stream stream);
-void run_speculative_accept(const SpeculativeAcceptParams& params, Stream stream);
+// Of ops for the CPU alone there is none.
+#define EECORE_DECLARE_RUN(op, Params) void run_##op(const Params& params, Stream stream);
+EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)
+#undef EECORE_DECLARE_RUN
 
 // Bytes of the workspace that a call needs; params.workspace itself is not looked at.
 int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int device);

@@ -561,3 +561,31 @@ struct SpeculativeAcceptParams {
 };
 
 }  // namespace eecore
+
+// Every op, once: what declares, chooses among and defines their kernels follows this list.
+#define EECORE_FOR_EACH_OP(X) \
+  X(accept_mask, AcceptMaskParams) \
+  X(accept_round, AcceptRoundParams) \
+  X(append_drafts, AppendDraftsParams) \
+  X(append_kv, AppendKvParams) \
+  X(begin_round, BeginRoundParams) \
+  X(begin_verification, BeginVerificationParams) \
+  X(compact_rows, CompactRowsParams) \
+  X(decoder_layers, DecoderLayersParams) \
+  X(embed_tokens, EmbedTokensParams) \
+  X(exit_confidence_cosine, ExitConfidenceCosineParams) \
+  X(exit_confidence_mlp, ExitConfidenceMlpParams) \
+  X(exit_confidence_softmax, ExitConfidenceSoftmaxParams) \
+  X(exit_rows, ExitRowsParams) \
+  X(gather_states, GatherStatesParams) \
+  X(kv_fill, KvFillParams) \
+  X(pack_weight, PackWeightParams) \
+  X(paged_attention, PagedAttentionParams) \
+  X(place_head, PlaceHeadParams) \
+  X(quantise_weight, QuantiseWeightParams) \
+  X(sample_tokens, SampleTokensParams) \
+  X(select_rows, SelectRowsParams) \
+  X(skinny_gated_linear, SkinnyGatedLinearParams) \
+  X(skinny_linear, SkinnyLinearParams) \
+  X(speculative_accept, SpeculativeAcceptParams) \
+  X(unpack_weight, UnpackWeightParams)
