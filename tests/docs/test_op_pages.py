@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import op_pages
-import ops_table
 from eecore import ops
 
 PAGES = op_pages.PAGES
@@ -19,7 +18,7 @@ PAGES = op_pages.PAGES
 
 @cache
 def measured() -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(ops_table.RECORD.read_text())
+    record: dict[str, Any] = json.loads(op_pages.RECORD.read_text())
     return record
 
 
@@ -72,7 +71,7 @@ def test_the_example_runs(op: str) -> None:
 def test_the_figures_are_those_on_record(op: str) -> None:
     shown = section(PAGES / f"{op}.md", "figures")
     assert shown == op_pages.figures(measured(), op)
-    times = [row["min"] for row in measured()["rows"] if op_pages.op_of(row["name"]) == op]
+    times = [row["min"] for row in measured()["rows"] if op_pages.op_of(row["op"]) == op]
     assert times, f"{op} has not been measured"
     cells = re.findall(r"(?<=\| )[\d.]+(?= \|)", shown)
     for time in times:
@@ -84,38 +83,32 @@ def test_every_case_on_record_is_on_one_page() -> None:
     cases = {
         (op, op_pages.peer_and_case(row, op)[1])
         for row in measured()["rows"]
-        for op in [op_pages.op_of(row["name"])]
+        for op in [op_pages.op_of(row["op"])]
     }
     assert lines == len(cases)
 
 
-def test_the_table_of_results_is_that_of_the_record() -> None:
-    assert section(ops_table.RESULTS, "ops") == ops_table.table(measured())
-
-
 def test_the_index_is_what_the_pages_say() -> None:
     assert section(PAGES / "index.md", "ops") == op_pages.index()
-    assert section(PAGES / "index.md", "measured") == measured()["about"]
+    assert section(PAGES / "index.md", "measured") == op_pages.about(measured())
 
 
-def test_a_record_holds_what_pytest_benchmark_measured() -> None:
-    stats, rates = {"min": 1.26e-5, "median": 2e-5}, {"GB/s": 3.25, "of ceiling": 0.5}
-    benchmark = {"name": "bench_kv_fill[torch-4-8]", "stats": stats, "extra_info": rates}
-    ceilings = dict.fromkeys(("dram_read", "l3_read", "float32_multiply", "bfloat16_multiply"), 2e9)
-    results = {"machine_info": {"ceilings": ceilings}, "benchmarks": [benchmark]}
-    record = ops_table.record(results)
-    assert record["rows"] == [
-        {
-            "name": "kv_fill",
-            "case": "torch-4-8",
-            "min": 12.6,
-            "median": 20.0,
-            "GB/s": 3.25,
-            "GFLOP/s": None,
-            "of ceiling": 0.5,
-        }
+def test_a_page_without_its_marks_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- figures -->\nold\n<!-- end of figures -->\n")
+    op_pages.fill(page, "figures", "new")
+    assert page.read_text() == "<!-- figures -->\nnew\n<!-- end of figures -->\n"
+    with pytest.raises(ValueError, match="expected one section ops between marks, got 0"):
+        op_pages.fill(page, "ops", "new")
+
+
+def test_peers_stand_beside_each_other_and_cases_in_order() -> None:
+    rates = {"GB/s": 2.5, "GFLOP/s": None, "of ceiling": 0.5}
+    rows = [
+        {"op": "kv_fill", "case": f"{peer}-{size}", "min": size / 2, "median": 9.0, **rates}
+        for peer in ("torch", "eecore")
+        for size in (64, 8)
     ]
-    assert "memory read 2.0 GB/s" in record["about"]
-    assert ops_table.table(record).splitlines()[-1] == (
-        "| kv_fill | torch-4-8 | 12.6 | 20.0 | 3.25 |  | 0.5 |"
-    )
+    lines = op_pages.figures({"rows": rows}, "kv_fill").splitlines()
+    assert lines[2] == "| case | eecore, µs | torch, µs | GB/s | of ceiling |"
+    assert lines[4:] == ["| 8 | 4.0 | 4.0 | 2.5 | 0.5 |", "| 64 | 32.0 | 32.0 | 2.5 | 0.5 |"]
