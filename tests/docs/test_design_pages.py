@@ -29,11 +29,18 @@ def blocks(page: Path) -> Iterator[str]:
 
 
 def found(name: str, page: Path) -> Path:
-    """A file by its path from the root or from the package."""
+    """A file by its path from the root or from the package, or by a name that it has alone."""
     for base in (ROOT, test_house.PACKAGE):
         if (base / name).is_file():
             return base / name
-    raise AssertionError(f"{page.name}: there is no file {name}")
+    alike = [path for path in tracked() if path.name == name]
+    assert len(alike) == 1, f"{page.name}: expected one file {name}, got {len(alike)}"
+    return alike[0]
+
+
+@cache
+def tracked() -> list[Path]:
+    return test_house.tracked_files()
 
 
 @cache
@@ -43,7 +50,7 @@ def words(path: Path) -> frozenset[str]:
 
 @cache
 def words_of_all() -> frozenset[str]:
-    paths = [p for p in test_house.tracked_files() if p.suffix in SOURCES]
+    paths = [path for path in tracked() if path.suffix in SOURCES]
     return frozenset().union(*map(words, paths))
 
 
