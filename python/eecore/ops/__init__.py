@@ -17,11 +17,14 @@ from eecore.ops.exits import *  # noqa: F403
 from eecore.ops.graphs import *  # noqa: F403
 from eecore.ops.layers import *  # noqa: F403
 from eecore.ops.products import *  # noqa: F403
-from eecore.ops.registered import CPU_ONLY_OPS, OP_NAMES, build_info, missing_cuda_ops
+from eecore.ops.registered import OP_NAMES, build_info, cpu_only_ops, missing_cuda_ops
 from eecore.ops.rounds import *  # noqa: F403
 from eecore.ops.sampling import *  # noqa: F403
 from eecore.ops.tape import *  # noqa: F403
 from eecore.ops.weights import *  # noqa: F403
+
+CPU_ONLY_OPS = cpu_only_ops()
+"""Ops that are not to have a CUDA kernel; each family says why."""
 
 __all__ = ["CPU_ONLY_OPS", "OP_NAMES", "build_info", "missing_cuda_ops"]
 __all__ += attention.__all__

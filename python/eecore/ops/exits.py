@@ -28,13 +28,14 @@ __all__ = [
 ]
 
 _accept_mask = compiled("accept_mask")
-_compact_rows = compiled("compact_rows")
+# On CUDA rows that are out are masked: fewer of them would change the shapes of a graph.
+_compact_rows = compiled("compact_rows", cpu_only=True)
 _exit_confidence_cosine = compiled("exit_confidence_cosine")
 _exit_confidence_mlp = compiled("exit_confidence_mlp")
 _exit_confidence_softmax = compiled("exit_confidence_softmax")
 _exit_rows = compiled("exit_rows")
 _place_head = compiled("place_head")
-_select_rows = compiled("select_rows")
+_select_rows = compiled("select_rows", cpu_only=True)
 
 
 class AcceptMask(NamedTuple):

@@ -12,7 +12,8 @@ from eecore.ops.weights import Matrix, arguments_of, tables_of
 
 __all__ = ["CrossAttention", "DecoderWeights", "decoder_layers"]
 
-_decoder_layers = compiled("decoder_layers")
+# What it saves is the waking of threads between kernels.
+_decoder_layers = compiled("decoder_layers", cpu_only=True)
 
 
 class DecoderWeights(NamedTuple):

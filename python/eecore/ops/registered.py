@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eecore import _C
 
-__all__ = ["CPU_ONLY_OPS", "OP_NAMES", "build_info", "compiled", "cuda_module", "missing_cuda_ops"]
+__all__ = ["OP_NAMES", "build_info", "compiled", "cpu_only_ops", "cuda_module", "missing_cuda_ops"]
 
 if torch.cuda.is_available() and _C.build_info()["cuda"]:
     from eecore import _cuda  # importing it registers the CUDA kernels
@@ -27,17 +27,7 @@ OP_NAMES = tuple(
     )
 )
 """All that ``csrc/register.cpp`` has a schema for."""
-CPU_ONLY_OPS = (
-    "compact_rows",
-    "decoder_layers",
-    "pack_weight",
-    "quantise_weight",
-    "select_rows",
-    "unpack_weight",
-)
-"""What ``decoder_layers`` saves is waking threads between kernels; rows that are out are masked on
-CUDA, where ``compact_rows`` and ``select_rows`` would change the shapes of a graph; CUDA has no
-packed weights."""
+_cpu_only: set[str] = set()
 
 
 def build_info() -> dict[str, Any]:
@@ -57,14 +47,26 @@ def build_info() -> dict[str, Any]:
 def missing_cuda_ops() -> tuple[str, ...]:
     """Ops that should run on CUDA and cannot here: all of them without a GPU or the CUDA module."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = (name for name in OP_NAMES if name not in CPU_ONLY_OPS)
+    names = (name for name in OP_NAMES if name not in _cpu_only)
     return tuple(name for name in names if not has_kernel(f"eecore::{name}", "CUDA"))
 
 
-def compiled(op: str) -> Callable[..., None]:
-    """The op as it is registered: every argument in its place, outputs among them."""
+def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
+    """The op as it is registered: every argument in its place, outputs among them.
+
+    Args:
+        op: its name.
+        cpu_only: it is not to have a CUDA kernel.
+    """
+    if cpu_only:
+        _cpu_only.add(op)
     overload: Callable[..., None] = getattr(torch.ops.eecore, op).default
     return overload
+
+
+def cpu_only_ops() -> tuple[str, ...]:
+    """Those that were said to be, by name."""
+    return tuple(sorted(_cpu_only))
 
 
 def _fake_of(op: str) -> Callable[..., None]:

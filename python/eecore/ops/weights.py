@@ -21,9 +21,10 @@ __all__ = [
     "unpack_weight",
 ]
 
-_pack_weight = compiled("pack_weight")
-_quantise_weight = compiled("quantise_weight")
-_unpack_weight = compiled("unpack_weight")
+# CUDA has no packed weights.
+_pack_weight = compiled("pack_weight", cpu_only=True)
+_quantise_weight = compiled("quantise_weight", cpu_only=True)
+_unpack_weight = compiled("unpack_weight", cpu_only=True)
 
 
 class Matrix(NamedTuple):
