@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.gpu.cases import drafting_rows
+from bench.harness.ceilings import report
 from eecore import ops
-from gpu_cases import drafting_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
@@ -33,4 +33,4 @@ def bench_accept_round_sampling(benchmark, num_rows: int, vocab_size: int, accep
         uniform=torch.full((9 * num_rows, 2), 0.5),
     )
     # After a rejection, a row of each distribution is read.
-    harness.report(benchmark, moved_bytes=num_rows * (9 * 16 if accept else vocab_size * 4 * 2))
+    report(benchmark, moved_bytes=num_rows * (9 * 16 if accept else vocab_size * 4 * 2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 
 CONTEXT, PAGE_SIZE = 128, 16
@@ -157,4 +157,4 @@ def bench_decoder_layers(
     fields = (*call["weights"], *(call["cross"] or ()))
     weights = (f.weight if isinstance(f, ops.Matrix) else f for f in fields)
     moved = sum(weight.nbytes for weight in weights if weight is not None)
-    harness.report(benchmark, moved_bytes=moved)
+    report(benchmark, moved_bytes=moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 
@@ -22,4 +22,4 @@ def bench_embed_tokens(benchmark, int8: bool, num_tokens: int) -> None:
     out = torch.empty(num_tokens, HIDDEN_SIZE)
     benchmark(lambda: ops.embed_tokens(token_ids, weight, scale=scale, out=out))
     moved = num_tokens * HIDDEN_SIZE * (weight.itemsize + out.itemsize)
-    harness.report(benchmark, moved_bytes=moved)
+    report(benchmark, moved_bytes=moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 
 
@@ -22,7 +22,7 @@ def bench_exit_confidence_mlp(
     if inner_size is not None:
         weights += [torch.randn(2, inner_size), torch.randn(2)]
     benchmark(ops.exit_confidence_mlp, hidden, *weights)
-    harness.report(
+    report(
         benchmark,
         moved_bytes=hidden.nbytes + sum(weight.nbytes for weight in weights) + 4 * num_seqs,
         flops=2 * num_seqs * rows * hidden_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 
 
@@ -30,4 +30,4 @@ def bench_exit_confidence_softmax(
         benchmark(composed)
     else:
         benchmark(ops.exit_confidence_softmax, hidden, norm_weight, lm_head, 1e-5)
-    harness.report(benchmark, moved_bytes=lm_head.nbytes)
+    report(benchmark, moved_bytes=lm_head.nbytes)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.gpu.cases import drafting_rows
+from bench.harness.ceilings import report
 from eecore import ops
-from gpu_cases import drafting_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
@@ -17,4 +17,4 @@ def bench_gather_states(benchmark, num_rows: int) -> None:
     assert states is not None
     out = torch.empty(states.shape[0] * states.shape[1], states.shape[2])
     benchmark(ops.gather_states, states, made.hidden, made.verification, out)
-    harness.report(benchmark, moved_bytes=2 * out.nbytes)
+    report(benchmark, moved_bytes=2 * out.nbytes)

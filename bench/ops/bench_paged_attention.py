@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import harness
-from attention_peers import PEERS
+from bench.harness.ceilings import report
+from bench.ops.attention_peers import PEERS
 from eecore import ops
 
 MODELS = [(9, 3, 64), (32, 8, 64), (24, 8, 128), (32, 8, 128)]
@@ -42,7 +42,7 @@ def report_reads(benchmark: Any, call: dict[str, Any], flops: float | None = Non
     """Keys and values read once, queries read and their results written."""
     cache = call["k_cache"].nbytes + call["v_cache"].nbytes
     moved = cache + 2 * call["q"].nbytes
-    harness.report(benchmark, moved_bytes=moved, working_set=cache, flops=flops)
+    report(benchmark, moved_bytes=moved, working_set=cache, flops=flops)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

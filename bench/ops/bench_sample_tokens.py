@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.gpu.cases import sampling_rows
+from bench.harness.ceilings import report
 from eecore import ops
-from gpu_cases import sampling_rows
 
 WAYS = {
     "greedy": {"temperature": 0.0},
@@ -33,4 +33,4 @@ def bench_sample_tokens(benchmark, num_rows: int, vocab_size: int, way: str) -> 
     rows, out = sampling_rows(num_rows, vocab_size, torch.device("cpu"), **WAYS[way])
     positions = torch.arange(num_rows)
     benchmark(ops.sample_tokens, logits, rows, out, purpose=0, positions=positions)
-    harness.report(benchmark, moved_bytes=logits.nbytes)
+    report(benchmark, moved_bytes=logits.nbytes)

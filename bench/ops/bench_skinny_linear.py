@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 
@@ -45,7 +45,7 @@ def bench_skinny_linear(
             ops.skinny_linear(x, weight, norm_weight=norm_weight, eps=1e-5, residual=residual)
 
     benchmark(composed if peer else fused)
-    harness.report(benchmark, moved_bytes=weights.nbytes)
+    report(benchmark, moved_bytes=weights.nbytes)
 
 
 @pytest.mark.parametrize("num_tokens", [32, 72, 128, 512])
@@ -66,7 +66,7 @@ def bench_skinny_linear_of_many_rows(
         benchmark(lambda: functional.linear(x, weight))
     else:
         benchmark(lambda: ops.skinny_linear(x, weight, weight_scale=scale))
-    harness.report(
+    report(
         benchmark,
         moved_bytes=weight.nbytes + x.nbytes + num_tokens * out_features * x.element_size(),
         flops=2 * num_tokens * in_features * out_features,
