@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from bench.gpu.timing import Call
 from eecore import ops
+from tests.cases import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
 
 EPS = 1e-6
 PAGE_SIZE = 16
@@ -63,9 +64,9 @@ class AttentionShape:
     num_seqs: int
     num_queries: int
     seq_len: int
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
+    num_q_heads: int = LLAMA_8B.num_q_heads
+    num_kv_heads: int = LLAMA_8B.num_kv_heads
+    head_dim: int = LLAMA_8B.head_dim
     causal: bool = True
     num_buckets: int = 0  # of a T5 position bias, on both sides where the call is not causal
 
@@ -82,7 +83,7 @@ ATTENTION_SHAPES = (
     AttentionShape(1, 1, 32768),
     AttentionShape(128, 1, 1024),
     AttentionShape(16, 1, 4096, 32, 32),
-    AttentionShape(64, 1, 4096, 9, 3, 64),
+    AttentionShape(64, 1, 4096, *SMOLLM2_135M.heads),
     AttentionShape(8, 8, 4096),
     AttentionShape(32, 8, 4096),
     AttentionShape(4, 512, 4096),
@@ -290,9 +291,10 @@ def softmax_work(
 
 
 def softmax_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
-    heads = [(64, 300)] if tiny else [(4096, 128256), (2048, 128256), (576, 49152)]
+    real = [model.lm_head for model in (LLAMA_8B, LLAMA_1B, SMOLLM2_135M)]
+    heads = [(64, 300)] if tiny else real
     for (hidden_size, vocab_size), num_seqs in itertools.product(heads, (1, 4, 8, 16, 32)):
-        aimed_at = vocab_size == 128256 and hidden_size == 4096 and num_seqs <= 16
+        aimed_at = (hidden_size, vocab_size) == LLAMA_8B.lm_head and num_seqs <= 16
         yield Case(
             "exit_confidence_softmax",
             f"{vocab_size} x {hidden_size}, B={num_seqs}",
@@ -368,7 +370,8 @@ def kv_fill_work(
 
 
 def kv_fill_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
-    layers, hidden_size, heads = (3, 64, (2, 64)) if tiny else (16, 4096, (8, 128))
+    real = (16, LLAMA_8B.hidden_size, LLAMA_8B.heads[1:])  # of 32: those behind an exit
+    layers, hidden_size, heads = (3, 64, (2, 64)) if tiny else real
     kv_size = 2 * heads[0] * heads[1]
     for num_tokens, ragged in itertools.product((1, 4, 8, 16, 32), (False, True)):
         exits = [i * layers // num_tokens if ragged else 0 for i in range(num_tokens)]
@@ -430,7 +433,14 @@ def gated_work(
 
 
 def linear_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
-    shapes = [(64, 96)] if tiny else [(4096, 4096), (4096, 6144), (14336, 4096), (2048, 2048)]
+    large, small = LLAMA_8B, LLAMA_1B
+    real = [
+        (large.q_size, large.hidden_size),
+        (large.hidden_size, large.qkv_size),
+        (large.inner_size, large.hidden_size),
+        (small.q_size, small.hidden_size),
+    ]
+    shapes = [(64, 96)] if tiny else real
     for (k, n), b in itertools.product(shapes, (1, 8, 16)):
         yield Case(
             "skinny_linear",
@@ -438,7 +448,8 @@ def linear_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterat
             (k * n + b * (k + n)) * dtype.itemsize,
             lambda b=b, k=k, n=n: linear_work(b, k, n, dtype, device),
         )
-    shapes = [(64, 96)] if tiny else [(4096, 14336), (2048, 8192)]
+    real = [(model.hidden_size, model.inner_size) for model in (large, small)]
+    shapes = [(64, 96)] if tiny else real
     for (k, n), b in itertools.product(shapes, (1, 8, 16)):
         yield Case(
             "skinny_gated_linear",
@@ -731,7 +742,7 @@ def sample_work(
 
 def small_cases(dtype: torch.dtype, device: torch.device, tiny: bool) -> Iterator[Case]:
     hidden_size = 64 if tiny else 4096
-    vocab_size = 1000 if tiny else 128256
+    vocab_size = 1000 if tiny else LLAMA_8B.vocab_size
     for b in (1, 8, 32):
         row = hidden_size * dtype.itemsize
         yield Case(

@@ -7,10 +7,13 @@ import torch
 
 from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import LLAMA_8B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128)])
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim"), [SMOLLM2_135M.heads, LLAMA_8B.heads]
+)
 @pytest.mark.parametrize("num_tokens", [1, 8, 512])
 def bench_append_kv(
     benchmark,

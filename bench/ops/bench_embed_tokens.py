@@ -8,8 +8,9 @@ import torch
 from bench.harness.ceilings import report
 from eecore import ops
 from eecore.models.int8 import quantise_rows
+from tests.cases import REAL_VOCAB_SIZES, SMOLLM2_135M
 
-VOCAB_SIZE, HIDDEN_SIZE = 32000, 576
+VOCAB_SIZE, HIDDEN_SIZE = REAL_VOCAB_SIZES[0], SMOLLM2_135M.hidden_size
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 512])

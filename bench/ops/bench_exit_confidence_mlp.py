@@ -7,11 +7,12 @@ import torch
 
 from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import LLAMA_8B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inner_size", [None, 512], ids=["linear", "inner512"])
-@pytest.mark.parametrize("hidden_size", [576, 4096])
+@pytest.mark.parametrize("hidden_size", [SMOLLM2_135M.hidden_size, LLAMA_8B.hidden_size])
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
 def bench_exit_confidence_mlp(
     benchmark, num_seqs: int, hidden_size: int, inner_size: int | None, dtype: torch.dtype

@@ -8,6 +8,7 @@ import torch
 from bench.gpu.cases import sampling_rows
 from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import REAL_VOCAB_SIZES
 
 WAYS = {
     "greedy": {"temperature": 0.0},
@@ -26,7 +27,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("vocab_size", [32000, 49152, 128256])
+@pytest.mark.parametrize("vocab_size", REAL_VOCAB_SIZES)
 @pytest.mark.parametrize("num_rows", [1, 8])
 def bench_sample_tokens(benchmark, num_rows: int, vocab_size: int, way: str) -> None:
     logits = 3 * torch.randn(num_rows, vocab_size)

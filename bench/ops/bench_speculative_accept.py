@@ -7,6 +7,7 @@ import torch
 
 from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import REAL_VOCAB_SIZES
 
 NUM_DRAFTS = 6  # of each sequence
 
@@ -24,7 +25,7 @@ def bench_speculative_accept_greedy(benchmark, num_seqs: int) -> None:
 
 
 @pytest.mark.parametrize("accept", [True, False], ids=["accepted", "rejected"])
-@pytest.mark.parametrize("vocab_size", [32000, 49152, 128256])
+@pytest.mark.parametrize("vocab_size", REAL_VOCAB_SIZES)
 @pytest.mark.parametrize("num_seqs", [1, 8])
 def bench_speculative_accept_sampling(
     benchmark, num_seqs: int, vocab_size: int, accept: bool
