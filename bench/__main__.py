@@ -29,10 +29,10 @@ BENCHMARKS = {
     "transformers": "bench.integrations.transformers",
     "vllm": "bench.integrations.vllm",
     "serve": "bench.serving.serve",
-    "soak-serve": "bench.serving.soak_serve",
-    "ops-table": "bench.ops.ops_table",
+    "soak-serve": "bench.serving.soak",
+    "ops-table": "bench.ops.table",
     "gpu": "bench.gpu.gpu",
-    "gpu-decode": "bench.gpu.gpu_decode",
+    "gpu-decode": "bench.gpu.decode",
     "peers": "bench.harness.peers",
     "coder-files": "bench.harness.coder_files",
 }

@@ -34,8 +34,8 @@ WITH_REPORTS = (
     "integrations.transformers",
     "integrations.vllm",
     "serving.serve",
-    "serving.soak_serve",
-    "ops.ops_table",
+    "serving.soak",
+    "ops.table",
     "fuzz.tables",
 )
 

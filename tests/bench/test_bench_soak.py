@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 import eecore
-from bench.serving import crowd, soak_serve, tables
-from bench.serving.crowd import Ask, Crowd
-from bench.serving.soak_serve import Book, Finding, outcome
+from bench.serving import crowd, soak, tables
+from bench.serving.crowd import CHATS, Ask, Crowd
+from bench.serving.soak import Book, Finding, outcome
 from servers import asker, assert_idle, listening
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def test_the_crowd_asks_everything() -> None:
     crowd, chance = Crowd(SAID), random.Random(0)
     asked = [crowd(chance) for _ in range(1000)]
     assert len({ask.kind for ask in asked}) == 11
-    assert {ask.path for ask in asked} > {"/health", "/metrics", crowd.CHATS}
+    assert {ask.path for ask in asked} > {"/health", "/metrics", CHATS}
     assert any(ask.leaves_after for ask in asked)
     assert any(ask.patience for ask in asked)
 
@@ -110,9 +110,9 @@ def test_clients_that_wait_in_vain_are_findings() -> None:
         async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-                await soak_serve.try_it(http, WHOLE, book)
+                await soak.try_it(http, WHOLE, book)
                 hurried = Ask("hurried", "/", b"", patience=0.001)
-                await soak_serve.try_it(http, hurried, book)
+                await soak.try_it(http, hurried, book)
         return book
 
     book = asyncio.run(main())
@@ -133,18 +133,18 @@ def test_faults_are_named() -> None:
 
 
 def test_growth_is_that_behind_the_warm_up() -> None:
-    assert soak_serve.growth_mb([0.0, 50.0] + [100.0] * 8) == 0
-    assert soak_serve.growth_mb([float(i) for i in range(10)]) == pytest.approx(6.0)
+    assert soak.growth_mb([0.0, 50.0] + [100.0] * 8) == 0
+    assert soak.growth_mb([float(i) for i in range(10)]) == pytest.approx(6.0)
 
 
 def test_memory_of_a_tree_has_that_of_the_children() -> None:
     program = "data = bytearray(64 << 20); print('there', flush=True); input()"
-    before = soak_serve.tree_rss_mb(os.getpid())
+    before = soak.tree_rss_mb(os.getpid())
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert soak_serve.tree_rss_mb(os.getpid()) > before + 60
+        assert soak.tree_rss_mb(os.getpid()) > before + 60
         child.kill()
 
 
@@ -153,7 +153,7 @@ def test_a_few_seconds_of_it() -> None:
     settings: dict[str, Any] = {"max_num_seqs": 12, "max_waiting": 24, "timeout": 2.0}
     settings |= {"max_body": 262144, "tool_parser": "hermes"}
     with listening(asker(model, **settings).service) as address:
-        found = asyncio.run(soak_serve.soak(address, os.getpid(), 3.0, 4, 0))
+        found = asyncio.run(soak.soak(address, os.getpid(), 3.0, 4, 0))
     assert found["findings"] == []
     assert found["at_rest"] == {**REST, "kv_pages_cached": found["at_rest"]["kv_pages_cached"]}
     assert sum(map(sum, (row.values() for row in found["counts"].values()))) > 10
