@@ -33,8 +33,7 @@ WITH_REPORTS = (
     "quality.quality",
     "integrations.transformers",
     "integrations.vllm",
-    "serving.serve",
-    "serving.soak",
+    "serving.tables",
     "ops.table",
     "fuzz.tables",
 )

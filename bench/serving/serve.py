@@ -29,7 +29,7 @@ from bench.harness.answers import version_of
 from bench.harness.command import parser, say
 from bench.harness.machine import machine
 from bench.harness.prompts import prompts_of
-from bench.harness.results import Figures, Report
+from bench.harness.results import Figures
 from bench.harness.smollm2 import smollm2_file
 from bench.harness.utterances import DATA, utterances
 from bench.serving.answerers import (
@@ -41,11 +41,11 @@ from bench.serving.answerers import (
     llama_server,
     serving,
 )
-from bench.serving.tables import ENGINE, SERVER, serve_table
+from bench.serving.tables import ENGINE, SERVE, SERVER
+from scripts.get_smollm2 import check
 
 # What is said of how fast the server answers.
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "torch")
-REPORTS = (Report("serve", {"serve": serve_table}),)
 
 
 @dataclass
@@ -121,6 +121,7 @@ def subjects(arguments: argparse.Namespace, left_out: dict[str, str]) -> Iterato
         with ExitStack() as stack:
             try:
                 file = stack.enter_context(smollm2_file(arguments.file))
+                check(file)
             except (RuntimeError, OSError) as error:
                 left_out["smollm2-135m-instruct"] = str(error)
                 return
@@ -189,4 +190,4 @@ def main(words: Sequence[str]) -> None:
         result = run(arguments, words)
     except (eecore.EecoreError, OSError) as error:
         raise SystemExit(str(error)) from None
-    REPORTS[0].finish(result, arguments)
+    SERVE.finish(result, arguments)

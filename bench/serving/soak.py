@@ -30,10 +30,10 @@ import httpx
 import eecore
 from bench.harness.command import parser
 from bench.harness.machine import machine
-from bench.harness.results import Figures, Report
+from bench.harness.results import Figures
 from bench.serving.answerers import serving
 from bench.serving.crowd import COMPLETIONS, EXITS, JSON, UTTERANCES, Ask, Crowd, completion
-from bench.serving.tables import GAUGES, faults, soak_table
+from bench.serving.tables import GAUGES, SOAK, faults
 
 OPTIONS = ("--max-num-seqs", "12", "--max-waiting", "24", "--timeout", "2", "--max-body", "262144")
 OPTIONS += ("--kv-cache-tokens", "1536", "--tool-parser", "hermes")
@@ -45,7 +45,6 @@ WARM = 0.2
 MOST_FINDINGS = 20
 # What a server with too much to do says.
 BUSY = {429: "too_many_requests", 504: "deadline_exceeded"}
-REPORTS = (Report("soak_serve", {"soak_serve": soak_table}),)
 
 
 class Finding(Exception):
@@ -284,6 +283,6 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("options", nargs="*", help="of eecore serve, behind --")
     arguments = made.parse_args(words)
     result = run(arguments)
-    REPORTS[0].finish(result, arguments)
+    SOAK.finish(result, arguments)
     if found := faults(result):
         raise SystemExit("\n".join(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from bench.harness.results import Figures
+from bench.harness.results import Figures, Report
 from eecore.evaluation.tables import markdown_table
 
 ENGINE, SERVER = "engine alone", "eecore serve"
@@ -127,3 +127,8 @@ def about_soak(result: Figures) -> str:
         f"{'Nothing else was found.' if not found else 'Found: ' + '; '.join(found) + '.'} "
         "`python -m bench soak-serve`"
     )
+
+
+SERVE = Report("serve", {"serve": serve_table})
+SOAK = Report("soak_serve", {"soak_serve": soak_table})
+REPORTS = (SERVE, SOAK)
