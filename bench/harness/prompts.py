@@ -1,4 +1,4 @@
-"""Prompts of four kinds for bench_drafts.py: questions, and texts and code that are worked on.
+"""Prompts of four kinds for a chat model: questions, and texts and code that are worked on.
 
 Texts and code are Python's own standard library's and HumanEval's, so that everybody has them.
 """

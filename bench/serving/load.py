@@ -1,4 +1,4 @@
-"""A crowd of clients for bench_serve.py: of an engine in this process, or of servers over HTTP.
+"""A crowd of clients that ask alike: of an engine in this process, or of servers over HTTP.
 
 Everybody asks for the next prompt as soon as the answer to the one before is there. The HTTP client
 does as little as it can, since it shares the processors with the server: one connection a client,

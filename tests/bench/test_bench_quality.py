@@ -1,4 +1,4 @@
-"""bench_quality.py counts perplexity as llama-perplexity does, and its table is of its results."""
+"""Perplexity is counted as llama-perplexity does; a rescaled model computes the same."""
 
 from __future__ import annotations
 
