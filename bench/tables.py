@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from bench import overview
 from bench.decode import plot
-from bench.harness.places import PAGES, README, RESULTS
+from bench.harness.places import README, RESULTS
 from bench.harness.results import Report, insert
 
 WITH_REPORTS = (
@@ -49,7 +49,6 @@ def main(words: Sequence[str]) -> None:
     argparse.ArgumentParser(
         "python -m bench tables", description=__doc__.partition("\n")[0]
     ).parse_args(words)
-    PAGES.mkdir(parents=True, exist_ok=True)
     kept = {}
     for report in reports():
         kept[report.name] = report.read()

@@ -23,6 +23,7 @@ class Page(Report):
         return full(figures)
 
     def write_tables(self, figures: Figures) -> None:
+        PAGES.mkdir(parents=True, exist_ok=True)
         write_text(PAGES / f"{self.name}.md", full(figures) + "\n")
         report_of(figures).plot(PAGES / self.name)
 

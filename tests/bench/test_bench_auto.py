@@ -1,4 +1,4 @@
-"""The benchmark of Auto beside fixed drafts: its rows, its table. No timing is judged."""
+"""The benchmark of Auto beside fixed drafts: its rows. No timing is judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of checks: its policies, its table. No timing is judged."""
+"""The benchmark of checks: its policies. No timing is judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of drafts beside others: its turns, its counting, its table; no time is judged."""
+"""The benchmark of drafts beside others: its turns, its counting; no time is judged."""
 
 from __future__ import annotations
 

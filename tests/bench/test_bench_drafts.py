@@ -1,4 +1,4 @@
-"""The benchmark of looked-up drafts: its prompts, its counting, its table. No timing is judged."""
+"""The benchmark of looked-up drafts: its prompts, its counting. No timing is judged."""
 
 from __future__ import annotations
 

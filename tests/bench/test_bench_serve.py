@@ -1,4 +1,4 @@
-"""The benchmark of the server: its clients, its counting, its table. No timing is judged."""
+"""The benchmark of the server: its clients, its counting. No timing is judged."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(results, "RESULTS_PAGE", tmp_path / RESULTS_PAGE.name)
     monkeypatch.setattr(tables, "README", tmp_path / README.name)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    for module in (tables, calm_tables):
-        monkeypatch.setattr(module, "PAGES", tmp_path / "pages")
+    monkeypatch.setattr(calm_tables, "PAGES", tmp_path / "pages")
     return tmp_path
 
 

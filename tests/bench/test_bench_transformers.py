@@ -1,4 +1,4 @@
-"""The benchmark inside transformers: its groups, its check, its table. No timing is judged."""
+"""The benchmark inside transformers: its groups, its check. No timing is judged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_other_tokens_than_transformers_end_the_run(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early: dict[str, Any] = {"custom_generate": eecore.generate_for_transformers, "exit": "fixed:1"}
-    monkeypatch.setattr(bench_transformers, "modes", lambda _: {"a": {}, "b": early})
+    monkeypatch.setattr(bench_transformers, "modes", lambda _: {"transformers": {}, "b": early})
     monkeypatch.setattr(bench_transformers, "LONGEST_PARSE", 6)
     groups = bench_transformers.groups_of(PROMPTS[:1], 1, 2)
     with pytest.raises(SystemExit, match="b: expected the tokens of transformers"):

@@ -1,4 +1,4 @@
-"""The benchmark inside vLLM: its modes, its check, its table. No timing is judged, no vLLM run."""
+"""The benchmark inside vLLM: its modes, its check. No timing is judged, no vLLM run."""
 
 from __future__ import annotations
 
