@@ -18,7 +18,7 @@ import pytest
 import eecore
 from bench.serving import crowd, soak, tables
 from bench.serving.crowd import CHATS, Ask, Crowd
-from bench.serving.soak import Book, Finding, outcome
+from bench.serving.outcomes import Book, Finding, outcome
 from servers import asker, assert_idle, listening
 
 ROOT = Path(__file__).resolve().parents[1]
