@@ -55,9 +55,9 @@ format:  ## rewrite the sources as make lint wants them
 
 bench:  ## the microbenchmarks of the ops, into bench/RESULTS.md
 	@$(SETUP) test
-	@$(PYTHON_IN_VENV) -m pytest bench --benchmark-columns=min,median,rounds \
+	@$(PYTHON_IN_VENV) -m pytest bench/ops --benchmark-columns=min,median,rounds \
 	  --benchmark-sort=fullname --benchmark-max-time=0.3 --benchmark-json=build/bench.json $(ARGS)
-	@$(PYTHON_IN_VENV) bench/ops_table.py build/bench.json
+	@$(PYTHON_IN_VENV) -m bench ops-table build/bench.json
 
 clean:  ## remove .venv, .peers, build products and caches
 	rm -rf .venv .peers build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

@@ -99,11 +99,11 @@ step build 240 env EECORE_CUDA=ON EECORE_CUDA_ARCHS="$arch" "$python" setup.py b
 if [ $failed -ne 0 ]; then die "the build failed: see $folder/gpu-build.log"; fi
 if wants tests; then pytest_on_cuda tests 150; fi
 if wants bench; then
-  step bench 140 env PYTHONPATH=python:bench "$python" bench/bench_gpu.py --seconds 110 \
+  step bench 140 env PYTHONPATH=python "$python" -m bench gpu --seconds 110 \
     --json "$folder/gpu-$name.json" --markdown "$folder/gpu-$name.md"
 fi
 if wants decode; then
-  step decode 130 env PYTHONPATH=python:bench "$python" bench/bench_gpu_decode.py --seconds 90 \
+  step decode 130 env PYTHONPATH=python "$python" -m bench gpu-decode --seconds 90 \
     --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
 fi
 if wants runtime; then
@@ -122,6 +122,6 @@ for tool in memcheck racecheck; do
   fi
 done
 
-"$python" bench/gpu_steps.py "$steps" "$folder/gpu-$name.json" "$folder/gpu-$name.md"
+"$python" -m bench.gpu.steps "$steps" "$folder/gpu-$name.json" "$folder/gpu-$name.md"
 printf '== %s s; %s\n' "$((SECONDS - begin))" "$folder/gpu-$name.md" >&2
 exit $failed

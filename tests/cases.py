@@ -1,6 +1,7 @@
 """The only lists of shapes: correctness tests and benchmarks draw from here.
 
-Sizes are chosen to be awkward: zero and one rows, page edges, odd vocabularies, ragged batches.
+Sizes of tests are chosen to be awkward: zero and one rows, page edges, odd vocabularies, ragged
+batches. Benchmarks time those of real models.
 """
 
 from __future__ import annotations
@@ -48,6 +49,51 @@ TOLERANCES = {
     torch.float16: Tolerance(rtol=2e-3, atol=2e-3),
 }
 
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Of a real model, as its ops see them."""
+
+    num_layers: int
+    hidden_size: int
+    inner_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int = 64
+    vocab_size: int = 0
+    is_t5: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.num_q_heads, self.num_kv_heads, self.head_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def lm_head(self) -> tuple[int, int]:
+        return self.hidden_size, self.vocab_size
+
+
+SMALL_12_LAYERS = ModelSizes(12, 256, 768, 4, 2)
+SMOLLM2_135M = ModelSizes(30, 576, 1536, 9, 3, vocab_size=49152)
+LLAMA_1B = ModelSizes(16, 2048, 8192, 32, 8, vocab_size=128256)
+LLAMA_3B = ModelSizes(28, 3072, 8192, 24, 8, 128, 128256)
+LLAMA_8B = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256)
+T5_SMALL = ModelSizes(8, 512, 1024, 6, 6, is_t5=True)  # version 1.1
+
+# Those of Llama 2, SmolLM2 and Llama 3.
+REAL_VOCAB_SIZES = (32000, SMOLLM2_135M.vocab_size, LLAMA_1B.vocab_size)
+
 BATCH_SIZES = (0, 1, 2, 7, 64, 257)
 
 # Hidden sizes of the per-row confidence measures: below, at and beside every vector width.
@@ -89,9 +135,9 @@ SKINNY_LINEARS = (
     (33, 17),
     (64, 65),
     (100, 37),
-    (576, 192),
-    (1536, 576),
-    (2048, 129),
+    (SMOLLM2_135M.hidden_size, SMOLLM2_135M.kv_size),
+    (SMOLLM2_135M.inner_size, SMOLLM2_135M.hidden_size),
+    (LLAMA_1B.hidden_size, 129),
 )
 
 # (hidden_size, vocab_size): partial vectors, partial tiles, the vocabularies of real models.
@@ -103,9 +149,9 @@ LM_HEADS = (
     (960, 1024),
     (2048, 515),
     (64, 32003),
-    (64, 49152),
+    (64, SMOLLM2_135M.vocab_size),
 )
-LM_HEAD_128K = (64, 128256)
+LM_HEAD_128K = (64, LLAMA_1B.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
-from decode_models import add_settings, interleave_rotary
+from bench.decode.models import add_settings, interleave_rotary
 from eecore.models.gguf_checkpoint import TENSOR_NAMES
 
 GGUF_NAMES = {hf: name for name, hf in TENSOR_NAMES.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.gpu.cases import drafting_rows
+from bench.harness.ceilings import report
 from eecore import ops
-from gpu_cases import drafting_rows
+from tests.cases import REAL_VOCAB_SIZES
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
@@ -18,7 +19,7 @@ def bench_accept_round_greedy(benchmark, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("accept", [True, False], ids=["accepted", "rejected"])
-@pytest.mark.parametrize("vocab_size", [32000, 128256])
+@pytest.mark.parametrize("vocab_size", [REAL_VOCAB_SIZES[0], REAL_VOCAB_SIZES[-1]])
 @pytest.mark.parametrize("num_rows", [1, 8])
 def bench_accept_round_sampling(benchmark, num_rows: int, vocab_size: int, accept: bool) -> None:
     made = drafting_rows(num_rows, 8, torch.float32, torch.device("cpu"))
@@ -33,4 +34,4 @@ def bench_accept_round_sampling(benchmark, num_rows: int, vocab_size: int, accep
         uniform=torch.full((9 * num_rows, 2), 0.5),
     )
     # After a rejection, a row of each distribution is read.
-    harness.report(benchmark, moved_bytes=num_rows * (9 * 16 if accept else vocab_size * 4 * 2))
+    report(benchmark, moved_bytes=num_rows * (9 * 16 if accept else vocab_size * 4 * 2))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.gpu.cases import drafting_rows
 from eecore import ops
-from gpu_cases import drafting_rows
+from tests.cases import LLAMA_1B
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def bench_append_drafts(benchmark, num_rows: int) -> None:
-    made = drafting_rows(num_rows, 2048, torch.float32, torch.device("cpu"))
+    made = drafting_rows(num_rows, LLAMA_1B.hidden_size, torch.float32, torch.device("cpu"))
     given = (made.hidden, made.token, made.confidence)
     benchmark(ops.append_drafts, *given, 0, made.draft_round, made.active)

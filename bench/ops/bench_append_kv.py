@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import LLAMA_8B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128)])
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim"), [SMOLLM2_135M.heads, LLAMA_8B.heads]
+)
 @pytest.mark.parametrize("num_tokens", [1, 8, 512])
 def bench_append_kv(
     benchmark,
@@ -30,4 +33,4 @@ def bench_append_kv(
     slots = torch.randperm(1024)[:num_tokens]
     benchmark(ops.append_kv, q, k, v, k_cache, v_cache, slots, positions=positions, cos_sin=cos_sin)
     moved = 2 * qkv.nbytes + num_tokens * (16 + head_dim * 4)  # read and written, indices, angles
-    harness.report(benchmark, moved_bytes=moved)
+    report(benchmark, moved_bytes=moved)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.gpu.cases import PAGE_SIZE, drafting_rows
 from eecore import ops
-from gpu_cases import PAGE_SIZE, drafting_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.gpu.cases import drafting_rows
 from eecore import ops
-from gpu_cases import drafting_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.gpu.cases import active_rows
 from eecore import ops
-from gpu_cases import active_rows
+from tests.cases import LLAMA_1B
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
 def bench_compact_rows(benchmark, num_seqs: int) -> None:
-    active, hidden = active_rows(num_seqs, torch.device("cpu")), torch.randn(num_seqs, 2048)
+    active = active_rows(num_seqs, torch.device("cpu"))
+    hidden = torch.randn(num_seqs, LLAMA_1B.hidden_size)
     row, leaving = torch.arange(num_seqs, dtype=torch.int32), torch.arange(num_seqs) % 2 == 0
 
     def leave() -> None:

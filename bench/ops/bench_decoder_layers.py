@@ -2,64 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import SMALL_12_LAYERS, SMOLLM2_135M, T5_SMALL, ModelSizes
 
 CONTEXT, PAGE_SIZE = 128, 16
+CROSS_KEYS = 64  # of a T5's encoder
 KEYS_PER_SPLIT, EPS = 512, 1e-5
 
 
-@dataclass(frozen=True)
-class Model:
-    num_layers: int
-    hidden_size: int
-    inner_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int = 64
-    cross_keys: int = 0  # of an encoder; with it the model is a T5
-    activation: str = "silu"
-
-
-def random_weights(model: Model, dtype: torch.dtype) -> ops.DecoderWeights:
+def random_weights(model: ModelSizes, dtype: torch.dtype) -> ops.DecoderWeights:
     layers, hidden, inner = model.num_layers, model.hidden_size, model.inner_size
-    q_size = model.num_q_heads * model.head_dim
-    qkv_size = q_size + 2 * model.num_kv_heads * model.head_dim
 
     def linear(rows: int, columns: int) -> ops.Matrix:
         return ops.Matrix(torch.randn(layers, rows, columns).mul_(columns**-0.5).to(dtype))
 
     return ops.DecoderWeights(
         attention_norm=torch.ones(layers, hidden, dtype=dtype),
-        qkv=linear(qkv_size, hidden),
+        qkv=linear(model.qkv_size, hidden),
         q_norm=None,
         k_norm=None,
-        o=linear(hidden, q_size),
+        o=linear(hidden, model.q_size),
         mlp_norm=torch.ones(layers, hidden, dtype=dtype),
         gate_up=linear(2 * inner, hidden),
         down=linear(hidden, inner),
     )
 
 
-def random_cross(model: Model, page_table: torch.Tensor, dtype: torch.dtype) -> ops.CrossAttention:
-    layers, hidden, q_size = model.num_layers, model.hidden_size, model.num_q_heads * model.head_dim
+def random_cross(
+    model: ModelSizes, page_table: torch.Tensor, dtype: torch.dtype
+) -> ops.CrossAttention:
+    layers, hidden, q_size = model.num_layers, model.hidden_size, model.q_size
     return ops.CrossAttention(
         norm=torch.ones(layers, hidden, dtype=dtype),
         q=ops.Matrix(torch.randn(layers, q_size, hidden).mul_(hidden**-0.5).to(dtype)),
         o=ops.Matrix(torch.randn(layers, hidden, q_size).mul_(q_size**-0.5).to(dtype)),
         page_table=page_table,
-        seq_lens=torch.full((page_table.shape[0],), model.cross_keys, dtype=torch.int32),
+        seq_lens=torch.full((page_table.shape[0],), CROSS_KEYS, dtype=torch.int32),
     )
 
 
-def decoding_call(model: Model, num_seqs: int, dtype: torch.dtype) -> dict[str, Any]:
-    pages, cross_pages = CONTEXT // PAGE_SIZE, model.cross_keys // PAGE_SIZE
+def decoding_call(model: ModelSizes, num_seqs: int, dtype: torch.dtype) -> dict[str, Any]:
+    is_t5, pages = model.is_t5, CONTEXT // PAGE_SIZE
+    cross_pages = CROSS_KEYS // PAGE_SIZE if is_t5 else 0
     num_pages = num_seqs * (pages + cross_pages)
     cache_shape = (model.num_layers, num_pages, PAGE_SIZE, model.num_kv_heads, 64)
     page_table, cross_page_table = (
@@ -68,7 +58,6 @@ def decoding_call(model: Model, num_seqs: int, dtype: torch.dtype) -> dict[str, 
         .split((pages, cross_pages), 1)
     )
     angles = torch.randn(CONTEXT, model.head_dim // 2)
-    is_t5 = model.cross_keys > 0
     return {
         "hidden": torch.randn(num_seqs, model.hidden_size).to(dtype),
         "weights": random_weights(model, dtype),
@@ -87,11 +76,11 @@ def decoding_call(model: Model, num_seqs: int, dtype: torch.dtype) -> dict[str, 
         "fixed_split_size": KEYS_PER_SPLIT,
         "cross": random_cross(model, cross_page_table, dtype) if is_t5 else None,
         "position_bias": torch.randn(32, model.num_q_heads) if is_t5 else None,
-        "activation": model.activation,
+        "activation": "gelu_tanh" if is_t5 else "silu",
     }
 
 
-def single_ops(model: Model, call: dict[str, Any]) -> Any:
+def single_ops(model: ModelSizes, call: dict[str, Any]) -> Any:
     """A function of no arguments that runs the same layers op by op, their views made before."""
     layers = call["weights"].unbind()
     caches = list(zip(call["k_cache"].unbind(0), call["v_cache"].unbind(0), strict=True))
@@ -129,7 +118,7 @@ def single_ops(model: Model, call: dict[str, Any]) -> Any:
                 w.gate_up.weight,
                 norm_weight=w.mlp_norm,
                 eps=EPS,
-                activation=model.activation,
+                activation=call["activation"],
             )
             hidden = ops.skinny_linear(gated, w.down.weight, residual=hidden)
 
@@ -140,16 +129,12 @@ def single_ops(model: Model, call: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "model",
-    [
-        Model(12, 256, 768, 4, 2),
-        Model(30, 576, 1536, 9, 3),
-        Model(8, 512, 1024, 6, 6, cross_keys=64, activation="gelu_tanh"),
-    ],
+    [SMALL_12_LAYERS, SMOLLM2_135M, T5_SMALL],
     ids=["12 layers of 256", "SmolLM2-135M", "T5 v1.1 small"],
 )
 @pytest.mark.parametrize("peer", [False, True], ids=["eecore", "single ops"])
 def bench_decoder_layers(
-    benchmark, peer: bool, model: Model, dtype: torch.dtype, num_seqs: int
+    benchmark, peer: bool, model: ModelSizes, dtype: torch.dtype, num_seqs: int
 ) -> None:
     call = decoding_call(model, num_seqs, dtype)
     with torch.inference_mode():
@@ -157,4 +142,4 @@ def bench_decoder_layers(
     fields = (*call["weights"], *(call["cross"] or ()))
     weights = (f.weight if isinstance(f, ops.Matrix) else f for f in fields)
     moved = sum(weight.nbytes for weight in weights if weight is not None)
-    harness.report(benchmark, moved_bytes=moved)
+    report(benchmark, moved_bytes=moved)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.gpu.cases import drafting_rows
+from bench.harness.ceilings import report
 from eecore import ops
-from gpu_cases import drafting_rows
+from tests.cases import LLAMA_1B
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def bench_gather_states(benchmark, num_rows: int) -> None:
-    made = drafting_rows(num_rows, 2048, torch.float32, torch.device("cpu"))
+    made = drafting_rows(num_rows, LLAMA_1B.hidden_size, torch.float32, torch.device("cpu"))
     states = made.draft_round.states
     assert states is not None
     out = torch.empty(states.shape[0] * states.shape[1], states.shape[2])
     benchmark(ops.gather_states, states, made.hidden, made.verification, out)
-    harness.report(benchmark, moved_bytes=2 * out.nbytes)
+    report(benchmark, moved_bytes=2 * out.nbytes)

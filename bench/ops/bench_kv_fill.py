@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import LLAMA_1B, SMOLLM2_135M
 
 NUM_LAYERS, PAGE_SIZE = 16, 16
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("hidden_size", "num_kv_heads"), [(576, 3), (2048, 8)])
+@pytest.mark.parametrize(
+    ("hidden_size", "num_kv_heads"),
+    [(model.hidden_size, model.num_kv_heads) for model in (SMOLLM2_135M, LLAMA_1B)],
+)
 @pytest.mark.parametrize("peer", [False, True], ids=["eecore", "torch"])
 def bench_kv_fill(
     benchmark, peer: bool, hidden_size: int, num_kv_heads: int, dtype: torch.dtype, num_tokens: int
@@ -54,4 +58,4 @@ def bench_kv_fill(
         )
 
     benchmark(composed if peer else fill)
-    harness.report(benchmark, moved_bytes=kv_weight.nbytes)
+    report(benchmark, moved_bytes=kv_weight.nbytes)

@@ -6,7 +6,7 @@ import gguf
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 
 
@@ -17,4 +17,4 @@ def bench_pack_weight(benchmark, format: str) -> None:
     blocks = torch.randint(0, 256, ((64 << 20) // row_bytes, row_bytes), dtype=torch.uint8)
     into = ops.pack_weight(blocks, format)
     benchmark(lambda: ops.pack_weight(blocks, format, packed=into.weight, table=into.table))
-    harness.report(benchmark, moved_bytes=blocks.nbytes + into.weight.nbytes)
+    report(benchmark, moved_bytes=blocks.nbytes + into.weight.nbytes)

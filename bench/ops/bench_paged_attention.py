@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import harness
-from attention_peers import PEERS
+from bench.harness.ceilings import report
+from bench.ops.attention_peers import PEERS
 from eecore import ops
+from tests.cases import LLAMA_1B, LLAMA_3B, LLAMA_8B, SMOLLM2_135M, T5_SMALL
 
-MODELS = [(9, 3, 64), (32, 8, 64), (24, 8, 128), (32, 8, 128)]
+MODELS = [model.heads for model in (SMOLLM2_135M, LLAMA_1B, LLAMA_3B, LLAMA_8B)]
 
 
 def contiguous_call(
@@ -42,7 +43,7 @@ def report_reads(benchmark: Any, call: dict[str, Any], flops: float | None = Non
     """Keys and values read once, queries read and their results written."""
     cache = call["k_cache"].nbytes + call["v_cache"].nbytes
     moved = cache + 2 * call["q"].nbytes
-    harness.report(benchmark, moved_bytes=moved, working_set=cache, flops=flops)
+    report(benchmark, moved_bytes=moved, working_set=cache, flops=flops)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -71,7 +72,7 @@ def bench_paged_attention_decode(
 def bench_paged_attention_queries(
     benchmark, num_queries: int, seq_len: int, dtype: torch.dtype
 ) -> None:
-    call = contiguous_call(num_queries, seq_len, 1, (9, 3, 64), dtype)
+    call = contiguous_call(num_queries, seq_len, 1, SMOLLM2_135M.heads, dtype)
     benchmark(ops.paged_attention, **call)
     keys = seq_len - (num_queries - 1) / 2  # that a query sees, on average
     report_reads(benchmark, call, flops=4 * call["q"].numel() * keys)
@@ -82,8 +83,8 @@ def bench_paged_attention_queries(
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def bench_paged_attention_t5(benchmark, kind: str, biased: bool, dtype: torch.dtype) -> None:
     num_queries = {"decoder": 1, "encoder": 512}[kind]
-    call = contiguous_call(num_queries, 512, 1, (6, 6, 64), dtype)
+    call = contiguous_call(num_queries, 512, 1, T5_SMALL.heads, dtype)
     call |= {"scale": 1.0, "causal": kind == "decoder", "bidirectional": kind == "encoder"}
-    call["position_bias"] = torch.randn(32, 6) if biased else None
+    call["position_bias"] = torch.randn(32, T5_SMALL.num_q_heads) if biased else None
     benchmark(ops.paged_attention, **call)
     report_reads(benchmark, call, flops=4 * call["q"].numel() * 512)

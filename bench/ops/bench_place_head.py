@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.gpu.cases import head_rows
 from eecore import ops
-from gpu_cases import head_rows
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])

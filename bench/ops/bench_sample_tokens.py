@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.gpu.cases import sampling_rows
+from bench.harness.ceilings import report
 from eecore import ops
-from gpu_cases import sampling_rows
+from tests.cases import REAL_VOCAB_SIZES
 
 WAYS = {
     "greedy": {"temperature": 0.0},
@@ -26,11 +27,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("vocab_size", [32000, 49152, 128256])
+@pytest.mark.parametrize("vocab_size", REAL_VOCAB_SIZES)
 @pytest.mark.parametrize("num_rows", [1, 8])
 def bench_sample_tokens(benchmark, num_rows: int, vocab_size: int, way: str) -> None:
     logits = 3 * torch.randn(num_rows, vocab_size)
     rows, out = sampling_rows(num_rows, vocab_size, torch.device("cpu"), **WAYS[way])
     positions = torch.arange(num_rows)
     benchmark(ops.sample_tokens, logits, rows, out, purpose=0, positions=positions)
-    harness.report(benchmark, moved_bytes=logits.nbytes)
+    report(benchmark, moved_bytes=logits.nbytes)

@@ -6,15 +6,19 @@ import pytest
 import torch
 from torch.nn import functional
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import LLAMA_1B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("in_features", "inner_size", "working_set"),
-    [(576, 1536, 8 << 20), (2048, 8192, 128 << 20)],
+    [
+        (SMOLLM2_135M.hidden_size, SMOLLM2_135M.inner_size, 8 << 20),
+        (LLAMA_1B.hidden_size, LLAMA_1B.inner_size, 128 << 20),
+    ],
     ids=["8 MB", "128 MB"],
 )
 @pytest.mark.parametrize("peer", [False, True], ids=["eecore", "torch"])
@@ -44,4 +48,4 @@ def bench_skinny_gated_linear(
             ops.skinny_gated_linear(x, weight, norm_weight=norm_weight, eps=1e-5)
 
     benchmark(composed if peer else fused)
-    harness.report(benchmark, moved_bytes=weights.nbytes)
+    report(benchmark, moved_bytes=weights.nbytes)

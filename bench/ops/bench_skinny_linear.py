@@ -6,16 +6,20 @@ import pytest
 import torch
 from torch.nn import functional
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 from eecore.models.int8 import quantise_rows
+from tests.cases import LLAMA_1B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("in_features", "out_features", "working_set"),
-    [(576, 960, 8 << 20), (2048, 2048, 128 << 20)],
+    [
+        (SMOLLM2_135M.hidden_size, SMOLLM2_135M.qkv_size, 8 << 20),
+        (LLAMA_1B.q_size, LLAMA_1B.hidden_size, 128 << 20),
+    ],
     ids=["8 MB", "128 MB"],
 )
 @pytest.mark.parametrize("peer", [False, True], ids=["eecore", "torch"])
@@ -45,12 +49,19 @@ def bench_skinny_linear(
             ops.skinny_linear(x, weight, norm_weight=norm_weight, eps=1e-5, residual=residual)
 
     benchmark(composed if peer else fused)
-    harness.report(benchmark, moved_bytes=weights.nbytes)
+    report(benchmark, moved_bytes=weights.nbytes)
 
 
 @pytest.mark.parametrize("num_tokens", [32, 72, 128, 512])
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("sizes", [(576, 3072), (1536, 576)], ids=["576x3072", "1536x576"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (SMOLLM2_135M.hidden_size, 2 * SMOLLM2_135M.inner_size),
+        (SMOLLM2_135M.inner_size, SMOLLM2_135M.hidden_size),
+    ],
+    ids="{0[0]}x{0[1]}".format,
+)
 @pytest.mark.parametrize("peer", [False, True], ids=["eecore", "torch"])
 def bench_skinny_linear_of_many_rows(
     benchmark, peer: bool, sizes: tuple[int, int], weights: str, num_tokens: int
@@ -66,7 +77,7 @@ def bench_skinny_linear_of_many_rows(
         benchmark(lambda: functional.linear(x, weight))
     else:
         benchmark(lambda: ops.skinny_linear(x, weight, weight_scale=scale))
-    harness.report(
+    report(
         benchmark,
         moved_bytes=weight.nbytes + x.nbytes + num_tokens * out_features * x.element_size(),
         flops=2 * num_tokens * in_features * out_features,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
+from tests.cases import REAL_VOCAB_SIZES
 
 NUM_DRAFTS = 6  # of each sequence
 
@@ -20,11 +21,11 @@ def bench_speculative_accept_greedy(benchmark, num_seqs: int) -> None:
     drafts = torch.zeros(num_seqs * NUM_DRAFTS, dtype=torch.int64)
     targets = torch.zeros(num_seqs * (NUM_DRAFTS + 1), dtype=torch.int64)
     benchmark(ops.speculative_accept, drafts, start_loc(num_seqs), target_tokens=targets)
-    harness.report(benchmark, moved_bytes=drafts.nbytes + targets.nbytes)
+    report(benchmark, moved_bytes=drafts.nbytes + targets.nbytes)
 
 
 @pytest.mark.parametrize("accept", [True, False], ids=["accepted", "rejected"])
-@pytest.mark.parametrize("vocab_size", [32000, 49152, 128256])
+@pytest.mark.parametrize("vocab_size", REAL_VOCAB_SIZES)
 @pytest.mark.parametrize("num_seqs", [1, 8])
 def bench_speculative_accept_sampling(
     benchmark, num_seqs: int, vocab_size: int, accept: bool
@@ -43,4 +44,4 @@ def bench_speculative_accept_sampling(
         uniform=torch.full((num_drafts + num_seqs,), 0.5),
     )
     # One target row a sequence is summed; after a rejection, the draft's row beside it.
-    harness.report(benchmark, moved_bytes=num_seqs * vocab_size * 4 * (1 if accept else 2))
+    report(benchmark, moved_bytes=num_seqs * vocab_size * 4 * (1 if accept else 2))

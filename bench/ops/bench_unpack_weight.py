@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import harness
+from bench.harness.ceilings import report
 from eecore import ops
 
 
@@ -17,4 +17,4 @@ def bench_unpack_weight(benchmark, format: str, num_rows: int) -> None:
     packed = ops.pack_weight(blocks, format)
     out = torch.empty(num_rows, 2048)
     benchmark(lambda: ops.unpack_weight(packed.weight, packed.table[:num_rows], out=out))
-    harness.report(benchmark, moved_bytes=out.nbytes)
+    report(benchmark, moved_bytes=out.nbytes)

@@ -1,7 +1,7 @@
 """A random T5 of T5 v1.1 small's sizes, to measure what exits cost where the layers are as large.
 
     python scripts/calm/random_t5.py data/intents models/calm-random-small
-    python bench/bench_calm.py models/calm-random-small --data data/intents/test.jsonl --count 32 \\
+    python -m bench calm models/calm-random-small --data data/intents/test.jsonl --count 32 \\
         --max-tokens 32 --thresholds softmax=0,state=0,classifier=0 --exit-points 4
 
 Every threshold is met at once, so that all tokens but the first leave at the exit point.

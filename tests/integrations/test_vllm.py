@@ -1,7 +1,7 @@
 """The proposer that vLLM asks: its settings and refusals, and a real vLLM's tokens.
 
-vLLM lives in an environment of its own: that of bench/peers.py, or of the interpreter that
-EECORE_VLLM_PYTHON names. The tests that need it are skipped where there is none.
+vLLM lives in an environment of its own: that of ``python -m bench peers``, or of the interpreter
+that EECORE_VLLM_PYTHON names. The tests that need it are skipped where there is none.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import bench_vllm
 import eecore
-from decode_engines import EngineError
+from bench.harness.processes import EngineError
+from bench.integrations import vllm as bench_vllm
 from eecore import ModelError, RequestError
 from eecore.integrations import vllm as plugin
 from eecore.integrations.vllm import LayerSkipProposer, LayerSkipSettings

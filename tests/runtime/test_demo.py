@@ -136,13 +136,3 @@ def test_the_examples_of_the_readme_run(
     (tmp_path / "model").symlink_to(tiny)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
-
-
-@pytest.mark.parametrize("section", ["modes", "decode"])
-def test_the_readme_shows_the_measured_table(section: str) -> None:
-    def table(path: Path) -> str:
-        begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
-        return path.read_text().partition(begin)[2].partition(end)[0]
-
-    assert table(ROOT / "README.md") == table(ROOT / "bench" / "RESULTS.md")
-    assert table(ROOT / "README.md").strip()

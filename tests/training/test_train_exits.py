@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import eecore
-from draft_prompts import QUESTIONS
+from bench.harness.prompts import QUESTIONS
 from eecore.answers import builtin_questions
 from eecore.cli.app import run
 from eecore.models.network_digest import network_digest

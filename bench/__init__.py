@@ -1,0 +1,1 @@
+"""Benchmarks of eecore: ``python -m bench NAME``, from the checkout's root; see README.md."""

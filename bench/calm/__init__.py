@@ -1,0 +1,1 @@
+"""The early-exit framework's evaluation of a T5."""

@@ -1,0 +1,1 @@
+"""Full-depth decoding and prompts, beside other engines."""

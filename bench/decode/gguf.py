@@ -1,0 +1,131 @@
+"""The same GGUF files in eecore and llama.cpp, as they are: tokens/s of batches, in turns.
+
+python -m bench gguf [FILE.gguf ...] [--threads 1 2] [--batches 1 8 32] [--coder]
+
+Without files SmolLM2-135M-Instruct's (Q4_1), as scripts/get_smollm2.py finds or downloads it;
+--coder adds Qwen2.5-Coder-0.5B-Instruct's (Q4_0, Q4_K_M, Q8_0), as python -m bench coder-files
+makes them of a download of 478 MB. Writes bench/results/gguf.json and the table in
+bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.decode.engines import Engine, LlamaCpp, Worker
+from bench.harness import coder_files, peers
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.processes import EngineError
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import smollm2_file
+from bench.harness.turns import median_ratio
+from eecore.evaluation.tables import markdown_table
+
+PAUSE_S = 0.3
+Seconds = dict[tuple[str, int], list[float]]
+
+
+def tokens_of(tokens: int, batch: int) -> int:
+    """Of each sequence: fewer are enough where there are several."""
+    return tokens if batch == 1 else max(tokens // 2, 1)
+
+
+def measure(file: Path, threads: int, batches: Sequence[int], tokens: int, rounds: int) -> Seconds:
+    """Seconds of every round by engine and batch."""
+    times: Seconds = {}
+    engines: list[Engine] = [Worker("eecore", "file", threads, file.resolve())]
+    if peers.prepare(["llama.cpp"])["llama.cpp"].available:
+        engines.append(LlamaCpp("file", threads, file))
+    try:
+        for engine in engines:
+            engine.wait_until_loaded()
+            for batch in batches:
+                engine.seconds(batch, 8)
+        for _ in range(rounds):
+            for batch in batches:
+                for engine in engines:
+                    time.sleep(PAUSE_S)
+                    seconds = engine.seconds(batch, tokens_of(tokens, batch))
+                    times.setdefault((engine.engine, batch), []).append(seconds)
+    except EngineError as error:
+        say(f"{file.name}: {error}")
+    finally:
+        for engine in engines:
+            engine.close()
+    return times
+
+
+def rows_of(file: Path, threads: int, tokens: int, times: Seconds) -> list[dict[str, Any]]:
+    """Best rounds, and the median of eecore's rounds over those beside them."""
+    rows = []
+    for batch in sorted({batch for _, batch in times}):
+        ours, theirs = times["eecore", batch], times.get(("llama.cpp", batch), [])
+        whole = min(len(ours), len(theirs))  # of rounds that both ended
+        count = batch * tokens_of(tokens, batch)
+        rows.append(
+            {
+                "file": file.stem,
+                "threads": threads,
+                "batch": batch,
+                "tokens_per_s": round(count / min(ours), 1),
+                "llama_cpp_tokens_per_s": round(count / min(theirs), 1) if whole else None,
+                "ratio": round(median_ratio(ours[:whole], theirs[:whole]), 2) if whole else None,
+            }
+        )
+    return rows
+
+
+def markdown(result: Figures) -> str:
+    lines = []
+    for row in result["rows"]:
+        theirs, ratio = row["llama_cpp_tokens_per_s"], row["ratio"]
+        beside = ["", ""] if ratio is None else [f"{theirs:.1f}", f"{ratio:.2f}x"]
+        place = [row["file"], str(row["threads"]), str(row["batch"])]
+        lines.append([*place, f"{row['tokens_per_s']:.1f}", *beside])
+    made_from = f"{result['made_from']}. " if result["made_from"] else ""
+    about = (
+        "tokens/s of all sequences together after a prompt of one token, the best of "
+        f"{result['rounds']} rounds in turns; ratios are medians over rounds. {in_words(result)}, "
+        f"llama.cpp of {result['llama_cpp']}. {made_from}"
+        f"`python -m bench gguf{' --coder' if made_from else ''}`"
+    )
+    head = ["file", "threads", "batch", "eecore", "llama.cpp", "eecore is"]
+    return f"{markdown_table(head, lines)}\n\n{about}"
+
+
+REPORTS = (Report("gguf", {"gguf": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("gguf", __doc__, batches=(1, 8, 32), rounds=5)
+    made.add_argument("files", nargs="*", type=Path)
+    made.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    made.add_argument("--tokens", type=int, default=64)
+    made.add_argument("--coder", action="store_true", help="the 0.5B coder's files too")
+    arguments = made.parse_args(words)
+    rows: list[dict[str, Any]] = []
+    tokens, rounds = arguments.tokens, arguments.rounds
+    with ExitStack() as stack:
+        files = list(arguments.files) or [stack.enter_context(smollm2_file())]
+        try:
+            files += coder_files.coder_files() if arguments.coder else []
+        except (peers.Unavailable, RuntimeError) as error:
+            raise SystemExit(f"gguf: {error}") from None
+        for file in files:
+            for threads in arguments.threads:
+                times = measure(file, threads, arguments.batches, tokens, rounds)
+                rows += rows_of(file, threads, tokens, times)
+    result = {
+        **machine(),
+        "llama_cpp": peers.LLAMA_CPP,
+        "rounds": rounds,
+        "tokens": tokens,
+        "made_from": coder_files.MADE_FROM if arguments.coder else None,
+        "rows": rows,
+    }
+    REPORTS[0].finish(result, arguments)

@@ -1,0 +1,141 @@
+"""transformers and economize on one model, in a process of their own, which answers on stdout.
+
+python -m bench.decode.peer_worker DIRECTORY DTYPE THREADS
+
+Once loaded, it prints a line of JSON with versions. Then each line {"mode": {...}, "prompts":
+[[ids], ...], "max_tokens": n} is answered by {"parses": [...]}, a Parse each, or by {"error":
+"..."} where the mode cannot run. It runs with the interpreter of the peers' environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from bench.decode.parses import Parse, PeerMode
+from bench.harness.answers import answering, version_of
+
+Decode = Callable[[list[int], int], Parse]
+
+
+class FirstTokens:
+    """A streamer of transformers that notes when the first new tokens came, and how many."""
+
+    def __init__(self) -> None:
+        self.calls = self.count = 0
+        self.at = 0.0
+
+    def put(self, tokens: Any) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first call brings the prompt
+            self.at, self.count = time.perf_counter(), tokens.numel()
+
+    def end(self) -> None:
+        pass
+
+
+def transformers_decode(network: Any, mode: PeerMode) -> Decode:
+    import torch
+
+    settings = {"assistant_early_exit": mode.exit_layer} if mode.kind == "assisted" else {}
+
+    def decode(prompt: list[int], max_tokens: int) -> Parse:
+        network.generation_config.num_assistant_tokens = mode.num_drafts or None
+        first = FirstTokens()
+        started = time.perf_counter()
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            made = network.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                streamer=first,
+                **settings,
+            )
+        tokens = made[0, len(prompt) :].tolist()
+        seconds = time.perf_counter() - started
+        return Parse(tokens, seconds, first.at - started, first.count)
+
+    return decode
+
+
+def economize_decode(network: Any, mode: PeerMode) -> Decode:
+    """economize's own loop, which is faster than its ``generate``."""
+    import economize
+    import torch
+    from economize.techniques.dynamic_depth import CalmConfig
+    from economize.techniques.early_exit import EarlyExitConfig
+    from economize.techniques.hybrid import HybridConfig
+    from economize.techniques.lookup import LookupConfig
+
+    technique: Any
+    if mode.kind == "calm":
+        technique = CalmConfig(confidence="softmax", threshold=mode.threshold)
+        # A look at every token: on a CPU it costs nothing, and no token is made after the end.
+        decoding = economize.DecodeConfig(cycle_length=1, sync_interval=1)
+    else:
+        if mode.kind == "lookup":
+            technique = LookupConfig()
+        else:
+            technique = EarlyExitConfig(exit_layer=mode.exit_layer, head="shared")
+        if mode.kind == "hybrid":
+            technique = HybridConfig(fallback=technique)
+        decoding = economize.DecodeConfig(
+            cycle_length=mode.num_drafts + 1, min_confidence=mode.threshold
+        )
+    model = economize.apply(network, technique, decoding=decoding)
+    end = network.generation_config.eos_token_id
+
+    def decode(prompt: list[int], max_tokens: int) -> Parse:
+        times: list[float] = []
+
+        def stops(tokens: torch.Tensor) -> bool:
+            if not times:
+                times.append(time.perf_counter())
+            return int(tokens[-1]) == end
+
+        started = time.perf_counter()
+        with torch.inference_mode():
+            result = model.decode(torch.tensor(prompt), max_tokens, stop=stops)
+        tokens = result.tokens.tolist()
+        seconds = time.perf_counter() - started
+        drafted, accepted = (sum(pair[i] for pair in result.acceptance) for i in (0, 1))
+        return Parse(tokens, seconds, times[0] - started, 1, drafted, accepted)
+
+    return decode
+
+
+def serve(directory: str, dtype: str, threads: int) -> None:
+    """Load the model, then answer until stdin ends."""
+    say = answering()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    network = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    network.generation_config.pad_token_id = network.generation_config.eos_token_id
+
+    @functools.cache
+    def decode_of(mode: PeerMode) -> Decode:
+        own = mode.kind in ("full", "assisted")
+        return (transformers_decode if own else economize_decode)(network, mode)
+
+    say({"versions": {name: version_of(name) for name in ("transformers", "economize")}})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            decode = decode_of(PeerMode(**asked["mode"]))
+            parses = [decode(prompt, asked["max_tokens"]) for prompt in asked["prompts"]]
+            say({"parses": [asdict(parse) for parse in parses]})
+        except Exception as error:  # whatever a peer raises, the others go on
+            say({"error": f"{type(error).__name__}: {error}"[:300]})
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,1 @@
+"""Whether saved layers become saved time."""

@@ -1,0 +1,1 @@
+"""Exit modes and drafts, beside full depth and beside others."""

@@ -1,0 +1,123 @@
+"""``Auto`` beside every fixed exit layer and number of drafts, on the intent model.
+
+python -m bench auto                          batch 1 and 8, float32, bfloat16 and int8
+python -m bench auto --count 64 --rounds 5
+
+Held-out utterances, prompts included. Each pair takes turns with full depth and ``Auto``, and with
+no other, as programs of many policies would push each other out of memory; the first turn is left
+out. Writes bench/results/auto.json and its table in bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import eecore
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import WEIGHTS
+from bench.harness.utterances import LONGEST_PARSE, utterances
+from eecore.evaluation import Sweep, sweep_speculation
+from eecore.evaluation.tables import markdown_table
+
+KINDS = ("float32", "bfloat16", "int8")
+EXIT_LAYERS, NUM_DRAFTS = (2, 3, 4), (3, 6)
+
+
+def load(weights: str) -> eecore.Model:
+    """The model that ships, in a dtype or with fewer bits."""
+    where = eecore.default_model()
+    return eecore.load(where, device="cpu", kv_cache_tokens=4096, **WEIGHTS[weights])
+
+
+def measure(model: eecore.Model, prompts: list[str], batch: int, rounds: int) -> Sweep:
+    """The grid, pair by pair; of ``Auto`` and of full depth the median."""
+    pairs = [(layer, drafts) for layer in EXIT_LAYERS for drafts in NUM_DRAFTS]
+    found = []
+    for layer, drafts in pairs:
+        for turns in (1, rounds):  # the first records programs, and Auto learns
+            last = sweep_speculation(
+                model,
+                prompts,
+                exit_layers=(layer,),
+                num_drafts=(drafts,),
+                max_tokens=LONGEST_PARSE,
+                batch_size=batch,
+                rounds=turns,
+            )
+        found.append(last)
+    return Sweep(
+        found[0].num_layers,
+        statistics.median(each.full_tokens_per_s for each in found),
+        tuple(cell for each in found for cell in each.cells),
+        statistics.median(each.auto_speedup for each in found),
+    )
+
+
+def row_of(weights: str, batch: int, found: Sweep) -> dict[str, Any]:
+    best = found.best
+    return {
+        "weights": weights,
+        "batch": batch,
+        "full_tokens_per_s": found.full_tokens_per_s,
+        "best": [best.exit_layer, best.num_drafts],
+        "best_speedup": best.speedup,
+        "median_speedup": sorted(c.speedup for c in found.cells)[len(found.cells) // 2],
+        "auto_speedup": found.auto_speedup,
+    }
+
+
+def markdown(result: Figures) -> str:
+    head = ["weights", "batch", "full, tokens/s", "best fixed (E, d)", "its speed-up"]
+    head += ["median of the grid", "auto", "auto / best"]
+    lines = [
+        [
+            row["weights"],
+            str(row["batch"]),
+            f"{row['full_tokens_per_s']:.0f}",
+            "({}, {})".format(*row["best"]),
+            *(f"{row[f'{which}_speedup']:.2f}x" for which in ("best", "median", "auto")),
+            f"{row['auto_speedup'] / row['best_speedup']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    about = (
+        f"The intent model on {result['count']} held-out utterances, prompts included. The grid: "
+        f"`SelfSpeculative` from layers {', '.join(map(str, EXIT_LAYERS))} with "
+        f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
+        f"afterwards. Each pair beside full depth and `Auto` alone; medians of {result['rounds']} "
+        f"turns, behind one that is left out; {result['threads']} thread(s), {in_words(result)}. "
+        "`python -m bench auto`"
+    )
+    return f"{markdown_table(head, lines)}\n\n{about}"
+
+
+REPORTS = (Report("auto", {"auto": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("auto", __doc__, batches=(1, 8), rounds=3, threads=1)
+    made.add_argument("--weights", nargs="+", default=KINDS, choices=KINDS)
+    made.add_argument("--count", type=int, default=48, help="utterances")
+    arguments = made.parse_args(words)
+    torch.set_num_threads(arguments.threads)
+    prompts = [record["input"] for record in utterances(arguments.count)]
+    rows = []
+    for weights in arguments.weights:
+        for batch in arguments.batches:
+            found = measure(load(weights), prompts, batch, arguments.rounds)
+            rows.append(row_of(weights, batch, found))
+            say(rows[-1])
+    result = {
+        **machine(),
+        "threads": arguments.threads,
+        "count": arguments.count,
+        "rounds": arguments.rounds,
+        "rows": rows,
+    }
+    REPORTS[0].finish(result, arguments)

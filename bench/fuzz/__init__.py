@@ -1,0 +1,1 @@
+"""What fuzzing campaigns and soaks have left."""

@@ -1,0 +1,1 @@
+"""Ops and decoding on a GPU; bench/gpu.sh runs them."""

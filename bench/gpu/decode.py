@@ -1,0 +1,389 @@
+"""Decoding end to end on a GPU: every way to decode, forced exits, self-speculation, transformers.
+
+python -m bench gpu-decode [--model 1b|8b] [--batch 1 8 32] [--json FILE] [--markdown FILE]
+
+Random weights in the shape of Llama-3.2-1B and Llama-3-8B, bfloat16: depth and acceptance are
+forced, the work is real. A program is ``captured`` as one graph, or runs call by call (``calls``),
+the host looking at its flags; a way that fails is named with the reason. bench/gpu.sh runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eecore
+from bench.gpu.timing import copy_rate
+from bench.harness.results import write_json
+from eecore import ops
+from eecore.config import ModelConfig, RopeConfig
+from eecore.decoding.capture import CallByCall, run_program_on
+from eecore.models import LlamaModel
+from eecore.models.llama import LlamaWeights
+from eecore.models.weights import NewWeights
+
+MODELS: dict[str, dict[str, Any]] = {
+    "1b": {"num_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_q_heads": 32},
+    "8b": {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_q_heads": 32},
+    "tiny": {"num_layers": 8, "hidden_size": 64, "intermediate_size": 96, "num_q_heads": 4},
+}
+HEADS = {"1b": (8, 64, 128256), "8b": (8, 128, 128256), "tiny": (2, 16, 512)}
+PROMPT, ACCEPTANCE, NUM_DRAFTS = 128, 0.75, 8
+COLUMNS = ("model", "batch", "mode", "way", "tokens/s", "ms/iteration", "of ideal", "note")
+
+
+def model_config(name: str) -> ModelConfig:
+    """Sizes of a model; embeddings are tied in the small one, as in Llama-3.2-1B."""
+    num_kv_heads, head_dim, vocab_size = HEADS[name]
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        rms_norm_eps=1e-5,
+        max_position=2048,
+        rope=RopeConfig(theta=500000.0, rotary_dim=head_dim),
+        tie_word_embeddings=name != "8b",
+        **MODELS[name],
+    )
+
+
+def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaModel:
+    """Seeded weights, made on the device."""
+    weights = LlamaWeights.empty(config, NewWeights(device, dtype))
+    generator = torch.Generator(device).manual_seed(0)
+    for field in dataclasses.fields(weights):
+        values = getattr(weights, field.name)
+        if isinstance(values, ops.Matrix):
+            weight = values.weight
+            weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+        elif values is not None:
+            values.fill_(1.0)
+    return LlamaModel(config, weights)
+
+
+def scale_deep_layers(model: LlamaModel, first: int, factor: float, whole: LlamaWeights) -> None:
+    """What the layers from ``first`` on add to the residual stream, times ``factor``."""
+    for name in ("o", "down"):
+        own, original = getattr(model.weights, name).weight, getattr(whole, name).weight
+        torch.mul(original[first:], factor, out=own[first:])
+
+
+@dataclasses.dataclass
+class Bench:
+    """One model at one batch size."""
+
+    model: LlamaModel
+    batch: int
+    tokens: int
+    rounds: int
+
+    def engine(self, way: str) -> eecore.Engine:
+        per_request = PROMPT + self.tokens + NUM_DRAFTS + 32
+        config = eecore.EngineConfig(
+            kv_cache_tokens=self.batch * per_request,
+            max_num_seqs=self.batch,
+            max_batch_tokens=self.batch * PROMPT,
+        )
+        run = CallByCall() if way == "calls" else run_program_on(self.model.device)
+        return eecore.Engine(self.model, None, config, run=run)
+
+    def run(self, engine: eecore.Engine, policy: Any) -> tuple[float, list[eecore.Output]]:
+        """Seconds from the first token of all to the last, and what came out."""
+        generator = torch.Generator().manual_seed(1)
+        vocab_size = self.model.config.vocab_size
+        sampling = eecore.SamplingParams(max_tokens=self.tokens, ignore_eos=True)
+        for _ in range(self.batch):
+            prompt = torch.randint(vocab_size, (PROMPT,), generator=generator).tolist()
+            engine.add_request(prompt, exit=policy, sampling=sampling)
+        outputs = [step.output for step in engine.step() if step.output is not None]
+        self._wait()
+        begin = time.perf_counter()
+        outputs += [step.output for step in engine.run() if step.output is not None]
+        self._wait()
+        return time.perf_counter() - begin, outputs
+
+    def host_syncs(self, engine: eecore.Engine, policy: Any) -> int:
+        """Waits of the host in one decoding iteration, but for the one for its tokens."""
+        sampling = eecore.SamplingParams(max_tokens=4, ignore_eos=True)
+        for _ in range(self.batch):
+            engine.add_request([1, 2, 3], exit=policy, sampling=sampling)
+        engine.step()
+        engine.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            engine.step()
+            torch.cuda.set_sync_debug_mode("default")
+        list(engine.run())
+        return sum("synchroniz" in str(warning.message) for warning in caught)
+
+    def _wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def measure(self, mode: str, way: str, policy: Any) -> dict[str, Any]:
+        """A row: the median over rounds, after one that captures."""
+        row: dict[str, Any] = {"batch": self.batch, "mode": mode, "way": way}
+        try:
+            engine = self.engine(way)
+            self.run(engine, policy)
+            runs = [self.run(engine, policy) for _ in range(self.rounds)]
+        except Exception as error:  # a way that this GPU or torch cannot go
+            return row | {"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
+        outputs = runs[0][1]
+        seconds = statistics.median(each for each, _ in runs)
+        made = sum(len(output.token_ids) - 1 for output in outputs)
+        drafted = sum(output.stats.drafted for output in outputs)
+        row |= {"seconds": seconds, "tokens_per_s": made / seconds}
+        row["mean_exit_layer"] = statistics.mean(o.stats.mean_exit_layer for o in outputs)
+        if drafted:
+            row["acceptance"] = sum(output.stats.accepted for output in outputs) / drafted
+        else:
+            row["seconds_per_iteration"] = seconds / (self.tokens - 1)
+        if self.model.device.type == "cuda":
+            row["host_syncs_per_iteration"] = self.host_syncs(engine, policy)
+        if engine.captures:
+            row["captures"] = len(engine.captures)
+            row["capture_seconds"] = sum(capture.seconds for capture in engine.captures)
+            row["capture_bytes"] = sum(capture.num_bytes for capture in engine.captures)
+        return row
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> tuple[float, float, float]:
+    """Bytes of a layer, of its K/V projections, and of the head."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    kv = 2 * config.kv_size * hidden
+    layer = hidden * (2 * config.q_size) + kv + 3 * hidden * inner
+    return layer * itemsize, kv * itemsize, config.vocab_size * hidden * itemsize
+
+
+def rows_of(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
+    """Every mode in every way, with its share of what its bytes allow."""
+    config = bench.model.config
+    num_layers, half = config.num_layers, config.num_layers // 2
+    layer, kv, head = weight_bytes(config, bench.model.dtype.itemsize)
+    full = num_layers * layer + head
+    forced = eecore.ConfidentExit(0.0, exit_points=(half,))
+    never = eecore.ConfidentExit(1.0 - 2.0**-24, exit_points=(half,))
+    modes: dict[str, tuple[Any, float]] = {
+        "full": (eecore.Full(), full),
+        "fixed exit L/2": (eecore.FixedExit(half), half * layer + head),
+        "confident exit L/2": (forced, half * (layer + kv) + head),
+        "a check that nobody passes": (never, full + head),
+    }
+    rows = []
+    base: dict[str, dict[str, Any]] = {}
+    for way in ways:
+        for mode, (policy, num_bytes) in modes.items():
+            row = bench.measure(mode, way, policy)
+            if "error" not in row:
+                spent = row["seconds_per_iteration"]
+                if mode == "full":
+                    base[way] = row
+                    row["of_bandwidth"] = full / spent / copy_rate(bench.model.device)
+                elif way in base:
+                    speed_up = base[way]["seconds_per_iteration"] / spent
+                    row["speed_up"], row["of_ideal"] = speed_up, speed_up / (full / num_bytes)
+                if mode.startswith("a check") and way in base:
+                    own = head / copy_rate(bench.model.device)
+                    extra = spent - base[way]["seconds_per_iteration"] - own
+                    row["check_microseconds_beyond_bytes"] = extra * 1e6
+            rows.append(row)
+    return rows
+
+
+def speculative_rows(bench: Bench, ways: list[str]) -> list[dict[str, Any]]:
+    """Self-speculation with L/4 layers, whose acceptance is brought to ACCEPTANCE.
+
+    The deeper layers add less and less to the residual stream until drafts are accepted so often.
+    """
+    model = bench.model
+    exit_layer = model.config.num_layers // 4
+    policy = eecore.SelfSpeculative(exit_layer, NUM_DRAFTS)
+    o, down = (ops.Matrix(m.weight.clone()) for m in (model.weights.o, model.weights.down))
+    whole = dataclasses.replace(model.weights, o=o, down=down)
+    low, high = 0.0, 1.0
+    for _ in range(7):
+        factor = (low + high) / 2
+        scale_deep_layers(model, exit_layer, factor, whole)
+        outputs = bench.run(bench.engine("captured"), policy)[1]
+        drafted = sum(output.stats.drafted for output in outputs)
+        accepted = sum(output.stats.accepted for output in outputs) / max(drafted, 1)
+        low, high = (factor, high) if accepted > ACCEPTANCE else (low, factor)
+    rows = []
+    for way in ways:
+        full = bench.measure("full, deep layers scaled", way, eecore.Full())
+        row = bench.measure(f"self-speculation L/4, d={NUM_DRAFTS}", way, policy)
+        if "error" not in row and "error" not in full:
+            row["speed_up"] = row["tokens_per_s"] / full["tokens_per_s"]
+            layer, _, head = weight_bytes(model.config, model.dtype.itemsize)
+            whole_bytes = model.config.num_layers * layer + head
+            draft_bytes = exit_layer * layer + head
+            rounds = whole_bytes + NUM_DRAFTS * draft_bytes
+            made = 1 + NUM_DRAFTS * row["acceptance"]
+            row["of_ideal"] = row["speed_up"] / (made * whole_bytes / rounds)
+        rows += [full, row]
+    scale_deep_layers(model, exit_layer, 1.0, whole)
+    return rows
+
+
+def transformers_rows(bench: Bench) -> list[dict[str, Any]]:
+    """transformers' generate on a model of the same shape, and with assistant_early_exit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = bench.model.config
+    settings = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_q_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    with torch.device(bench.model.device):
+        peer = LlamaForCausalLM(settings).to(bench.model.dtype).eval()
+    shape = bench.batch, PROMPT
+    prompts = torch.randint(config.vocab_size, shape, device=bench.model.device)
+
+    def seconds(tokens: int, **options: Any) -> float:
+        begin = time.perf_counter()
+        peer.generate(
+            prompts, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **options
+        )
+        bench._wait()
+        return time.perf_counter() - begin
+
+    rows = []
+    modes: dict[str, dict[str, Any]] = {"transformers generate": {}}
+    if bench.batch == 1:  # it assists one sequence at a time
+        modes["transformers assistant_early_exit"] = {
+            "assistant_early_exit": config.num_layers // 4
+        }
+    for mode, options in modes.items():
+        row: dict[str, Any] = {"batch": bench.batch, "mode": mode, "way": ""}
+        try:
+            seconds(8, **options)
+            whole = statistics.median(seconds(bench.tokens, **options) for _ in range(bench.rounds))
+            first = statistics.median(seconds(1) for _ in range(bench.rounds))
+            made = bench.batch * (bench.tokens - 1)
+            row |= {"seconds": whole - first, "tokens_per_s": made / (whole - first)}
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+        rows.append(row)
+    return rows
+
+
+def note(row: dict[str, Any]) -> str:
+    """What else there is to say of a row."""
+    if "error" in row:
+        return str(row["error"])
+    said: list[tuple[str, Callable[[Any], str]]] = [
+        ("of_bandwidth", lambda x: f"{x:.0%} of the weight-bandwidth limit"),
+        ("speed_up", lambda x: f"{x:.2f}x full"),
+        ("acceptance", lambda x: f"{x:.0%} accepted"),
+        ("check_microseconds_beyond_bytes", lambda x: f"check {x:.0f} us beyond its bytes"),
+        ("host_syncs_per_iteration", lambda x: f"{x} host syncs"),
+        ("capture_seconds", lambda x: f"captured in {x:.2f} s"),
+        ("capture_bytes", lambda x: f"{x / 2**20:.0f} MiB"),
+    ]
+    return ", ".join(text(row[key]) for key, text in said if key in row)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [
+        f"{result['device']}, torch {result['torch']}, copy {result['copy'] / 1e9:.0f} GB/s in "
+        f"this run; prompts of {PROMPT} tokens, {result['tokens']} generated. Ideal: by the bytes "
+        "of weights that a mode reads. `bench/gpu.sh`",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---|---:|---|---|---:|---:|---:|---|",
+    ]
+    for row in result["rows"]:
+        cells = [
+            row["model"],
+            str(row["batch"]),
+            row["mode"],
+            row["way"],
+            f"{row['tokens_per_s']:.0f}" if "tokens_per_s" in row else "",
+            f"{row['seconds_per_iteration'] * 1e3:.3f}" if "seconds_per_iteration" in row else "",
+            f"{row['of_ideal']:.2f}" if "of_ideal" in row else "",
+            note(row),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench gpu-decode",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["1b", "8b"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=65, help="generated a request")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--seconds", type=float, default=150, help="no part starts after these")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path, help="printed in any case")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parse_arguments(words)
+    if arguments.device == "cuda" and eecore.ops.missing_cuda_ops():
+        print("gpu-decode: expected a GPU and a build with CUDA", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    on_gpu = device.type == "cuda"
+    ways = ["captured", "calls"] if on_gpu else ["captured"]
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    begin = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    not_run = []
+    for name in arguments.model:
+        model = random_model(model_config(name), device, dtype)
+        for batch in arguments.batch:
+            bench = Bench(model, batch, arguments.tokens, arguments.rounds)
+            parts: list[Callable[[], list[dict[str, Any]]]] = [
+                lambda bench=bench: rows_of(bench, ways),  # type: ignore[misc]
+                lambda bench=bench: speculative_rows(bench, ways[:1]),  # type: ignore[misc]
+                lambda bench=bench: transformers_rows(bench),  # type: ignore[misc]
+            ]
+            for part in parts:
+                if time.monotonic() - begin > arguments.seconds:
+                    not_run.append(f"{name} batch {batch}")
+                    continue
+                rows += [{"model": name, **row} for row in part()]
+            print(f"{time.monotonic() - begin:6.1f} s  {name} batch {batch}", file=sys.stderr)
+        del model, bench, parts
+    result = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "copy": copy_rate(device),
+        "tokens": arguments.tokens,
+        "not_run": not_run,
+        "rows": rows,
+    }
+    text = table(result)
+    if arguments.json:
+        write_json(arguments.json, result)
+    if arguments.markdown:
+        arguments.markdown.write_text(text + "\n")
+    print(text)
+    return 0

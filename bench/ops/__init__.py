@@ -1,0 +1,1 @@
+"""Microbenchmarks of the ops, one file each, run by pytest."""

@@ -1,0 +1,72 @@
+"""The table of the ops' microbenchmarks, from pytest-benchmark's JSON.
+
+python -m bench ops-table build/bench.json
+
+``make bench`` runs it behind the microbenchmarks. Writes bench/results/ops.json and the table in
+bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness.ceilings import describe_ceilings
+from bench.harness.command import parser
+from bench.harness.machine import in_words, machine
+from bench.harness.results import Figures, Report
+from eecore.evaluation.tables import markdown_table
+
+RATES = ("GB/s", "GFLOP/s", "of ceiling")
+
+
+def row_of(benchmark: dict[str, Any]) -> dict[str, Any]:
+    """Which op and case, its times in microseconds, and the rates that it reported."""
+    name, _, case = benchmark["name"].removeprefix("bench_").partition("[")
+    times = {kind: round(benchmark["stats"][kind] * 1e6, 1) for kind in ("min", "median")}
+    rates = {rate: benchmark["extra_info"].get(rate) for rate in RATES}
+    return {"op": name, "case": case.removesuffix("]"), **times, **rates}
+
+
+def figures_of(recorded: dict[str, Any]) -> Figures:
+    """Of a run that pytest-benchmark recorded on this machine."""
+    return {
+        **machine(),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())),
+        "ceilings": recorded["machine_info"]["ceilings"],
+        "rows": [row_of(benchmark) for benchmark in recorded["benchmarks"]],
+    }
+
+
+def markdown(result: Figures) -> str:
+    """What it was measured on, then a line for each case."""
+    about = (
+        f"{result['threads']} thread(s), {in_words(result)}. "
+        f"{describe_ceilings(result['ceilings'])}. "
+        "Times in microseconds; rates and shares by the fastest round; a share is of the read "
+        "bandwidth (or, where it is larger, of the multiply-add rate) measured right after the "
+        "case. Small cases are bound by the cost of a call; weights of 60 to 130 MB come from a "
+        "large L3 in part, so shares of memory bandwidth can pass 1. `OMP_NUM_THREADS=1 make bench`"
+    )
+    lines = [
+        [row["op"], row["case"], f"{row['min']:.1f}", f"{row['median']:.1f}"]
+        + ["" if row[rate] is None else str(row[rate]) for rate in RATES]
+        for row in result["rows"]
+    ]
+    head = ["op", "case", "min", "median", *RATES]
+    return f"{about}\n\n{markdown_table(head, sorted(lines), text_columns=2)}"
+
+
+REPORTS = (Report("ops", {"ops": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("ops-table", __doc__)
+    made.add_argument("recorded", type=Path, help="by --benchmark-json")
+    arguments = made.parse_args(words)
+    REPORTS[0].finish(figures_of(json.loads(arguments.recorded.read_text())), arguments)

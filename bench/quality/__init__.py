@@ -1,0 +1,1 @@
+"""What weights of fewer bits cost in quality."""

@@ -1,0 +1,216 @@
+"""Perplexity of GGUF files in eecore and llama.cpp, and of weights that eecore quantises itself.
+
+python -m bench quality [--windows 20] [--threads 1]
+python -m bench quality --only-weights      what eecore quantises; files as measured before
+
+SmolLM2-135M-Instruct's Q4_1 file and Qwen2.5-Coder-0.5B-Instruct's, for which
+``python -m bench coder-files`` downloads 478 MB; on modules of Python's standard library, so anyone
+can run it again. Writes bench/results/quality.json and the table in bench/RESULTS.md, in about half
+an hour on one core.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import platform
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eecore
+from bench.decode.engines import run_llama_cpp
+from bench.harness import coder_files, peers
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.processes import EngineError
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import WEIGHTS, smollm2_file
+from bench.quality.perplexity import losses_of_output, perplexity, window_losses
+from bench.quality.rescaled import rescaled_file
+from eecore.evaluation.tables import markdown_table
+from eecore.models.gguf_convert import convert_gguf
+from eecore.models.llama import LlamaModel
+
+MODULES = ("textwrap", "shlex", "heapq", "csv", "configparser")
+WINDOW = 512
+LLAMA_CPP_TIMEOUT_S = 3600
+
+
+def text() -> str:
+    """What is read: the source of :data:`MODULES`."""
+    return "".join(inspect.getsource(importlib.import_module(name)) for name in MODULES)
+
+
+def our_losses(path: Path, windows: int, **options: Any) -> list[float]:
+    """Of each window in eecore."""
+    model = eecore.load(path, device="cpu", kv_cache_tokens=WINDOW, **options)
+    assert model.tokenizer is not None
+    assert isinstance(model.network, LlamaModel)
+    ids = model.tokenizer.encode(text())[: windows * WINDOW]
+    if len(ids) < windows * WINDOW:
+        raise ValueError(f"windows: expected up to {len(ids) // WINDOW}, got {windows}")
+    return window_losses(model.network, ids, WINDOW)
+
+
+def llama_cpp_losses(file: Path, windows: int, threads: int, scratch: Path) -> list[float]:
+    """Of each window in llama.cpp, which cuts the text into tokens itself."""
+    read = scratch / "text"
+    read.write_text(text())
+    command = ["llama-perplexity", "-m", str(file), "-f", str(read), "-c", str(WINDOW)]
+    command += ["-b", str(WINDOW), "--chunks", str(windows), "-t", str(threads)]
+    losses: list[float] = []
+    for _ in range(3):  # its output, written by a thread, now and then ends too early
+        losses = losses_of_output(run_llama_cpp(command, threads, LLAMA_CPP_TIMEOUT_S))
+        if len(losses) == windows:
+            return losses
+    raise EngineError(f"llama-perplexity: expected {windows} windows, got {len(losses)}")
+
+
+def file_row(file: Path, windows: int, threads: int, scratch: Path) -> dict[str, Any]:
+    ours = our_losses(file, windows)
+    theirs = llama_cpp_losses(file, windows, threads, scratch)
+    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    return said(
+        {
+            "file": file.stem,
+            "bytes": file.stat().st_size,
+            "eecore": perplexity(ours),
+            "llama.cpp": perplexity(theirs),
+            "furthest_window_nats": apart,
+        }
+    )
+
+
+def weights_row(name: str, path: Path, windows: int, **options: Any) -> dict[str, Any]:
+    losses = our_losses(path, windows, **options)
+    return said({"weights": name, "perplexity": perplexity(losses)})
+
+
+def rescaled_rows(windows: int, scratch: Path) -> list[dict[str, Any]]:
+    """The same in other numbers: quantised here, and by llama.cpp."""
+    floats = rescaled_file(coder_files.get_source(), scratch / "rescaled.gguf")
+    directory = convert_gguf(floats, scratch / "rescaled")
+    rows = [weights_row(name, directory, windows, **WEIGHTS[name]) for name in ("float32", "int4")]
+    for kind in ("Q4_1", "Q4_K_M"):
+        file = coder_files.quantise(floats, kind, scratch)
+        rows.append(weights_row(kind, file, windows))
+    return rows
+
+
+def said(row: dict[str, Any]) -> dict[str, Any]:
+    say(row)
+    return row
+
+
+def change(value: float, reference: float) -> str:
+    return f"{value / reference - 1:+.2%}"
+
+
+def files_table(result: Figures) -> str:
+    """Each file here and in llama.cpp."""
+    lines = [
+        [
+            row["file"],
+            f"{row['bytes'] / 1e6:.0f}",
+            f"{row['eecore']:.4f}",
+            f"{row['llama.cpp']:.4f}",
+            change(row["eecore"], row["llama.cpp"]),
+            f"{row['furthest_window_nats']:.4f} nats",
+        ]
+        for row in result["files"]
+    ]
+    head = ["file", "MB", "eecore", "llama.cpp", "eecore is", "a window, at most"]
+    return markdown_table(head, lines)
+
+
+def weights_table(result: Figures) -> str:
+    """Perplexities of one model in several formats, from its floats as they are and rescaled."""
+    stored = {row["file"].removeprefix(f"{coder_files.NAME}-"): row for row in result["files"]}
+    plain = {row["weights"]: row["perplexity"] for row in result["weights"]}
+    plain |= {kind: stored[kind.lower()]["eecore"] for kind in ("Q4_1", "Q4_K_M")}
+    rescaled = {row["weights"]: row["perplexity"] for row in result["rescaled"]}
+    lines = []
+    for name in plain:
+        cells = []
+        for values in (plain, rescaled):
+            if name in values:
+                others = (values["float32"], values["Q4_K_M"])
+                cells += [f"{values[name]:.4f}", *(change(values[name], one) for one in others)]
+            else:
+                cells += [""] * 3
+        lines.append([name, *cells])
+    head = ["weights", "as they are", "to float32", "to Q4_K_M"]
+    return markdown_table([*head, "rescaled", "to float32", "to Q4_K_M"], lines)
+
+
+def markdown(result: Figures) -> str:
+    about = (
+        f"Perplexity on the first {result['windows'] * result['window']:,} tokens of Python "
+        f"{result['python']}'s {', '.join(result['modules'])}: windows of {result['window']}, the "
+        "second half of each scored, as llama-perplexity counts it (with its own tokenizer and its "
+        f"cache of 16 bits). {result['made_from']}. Second table: the same model, in eecore, "
+        "in formats made from floats, which are that one file's dequantised to float32. As they "
+        "are, they lie on the grid of its blocks: Q4_K_M finds them again without a loss. Rescaled "
+        "(`bench/quality/rescaled.py`), they compute the same on no grid. Q4_1 takes 5 bits a "
+        "number and 8.5 in the head; int4 besides 6 in what makes keys, 8.5 in what makes values; "
+        "Q4_K_M here, where 256 divides few rows, 5.5 in most matrices and 4.5 to 8.5 in others. "
+        "States in float32, in bfloat16 with bfloat16 weights. "
+        f"{in_words(result)}, llama.cpp of {result['llama_cpp']}. `python -m bench quality`"
+    )
+    return "\n\n".join([files_table(result), weights_table(result), about])
+
+
+def file_rows(windows: int, threads: int, scratch: Path) -> list[dict[str, Any]]:
+    with smollm2_file() as smollm2:
+        files: Sequence[Path] = [smollm2, *coder_files.coder_files("Q4_1")]
+        return [file_row(file, windows, threads, scratch) for file in files]
+
+
+REPORTS = (Report("quality", {"quality": markdown}),)
+
+
+def measured_files(windows: int) -> list[dict[str, Any]]:
+    """Those of the results that there are."""
+    before = REPORTS[0].read()
+    if before["windows"] != windows:
+        raise ValueError(f"--windows: expected {before['windows']}, as of the files, got {windows}")
+    rows: list[dict[str, Any]] = before["files"]
+    return rows
+
+
+def measure(
+    windows: int, threads: int, scratch: Path, files: list[dict[str, Any]] | None
+) -> Figures:
+    if files is None:
+        files = file_rows(windows, threads, scratch)
+    directory = convert_gguf(coder_files.get_source(), scratch / "float32")
+    return {
+        "python": platform.python_version(),
+        **machine(),
+        "llama_cpp": peers.LLAMA_CPP,
+        "modules": MODULES,
+        "window": WINDOW,
+        "windows": windows,
+        "made_from": coder_files.MADE_FROM,
+        "files": files,
+        "weights": [
+            weights_row(name, directory, windows, **options) for name, options in WEIGHTS.items()
+        ],
+        "rescaled": rescaled_rows(windows, scratch),
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("quality", __doc__, threads=1)
+    made.add_argument("--windows", type=int, default=20, help=f"of {WINDOW} tokens")
+    made.add_argument("--only-weights", action="store_true", help="keep the rows of the files")
+    arguments = made.parse_args(words)
+    files = measured_files(arguments.windows) if arguments.only_weights else None
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory(dir=coder_files.DIRECTORY.parent) as scratch:
+        result = measure(arguments.windows, arguments.threads, Path(scratch), files)
+    REPORTS[0].finish(result, arguments)

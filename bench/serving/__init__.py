@@ -1,0 +1,1 @@
+"""The server: what HTTP costs, and how it holds up."""

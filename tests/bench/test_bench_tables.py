@@ -1,0 +1,103 @@
+"""Tables and the plot come from the committed figures, all of them, by one command."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import overview, tables
+from bench.calm import tables as calm_tables
+from bench.harness import results
+from bench.harness.places import README, RESULTS, RESULTS_PAGE
+from bench.serving.tables import faults
+
+PLOT = "decode.svg"
+# Figures that another report's table shows.
+SHOWN_ELSEWHERE = {"soak"}
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command writes instead: copies of the pages."""
+    for page in (README, RESULTS_PAGE):
+        shutil.copy(page, tmp_path)
+    monkeypatch.setattr(results, "RESULTS_PAGE", tmp_path / RESULTS_PAGE.name)
+    monkeypatch.setattr(tables, "README", tmp_path / README.name)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(calm_tables, "PAGES", tmp_path / "pages")
+    return tmp_path
+
+
+def same_matplotlib(one: Path, other: Path) -> bool:
+    version = re.compile(r"Matplotlib v[\d.]+")
+    return version.findall(one.read_text()) == version.findall(other.read_text())
+
+
+def test_the_committed_tables_are_those_of_the_committed_figures(copies: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tables.main([])
+    for page in (README, RESULTS_PAGE):
+        assert (copies / page.name).read_text() == page.read_text(), page.name
+    if same_matplotlib(copies / PLOT, RESULTS / PLOT):
+        assert (copies / PLOT).read_bytes() == (RESULTS / PLOT).read_bytes()
+    pages = {path.name for path in (copies / "pages").iterdir()}
+    names = [report.name for report in calm_tables.REPORTS]
+    assert pages == {
+        f"{name}{end}" for name in names for end in (".md", "-latency.svg", "-throughput.svg")
+    }
+
+
+def test_a_changed_figure_changes_its_table(copies: Path) -> None:
+    report = next(report for report in tables.reports() if report.name == "auto")
+    figures = report.read()
+    figures["count"] += 1
+    report.write_tables(figures)
+    page = (copies / RESULTS_PAGE.name).read_text()
+    assert f"on {figures['count']} held-out utterances" in page
+    assert page != RESULTS_PAGE.read_text()
+
+
+def test_all_figures_are_shown() -> None:
+    shown = {report.name for report in tables.reports()}
+    assert {file.stem for file in RESULTS.glob("*.json")} == shown | SHOWN_ELSEWHERE
+
+
+def test_figures_and_the_plot_of_the_readme_alone_are_kept() -> None:
+    others = {file.name for file in RESULTS.iterdir() if file.suffix != ".json"}
+    assert {name for name in others if not name.startswith("gpu-")} == {
+        PLOT,
+        "calm-synopsis-training.csv",
+    }
+    assert f"bench/results/{PLOT}" in README.read_text()
+    assert "calm-synopsis-training.csv" in RESULTS_PAGE.read_text()
+
+
+def test_the_soak_that_is_shown_found_nothing() -> None:
+    (report,) = (report for report in tables.reports() if report.name == "soak_serve")
+    assert faults(report.read()) == []
+
+
+def test_the_overview_is_short_and_says_where_it_was_measured() -> None:
+    kept = {report.name: report.read() for report in tables.reports()}
+    text = overview.markdown(kept)
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert 5 <= len(rows) <= 10
+    assert kept["decode"]["cpu"] in text
+    full = overview.find(
+        kept["decode"]["rows"],
+        model=overview.SMOLLM2,
+        bits="f32",
+        engine="eecore",
+        threads=1,
+        batch=1,
+    )
+    assert full is not None
+    assert f"| float32 | memory | {full['tokens_per_s_best']:.0f} |" in text
+
+
+def test_gains_that_were_not_measured_are_left_out() -> None:
+    assert overview.joined((1.5, None, 0.986)) == "1.50x / – / 0.99x"
+    assert overview.joined((None, None, None)) == ""
