@@ -1,6 +1,7 @@
 # Each target sets up what it needs in .venv and leaves alone what is there; see scripts/setup_venv.sh.
 #
-#   make test ARGS="tests/ops -k cosine"     ARGS goes to pytest
+#   make test                                with a worker on each core
+#   make test ARGS="tests/ops -k cosine"     in one process: ARGS goes to pytest
 #   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
 
 SHELL := /bin/bash
@@ -10,6 +11,8 @@ SHELL := /bin/bash
 ARGS ?=
 MINUTES ?= 10
 STEPS ?= 1000000
+# Tests start where their worker is, and go over to whoever runs out of them.
+SIDE_BY_SIDE := -n auto --dist worksteal
 SETUP := scripts/setup_venv.sh
 PYTHON_IN_VENV := .venv/bin/python
 CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
@@ -23,7 +26,7 @@ demo:  ## a real model, streamed in every exit mode
 
 test:  ## the whole test suite
 	@$(SETUP) test
-	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
+	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest $(or $(ARGS),$(SIDE_BY_SIDE))
 
 fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
 	@$(SETUP) test

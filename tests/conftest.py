@@ -15,11 +15,17 @@ from eecore import _C, ops
 from eecore.engine import intake
 from get_smollm2 import get_smollm2
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: a core for each, and for what it starts
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
 CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_model")
 # What differs with matrix tiles, the machine's or those of a model in software.
 TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
 TILED += ("decoder_layers", "rows_alone", "tiles")
+# opcheck is about what torch sees of an op, which is the same in front of all of the CPU's kernels.
+ALIKE_AT_THE_BOUNDARY = tuple(f"cpu-{name}" for name in CPU_CAPABILITIES if name != "portable")
 
 
 def op_of(module_name: str) -> str:
@@ -54,6 +60,15 @@ def device(
 
 
 @pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Whatever number of threads a test runs with, the next begins with torch's own."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that say no policy run at full depth here: what Auto does hangs on the clock."""
     monkeypatch.setattr(intake, "usual_exit", lambda _: "full")
@@ -82,7 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif backend == "cuda":
             fits = "EECORE_REDUCED_CASES" not in os.environ or cases.fits_the_emulator(parameters)
             (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
-        elif parameters.get("dtype") == torch.float16:
+        elif parameters.get("dtype") == torch.float16 or (
+            backend in ALIKE_AT_THE_BOUNDARY and "opcheck" in item.name
+        ):
             left_out.append(item)
         elif backend in ("cpu-amx", "cpu-amx_model"):
             fits = op in TILED and parameters.get("dtype") in (None, torch.bfloat16)
@@ -93,6 +110,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out += [item for i, item in enumerate(kept) if i % stride]
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept[::stride]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """``-n auto``: a worker for each core that is ours; more than eight would want for memory."""
+    has_some = hasattr(os, "sched_getaffinity")
+    return min(len(os.sched_getaffinity(0)) if has_some else os.cpu_count() or 1, 8)
 
 
 @pytest.fixture(scope="session")

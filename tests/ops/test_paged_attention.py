@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import emulated
 import reference
 from cases import ATTENTION_CASES, DTYPES, TOLERANCES, AttentionCase
 from eecore import ops
@@ -148,7 +149,7 @@ def test_what_is_not_a_number_comes_out_where_it_went_in(
             key_of(call, name, seq, key)[-1, column] = value
         expected = expected_of(call)
         assert expected.isnan().any() or not math.isnan(value)
-        for num_threads in (1, 8):
+        for num_threads in (1,) if emulated.is_cuda_kernel(device) else (1, 8):
             got = with_threads(num_threads, call).double()
             torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
 
