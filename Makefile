@@ -6,7 +6,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz sanitize soak lint format bench clean
+.PHONY: help demo test quick fuzz sanitize soak lint format bench clean
 
 ARGS ?=
 MINUTES ?= 10
@@ -27,6 +27,10 @@ demo:  ## a real model, streamed in every exit mode
 test:  ## the whole test suite
 	@$(SETUP) test
 	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest $(or $(ARGS),$(SIDE_BY_SIDE))
+
+quick:  ## tests of everything in a minute or so, for while you are at work on it
+	@$(SETUP) test
+	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest -m quick $(SIDE_BY_SIDE) $(ARGS)
 
 fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
 	@$(SETUP) test

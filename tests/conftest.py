@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 import cases
 import emulated
+import quick
 from eecore import _C, ops
 from eecore.engine import intake
 from get_smollm2 import get_smollm2
@@ -74,13 +75,28 @@ def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "usual_exit", lambda _: "full")
 
 
-@pytest.hookimpl(trylast=True)  # behind -k
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out backends that an op does not have, and what would take the emulator too long.
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: of those that run in a minute and a half")
 
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under ``-m quick`` files without quick tests are not even read."""
+    is_test = config.option.markexpr == "quick" and collection_path.suffix == ".py"
+    return True if is_test and not quick.has_quick(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Mark the quick tests; when -k and -m have chosen, see which of theirs fit.
+
+    Backends that an op does not have are left out, and what would take the emulator too long.
     EECORE_REDUCED_CASES leaves the same out on CUDA: for tools that make it slow.
     EECORE_ONE_CASE_IN=N keeps every N-th of what is left.
     """
+    quick.mark(items)
+    yield
     kept, left_out = [], []
     for item in items:
         parameters = (
