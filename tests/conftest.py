@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -80,6 +81,8 @@ def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs behind it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # some tests raise it
     config.addinivalue_line("markers", "quick: of those that run in a minute and a half")
 
 

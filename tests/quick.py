@@ -10,66 +10,55 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-ALL = ("test_",)
-LOSSLESS = ("test_greedy_output_is_that_of_full",)
-CASES_OF_AN_OP = 2
-"""Of every test of an op, on each of these kernels."""
+CASES_OF_AN_OP = 3
+"""Of every test of ops, on each of these kernels."""
 CAPABILITIES = ("cpu-portable", "cpu-avx2", "cpu-avx512_bf16")
 SLOW_OF_AN_OP = ("opcheck", "compiles")
+OF_OPS = ("ops", "across_ops")
 
-# Files, and how the names of their quick tests begin.
-QUICK = {
-    "across_ops/test_tape.py": ("test_a_replay",),
-    "cli/test_cli.py": ("test_generate", "test_every_exit_mode", "test_wrong_usage"),
-    "decoding/test_auto.py": LOSSLESS,
-    "decoding/test_confident_exit.py": ("test_algorithm_1", "test_work_is_really_saved"),
-    "decoding/test_guide.py": ("test_lossless_modes",),
-    "decoding/test_head_drafts.py": LOSSLESS,
-    "decoding/test_lookup.py": LOSSLESS,
-    "decoding/test_sampling.py": ALL,
-    "decoding/test_speculation.py": (*LOSSLESS, "test_full_is", "test_counters"),
+# All tests of these files of a folder are quick.
+WHOLE = {
+    ".": "exit_text exits files hostile_files house quick",
+    "decoding": "auto company confident_exit cut_vocabulary guide head_drafts lookup penalties "
+    "sampling speculation",
+    "engine": "faults",
+    "evaluation": "examples exit_map",
+    "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
+    "scheduling": "pages scheduler",
+    "serving": "cached_prompts depth endpoints metrics models refusals scored_prompts streams wire",
+    "training": "calm data draft_head early_exit_loss layer_dropout recipe",
+}
+# Of these files the tests whose names begin so.
+SOME = {
+    "cli/test_cli.py": ("test_generate", "test_every_exit_mode", "test_json", "test_wrong_usage"),
+    "cli/test_cli_streams.py": ("test_arguments_of_all_kinds",),
     "engine/test_async_engine.py": ("test_concurrent", "test_closing_a", "test_a_refused"),
-    "engine/test_engine.py": (
-        "test_modes_in_one_batch",
-        "test_preemption",
-        "test_stop_strings",
-        "test_streamed_pieces",
-        "test_bad_requests",
-        "test_stats",
-    ),
+    "engine/test_engine.py": ("test_modes_in_one_batch", "test_preemption", "test_st", "test_bad"),
+    "engine/test_shared_engine.py": ("test_overlapping", "test_threads_share"),
     "evaluation/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
-    "evaluation/test_exit_map.py": ("test_a_written_text",),
     "evaluation/test_layerskip.py": ("test_scores_are",),
     "fuzz/test_fuzzing.py": ("test_figures", "test_mutations"),
     "integrations/test_layer_drafts.py": ("test_drafts_are", "test_what_was_refused"),
     "integrations/test_transformers.py": ("test_answers_are", "test_the_weights_are_shared"),
     "integrations/test_vllm.py": ("test_drafts_of_a_batch", "test_settings"),
-    "models/test_checkpoint.py": ("test_shards", "test_a_missing", "test_a_tensor_of"),
     "models/test_gguf_load.py": ("test_weights_are_those", "test_truncated"),
-    "models/test_llama.py": ("test_logits_agree_with_transformers", "test_rows_are_the_same"),
     "models/test_t5.py": ("test_logits_agree", "test_confident", "test_self_spec"),
-    "models/test_tokenizer.py": ("test_a_stream",),
-    "scheduling/test_pages.py": ALL,
     "scheduling/test_prefix_cache.py": ("test_a_prompt_begins", "test_no_output_depends"),
-    "scheduling/test_scheduler.py": ALL,
-    "serving/test_endpoints.py": ("test_a_completion", "test_a_chat", "test_streams", "test_refus"),
-    "serving/test_refusals.py": ALL,
-    "serving/test_wire.py": ALL,
-    "training/test_early_exit_loss.py": ALL,
-    "training/test_recipe.py": ALL,
+    "serving/test_server.py": ("test_openais_client", "test_a_port"),
     "training/test_run.py": ("test_a_model_learns",),
-    "test_exit_text.py": ALL,
-    "test_exits.py": ALL,
-    "test_files.py": ALL,
-    "test_house.py": ALL,
-    "test_quick.py": ALL,
 }
+QUICK = SOME | {
+    (Path(folder) / f"test_{name}.py").as_posix(): ("test_",)
+    for folder, names in WHOLE.items()
+    for name in names.split()
+}
+"""How the names of a file's quick tests begin."""
 
 
 def has_quick(path: Path) -> bool:
     """Whether some tests of a file are quick."""
     return path.is_relative_to(TESTS) and (
-        path.parent == TESTS / "ops" or path.relative_to(TESTS).as_posix() in QUICK
+        path.parent.name in OF_OPS or path.relative_to(TESTS).as_posix() in QUICK
     )
 
 
@@ -82,7 +71,7 @@ def mark(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         backend = str(parameters.get("device", ""))
         name = item.originalname
-        if item.path.parent != TESTS / "ops":
+        if item.path.parent.name not in OF_OPS:
             begins = QUICK[item.path.relative_to(TESTS).as_posix()]
             if name.startswith(begins) and backend != "emulated":
                 item.add_marker("quick")
