@@ -1,15 +1,18 @@
 # Each target sets up what it needs in .venv and leaves alone what is there; see scripts/setup_venv.sh.
 #
-#   make test ARGS="tests/ops -k cosine"     ARGS goes to pytest
+#   make test                                with a worker on each core
+#   make test ARGS="tests/ops -k cosine"     in one process: ARGS goes to pytest
 #   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz sanitize soak lint format bench clean
+.PHONY: help demo test quick fuzz sanitize soak lint format bench clean
 
 ARGS ?=
 MINUTES ?= 10
 STEPS ?= 1000000
+# Tests start where their worker is, and go over to whoever runs out of them.
+SIDE_BY_SIDE := -n auto --dist worksteal
 SETUP := scripts/setup_venv.sh
 PYTHON_IN_VENV := .venv/bin/python
 CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
@@ -23,7 +26,11 @@ demo:  ## a real model, streamed in every exit mode
 
 test:  ## the whole test suite
 	@$(SETUP) test
-	@$(PYTHON_IN_VENV) -m pytest $(ARGS)
+	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest $(or $(ARGS),$(SIDE_BY_SIDE))
+
+quick:  ## tests of everything in a minute or so, for while you are at work on it
+	@$(SETUP) test
+	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest -m quick $(SIDE_BY_SIDE) $(ARGS)
 
 fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
 	@$(SETUP) test
@@ -31,8 +38,8 @@ fuzz:  ## hostile inputs of every kind, with new seeds, for MINUTES=10
 
 sanitize:  ## ops under AddressSanitizer and UBSan: their tests, then fuzzing for MINUTES=10
 	@$(SETUP) test
-	@$(PYTHON_IN_VENV) tests/sanitized.py -m pytest tests/ops tests/test_op_refusals.py \
-	  tests/test_rows_alone.py -k "not emulated and not opcheck" -p no:cacheprovider $(ARGS)
+	@$(PYTHON_IN_VENV) tests/sanitized.py -m pytest tests/ops tests/across_ops/test_op_refusals.py \
+	  tests/across_ops/test_rows_alone.py -k "not emulated and not opcheck" -p no:cacheprovider $(ARGS)
 	@$(PYTHON_IN_VENV) tests/sanitized.py tests/fuzz/campaign.py ops --minutes $(MINUTES)
 
 soak:  ## an engine for STEPS=1000000 steps: pages and memory stay where they are

@@ -75,7 +75,7 @@ pytest_on_cuda() { # NAME SECONDS PREFIX...: the tests of the backend cuda
   local name=$1 limit=$2
   shift 2
   step "$name" "$limit" env PYTHONPATH=python "$@" "$python" -m pytest tests/ops \
-    tests/runtime/test_cuda_path.py tests/runtime/test_programs.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
+    tests/decoding/test_cuda_path.py tests/decoding/test_programs.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
     --durations=5
 }
 
@@ -107,9 +107,8 @@ if wants decode; then
     --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
 fi
 if wants runtime; then
-  step runtime 240 env PYTHONPATH=python EECORE_TEST_DEVICE=cuda "$python" -m pytest tests/runtime \
-    -p no:cacheprovider --timeout=120 --ignore=tests/runtime/test_cli.py \
-    --ignore=tests/runtime/test_demo.py --durations=5
+  step runtime 240 env PYTHONPATH=python EECORE_TEST_DEVICE=cuda "$python" -m pytest tests/decoding \
+    tests/engine tests/models tests/scheduling -p no:cacheprovider --timeout=120 --durations=5
 fi
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 for tool in memcheck racecheck; do

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def alone(name: str) -> Iterator[Path]:
+    """The folder build/<name>, which other processes wait for meanwhile."""
+    folder = ROOT / "build" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
 
 
 def build(name: str, target: str, *options: str) -> Path:
@@ -17,7 +30,12 @@ def build(name: str, target: str, *options: str) -> Path:
     Raises:
         RuntimeError: with the compiler's words.
     """
-    folder = ROOT / "build" / name
+    with alone(name) as folder:
+        _build(folder, target, options)
+    return folder
+
+
+def _build(folder: Path, target: str, options: tuple[str, ...]) -> None:
     configure = [
         *("cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DEECORE_CUDA=OFF"),
         *(f"-DPython_EXECUTABLE={sys.executable}", *options),
@@ -31,4 +49,3 @@ def build(name: str, target: str, *options: str) -> Path:
         )
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
-    return folder

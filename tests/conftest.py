@@ -1,25 +1,37 @@
-"""Backends that op tests run over, and the real model that runtime tests use."""
+"""Backends that op tests run over, and models: small ones, loaded once, and a real one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import cases
+import eecore
 import emulated
+import quick
+from devices import load
 from eecore import _C, ops
 from eecore.engine import intake
 from get_smollm2 import get_smollm2
+from reference_decoding import ReferenceModel
+from tiny_models import scale_layers, write_model
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: a core for each, and for what it starts
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
 CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_model")
 # What differs with matrix tiles, the machine's or those of a model in software.
 TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
 TILED += ("decoder_layers", "rows_alone", "tiles")
+# opcheck is about what torch sees of an op, which is the same in front of all of the CPU's kernels.
+ALIKE_AT_THE_BOUNDARY = tuple(f"cpu-{name}" for name in CPU_CAPABILITIES if name != "portable")
 
 
 def op_of(module_name: str) -> str:
@@ -54,18 +66,44 @@ def device(
 
 
 @pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Whatever number of threads a test runs with, the next begins with torch's own."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that say no policy run at full depth here: what Auto does hangs on the clock."""
     monkeypatch.setattr(intake, "usual_exit", lambda _: "full")
 
 
-@pytest.hookimpl(trylast=True)  # behind -k
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out backends that an op does not have, and what would take the emulator too long.
+def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs behind it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # some tests raise it
+    config.addinivalue_line("markers", "quick: of those that run in a minute and a half")
 
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under ``-m quick`` files without quick tests are not even read."""
+    is_test = config.option.markexpr == "quick" and collection_path.suffix == ".py"
+    return True if is_test and not quick.has_quick(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Mark the quick tests; when -k and -m have chosen, see which of theirs fit.
+
+    Backends that an op does not have are left out, and what would take the emulator too long.
     EECORE_REDUCED_CASES leaves the same out on CUDA: for tools that make it slow.
     EECORE_ONE_CASE_IN=N keeps every N-th of what is left.
     """
+    quick.mark(items)
+    yield
     kept, left_out = [], []
     for item in items:
         parameters = (
@@ -82,7 +120,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif backend == "cuda":
             fits = "EECORE_REDUCED_CASES" not in os.environ or cases.fits_the_emulator(parameters)
             (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
-        elif parameters.get("dtype") == torch.float16:
+        elif parameters.get("dtype") == torch.float16 or (
+            backend in ALIKE_AT_THE_BOUNDARY and "opcheck" in item.name
+        ):
             left_out.append(item)
         elif backend in ("cpu-amx", "cpu-amx_model"):
             fits = op in TILED and parameters.get("dtype") in (None, torch.bfloat16)
@@ -95,6 +135,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept[::stride]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """``-n auto``: a worker for each core that is ours; more than eight would want for memory."""
+    has_some = hasattr(os, "sched_getaffinity")
+    return min(len(os.sched_getaffinity(0)) if has_some else os.cpu_count() or 1, 8)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The directory of SmolLM2-135M-Instruct in float32; made on first use and kept."""
@@ -102,3 +149,41 @@ def smollm2() -> Path:
         return get_smollm2()
     except RuntimeError as error:
         pytest.skip(f"no SmolLM2: {error}")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers whose early exits rarely agree with the whole model."""
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_directory: Path) -> eecore.Model:
+    return load(tiny_directory, kv_cache_tokens=2048)
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_directory: Path) -> ReferenceModel:
+    return ReferenceModel(tiny_directory)
+
+
+@pytest.fixture(scope="session")
+def agreeing_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five layers, of which the last three change little: drafts are often accepted."""
+    directory = write_model(tmp_path_factory.mktemp("agreeing"), seed=3, num_hidden_layers=5)
+    scale_layers(directory, {2: 0.2, 3: 0.1, 4: 0.2})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def agreeing(agreeing_directory: Path) -> eecore.Model:
+    return load(agreeing_directory, kv_cache_tokens=2048)

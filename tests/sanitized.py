@@ -42,16 +42,17 @@ def build() -> Path:
         RuntimeError: with the compiler's words.
     """
     folder = cmake_build.build("sanitized", "_C", "-DEECORE_SANITIZE=ON")
-    package = folder / "package" / "eecore"
-    package.mkdir(parents=True, exist_ok=True)
-    sources = [path for path in PACKAGE.iterdir() if path.suffix != ".so"]
-    wanted = {path.name: path for path in (*sources, *folder.glob("_C*.so"))}
-    for link in package.iterdir():
-        if link.name not in wanted:
-            link.unlink()
-    for name, path in wanted.items():
-        if not (package / name).is_symlink():
-            (package / name).symlink_to(path)
+    with cmake_build.alone("sanitized"):
+        package = folder / "package" / "eecore"
+        package.mkdir(parents=True, exist_ok=True)
+        sources = [path for path in PACKAGE.iterdir() if path.suffix != ".so"]
+        wanted = {path.name: path for path in (*sources, *folder.glob("_C*.so"))}
+        for link in package.iterdir():
+            if link.name not in wanted:
+                link.unlink()
+        for name, path in wanted.items():
+            if not (package / name).is_symlink():
+                (package / name).symlink_to(path)
     return package.parent
 
 

@@ -346,6 +346,12 @@ def test_no_op_file_is_left_without_a_schema() -> None:
     assert set(rooms) == set(schemas())
 
 
+def test_tests_lie_as_the_package_does() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")} - {"tests"}
+    of_none = {"across_ops", "bench", "emulator", "fuzz"}
+    assert folders <= {*FLOORS, *of_none}
+
+
 # Names
 
 

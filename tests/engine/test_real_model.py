@@ -40,7 +40,7 @@ def greedy_choices(oracle: torch.nn.Module, prompt: list[int], output: list[int]
 def test_full_depth_greedy_tokens_equal_transformers(
     model: eecore.Model, oracle: torch.nn.Module
 ) -> None:
-    prompts = real_prompts(20)
+    prompts = real_prompts(10)
     outputs = eecore.generate(model, prompts, max_tokens=128, ignore_eos=True)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output.token_ids) == 128
@@ -57,23 +57,24 @@ def test_batch_and_single_tokens_are_the_same(model: eecore.Model) -> None:
 
 
 MAX_TOKENS = 16
+NUM_PROMPTS = 40
 SKIPS = {"skip_attention": {12, 20}, "skip_mlp": {10, 14, 21}}
 
 
 @pytest.fixture(scope="module")
 def full_outputs(model: eecore.Model) -> list[list[int]]:
-    outputs = eecore.generate(model, real_prompts(100), max_tokens=MAX_TOKENS)
+    outputs = eecore.generate(model, real_prompts(NUM_PROMPTS), max_tokens=MAX_TOKENS)
     return [output.token_ids for output in outputs]
 
 
 @pytest.mark.parametrize(
     ("policy", "batch_size", "num_prompts", "max_tokens"),
     [
-        (eecore.SelfSpeculative(24, 4), 8, 100, MAX_TOKENS),
-        (eecore.SelfSpeculative(27, 2), 1, 100, 8),
-        (eecore.SelfSpeculative(8, 2), 8, 32, MAX_TOKENS),
-        (eecore.DraftAndVerify(**SKIPS, num_drafts=5), 8, 100, MAX_TOKENS),
-        (eecore.DraftAndVerify(**SKIPS, num_drafts=3, adaptive=False), 1, 100, 8),
+        (eecore.SelfSpeculative(24, 4), 8, NUM_PROMPTS, MAX_TOKENS),
+        (eecore.SelfSpeculative(27, 2), 1, 16, 8),
+        (eecore.SelfSpeculative(8, 2), 8, 16, MAX_TOKENS),
+        (eecore.DraftAndVerify(**SKIPS, num_drafts=5), 8, NUM_PROMPTS, MAX_TOKENS),
+        (eecore.DraftAndVerify(**SKIPS, num_drafts=3, adaptive=False), 1, 16, 8),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exit) else str(value),
 )
@@ -85,7 +86,7 @@ def test_speculation_gives_the_text_of_full_depth(
     num_prompts: int,
     max_tokens: int,
 ) -> None:
-    prompts = real_prompts(100)[:num_prompts]
+    prompts = real_prompts(NUM_PROMPTS)[:num_prompts]
     engine = model.engine(eecore.EngineConfig(kv_cache_tokens=4096, max_num_seqs=batch_size))
     sampling = eecore.SamplingParams(max_tokens=max_tokens)
     names = [engine.add_request(p, exit=policy, sampling=sampling) for p in prompts]

@@ -14,10 +14,10 @@ import test_kv_fill
 import test_skinny_gated_linear
 import test_skinny_linear
 import torch
+from test_int8_weights import with_int8
 
 from cases import KvFillCase
 from eecore import ops
-from test_int8_weights import with_int8
 
 Call = dict[str, Any]
 

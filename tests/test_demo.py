@@ -17,7 +17,7 @@ import eecore
 from head_packs import write_pack
 from tiny_models import write_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 INTENT_MODES = ("full", "confident exit", "fixed exit", "self-speculative")
 MODES = (*INTENT_MODES, "draft and verify", "draft head", "auto")
 

@@ -1,0 +1,82 @@
+"""What ``pytest -m quick`` runs: something of every floor, for while one is at work on it.
+
+The emulator is left out, since it may have to be compiled first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+CASES_OF_AN_OP = 3
+"""Of every test of ops, on each of these kernels."""
+CAPABILITIES = ("cpu-portable", "cpu-avx2", "cpu-avx512_bf16")
+SLOW_OF_AN_OP = ("opcheck", "compiles")
+OF_OPS = ("ops", "across_ops")
+
+# All tests of these files of a folder are quick.
+WHOLE = {
+    ".": "exit_text exits files hostile_files house quick",
+    "decoding": "auto company confident_exit cut_vocabulary guide head_drafts lookup penalties "
+    "sampling speculation",
+    "engine": "faults",
+    "evaluation": "examples exit_map",
+    "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
+    "scheduling": "pages scheduler",
+    "serving": "cached_prompts depth endpoints metrics models refusals scored_prompts streams wire",
+    "training": "calm data draft_head early_exit_loss layer_dropout recipe",
+}
+# Of these files the tests whose names begin so.
+SOME = {
+    "cli/test_cli.py": ("test_generate", "test_every_exit_mode", "test_json", "test_wrong_usage"),
+    "cli/test_cli_streams.py": ("test_arguments_of_all_kinds",),
+    "engine/test_async_engine.py": ("test_concurrent", "test_closing_a", "test_a_refused"),
+    "engine/test_engine.py": ("test_modes_in_one_batch", "test_preemption", "test_st", "test_bad"),
+    "engine/test_shared_engine.py": ("test_overlapping", "test_threads_share"),
+    "evaluation/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
+    "evaluation/test_layerskip.py": ("test_scores_are",),
+    "fuzz/test_fuzzing.py": ("test_figures", "test_mutations"),
+    "integrations/test_layer_drafts.py": ("test_drafts_are", "test_what_was_refused"),
+    "integrations/test_transformers.py": ("test_answers_are", "test_the_weights_are_shared"),
+    "integrations/test_vllm.py": ("test_drafts_of_a_batch", "test_settings"),
+    "models/test_gguf_load.py": ("test_weights_are_those", "test_truncated"),
+    "models/test_t5.py": ("test_logits_agree", "test_confident", "test_self_spec"),
+    "scheduling/test_prefix_cache.py": ("test_a_prompt_begins", "test_no_output_depends"),
+    "serving/test_server.py": ("test_openais_client", "test_a_port"),
+    "training/test_run.py": ("test_a_model_learns",),
+}
+QUICK = SOME | {
+    (Path(folder) / f"test_{name}.py").as_posix(): ("test_",)
+    for folder, names in WHOLE.items()
+    for name in names.split()
+}
+"""How the names of a file's quick tests begin."""
+
+
+def has_quick(path: Path) -> bool:
+    """Whether some tests of a file are quick."""
+    return path.is_relative_to(TESTS) and (
+        path.parent.name in OF_OPS or path.relative_to(TESTS).as_posix() in QUICK
+    )
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Give the quick ones their marker."""
+    of_ops: dict[tuple[Path, str, str], list[pytest.Item]] = {}
+    for item in items:
+        if not has_quick(item.path) or not isinstance(item, pytest.Function):
+            continue
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        backend = str(parameters.get("device", ""))
+        name = item.originalname
+        if item.path.parent.name not in OF_OPS:
+            begins = QUICK[item.path.relative_to(TESTS).as_posix()]
+            if name.startswith(begins) and backend != "emulated":
+                item.add_marker("quick")
+        elif backend in ("", *CAPABILITIES) and not any(word in name for word in SLOW_OF_AN_OP):
+            of_ops.setdefault((item.path, name, backend), []).append(item)
+    for cases in of_ops.values():
+        for place in range(CASES_OF_AN_OP):  # spread: the first are often empty
+            cases[len(cases) * (place + 1) // (CASES_OF_AN_OP + 1)].add_marker("quick")

@@ -1,0 +1,30 @@
+"""Quick tests are there, and of everything."""
+
+from __future__ import annotations
+
+import ast
+
+import quick
+
+
+def names_of(file: str) -> list[str]:
+    """The tests that a file has."""
+    tree = ast.parse((quick.TESTS / file).read_text())
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+
+
+def test_the_quick_tests_are_there() -> None:
+    for file, begins in quick.QUICK.items():
+        names = names_of(file)
+        for begin in begins:
+            assert any(name.startswith(begin) for name in names), f"{file} has no {begin}..."
+
+
+def test_every_folder_has_quick_tests() -> None:
+    folders = {path.parent for path in quick.TESTS.rglob("test_*.py")}
+    for folder in folders - {quick.TESTS / "emulator"}:  # which may have to be compiled
+        assert any(quick.has_quick(path) for path in folder.glob("test_*.py")), folder
