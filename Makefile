@@ -5,7 +5,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz sanitize soak lint format bench clean
+.PHONY: help demo test fuzz sanitize soak lint format docs bench clean
 
 ARGS ?=
 MINUTES ?= 10
@@ -52,6 +52,11 @@ format:  ## rewrite the sources as make lint wants them
 	@$(PYTHON_IN_VENV) -m ruff check --fix .
 	@$(PYTHON_IN_VENV) -m ruff format .
 	@.venv/bin/clang-format -i $(CXX_SOURCES)
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs:  ## the manual, into build/site: a link that leads nowhere fails; ARGS=serve shows it
+	@$(SETUP) docs
+	@$(PYTHON_IN_VENV) -m mkdocs $(or $(ARGS),build) --strict
 
 bench:  ## the microbenchmarks of the ops, into bench/RESULTS.md
 	@$(SETUP) test
