@@ -15,7 +15,7 @@ import eecore
 from eecore.cli.app import app
 from eecore.exit_text import POLICIES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in [*FRONT, *sorted(DOCS.rglob("*.md"))]}
