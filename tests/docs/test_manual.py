@@ -14,6 +14,7 @@ from typer.main import get_command
 import eecore
 from eecore.cli.app import app
 from eecore.exit_text import POLICIES
+from eecore.serving.protocol import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -23,6 +24,9 @@ PAGE = pytest.mark.parametrize("page", PAGES)
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
+# Fields that need no word: every request of OpenAI's has them, or they are vLLM's and plain.
+OPENAIS = {"messages", "model", "prompt", "user"}
+OPENAIS |= {"add_generation_prompt", "add_special_tokens", "return_token_strs"}
 
 
 def commands(page: str) -> list[list[str]]:
@@ -170,3 +174,25 @@ def test_the_extras_that_are_described_are_those_of_the_project() -> None:
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     named = [name for row in rows for name in INLINE.findall(row) if "pip" not in name]
     assert sorted(named) == sorted(extras)
+
+
+def test_the_endpoints_that_are_described_are_those_of_the_server() -> None:
+    source = (ROOT / "python" / "eecore" / "serving" / "app.py").read_text()
+    routes = set(re.findall(r'@app\.(?:get|post)\("(/[\w/]*)"', source)) - {"/"}
+    routes = {route for route in routes if not route.startswith("/page")}
+    page = (DOCS / "serving.md").read_text()
+    (row,) = re.findall(r"^\| endpoints \| (.*) \|$", page, re.MULTILINE)
+    assert {*routes, "/openapi.json", "/"} == set(INLINE.findall(row))
+
+
+def test_the_fields_that_are_described_are_those_of_requests() -> None:
+    page = (DOCS / "serving.md").read_text()
+    known: set[str] = set()
+    for request in (ChatRequest, CompletionRequest):
+        known |= set(request.model_fields)
+    found = re.findall(r"^\| (?:fields|guides|not there, a 400) \| (.*) \|$", page, re.MULTILINE)
+    named = {name.partition(".")[0] for row in found for name in INLINE.findall(row)}
+    assert len(found) == 3
+    assert named <= known
+    everywhere = {name for code in INLINE.findall(page) for name in re.findall(r"\w+", code)}
+    assert known - everywhere <= OPENAIS
