@@ -21,12 +21,15 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 IN_NAVIGATION = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench/RESULTS.md")
 LINKED = (
-    "bench/models/calm-intents/README.md",
-    "python/eecore/data/heads/smollm2-135m-instruct/README.md",
-    "python/eecore/data/intent/README.md",
+    "bench/README.md",
+    "bench/models/*/*.svg",
+    "bench/models/*/README.md",
+    "bench/results/*.csv",
+    "bench/results/*.md",
+    "bench/results/*.svg",
+    "python/eecore/data/**/README.md",
     "tests/emulator/README.md",
 )
-SHOWN = ("bench/results/*.md", "bench/results/*.svg", "bench/models/*/*.svg")
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -52,9 +55,9 @@ def expanded(entry: Any, docs: Path) -> Any:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Take in the pages that lie elsewhere, and the images that they show."""
-    shown = [path.relative_to(ROOT).as_posix() for glob in SHOWN for path in ROOT.glob(glob)]
-    for name in (*IN_NAVIGATION, *LINKED, *sorted(shown)):
+    """Take in the pages that lie elsewhere, and what they show."""
+    linked = [path.relative_to(ROOT).as_posix() for glob in LINKED for path in ROOT.glob(glob)]
+    for name in (*IN_NAVIGATION, *sorted(linked)):
         file = File.generated(config, name, abs_src_path=str(ROOT / name))
         if name not in IN_NAVIGATION:
             file.inclusion = InclusionLevel.NOT_IN_NAV
