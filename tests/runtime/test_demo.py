@@ -124,10 +124,9 @@ def test_the_demo_of_the_real_model_stops_at_ctrl_c() -> None:
 
 
 def examples() -> list[Any]:
-    """Of README and docs/. Those of ops, and those that ask a server, have tests of their own."""
+    """Of README and the guides in docs/, but for those that ask a server: see its tests."""
     found = []
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "ops"]
-    for path in (ROOT / "README.md", *sorted(pages)):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         name = path.relative_to(ROOT).as_posix()
         blocks = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
         for number, code in enumerate(blocks, 1):
