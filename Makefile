@@ -6,7 +6,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz sanitize soak lint format bench clean
+.PHONY: help demo test quick fuzz sanitize soak lint format docs bench clean
 
 ARGS ?=
 MINUTES ?= 10
@@ -60,11 +60,17 @@ format:  ## rewrite the sources as make lint wants them
 	@$(PYTHON_IN_VENV) -m ruff format .
 	@.venv/bin/clang-format -i $(CXX_SOURCES)
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs:  ## the manual, into build/site: a link that leads nowhere fails; ARGS=serve shows it
+	@$(SETUP) docs
+	@$(PYTHON_IN_VENV) -m mkdocs $(or $(ARGS),build) --strict
+
 bench:  ## the microbenchmarks of the ops, into bench/RESULTS.md
 	@$(SETUP) test
 	@$(PYTHON_IN_VENV) -m pytest bench/ops --benchmark-columns=min,median,rounds \
 	  --benchmark-sort=fullname --benchmark-max-time=0.3 --benchmark-json=build/bench.json $(ARGS)
 	@$(PYTHON_IN_VENV) -m bench ops-table build/bench.json
+	@$(PYTHON_IN_VENV) scripts/op_pages.py
 
 clean:  ## remove .venv, .peers, build products and caches
 	rm -rf .venv .peers build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

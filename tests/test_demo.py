@@ -1,4 +1,4 @@
-"""The demo and the README, as someone who has just cloned the repository runs them."""
+"""The demo, README and docs/, as someone who has just cloned the repository runs them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,17 +123,22 @@ def test_the_demo_of_the_real_model_stops_at_ctrl_c() -> None:
     assert error == ""
 
 
-def readme_examples() -> list[str]:
-    """But for those that ask a server: see the tests of serving."""
-    text = (ROOT / "README.md").read_text()
-    found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [code for code in found if "OpenAI(" not in code]
+def examples() -> list[Any]:
+    """Of README and the guides in docs/, but for those that ask a server: see its tests."""
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        name = path.relative_to(ROOT).as_posix()
+        blocks = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+        for number, code in enumerate(blocks, 1):
+            if "OpenAI(" not in code:
+                found.append(pytest.param(name, code, id=f"{name}-{number}"))
+    return found
 
 
-@pytest.mark.parametrize("code", readme_examples(), ids=lambda code: code.split("\n")[0])
-def test_the_examples_of_the_readme_run(
-    code: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("page", "code"), examples())
+def test_the_examples_of_the_manual_run(
+    page: str, code: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model").symlink_to(tiny)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})

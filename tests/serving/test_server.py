@@ -110,13 +110,13 @@ def test_openais_client_parses_what_it_asked_for(address: str) -> None:
     assert caught.value.param == "response_format"
 
 
-def test_the_example_of_the_readme(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+def test_the_example_of_the_manual(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
     found = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (code,) = [each for each in found if "OpenAI(" in each]
     assert "http://127.0.0.1:8000" in code
     code = code.replace("http://127.0.0.1:8000", address)
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "serving.md", "exec"), {"__name__": "__main__"})
     assert "".join(line.rpartition(" [")[0] for line in capsys.readouterr().out.splitlines())
 
 
