@@ -169,7 +169,7 @@ void decoder_layers(
   check(mlp_norm, "mlp_norm", Accept::kModel, {"num_layers", "hidden_size"});
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
     check.written(*cache, name, Accept::kModel,
-                  {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+                  {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   const int64_t num_kv_heads = check["num_kv_heads"], head_dim = check["head_dim"];
   check(q_norm, "q_norm", Accept::kModel, {"num_layers", "head_dim"});
@@ -252,8 +252,9 @@ void decoder_layers(
   append.num_kv_heads = num_kv_heads;
   append.head_dim = head_dim;
   append.rotary_dim = rotary_dim;
-  append.k_cache_slot_stride = check.slot_stride(k_cache, "k_cache");
-  append.v_cache_slot_stride = check.slot_stride(v_cache, "v_cache");
+  append.page_size = check["page_size"];
+  append.k_cache_strides = check.cache_strides(k_cache, "k_cache");
+  append.v_cache_strides = check.cache_strides(v_cache, "v_cache");
   append.eps = params.eps;
   append.dtype = params.dtype;
 
@@ -267,12 +268,10 @@ void decoder_layers(
   attend.num_kv_heads = num_kv_heads;
   attend.head_dim = head_dim;
   attend.num_pages = check["num_pages"];
-  attend.page_size = check["page_size"];
+  attend.page_size = append.page_size;
   attend.page_table_stride = page_table.stride(0);
-  attend.k_page_stride = k_cache.stride(1);
-  attend.k_slot_stride = k_cache.stride(2);
-  attend.v_page_stride = v_cache.stride(1);
-  attend.v_slot_stride = v_cache.stride(2);
+  attend.k_cache_strides = append.k_cache_strides;
+  attend.v_cache_strides = append.v_cache_strides;
   attend.fixed_split_size = fixed_split_size;
   attend.max_pages_per_seq = check["max_pages_per_seq"];
   attend.scale = static_cast<float>(scale);

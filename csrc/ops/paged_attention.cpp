@@ -18,7 +18,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
     check.apart(*cache, name, Accept::kModel,
-                {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+                {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   check(page_table, "page_table", Accept::kInt32, {"num_seqs", "max_pages_per_seq"}, 1);
   check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
@@ -59,10 +59,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.q_head_stride = q.stride(1);
   params.out_token_stride = out.stride(0);
   params.out_head_stride = out.stride(1);
-  params.k_page_stride = k_cache.stride(0);
-  params.k_slot_stride = k_cache.stride(1);
-  params.v_page_stride = v_cache.stride(0);
-  params.v_slot_stride = v_cache.stride(1);
+  params.k_cache_strides = check.cache_strides(k_cache, "k_cache");
+  params.v_cache_strides = check.cache_strides(v_cache, "v_cache");
   // A window of all the keys that there is room for is none.
   const int64_t most_keys = check["max_pages_per_seq"] * check["page_size"];
   params.sliding_window = sliding_window < most_keys ? sliding_window : 0;

@@ -26,8 +26,8 @@ class KeyStream {
       : params_(params),
         plan_(plan),
         page_table_(params.page_table + tile.seq.index * params.page_table_stride),
-        k_(static_cast<const T*>(params.k_cache) + kv_head * params.head_dim),
-        v_(static_cast<const T*>(params.v_cache) + kv_head * params.head_dim),
+        k_(static_cast<const T*>(params.k_cache) + kv_head * params.k_cache_strides.head),
+        v_(static_cast<const T*>(params.v_cache) + kv_head * params.v_cache_strides.head),
         ring_(ring),
         offsets_(offsets),
         keys_(intersect(tile.used, split)),
@@ -130,8 +130,9 @@ class KeyStream {
     const bool used = slot.page >= 0;
     Pack<int64_t> mine = {{-1, -1}};
     if (used) {
-      mine = {{slot.page * params_.k_page_stride + slot.offset * params_.k_slot_stride,
-               slot.page * params_.v_page_stride + slot.offset * params_.v_slot_stride}};
+      const CacheStrides &k = params_.k_cache_strides, &v = params_.v_cache_strides;
+      mine = {
+          {slot.page * k.page + slot.offset * k.slot, slot.page * v.page + slot.offset * v.slot}};
     }
     __syncwarp();  // the offsets of the stage before are read
     if (lane_ < kStepKeys) shared_store16(offsets_ + lane_ * 2, mine);
