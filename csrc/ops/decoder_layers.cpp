@@ -3,7 +3,7 @@
 
 #include "activation_name.h"
 #include "backend.h"
-#include "crew.h"
+#include "cpu/crew.h"
 #include "index_checks.h"
 #include "packed_check.h"
 #include "position_buckets.h"
@@ -301,7 +301,7 @@ void decoder_layers(
   cpu::Parallel pool = torch_parallel();
   const int64_t most = std::max<int64_t>(weight_bytes(params) / pool.bytes_per_range, 1);
   pool.num_threads = static_cast<int>(std::min<int64_t>(pool.num_threads, most));
-  with_crew(pool, [&](const cpu::Parallel& crew) { cpu::run_decoder_layers(params, crew); });
+  cpu::with_crew(pool, [&](const cpu::Parallel& crew) { cpu::run_decoder_layers(params, crew); });
 #endif
 }
 
