@@ -5,8 +5,6 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
-
 // One head from `in` to `out`, which may be the same place. Null weight: no norm; null cos_sin: no
 // rotary; neither: the bits as they are.
 template <typename T>

@@ -8,7 +8,6 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-constexpr int64_t kMaxHeadDim = 256;
 // Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
 constexpr int64_t kMaxBlock = 32;
 #if defined(__AVX512F__)
@@ -71,8 +70,8 @@ struct TileScratch {
   alignas(64) float scores[kGroupRows * kMaxBlock];  // [rows of a group, block]
 #if defined(__AVX512BF16__)
   alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
-  alignas(64) uint32_t k_pairs[kMaxHeadDim / 2 * kMaxBlock];
-  alignas(64) uint32_t v_pairs[kMaxBlock / 2 * kMaxHeadDim];
+  alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];
+  alignas(64) uint32_t v_pairs[kMaxBlock / 2 * kMaxAttentionHeadDim];
   alignas(64) uint32_t weight_pairs[kGroupRows * kMaxBlock / 2];
 #endif
   alignas(64) float weight_sum[kMaxTileRows * kWidth];

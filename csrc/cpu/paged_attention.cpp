@@ -266,7 +266,7 @@ void merge_rows(const AttentionPlan& params, int64_t begin, int64_t end) {
     while (params.query_start_loc[index + 1] <= token) ++index;
     const Sequence seq = sequence_at(params, index);
     const Range splits = splits_of(params, visible_keys(params, seq, token - seq.first_token));
-    alignas(64) float total[kMaxHeadDim] = {};
+    alignas(64) float total[kMaxAttentionHeadDim] = {};
     float maximum = -kInfinity, weight = 0.0f;
     for (int64_t split = splits.begin; split < splits.end; ++split) {
       const float* partial = partial_of(params, token, head, split);

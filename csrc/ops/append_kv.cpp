@@ -5,8 +5,6 @@
 namespace eecore {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
-
 void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor k_cache,
                Tensor v_cache, const Tensor& slot_mapping, const std::optional<Tensor>& positions,
                const std::optional<Tensor>& cos_sin, const std::optional<Tensor>& q_norm_weight,

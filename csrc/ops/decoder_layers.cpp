@@ -11,8 +11,6 @@
 namespace eecore {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
-
 // A matrix of every layer: the arguments <name>_weight, <name>_bias, <name>_scale and <name>_table.
 struct MatrixTensors {
   WeightNames names;
@@ -204,9 +202,9 @@ void decoder_layers(
   const int64_t rotary_dim = has_positions ? check["rotary_dim"] : 0;
   check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
   check.require(check["inner_size"] >= 1, "down_weight: expected inner_size >= 1, got 0");
-  check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
-                "k_cache: expected head_dim a multiple of 8 in [8, ", kMaxHeadDim, "], got ",
-                head_dim);
+  check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxAttentionHeadDim,
+                "k_cache: expected head_dim a multiple of 8 in [8, ", kMaxAttentionHeadDim,
+                "], got ", head_dim);
   check.require(num_kv_heads > 0 && q_size > 0 && q_size % (num_kv_heads * head_dim) == 0,
                 "o_weight: expected q_size a multiple of num_kv_heads * head_dim=",
                 num_kv_heads * head_dim, ", got ", q_size);

@@ -19,6 +19,9 @@ enum class Activation : int8_t { kNone, kSilu, kGeluTanh, kRelu };
 // Bytes of an element.
 constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+constexpr int64_t kMaxHeadDim = 512;           // of append_kv
+constexpr int64_t kMaxAttentionHeadDim = 256;  // of paged_attention and decoder_layers
+
 // Sticky acceptance of rows at one exit point, and the list of rows that go on.
 struct AcceptMaskParams {
   const float* confidence;  // [num_seqs]
