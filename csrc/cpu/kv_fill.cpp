@@ -169,7 +169,8 @@ void fill_layers(const KvFillParams& params, const Parallel& parallel) {
 }  // namespace
 
 void run_kv_fill(const KvFillParams& params, const Parallel& parallel) {
-  EECORE_DISPATCH_WEIGHT(params, kv_scale, kv_table, fill_layers, (params, parallel));
+  dispatch_weight(params.dtype, params.kv_scale, params.kv_table,
+                  [&]<typename T, typename W>() { fill_layers<T, W>(params, parallel); });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY
