@@ -112,16 +112,12 @@ int64_t Checker::operator[](const char* dim_name) const {
   return binding->size;
 }
 
-int64_t Checker::slot_stride(const Tensor& cache, const char* name) const {
-  const int64_t page_axis = cache.dim() - 4;
-  const int64_t num_pages = cache.size(page_axis), page_size = cache.size(page_axis + 1);
-  const int64_t page_stride = cache.stride(page_axis), stride = cache.stride(page_axis + 1);
-  if (page_size == 1) return page_stride;
-  if (num_pages > 1 && page_stride != page_size * stride) {
-    fail(std::string(name) + ": expected pages " + std::to_string(page_size * stride) +
-         " elements apart (page_size * slot stride), got " + std::to_string(page_stride));
-  }
-  return stride;
+CacheStrides Checker::cache_strides(const Tensor& cache, const char* name) const {
+  const int64_t axis = cache.dim() - 4, num_slots = cache.size(axis) * cache.size(axis + 1);
+  require(num_slots <= INT32_MAX, name, ": expected at most ", INT32_MAX,
+          " slots (num_pages * page_size), got ", num_slots);
+  const auto stride = [&](int64_t i) { return cache.size(i) > 1 ? cache.stride(i) : 0; };
+  return {stride(axis), stride(axis + 1), stride(axis + 2)};
 }
 
 const float* Checker::weight(const Tensor& tensor, const char* name,

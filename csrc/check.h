@@ -90,9 +90,9 @@ class Checker {
   int64_t operator[](const char* dim_name) const;
   bool has(const char* dim_name) const { return find(dim_name) != nullptr; }
 
-  // Elements between the slots of a cache [..., num_pages, page_size, num_kv_heads, head_dim],
-  // whose slots must be evenly spaced across its pages.
-  int64_t slot_stride(const Tensor& cache, const char* name) const;
+  // Of a cache [..., num_pages, page_size, num_kv_heads, head_dim] of fewer than 2^31 slots. Where
+  // there is one of something its stride is 0, so that no odd one makes the cache look misaligned.
+  CacheStrides cache_strides(const Tensor& cache, const char* name) const;
 
   // The dtype shared by every tensor checked with Accept::kModel.
   DType dtype() const;

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "crew.h"
+#include "cpu/crew.h"
 
 namespace eecore {
 namespace {
@@ -86,7 +86,7 @@ void Tape::replay(const cpu::Parallel& pool, std::vector<CallTrace>* trace) {
   if (recorder != nullptr || is_recording_) {
     throw std::runtime_error("tape: expected no replay while one records");
   }
-  with_crew(pool, [&](const cpu::Parallel& crew) { run_steps(crew, trace); });
+  cpu::with_crew(pool, [&](const cpu::Parallel& crew) { run_steps(crew, trace); });
 }
 
 void Tape::run_traced(Call& call, const cpu::Parallel& parallel, std::vector<CallTrace>* trace) {

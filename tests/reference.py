@@ -685,9 +685,10 @@ def append_kv(
     k = norm_and_rotate(k, k_norm_weight, positions, cos_sin, eps)
     new_k, new_v = k_cache.double(), v_cache.double()
     written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    new_k.flatten(0, 1)[slots] = k[written]
-    new_v.flatten(0, 1)[slots] = v.double()[written]
+    page = slot_mapping[written] // k_cache.shape[1]
+    offset = slot_mapping[written] % k_cache.shape[1]
+    new_k[page, offset] = k[written]
+    new_v[page, offset] = v.double()[written]
     return q, new_k, new_v
 
 

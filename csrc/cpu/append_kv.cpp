@@ -5,8 +5,6 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
-
 // One head from `in` to `out`, which may be the same place. Null weight: no norm; null cos_sin: no
 // rotary; neither: the bits as they are.
 template <typename T>
@@ -41,16 +39,15 @@ void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
       T* row = q + token * params.q_token_stride + head * params.q_head_stride;
       transform_head(params, row, q_norm_weight, cos_sin, row);
     }
-    const int64_t slot = params.slot_mapping[token];
-    if (slot < 0) continue;
+    if (params.slot_mapping[token] < 0) continue;
+    const CacheSlot slot = cache_slot(params.slot_mapping[token], params.page_size);
     for (int64_t head = 0; head < params.num_kv_heads; ++head) {
-      const int64_t column = head * params.head_dim;
       const T* k_row = k + token * params.k_token_stride + head * params.k_head_stride;
       const T* v_row = v + token * params.v_token_stride + head * params.v_head_stride;
       transform_head(params, k_row, k_norm_weight, cos_sin,
-                     k_cache + slot * params.k_cache_slot_stride + column);
+                     k_cache + cache_offset(params.k_cache_strides, slot, head));
       transform_head<T>(params, v_row, nullptr, nullptr,
-                        v_cache + slot * params.v_cache_slot_stride + column);
+                        v_cache + cache_offset(params.v_cache_strides, slot, head));
     }
   }
 }

@@ -151,7 +151,7 @@ inline void pack_pairs(HeadBlock<BFloat16> block, HeadBlock<BFloat16> next, int6
     for (int64_t d = 0; d < head_dim; d += 32) {
       __m512i keys[16];
       for (int i = 0; i < 16; ++i) {
-        keys[i] = load_words(block.rows->k[j + i] + block.offset + d, head_dim - d);
+        keys[i] = load_words(block.k(j + i) + d, head_dim - d);
       }
       turn(keys);
       for (int i = 0; i < 16; ++i) {
@@ -159,12 +159,11 @@ inline void pack_pairs(HeadBlock<BFloat16> block, HeadBlock<BFloat16> next, int6
       }
     }
     for (int i = 0; next.rows != nullptr && i < kWidth; ++i) {
-      prefetch_row(next.rows->k[j + i] + next.offset, head_dim);
+      prefetch_row(next.k(j + i), head_dim);
     }
   }
   for (int64_t j = 0; j < num_keys; j += 2) {
-    const BFloat16* low = block.rows->v[j] + block.offset;
-    const BFloat16* high = block.rows->v[j + 1] + block.offset;
+    const BFloat16 *low = block.v(j), *high = block.v(j + 1);
     uint32_t* out = scratch.v_pairs + j / 2 * width;
     for (int64_t d = 0; d < head_dim; d += 32) {
       const __m512i x = load_words(low + d, head_dim - d), y = load_words(high + d, head_dim - d);
@@ -174,7 +173,7 @@ inline void pack_pairs(HeadBlock<BFloat16> block, HeadBlock<BFloat16> next, int6
                          _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(x, 16), y));
     }
     for (int i = 0; next.rows != nullptr && i < 2; ++i) {
-      prefetch_row(next.rows->v[j + i] + next.offset, head_dim);
+      prefetch_row(next.v(j + i), head_dim);
     }
   }
 }

@@ -47,7 +47,7 @@ inline AttentionWork measure_work(const AttentionPlan& plan) {
 }
 
 // The plan of a call, without partials and table of biases; max_splits is how many of them a row
-// needs, or 0. Keys are split before heads, because all heads of a slot lie side by side in memory.
+// needs, or 0. Keys are split before heads, because the heads of a slot mostly lie side by side.
 // A fixed split size is kept as it is, so that only who computes a split depends on the call.
 inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
   constexpr int64_t kMultipliesPerThread = 1 << 16;    // worth waking a thread for

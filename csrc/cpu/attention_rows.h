@@ -29,11 +29,11 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadBlock<T> bl
   for (int64_t j = begin; j < end; j += kGroupKeys) {
     if (next.rows != nullptr) {
       for (int i = 0; i < kGroupKeys; ++i) {
-        prefetch_row(next.rows->k[j + i] + next.offset, head_dim);
+        prefetch_row(next.k(j + i), head_dim);
       }
     }
     const T* k[kGroupKeys];
-    for (int i = 0; i < kGroupKeys; ++i) k[i] = block.rows->k[j + i] + block.offset;
+    for (int i = 0; i < kGroupKeys; ++i) k[i] = block.k(j + i);
     Vec dots[kRows][kGroupKeys];
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kGroupKeys; ++i) dots[r][i] = zero();
@@ -77,9 +77,9 @@ void add_value_columns(const float* scores, const Vec* correction, HeadBlock<T> 
   }
   for (int64_t j = begin; j < end; ++j) {
     if (next.rows != nullptr) {
-      prefetch_row(next.rows->v[j] + next.offset + d, kPairs * kPairWidth);
+      prefetch_row(next.v(j) + d, kPairs * kPairWidth);
     }
-    const T* v = block.rows->v[j] + block.offset + d;
+    const T* v = block.v(j) + d;
     Pair values[kPairs];
     for (int i = 0; i < kPairs; ++i) {
       values[i] =
@@ -119,7 +119,7 @@ struct RowBlock {
   static constexpr int64_t kStep = 1;
   HeadBlock<T> rows, next;
 
-  RowBlock quiet() const { return {rows, {nullptr, 0}}; }
+  RowBlock quiet() const { return {rows, {}}; }
 
   template <int kRows>
   void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
@@ -156,8 +156,8 @@ void gather_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, TileSc
   for (int64_t j = 0; j < num_keys; ++j) {
     float* k = scratch.k_block + j * width;
     float* v = scratch.v_block + j * width;
-    widen_row(block.rows->k[j] + block.offset, head_dim, one, width, k);
-    widen_row(block.rows->v[j] + block.offset, head_dim, one, width, v);
+    widen_row(block.k(j), head_dim, one, width, k);
+    widen_row(block.v(j), head_dim, one, width, v);
     gathered.k[j] = k;
     gathered.v[j] = v;
   }
@@ -174,7 +174,7 @@ void attend_block(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t he
   gather_block(block, num_keys, head_dim, scratch, gathered);
   // A gathered row is made of whole pairs.
   attend_head(scratch, num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth, keys,
-              RowBlock<float>{{&gathered, 0}, {nullptr, 0}});
+              RowBlock<float>{{&gathered, 0, 0}, {}});
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -8,7 +8,6 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-constexpr int64_t kMaxHeadDim = 256;
 // Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
 constexpr int64_t kMaxBlock = 32;
 #if defined(__AVX512F__)
@@ -71,8 +70,8 @@ struct TileScratch {
   alignas(64) float scores[kGroupRows * kMaxBlock];  // [rows of a group, block]
 #if defined(__AVX512BF16__)
   alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
-  alignas(64) uint32_t k_pairs[kMaxHeadDim / 2 * kMaxBlock];
-  alignas(64) uint32_t v_pairs[kMaxBlock / 2 * kMaxHeadDim];
+  alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];
+  alignas(64) uint32_t v_pairs[kMaxBlock / 2 * kMaxAttentionHeadDim];
   alignas(64) uint32_t weight_pairs[kGroupRows * kMaxBlock / 2];
 #endif
   alignas(64) float weight_sum[kMaxTileRows * kWidth];
@@ -91,11 +90,14 @@ struct BlockRows {
   const T* v[kMaxBlock];
 };
 
-// A block as one kv head sees it: `offset` elements into each row. Null rows: no block.
+// A block as one kv head sees it: so many elements into each row. Null rows: no block.
 template <typename T>
 struct HeadBlock {
   const BlockRows<T>* rows;
-  int64_t offset;
+  int64_t k_offset, v_offset;
+
+  const T* k(int64_t j) const { return rows->k[j] + k_offset; }
+  const T* v(int64_t j) const { return rows->v[j] + v_offset; }
 };
 
 // Floats between the rows of a tile: whole pairs of vectors.
@@ -106,8 +108,8 @@ inline int64_t block_size(int64_t head_dim) {
   return min_of(kMaxBlock, kTileFloats / row_width(head_dim) / 16 * 16);
 }
 
-// Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots a row of
-// all heads apart, so the hardware does not guess them.
+// Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots mostly a
+// row of all heads apart, so the hardware does not guess them.
 template <typename T>
 inline void prefetch_row(const T* row, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {

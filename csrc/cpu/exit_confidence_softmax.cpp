@@ -134,7 +134,8 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params,
                                  const Parallel& parallel) {
   if (params.num_seqs == 0) return;
-  EECORE_DISPATCH_WEIGHT(params, lm_head_scale, lm_head_table, measure, (params, parallel));
+  dispatch_weight(params.dtype, params.lm_head_scale, params.lm_head_table,
+                  [&]<typename T, typename W>() { measure<T, W>(params, parallel); });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -1,11 +1,25 @@
 // One head of queries or keys as a float32 row in cache: loaded from any storage, normed, rotated,
-// and rounded once on its way out. append_kv and kv_fill share it, so that a key is the same from
-// either.
+// and rounded once on its way out; and where a head of a slot lies in a cache. append_kv and
+// kv_fill share them, so that a key is the same from either.
 #pragma once
 
 #include "rms_norm.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
+
+struct CacheSlot {
+  int64_t page, offset;
+};
+
+// Of a slot_mapping's slot that is not -1.
+inline CacheSlot cache_slot(int64_t slot, int64_t page_size) {
+  return {slot / page_size, slot % page_size};
+}
+
+// Elements from the start of a layer's cache to a head of a slot.
+inline int64_t cache_offset(const CacheStrides& strides, CacheSlot slot, int64_t head) {
+  return slot.page * strides.page + slot.offset * strides.slot + head * strides.head;
+}
 
 // row[0..head_dim) of float32 from any storage.
 template <typename T>

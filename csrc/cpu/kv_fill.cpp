@@ -85,7 +85,8 @@ class Worker {
 
   // Finishes one projected head of one row, values: [head_dim], and writes it to the row's slot.
   void write(int64_t layer, int64_t head, int32_t row, float* values) const {
-    const int64_t n = params_.head_dim, slot = params_.slot_mapping[row];
+    const int64_t n = params_.head_dim;
+    const CacheSlot slot = cache_slot(params_.slot_mapping[row], params_.page_size);
     // A model of dtype T rounds its projections; what follows is rounded once, at the store.
     T* rounded = rounded_.data();
     if (params_.kv_bias) {
@@ -95,7 +96,7 @@ class Worker {
     store_row(values, n, rounded);
     if (head >= params_.num_kv_heads) {
       T* out = static_cast<T*>(params_.v_cache) + layer * params_.v_cache_layer_stride +
-               slot * params_.v_cache_slot_stride + (head - params_.num_kv_heads) * n;
+               cache_offset(params_.v_cache_strides, slot, head - params_.num_kv_heads);
       copy_bytes(out, rounded, n * sizeof(T));
       return;
     }
@@ -111,7 +112,7 @@ class Worker {
     }
     store_row(values, n,
               static_cast<T*>(params_.k_cache) + layer * params_.k_cache_layer_stride +
-                  slot * params_.k_cache_slot_stride + head * n);
+                  cache_offset(params_.k_cache_strides, slot, head));
   }
 
   // values += bias, both [n].
@@ -168,7 +169,8 @@ void fill_layers(const KvFillParams& params, const Parallel& parallel) {
 }  // namespace
 
 void run_kv_fill(const KvFillParams& params, const Parallel& parallel) {
-  EECORE_DISPATCH_WEIGHT(params, kv_scale, kv_table, fill_layers, (params, parallel));
+  dispatch_weight(params.dtype, params.kv_scale, params.kv_table,
+                  [&]<typename T, typename W>() { fill_layers<T, W>(params, parallel); });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -19,18 +19,19 @@ template <typename T>
 void locate_block(const AttentionPlan& params, const AttentionTile& tile, Range keys, Range used,
                   BlockRows<T>& rows) {
   const int32_t* page_table = params.page_table + tile.seq.index * params.page_table_stride;
-  const T* k_cache = static_cast<const T*>(params.k_cache) + tile.first_head * params.head_dim;
-  const T* v_cache = static_cast<const T*>(params.v_cache) + tile.first_head * params.head_dim;
+  const CacheStrides k = params.k_cache_strides, v = params.v_cache_strides;
+  const T* k_cache = static_cast<const T*>(params.k_cache) + tile.first_head * k.head;
+  const T* v_cache = static_cast<const T*>(params.v_cache) + tile.first_head * v.head;
   used = intersect(used, keys);
   const int64_t first = used.begin - keys.begin, end = used.end - keys.begin;
   int64_t page_index = used.begin / params.page_size;
   int64_t offset = used.begin - page_index * params.page_size;
   for (int64_t j = first; j < end; ++page_index, offset = 0) {
     const int64_t page = page_table[page_index];
-    const T* k_slot = k_cache + page * params.k_page_stride + offset * params.k_slot_stride;
-    const T* v_slot = v_cache + page * params.v_page_stride + offset * params.v_slot_stride;
+    const T* k_slot = k_cache + page * k.page + offset * k.slot;
+    const T* v_slot = v_cache + page * v.page + offset * v.slot;
     const int64_t page_end = min_of(end, j + params.page_size - offset);
-    for (; j < page_end; ++j, k_slot += params.k_slot_stride, v_slot += params.v_slot_stride) {
+    for (; j < page_end; ++j, k_slot += k.slot, v_slot += v.slot) {
       rows.k[j] = k_slot;
       rows.v[j] = v_slot;
     }
@@ -62,6 +63,10 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
   const Range used = intersect(tile.used, split);
   const auto block_at = [&](int64_t key) { return Range{key, min_of(key + block_keys, used.end)}; };
   int64_t key = split.begin + (used.begin - split.begin) / block_keys * block_keys;
+  const auto of_head = [&](const BlockRows<T>* block, int64_t head) {
+    return HeadBlock<T>{block, head * params.k_cache_strides.head,
+                        head * params.v_cache_strides.head};
+  };
   BlockRows<T> rows[2];
   locate_block(params, tile, block_at(key), used, rows[0]);
   for (int current = 0; key < used.end; key += block_keys, current ^= 1) {
@@ -71,11 +76,10 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
 
     // Head by head within a block, so that memory is read in its own order.
     for (int64_t head = 0; head < tile.num_heads; ++head) {
-      const HeadBlock<T> block = {&rows[current], head * head_dim};
-      HeadBlock<T> next = {&rows[current], (head + 1) * head_dim};
-      if (head + 1 == tile.num_heads) next = {last ? nullptr : &rows[current ^ 1], 0};
+      HeadBlock<T> next = of_head(&rows[current], head + 1);
+      if (head + 1 == tile.num_heads) next = of_head(last ? nullptr : &rows[current ^ 1], 0);
       attend_block(scratch, tile.num_rows, head * tile.num_rows, head_dim, params.scale, keys,
-                   block, next);
+                   of_head(&rows[current], head), next);
     }
   }
 }
@@ -262,7 +266,7 @@ void merge_rows(const AttentionPlan& params, int64_t begin, int64_t end) {
     while (params.query_start_loc[index + 1] <= token) ++index;
     const Sequence seq = sequence_at(params, index);
     const Range splits = splits_of(params, visible_keys(params, seq, token - seq.first_token));
-    alignas(64) float total[kMaxHeadDim] = {};
+    alignas(64) float total[kMaxAttentionHeadDim] = {};
     float maximum = -kInfinity, weight = 0.0f;
     for (int64_t split = splits.begin; split < splits.end; ++split) {
       const float* partial = partial_of(params, token, head, split);

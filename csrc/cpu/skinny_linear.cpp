@@ -59,7 +59,8 @@ void run(const SkinnyLinearParams& params, const Parallel& parallel) {
 
 void run_skinny_linear(const SkinnyLinearParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0) return;
-  EECORE_DISPATCH_WEIGHT(params, weight_scale, weight_table, run, (params, parallel));
+  dispatch_weight(params.dtype, params.weight_scale, params.weight_table,
+                  [&]<typename T, typename W>() { run<T, W>(params, parallel); });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

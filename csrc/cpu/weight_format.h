@@ -263,36 +263,30 @@ struct Panel {
 };
 
 #if defined(__AVX512BF16__)
-
 struct TileHardware;
 struct TileModel;
 template <typename U>
 struct Tiled;
-
-// Calls function<BFloat16, W>, W that of a weight which is bfloat16.
-#define EECORE_DISPATCH_BFLOAT16(function, arguments) \
-  tiles_in_use() == Tiles::kHardware ? function<BFloat16, Tiled<TileHardware>> arguments \
-  : tiles_in_use() == Tiles::kModel  ? function<BFloat16, Tiled<TileModel>> arguments \
-                                     : function<BFloat16, BFloat16> \
-                                           arguments
-
-#else
-
-#define EECORE_DISPATCH_BFLOAT16(function, arguments) function<BFloat16, BFloat16> arguments
-
 #endif
 
-// Calls function<T, W>, T the dtype of params and W that of its weight, which is int8 where there
-// is a scale and packed where there is a table.
-#define EECORE_DISPATCH_WEIGHT(params, scale, table, function, arguments) \
-  (params).dtype == DType::kFloat32 \
-      ? ((params).table   ? function<float, Panel> arguments \
-         : (params).scale ? function<float, Int8> arguments \
-                          : function<float, float> \
-                                arguments) \
-      : ((params).table   ? function<BFloat16, Panel> arguments \
-         : (params).scale ? function<BFloat16, Int8> arguments \
-                          : EECORE_DISPATCH_BFLOAT16(function, arguments))
+// Calls body<T, W>(), T the dtype of a call and W that of its weight, which is int8 where there is
+// a scale and packed where there is a table.
+template <typename Body>
+void dispatch_weight(DType dtype, const float* scale, const int64_t* table, const Body& body) {
+  if (dtype == DType::kFloat32) {
+    if (table != nullptr) return body.template operator()<float, Panel>();
+    if (scale != nullptr) return body.template operator()<float, Int8>();
+    return body.template operator()<float, float>();
+  }
+  if (table != nullptr) return body.template operator()<BFloat16, Panel>();
+  if (scale != nullptr) return body.template operator()<BFloat16, Int8>();
+#if defined(__AVX512BF16__)
+  const Tiles tiles = tiles_in_use();
+  if (tiles == Tiles::kHardware) return body.template operator()<BFloat16, Tiled<TileHardware>>();
+  if (tiles == Tiles::kModel) return body.template operator()<BFloat16, Tiled<TileModel>>();
+#endif
+  body.template operator()<BFloat16, BFloat16>();
+}
 
 template <typename W>
 using PackedX = typename Format<W>::PackedX;

@@ -19,6 +19,10 @@ bool is_aligned(const void* pointer, std::initializer_list<int64_t> strides, DTy
          std::all_of(strides.begin(), strides.end(), [&](int64_t s) { return s % pack == 0; });
 }
 
+bool is_aligned(const void* cache, const CacheStrides& strides, DType dtype) {
+  return is_aligned(cache, {strides.page, strides.slot, strides.head}, dtype);
+}
+
 // body(TypeTag<T>{}, std::integral_constant<int, kHeadDim>{}, std::bool_constant<kBiased>{}) for a
 // call's dtype and head_dim. With a bias, which few models have, there are kernels of fewer sizes.
 template <typename Body>
@@ -154,9 +158,8 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   plan.scale = params.scale * kLog2E;
   plan.q_aligned =
       is_aligned(params.q, {params.q_token_stride, params.q_head_stride}, params.dtype);
-  plan.kv_aligned =
-      is_aligned(params.k_cache, {params.k_page_stride, params.k_slot_stride}, params.dtype) &&
-      is_aligned(params.v_cache, {params.v_page_stride, params.v_slot_stride}, params.dtype);
+  plan.kv_aligned = is_aligned(params.k_cache, params.k_cache_strides, params.dtype) &&
+                    is_aligned(params.v_cache, params.v_cache_strides, params.dtype);
   plan.out_aligned =
       is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
   const int64_t bias_bytes = plan_bias<Sizes>(params, max_keys, plan);

@@ -5,8 +5,6 @@
 namespace eecore {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
-
 void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor k_cache,
                Tensor v_cache, const Tensor& slot_mapping, const std::optional<Tensor>& positions,
                const std::optional<Tensor>& cos_sin, const std::optional<Tensor>& q_norm_weight,
@@ -18,7 +16,7 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
       check.written(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
     check.written(*cache, name, Accept::kModel,
-                  {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+                  {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
   const bool has_positions = check(positions, "positions", Accept::kInt64, {"num_tokens"});
@@ -43,8 +41,9 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
                   "cos_sin: expected an even rotary_dim of at most head_dim=", params.head_dim,
                   ", got ", params.rotary_dim);
   }
-  params.k_cache_slot_stride = check.slot_stride(k_cache, "k_cache");
-  params.v_cache_slot_stride = check.slot_stride(v_cache, "v_cache");
+  params.page_size = check["page_size"];
+  params.k_cache_strides = check.cache_strides(k_cache, "k_cache");
+  params.v_cache_strides = check.cache_strides(v_cache, "v_cache");
 
   params.q = data_or_null(q);
   params.k = data<const void>(k);
@@ -66,7 +65,7 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
   params.dtype = check.dtype();
 #ifndef EECORE_BACKEND_CUDA
   check_range(check, "slot_mapping", params.slot_mapping, params.num_tokens, -1,
-              check["num_pages"] * check["page_size"]);
+              check["num_pages"] * params.page_size);
   if (has_positions) {
     check_range(check, "positions", params.positions, params.num_tokens, 0, check["max_position"]);
   }

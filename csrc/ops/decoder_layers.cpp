@@ -3,15 +3,13 @@
 
 #include "activation_name.h"
 #include "backend.h"
-#include "crew.h"
+#include "cpu/crew.h"
 #include "index_checks.h"
 #include "packed_check.h"
 #include "position_buckets.h"
 
 namespace eecore {
 namespace {
-
-constexpr int64_t kMaxHeadDim = 256;
 
 // A matrix of every layer: the arguments <name>_weight, <name>_bias, <name>_scale and <name>_table.
 struct MatrixTensors {
@@ -169,7 +167,7 @@ void decoder_layers(
   check(mlp_norm, "mlp_norm", Accept::kModel, {"num_layers", "hidden_size"});
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
     check.written(*cache, name, Accept::kModel,
-                  {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+                  {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   const int64_t num_kv_heads = check["num_kv_heads"], head_dim = check["head_dim"];
   check(q_norm, "q_norm", Accept::kModel, {"num_layers", "head_dim"});
@@ -204,9 +202,9 @@ void decoder_layers(
   const int64_t rotary_dim = has_positions ? check["rotary_dim"] : 0;
   check.require(check["hidden_size"] >= 1, "hidden: expected hidden_size >= 1, got 0");
   check.require(check["inner_size"] >= 1, "down_weight: expected inner_size >= 1, got 0");
-  check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
-                "k_cache: expected head_dim a multiple of 8 in [8, ", kMaxHeadDim, "], got ",
-                head_dim);
+  check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxAttentionHeadDim,
+                "k_cache: expected head_dim a multiple of 8 in [8, ", kMaxAttentionHeadDim,
+                "], got ", head_dim);
   check.require(num_kv_heads > 0 && q_size > 0 && q_size % (num_kv_heads * head_dim) == 0,
                 "o_weight: expected q_size a multiple of num_kv_heads * head_dim=",
                 num_kv_heads * head_dim, ", got ", q_size);
@@ -252,8 +250,9 @@ void decoder_layers(
   append.num_kv_heads = num_kv_heads;
   append.head_dim = head_dim;
   append.rotary_dim = rotary_dim;
-  append.k_cache_slot_stride = check.slot_stride(k_cache, "k_cache");
-  append.v_cache_slot_stride = check.slot_stride(v_cache, "v_cache");
+  append.page_size = check["page_size"];
+  append.k_cache_strides = check.cache_strides(k_cache, "k_cache");
+  append.v_cache_strides = check.cache_strides(v_cache, "v_cache");
   append.eps = params.eps;
   append.dtype = params.dtype;
 
@@ -267,12 +266,10 @@ void decoder_layers(
   attend.num_kv_heads = num_kv_heads;
   attend.head_dim = head_dim;
   attend.num_pages = check["num_pages"];
-  attend.page_size = check["page_size"];
+  attend.page_size = append.page_size;
   attend.page_table_stride = page_table.stride(0);
-  attend.k_page_stride = k_cache.stride(1);
-  attend.k_slot_stride = k_cache.stride(2);
-  attend.v_page_stride = v_cache.stride(1);
-  attend.v_slot_stride = v_cache.stride(2);
+  attend.k_cache_strides = append.k_cache_strides;
+  attend.v_cache_strides = append.v_cache_strides;
   attend.fixed_split_size = fixed_split_size;
   attend.max_pages_per_seq = check["max_pages_per_seq"];
   attend.scale = static_cast<float>(scale);
@@ -302,7 +299,7 @@ void decoder_layers(
   cpu::Parallel pool = torch_parallel();
   const int64_t most = std::max<int64_t>(weight_bytes(params) / pool.bytes_per_range, 1);
   pool.num_threads = static_cast<int>(std::min<int64_t>(pool.num_threads, most));
-  with_crew(pool, [&](const cpu::Parallel& crew) { cpu::run_decoder_layers(params, crew); });
+  cpu::with_crew(pool, [&](const cpu::Parallel& crew) { cpu::run_decoder_layers(params, crew); });
 #endif
 }
 

@@ -6,16 +6,6 @@
 namespace eecore {
 namespace {
 
-// The stride between slots of a cache [num_layers, num_pages, page_size, num_kv_heads, head_dim].
-int64_t slot_stride(const Checker& check, const Tensor& cache, const char* name) {
-  const int64_t num_pages = cache.size(1), page_size = cache.size(2);
-  if (page_size <= 1) return cache.stride(1);
-  check.require(num_pages <= 1 || cache.stride(1) == page_size * cache.stride(2), name,
-                ": expected pages one after the other, ", page_size, " slots of ", cache.stride(2),
-                " elements, got page stride ", cache.stride(1));
-  return cache.stride(2);
-}
-
 void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_weight,
              const Tensor& kv_weight, const std::optional<Tensor>& kv_bias,
              const std::optional<Tensor>& kv_scale, const std::optional<Tensor>& k_norm_weight,
@@ -27,9 +17,9 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
   check(norm_weight, "norm_weight", Accept::kModel, {"num_layers", "hidden_size"}, 1);
   check.written(k_cache, "k_cache", Accept::kModel,
-                {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+                {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   check.written(v_cache, "v_cache", Accept::kModel,
-                {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+                {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   const int64_t head_dim = check["head_dim"], kv_size = 2 * check["num_kv_heads"] * head_dim;
   const WeightCoding coding = check_weight(check, {"kv_weight", "kv_scale", "kv_table"}, kv_weight,
                                            {"num_layers", kv_size, "hidden_size"}, kv_scale,
@@ -50,14 +40,15 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
   KvFillParams params{};
-  params.k_cache_slot_stride = slot_stride(check, k_cache, "k_cache");
-  params.v_cache_slot_stride = slot_stride(check, v_cache, "v_cache");
+  params.page_size = check["page_size"];
+  params.k_cache_strides = check.cache_strides(k_cache, "k_cache");
+  params.v_cache_strides = check.cache_strides(v_cache, "v_cache");
 #ifndef EECORE_BACKEND_CUDA
   const int64_t num_tokens = check["num_tokens"];
   check_range(check, "exit_layer", data<const int32_t>(exit_layer), num_tokens, 0,
               check["num_layers"] + 1);
   check_range(check, "slot_mapping", data<const int64_t>(slot_mapping), num_tokens, -1,
-              check["num_pages"] * check["page_size"]);
+              check["num_pages"] * params.page_size);
   if (positions) {
     check_range(check, "positions", data<const int64_t>(*positions), num_tokens, 0,
                 check["max_position"]);

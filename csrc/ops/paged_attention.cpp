@@ -6,8 +6,6 @@
 namespace eecore {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
-
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                      const Tensor& page_table, const Tensor& seq_lens,
                      const Tensor& query_start_loc, Tensor out, double scale, bool causal,
@@ -18,26 +16,24 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
     check.apart(*cache, name, Accept::kModel,
-                {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 2);
+                {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   check(page_table, "page_table", Accept::kInt32, {"num_seqs", "max_pages_per_seq"}, 1);
   check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {check["num_seqs"] + 1});
   check.written(out, "out", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
-  const auto require_size = [&](bool ok, const char* expected, int64_t got) {
-    if (!ok) check.fail(std::string(expected) + ", got " + std::to_string(got));
-  };
   const int64_t head_dim = check["head_dim"];
-  require_size(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim,
-               "q: expected head_dim a multiple of 8 in [8, 256]", head_dim);
+  check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxAttentionHeadDim,
+                "q: expected head_dim a multiple of 8 in [8, ", kMaxAttentionHeadDim, "], got ",
+                head_dim);
   const int64_t num_q_heads = check["num_q_heads"], num_kv_heads = check["num_kv_heads"];
-  require_size(num_kv_heads > 0 && num_q_heads % num_kv_heads == 0,
-               "q: expected num_q_heads a multiple of num_kv_heads", num_q_heads);
-  require_size(check["page_size"] > 0, "k_cache: expected a positive page_size",
-               check["page_size"]);
-  require_size(sliding_window >= 0, "sliding_window: expected 0 or more keys", sliding_window);
-  require_size(fixed_split_size >= 0 && fixed_split_size <= INT32_MAX,
-               "fixed_split_size: expected 0 or more keys", fixed_split_size);
+  check.require(num_kv_heads > 0 && num_q_heads % num_kv_heads == 0,
+                "q: expected num_q_heads a multiple of num_kv_heads, got ", num_q_heads);
+  check.require(check["page_size"] > 0, "k_cache: expected a positive page_size, got 0");
+  check.require(sliding_window >= 0, "sliding_window: expected 0 or more keys, got ",
+                sliding_window);
+  check.require(fixed_split_size >= 0 && fixed_split_size <= INT32_MAX,
+                "fixed_split_size: expected 0 or more keys, got ", fixed_split_size);
 
   PagedAttentionParams params{};
   params.q = data<const void>(q);
@@ -59,10 +55,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.q_head_stride = q.stride(1);
   params.out_token_stride = out.stride(0);
   params.out_head_stride = out.stride(1);
-  params.k_page_stride = k_cache.stride(0);
-  params.k_slot_stride = k_cache.stride(1);
-  params.v_page_stride = v_cache.stride(0);
-  params.v_slot_stride = v_cache.stride(1);
+  params.k_cache_strides = check.cache_strides(k_cache, "k_cache");
+  params.v_cache_strides = check.cache_strides(v_cache, "v_cache");
   // A window of all the keys that there is room for is none.
   const int64_t most_keys = check["max_pages_per_seq"] * check["page_size"];
   params.sliding_window = sliding_window < most_keys ? sliding_window : 0;

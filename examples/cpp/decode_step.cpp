@@ -57,8 +57,8 @@ bool attention() {
   params.page_table_stride = params.max_pages_per_seq = kMaxPages;
   params.q_token_stride = params.out_token_stride = kHeads * kHeadDim;
   params.q_head_stride = params.out_head_stride = kHeadDim;
-  params.k_slot_stride = params.v_slot_stride = kKvHeads * kHeadDim;
-  params.k_page_stride = params.v_page_stride = kPageSize * kKvHeads * kHeadDim;
+  params.k_cache_strides = {kPageSize * kKvHeads * kHeadDim, kKvHeads * kHeadDim, kHeadDim};
+  params.v_cache_strides = params.k_cache_strides;
   params.scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
   params.causal = true;
   params.dtype = eecore::DType::kFloat32;

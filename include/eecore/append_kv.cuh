@@ -2,6 +2,7 @@
 // the rotary embedding mixes; norm and rotary in float32, rounded once on the way out.
 #pragma once
 
+#include "eecore/cache_slot.cuh"
 #include "eecore/element.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
@@ -98,14 +99,14 @@ __global__ void __launch_bounds__(kAppendKvThreads)
     weight = static_cast<const T*>(params.k_norm_weight);
     in = static_cast<const T*>(params.k) + token * params.k_token_stride +
          k_head * params.k_head_stride;
-    out = static_cast<T*>(params.k_cache) + slot * params.k_cache_slot_stride +
-          k_head * params.head_dim;
+    out = static_cast<T*>(params.k_cache) +
+          cache_offset(params.k_cache_strides, cache_slot(slot, params.page_size), k_head);
   } else if (slot >= 0 && v_head < params.num_kv_heads) {
     cos_sin = nullptr;
     in = static_cast<const T*>(params.v) + token * params.v_token_stride +
          v_head * params.v_head_stride;
-    out = static_cast<T*>(params.v_cache) + slot * params.v_cache_slot_stride +
-          v_head * params.head_dim;
+    out = static_cast<T*>(params.v_cache) +
+          cache_offset(params.v_cache_strides, cache_slot(slot, params.page_size), v_head);
   }
   const bool is_whole = items.half % kSize == 0;  // every pack starts on a multiple of its size
   const bool in_aligned = is_whole && is_aligned16(in);

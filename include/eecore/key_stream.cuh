@@ -4,6 +4,7 @@
 
 #include "eecore/async_copy.cuh"
 #include "eecore/attention_tile.cuh"
+#include "eecore/cache_slot.cuh"
 
 namespace eecore::cuda {
 
@@ -26,8 +27,9 @@ class KeyStream {
       : params_(params),
         plan_(plan),
         page_table_(params.page_table + tile.seq.index * params.page_table_stride),
-        k_(static_cast<const T*>(params.k_cache) + kv_head * params.head_dim),
-        v_(static_cast<const T*>(params.v_cache) + kv_head * params.head_dim),
+        k_(static_cast<const T*>(params.k_cache)),
+        v_(static_cast<const T*>(params.v_cache)),
+        kv_head_(kv_head),
         ring_(ring),
         offsets_(offsets),
         keys_(intersect(tile.used, split)),
@@ -60,10 +62,10 @@ class KeyStream {
   // Sends for all that the ring holds but its last stage. All page-table entries are asked for
   // before the first of them is used.
   __device__ __forceinline__ void start() {
-    Slot slots[kMaxAttentionStages];
+    CacheSlot slots[kMaxAttentionStages];
 #pragma unroll
     for (int i = 0; i < kMaxAttentionStages; ++i) {
-      slots[i] = i < plan_.num_stages ? locate(i) : Slot{-1, 0};
+      slots[i] = i < plan_.num_stages ? locate(i) : CacheSlot{-1, 0};
     }
 #pragma unroll 1
     for (int i = 0; i < plan_.num_stages - 1; ++i) {
@@ -103,11 +105,6 @@ class KeyStream {
   }
 
  private:
-  // Where a key lies; page -1: no key that is used.
-  struct Slot {
-    int page, offset;
-  };
-
   __device__ __forceinline__ int first_step(KeyRange split) const {
     return split.begin + max(used_.begin - split.begin, 0) / stage_keys_ * stage_keys_;
   }
@@ -116,8 +113,8 @@ class KeyStream {
     return ring_ + (stage * kAttentionWarps + warp) * 2 * Sizes::kBlockSize;
   }
 
-  // Of this lane's key among those that this warp brings to a stage.
-  __device__ __forceinline__ Slot locate(int stage) const {
+  // Of this lane's key among those that this warp brings to a stage; page -1: it is not used.
+  __device__ __forceinline__ CacheSlot locate(int stage) const {
     const int key = first_key(stage, warp_ % team_warps_) + lane_ % kStepKeys;
     if (key < keys_.begin || key >= keys_.end) return {-1, 0};
     const uint32_t page_size = static_cast<uint32_t>(params_.page_size);
@@ -126,12 +123,12 @@ class KeyStream {
   }
 
   // Starts the copies of the keys that the lanes have located; what is not used becomes zeros.
-  __device__ __forceinline__ void copy(Slot slot, int stage) const {
+  __device__ __forceinline__ void copy(CacheSlot slot, int stage) const {
     const bool used = slot.page >= 0;
     Pack<int64_t> mine = {{-1, -1}};
     if (used) {
-      mine = {{slot.page * params_.k_page_stride + slot.offset * params_.k_slot_stride,
-               slot.page * params_.v_page_stride + slot.offset * params_.v_slot_stride}};
+      mine = {{cache_offset(params_.k_cache_strides, slot, kv_head_),
+               cache_offset(params_.v_cache_strides, slot, kv_head_)}};
     }
     __syncwarp();  // the offsets of the stage before are read
     if (lane_ < kStepKeys) shared_store16(offsets_ + lane_ * 2, mine);
@@ -183,14 +180,15 @@ class KeyStream {
   const int32_t* page_table_;
   const T* k_;
   const T* v_;
+  int kv_head_;
   Shared<T> ring_;
   Shared<int64_t> offsets_;
   KeyRange keys_;
   int lane_, warp_, team_warps_, stage_keys_;
   KeyRange used_;
   int first_key_, num_stages_;
-  int at_ = -1;  // the stage of the ring that is read
-  Slot next_{};  // of the next stage to be sent for
+  int at_ = -1;       // the stage of the ring that is read
+  CacheSlot next_{};  // of the next stage to be sent for
 };
 
 }  // namespace eecore::cuda

@@ -2,6 +2,7 @@
 // exit layer, so that the rows that a layer needs are the first ones of that order.
 #pragma once
 
+#include "eecore/cache_slot.cuh"
 #include "eecore/params.h"
 #include "eecore/rms_norm.cuh"
 #include "eecore/skinny_gemm.cuh"
@@ -72,7 +73,7 @@ __host__ __device__ inline int head_floats(const SkinnyPlan& plan, const HeadPla
 // sums still to be added that lie `slice_stride` apart. The lanes of a warp share the head.
 template <typename T>
 __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
-                                           int64_t slot, int64_t position, Shared<float> values,
+                                           CacheSlot slot, int64_t position, Shared<float> values,
                                            int num_slices, int slice_stride) {
   // Elements of a lane whose loads are under way together.
   constexpr int kBatch = 4;
@@ -82,9 +83,9 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   if (bias != nullptr) bias += layer * params.bias_layer_stride + head * params.head_dim;
   const bool is_key = head < num_kv_heads;
   T* out = is_key ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
-                        slot * params.k_cache_slot_stride + head * params.head_dim
+                        cache_offset(params.k_cache_strides, slot, head)
                   : static_cast<T*>(params.v_cache) + layer * params.v_cache_layer_stride +
-                        slot * params.v_cache_slot_stride + (head - num_kv_heads) * params.head_dim;
+                        cache_offset(params.v_cache_strides, slot, head - num_kv_heads);
 
   // The projection, rounded as a model of dtype T rounds it; what follows is rounded at the store.
   float squares = 0.0f;
@@ -209,11 +210,11 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   let_next_kernel_start();
 
   // Where this group's rows go: the same for every head.
-  EECORE_SHARED(int64_t, slots, 8 * kNTiles);
+  EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, positions, 8 * kNTiles);
   if (threadIdx.x < 8 * kNTiles && first_place + threadIdx.x < rows.counts[num_layers - 1]) {
     const int64_t token = rows.order[first_place + threadIdx.x];
-    slots[threadIdx.x] = params.slot_mapping[token];
+    slots[threadIdx.x] = cache_slot(params.slot_mapping[token], params.page_size);
     positions[threadIdx.x] = params.positions == nullptr ? 0 : params.positions[token];
   }
 

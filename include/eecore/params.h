@@ -19,6 +19,9 @@ enum class Activation : int8_t { kNone, kSilu, kGeluTanh, kRelu };
 // Bytes of an element.
 constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+constexpr int64_t kMaxHeadDim = 512;           // of append_kv
+constexpr int64_t kMaxAttentionHeadDim = 256;  // of paged_attention and decoder_layers
+
 // Sticky acceptance of rows at one exit point, and the list of rows that go on.
 struct AcceptMaskParams {
   const float* confidence;  // [num_seqs]
@@ -297,6 +300,12 @@ struct AcceptRoundParams {
   int64_t num_rows, num_steps, vocab_size;
 };
 
+// Elements from one page, one slot and one kv head of a layer's cache to the next: in any order,
+// with any gaps. The elements of a head lie side by side.
+struct CacheStrides {
+  int64_t page, slot, head;
+};
+
 // Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.
 struct AppendKvParams {
   void* q;                      // [num_tokens, num_q_heads, head_dim]; may be null
@@ -309,11 +318,11 @@ struct AppendKvParams {
   const float* cos_sin;         // [max_position, rotary_dim]: cosines, then sines; may be null
   const void* q_norm_weight;    // [head_dim]; may be null
   const void* k_norm_weight;    // [head_dim]; may be null
-  int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim;
+  int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, page_size;
   int64_t q_token_stride, q_head_stride;
   int64_t k_token_stride, k_head_stride;
   int64_t v_token_stride, v_head_stride;
-  int64_t k_cache_slot_stride, v_cache_slot_stride;  // heads of a slot are contiguous
+  CacheStrides k_cache_strides, v_cache_strides;
   float eps;
   DType dtype;
 };
@@ -344,8 +353,7 @@ struct PagedAttentionParams {
   int64_t num_pages, page_size, page_table_stride;
   int64_t q_token_stride, q_head_stride;
   int64_t out_token_stride, out_head_stride;
-  int64_t k_page_stride, k_slot_stride;  // heads of a slot are contiguous
-  int64_t v_page_stride, v_slot_stride;
+  CacheStrides k_cache_strides, v_cache_strides;
   int64_t sliding_window;    // keys a query sees, itself included; 0: all
   int64_t fixed_split_size;  // keys per split; 0: chosen from the shape of the call
   int64_t max_pages_per_seq;
@@ -372,13 +380,13 @@ struct KvFillParams {
   void* k_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
   void* v_cache;                // [num_layers, num_pages, page_size, num_kv_heads, head_dim]
   const int64_t* slot_mapping;  // [num_tokens]; -1 writes nothing
-  int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim;
+  int64_t num_tokens, num_layers, hidden_size, num_kv_heads, head_dim, rotary_dim, page_size;
   int64_t hidden_stride;
   int64_t norm_layer_stride, weight_layer_stride, weight_row_stride;
   int64_t scale_layer_stride, table_layer_stride, bias_layer_stride;
   int64_t k_norm_layer_stride;
-  int64_t k_cache_layer_stride, k_cache_slot_stride;  // heads of a slot are contiguous
-  int64_t v_cache_layer_stride, v_cache_slot_stride;
+  int64_t k_cache_layer_stride, v_cache_layer_stride;
+  CacheStrides k_cache_strides, v_cache_strides;  // of a layer
   float eps;
   DType dtype;
   void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU

@@ -210,10 +210,12 @@ class Maker:
         return self.placed(torch.cat((angles.cos(), angles.sin()), -1))
 
     def cache(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """[..., num_pages, page_size, num_kv_heads, head_dim], slots evenly spaced."""
-        *layers, pages, size, heads, width = shape
-        values = torch.full((*layers, pages * size, heads, width), torch.nan).to(dtype)
-        return self.placed(values, 2).unflatten(len(layers), (pages, size))
+        """[..., num_pages, page_size, num_kv_heads, head_dim], strides in any order."""
+        order = list(range(len(shape) - 1))
+        if self.chance():
+            self.random.shuffle(order)
+        values = torch.full([shape[axis] for axis in order] + [shape[-1]], torch.nan).to(dtype)
+        return self.placed(values, 1).movedim(list(range(len(order))), order)
 
     def caches(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Those of keys and of values, side by side in one memory or in two."""

@@ -1,4 +1,4 @@
-"""The example of an engine in C++: built against the installed headers and library, and run."""
+"""The engines in C++ and CUDA: built against the installed headers and library, and run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 import eecore
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
-PROGRAM = EXAMPLE / "decode_step.cpp"
+PROGRAMS = (EXAMPLE / "decode_step.cpp", EXAMPLE / "append_kv.cu")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,20 @@ def test_a_capability_that_is_none_is_an_error(program: Path) -> None:
     assert "expected portable, avx2" in done.stderr
 
 
+def test_a_kernel_compiles_in_an_engines_own_file(program: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    compiled = program.parent / "append_kv"
+    assert compiled.is_file()
+    if not torch.cuda.is_available():
+        return
+    done = subprocess.run([str(compiled)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("append_kv: largest difference")
+
+
 def test_headers_need_neither_torch_nor_python() -> None:
     headers = Path(eecore.get_include()) / "eecore"
     assert {"cpu.h", "params.h", "paged_attention.cuh"} <= {file.name for file in headers.iterdir()}
-    assert len(PROGRAM.read_text().splitlines()) <= 150
+    for path in PROGRAMS:
+        assert len(path.read_text().splitlines()) <= 150

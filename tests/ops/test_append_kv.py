@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import reference
+from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import APPEND_KV_CASES, DTYPES, TOLERANCES, AppendKvCase
 from eecore import ops
 
@@ -83,6 +84,16 @@ def test_layers_and_interleaved_caches_may_be_strided(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    for case in (SMALL, AppendKvCase(17, 6, 3, 72, 4, rotary_dim=16)):
+        call = random_call(case, dtype, device)
+        caches = laid_out(layout, call["k_cache"], call["v_cache"])
+        assert_matches_the_reference({**call, "k_cache": caches.k, "v_cache": caches.v}, dtype)
+        assert_nothing_beside_was_written(caches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_heads_may_start_anywhere(dtype: torch.dtype, device: torch.device) -> None:
     call = random_call(SMALL, dtype, device)
     for name in ("q", "k", "v", "k_cache", "v_cache", "q_norm_weight"):
@@ -139,7 +150,17 @@ def test_does_not_depend_on_the_number_of_threads(device: torch.device) -> None:
         ({"q": torch.zeros(6, 4, 64).bfloat16()}, r"q: expected float32 .* got bfloat16"),
         ({"k_cache": torch.zeros(2, 8, 2, 32)}, r"k_cache: expected .*head_dim=64.*, 32\]"),
         ({"v_cache": torch.zeros(3, 8, 2, 64)}, r"v_cache: expected .*num_pages=2"),
-        ({"k_cache": torch.zeros(2, 9, 2, 64)[:, :8]}, r"k_cache: expected pages 1024 elements"),
+        (
+            {"k_cache": torch.zeros(2, 2, 64, 8).permute(0, 3, 1, 2)},
+            r"k_cache: .* got stride 8 ins",
+        ),
+        ({"v_cache": torch.zeros(2, 8, 2, 128)[..., ::2]}, r"v_cache: expected the last 1 .* co"),
+        ({"k_cache": torch.zeros(1, 8, 2, 64).expand(2, 8, 2, 64)}, r"k_cache: .* do not overlap"),
+        ({"v_cache": torch.zeros(2, 8, 1, 64).expand(2, 8, 2, 64)}, r"v_cache: .* do not overlap"),
+        (
+            {"k_cache": torch.zeros(1500).as_strided((2, 8, 2, 64), (512, 64, 32, 1))},
+            r"k_cache: .* do not overlap, got strides \[512, 64, 32, 1\]",
+        ),
         ({"slot_mapping": torch.zeros(6).int()}, r"slot_mapping: expected int64 .* got int32"),
         (
             {"slot_mapping": torch.tensor([0, 1, 16, 2, 3, 4])},
@@ -162,6 +183,23 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
     with pytest.raises(RuntimeError, match=f"append_kv: {message}"):
         ops.append_kv(**call)
     assert torch.equal(call["q"], before)
+
+
+def test_a_cache_of_too_many_slots_is_refused() -> None:
+    call = random_call(AppendKvCase(2, 1, 0, 64, 1), torch.float32, torch.device("cpu"))
+    call["k_cache"] = call["v_cache"] = torch.zeros(2**16, 2**15, 0, 64)
+    with pytest.raises(RuntimeError, match=r"k_cache: expected at most 2147483647 slots .*, got"):
+        ops.append_kv(**call)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_cache_between_elements_is_refused(name: str) -> None:
+    call = random_call(SMALL, torch.float32, torch.device("cpu"))
+    memory = bytearray(call[name].nbytes + 1)
+    call[name] = torch.frombuffer(memory, dtype=torch.float32, offset=1).view(call[name].shape)
+    with pytest.raises(RuntimeError, match=rf"{name}: expected elements in memory .* off its grid"):
+        ops.append_kv(**call)
+    assert not any(memory)
 
 
 def test_a_head_dim_that_is_too_large_is_refused() -> None:

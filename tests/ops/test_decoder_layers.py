@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import reference
+from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import DECODER_LAYERS_CASES, DTYPES, TOLERANCES, DecoderLayersCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
@@ -379,6 +380,19 @@ def test_strides(device: torch.device) -> None:
     assert torch.equal(ops.decoder_layers(**call, out=out), expected)
     assert both[:, :5].isnan().all()
     assert both[:, 5 + SMALL.hidden_size :].isnan().all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_caches(layout: str, device: torch.device) -> None:
+    call = random_call(DecoderLayersCase((2, 1), (9, 40), cross_lens=(20, 33)), device=device)
+    expected = with_own_caches(call)
+    expected["out"] = ops.decoder_layers(**expected)
+    caches = laid_out(layout, call["k_cache"], call["v_cache"])
+    got = {**call, "k_cache": caches.k, "v_cache": caches.v}
+    got["out"] = ops.decoder_layers(**got)
+    for name in ("out", "k_cache", "v_cache"):
+        assert torch.equal(got[name].nan_to_num(), expected[name].nan_to_num())
+    assert_nothing_beside_was_written(caches)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,6 +11,7 @@ import torch
 
 import emulated
 import reference
+from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import DTYPES, KV_FILL_CASES, TOLERANCES, KvFillCase
 from eecore import ops
 
@@ -179,6 +180,20 @@ def test_inputs_and_caches_with_strides(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    case = KvFillCase(9, num_kv_heads=2, head_dim=72, rotary_dim=16, page_size=4, k_norm=True)
+    call = random_call(case, dtype, device)
+    expected = filled(ops.kv_fill, call)
+    caches = laid_out(layout, call["k_cache"], call["v_cache"])
+    ops.kv_fill(**packed({**call, "k_cache": caches.k, "v_cache": caches.v}))
+    for got, wanted in zip((caches.k, caches.v), expected, strict=True):
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+    assert_nothing_beside_was_written(caches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [1, 4])
 def test_rows_that_start_anywhere(start: int, dtype: torch.dtype, device: torch.device) -> None:
     """Beside 16-byte boundaries, and between elements that are not to be read."""
@@ -244,10 +259,12 @@ SMALL = KvFillCase(2, num_layers=3, hidden_size=8, num_kv_heads=2, head_dim=4, r
         ({"kv_bias": torch.zeros(3, 8)}, r"kv_bias: expected float32 \[num_layers=3, 16\]"),
         ({"k_norm_weight": torch.zeros(2, 4)}, r"k_norm_weight: expected .* \[num_layers=3, head_"),
         ({"k_cache": torch.zeros(2, 2, 4, 2, 4)}, r"k_cache: expected float32 \[num_layers=3, num"),
-        ({"k_cache": torch.zeros(3, 2, 4, 2, 8)[..., ::2]}, r"k_cache: expected the last 2 .* con"),
-        ({"k_cache": torch.zeros(3, 4, 4, 2, 4)[:, ::2]}, r"k_cache: expected pages one after the"),
+        ({"k_cache": torch.zeros(3, 2, 4, 2, 8)[..., ::2]}, r"k_cache: expected the last 1 .* con"),
+        ({"k_cache": torch.zeros(3, 2, 2, 4, 4).permute(0, 1, 4, 2, 3)}, r"k_cache: .* stride 4 "),
+        ({"k_cache": torch.zeros(3, 2, 1, 2, 4).expand(3, 2, 4, 2, 4)}, r"k_cache: .* not overlap"),
+        ({"k_cache": torch.zeros(1, 2, 4, 2, 4).expand(3, 2, 4, 2, 4)}, r"k_cache: .* not overlap"),
         ({"v_cache": torch.zeros(3, 2, 4, 1, 4)}, r"v_cache: expected float32 \[num_layers=3, num"),
-        ({"v_cache": torch.zeros(3, 4, 4, 2, 4)[:, ::2]}, r"v_cache: expected pages one after the"),
+        ({"v_cache": torch.zeros(3, 2, 4, 1, 4).expand(3, 2, 4, 2, 4)}, r"v_cache: .* not overlap"),
         ({"slot_mapping": torch.tensor([0, 8])},
          r"slot_mapping: expected values in \[-1, 8\), got 8 at row 1"),
         ({"slot_mapping": torch.tensor([-2, 0])},

@@ -13,6 +13,7 @@ import torch
 
 import emulated
 import reference
+from cache_layouts import LAYOUTS, laid_out
 from cases import ATTENTION_CASES, DTYPES, TOLERANCES, AttentionCase
 from eecore import ops
 
@@ -308,6 +309,24 @@ def test_memory_may_lie_anywhere(at: int, dtype: torch.dtype, device: torch.devi
     torch.testing.assert_close(out.double(), expected, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Several heads to a tile and several tiles to a head, NaN where no key is."""
+    tolerance = dataclasses.asdict(TOLERANCES[dtype])
+    for case in (
+        AttentionCase((1, 3), (70, 9), 6, 3, 64, 4),
+        AttentionCase((20, 5), (90, 5), 4, 2, 72, 16, sliding_window=30),
+        AttentionCase((1,), (700,), 4, 4, 64, 16),
+    ):
+        call = random_call(case, dtype, device)
+        expected = with_threads(2, call)
+        _, call["k_cache"], call["v_cache"] = laid_out(layout, call["k_cache"], call["v_cache"])
+        got = with_threads(2, call)
+        assert torch.equal(got, expected)
+        torch.testing.assert_close(got.double(), expected_of(call), **tolerance)
+
+
 def change_entry(row: int, column: int, value: int) -> torch.Tensor:
     page_table = torch.tensor([[0, 1, 2], [3, 4, GARBAGE]], dtype=torch.int32)
     page_table[row, column] = value
@@ -324,6 +343,12 @@ def change_entry(row: int, column: int, value: int) -> torch.Tensor:
             r"q: expected num_q_heads a multiple .* got 3",
         ),
         ({"k_cache": torch.zeros(8, 8, 2, 32)}, r"k_cache: .*head_dim=64\], got float32 .* 32\]"),
+        (
+            {"k_cache": torch.zeros(8, 2, 64, 8).permute(0, 3, 1, 2)},
+            r"k_cache: .* got stride 8 ins",
+        ),
+        ({"v_cache": torch.zeros(8, 8, 2, 128)[..., ::2]}, r"v_cache: expected the last 1 .* co"),
+        ({"v_cache": torch.zeros(8, 8, 1, 64).expand(8, 8, 2, 64)}, r"v_cache: .* do not overlap"),
         ({"v_cache": torch.zeros(9, 8, 2, 64)}, r"v_cache: expected .*num_pages=8"),
         ({"v_cache": torch.zeros(8, 8, 2, 64).bfloat16()}, r"v_cache: .* got bfloat16"),
         ({"page_table": torch.zeros(2, 3).long()}, r"page_table: expected int32 .* got int64"),

@@ -38,8 +38,9 @@ def append_kv(
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; or None.
         k: [num_tokens, num_kv_heads, head_dim], likewise.
         v: [num_tokens, num_kv_heads, head_dim], likewise.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer.
-        v_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer, any strides with
+            contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``.
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines; pairs
@@ -101,8 +102,8 @@ def paged_attention(
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
             multiple of 8 up to 256.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim].
-        v_cache: [num_pages, page_size, num_kv_heads, head_dim].
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], strides as in :func:`append_kv`.
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
         page_table: int32 [num_seqs, max_pages_per_seq].
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
         query_start_loc: int32 [num_seqs + 1], from 0 to num_tokens.
@@ -169,8 +170,9 @@ def kv_fill(
         norm_weight: [num_layers, hidden_size], the norms before attention.
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
             and row stride, so a view of a stacked QKV matrix does.
-        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
-        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], any strides with
+            contiguous head_dim.
+        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; -1 writes nothing.
         k_norm_weight: [num_layers, head_dim].
         positions: int64 [num_tokens]; None switches the rotary embedding off.

@@ -107,9 +107,9 @@ def decoder_layers(
     Args:
         hidden: [num_tokens, hidden_size], the residual stream, any row stride.
         weights: of all layers.
-        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim]; head_dim is a multiple
-            of 8 up to 256.
-        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim].
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], strides as in
+            :func:`kv_fill`; head_dim is a multiple of 8 up to 256.
+        v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.

@@ -12,7 +12,7 @@
 
 #include "eecore/cpu.h"
 
-namespace eecore {
+namespace eecore::cpu {
 
 class Crew {
  public:
@@ -24,7 +24,7 @@ class Crew {
   Crew& operator=(const Crew&) = delete;
 
   // The crew as the master's kernels see it.
-  cpu::Parallel parallel() { return {num_threads_, kBytesPerRange, &Crew::run, this}; }
+  Parallel parallel() { return {num_threads_, kBytesPerRange, &Crew::run, this}; }
 
   // True for the first caller.
   bool becomes_master() { return !has_master_.exchange(true, std::memory_order_relaxed); }
@@ -35,7 +35,7 @@ class Crew {
  private:
   // One call of a kernel's parallel_for, cut into ranges.
   struct Job {
-    cpu::RangeFn body;
+    RangeFn body;
     void* context;
     int64_t begin, end, range_size, num_ranges;
   };
@@ -45,7 +45,7 @@ class Crew {
   static constexpr uint64_t kLeft = kNextJob - 1;
   static constexpr uint64_t kDismissed = ~kLeft;
 
-  static void run(void* crew, int64_t begin, int64_t end, int64_t grain, cpu::RangeFn body,
+  static void run(void* crew, int64_t begin, int64_t end, int64_t grain, RangeFn body,
                   void* context);
   // Runs a range of the offered job, if any is left.
   bool take_range(uint64_t offer);
@@ -61,7 +61,7 @@ class Crew {
 
 // Calls work(parallel) with the threads of `pool` awake until it returns.
 template <typename Work>
-void with_crew(const cpu::Parallel& pool, const Work& work) {
+void with_crew(const Parallel& pool, const Work& work) {
   if (pool.num_threads <= 1) return work(pool);
   struct Call {
     Crew crew;
@@ -81,4 +81,4 @@ void with_crew(const cpu::Parallel& pool, const Work& work) {
       &call);
 }
 
-}  // namespace eecore
+}  // namespace eecore::cpu

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <thread>
 
-namespace eecore {
+namespace eecore::cpu {
 namespace {
 
 // Ranges per thread, so that a thread that is slower, or was late, leaves its share to the others.
@@ -54,8 +54,7 @@ void Crew::help() noexcept {
   }
 }
 
-void Crew::run(void* pool, int64_t begin, int64_t end, int64_t grain, cpu::RangeFn body,
-               void* context) {
+void Crew::run(void* pool, int64_t begin, int64_t end, int64_t grain, RangeFn body, void* context) {
   Crew& crew = *static_cast<Crew*>(pool);
   const int64_t grains = (end - begin + grain - 1) / grain;
   const int64_t most_ranges = crew.num_threads_ * kRangesPerThread;
@@ -75,4 +74,4 @@ void Crew::run(void* pool, int64_t begin, int64_t end, int64_t grain, cpu::Range
   while (crew.num_helped_.load(std::memory_order_acquire) < num_ranges - own) waiting.wait();
 }
 
-}  // namespace eecore
+}  // namespace eecore::cpu
