@@ -167,7 +167,8 @@ def markdown(result: Figures) -> str:
     turns = f"of each batch the fastest of {result['rounds']} turns"
     if result.get("pairs_turns"):
         oftener = f"{OFTENER} times as many in a batch, of full and auto"
-        turns = f"tokens/s by {turns} ({oftener}), speed-ups the median of turns"
+        fastest = f"the fastest of {result['rounds']} turns of each batch ({oftener})"
+        turns = f"tokens/s by {fastest}, speed-ups the median of turns"
     noise = ", with a draft head of noise" if result.get("has_noise") else ""
     about = (
         f"{result['model']}{noise}, greedy, at most {result['tokens']} tokens an answer, the same "
