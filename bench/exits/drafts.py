@@ -14,7 +14,6 @@ bench/results/NAME.json and the table of that name in bench/RESULTS.md.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from bench.harness.outputs import decoding_seconds
 from bench.harness.prompts import KINDS, prompts_of
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
-from bench.harness.turns import rotated
+from bench.harness.turns import median_ratio, rotated
 from eecore.evaluation.tables import markdown_table
 from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
 from eecore.models import DraftHead, LlamaModel
@@ -41,8 +40,6 @@ MODES: dict[str, Exit] = {
     "head": HeadDrafts(),
     "auto": Auto(),
 }
-
-
 OFTENER = 3
 """Full depth and ``Auto``, which lie close together in a batch, take so many times the turns there:
 they are over sooner, and disturbed by less."""
@@ -71,8 +68,9 @@ class Mode:
 
     def speedup(self, full: Mode) -> float:
         """Over full depth: all groups of a turn together, the median of the turns of both."""
-        own, others = (zip(*mode.seconds, strict=True) for mode in (self, full))
-        return statistics.median(sum(b) / sum(a) for a, b in zip(own, others, strict=False))
+        own, others = (list(map(sum, zip(*m.seconds, strict=True))) for m in (self, full))
+        shared = min(len(own), len(others))
+        return median_ratio(own[:shared], others[:shared])
 
 
 def measure(
@@ -169,7 +167,8 @@ def markdown(result: Figures) -> str:
     turns = f"of each batch the fastest of {result['rounds']} turns"
     if result.get("pairs_turns"):
         oftener = f"{OFTENER} times as many in a batch, of full and auto"
-        turns = f"tokens/s by {turns} ({oftener}), speed-ups the median of turns"
+        fastest = f"the fastest of {result['rounds']} turns of each batch ({oftener})"
+        turns = f"tokens/s by {fastest}, speed-ups the median of turns"
     noise = ", with a draft head of noise" if result.get("has_noise") else ""
     about = (
         f"{result['model']}{noise}, greedy, at most {result['tokens']} tokens an answer, the same "

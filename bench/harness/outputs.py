@@ -7,11 +7,7 @@ from collections.abc import Sequence
 import eecore
 
 
-def spent(outputs: Sequence[eecore.Output]) -> float:
-    """Seconds until the last one was done."""
-    return max(output.stats.total_s for output in outputs)
-
-
 def decoding_seconds(outputs: Sequence[eecore.Output]) -> float:
-    """From when the last prompt of the batch had its first token."""
-    return spent(outputs) - max(output.stats.time_to_first_token_s for output in outputs)
+    """From when the last prompt of the batch had its first token until the last one was done."""
+    stats = [output.stats for output in outputs]
+    return max(s.total_s for s in stats) - max(s.time_to_first_token_s for s in stats)

@@ -66,6 +66,15 @@ def test_what_an_answer_took_begins_with_the_last_first_token() -> None:
         )
 
     mode = bench_drafts.Mode("any")
-    mode.record([output(1.0, 4.0, 11), output(2.0, 3.0, 6)])  # type: ignore[list-item]
-    assert mode.seconds == 2.0
+    turn = [output(1.0, 4.0, 11), output(2.0, 3.0, 6)]
+    mode.record([turn, turn])  # type: ignore[list-item]
+    assert mode.seconds == [[2.0, 2.0]]
     assert (mode.tokens, mode.drafted, mode.accepted) == (15, 6, 4)
+
+
+def test_speed_ups_are_of_the_same_turn_and_speeds_of_the_fastest() -> None:
+    full, drafts = bench_drafts.Mode("full"), bench_drafts.Mode("drafts")
+    full.seconds, full.tokens = [[2.0, 8.0, 4.0], [2.0, 8.0, 4.0]], 8
+    drafts.seconds = [[1.0, 2.0], [1.0, 2.0]]  # the third turn was full depth's alone
+    assert drafts.speedup(full) == (2.0 + 4.0) / 2
+    assert full.tokens_per_s == 8 / (2.0 + 2.0)
