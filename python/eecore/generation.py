@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
@@ -196,7 +196,7 @@ def stream(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     order: list[str] | None = None,
     **sampling_fields: Any,
-) -> Iterator[StepOutput]:
+) -> Generator[StepOutput, None, None]:
     """Like :func:`generate`, yielding what each engine step adds.
 
     Closing or dropping the iterator early, or an exception such as KeyboardInterrupt, cancels what
@@ -219,7 +219,7 @@ def _steps(
     order: list[str],
     *,
     whole: bool,
-) -> Iterator[StepOutput]:
+) -> Generator[StepOutput, None, None]:
     """What each step adds, or with ``whole`` the last ones alone."""
     many = _as_list(prompts)
     exits = _per_prompt("exit", exit, (Exit, str), len(many))

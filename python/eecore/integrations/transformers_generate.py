@@ -164,8 +164,8 @@ def generate_for_transformers(
     with closing(stream(ours, prompts, exit=policy, sampling=settings, order=order)) as steps:
         for step in steps:
             if not rows:
-                given = zip(order, input_ids, strict=True)
-                rows = {name: _Row(ids, criteria) for name, ids in given}
+                begun = zip(order, input_ids, strict=True)
+                rows = {name: _Row(ids, criteria) for name, ids in begun}
             rows[step.request_id].take(step, streamer)
             if all(row.is_over for row in rows.values()):
                 break
