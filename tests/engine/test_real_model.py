@@ -49,8 +49,11 @@ def test_full_depth_greedy_tokens_equal_transformers(
 
 
 def test_batch_and_single_tokens_are_the_same(model: eecore.Model) -> None:
+    """And on two threads those of one."""
     prompts = real_prompts(3, words=20)
+    torch.set_num_threads(2)
     together = eecore.generate(model, prompts, max_tokens=32)
+    torch.set_num_threads(1)
     alone = [eecore.generate(model, [prompt], max_tokens=32)[0] for prompt in prompts]
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
     assert [o.text for o in together] == [o.text for o in alone]
