@@ -31,6 +31,7 @@ BENCHMARKS = {
     "serve": "bench.serving.serve",
     "soak-serve": "bench.serving.soak",
     "ops-table": "bench.ops.table",
+    "gpu-first": "bench.gpu.first",
     "gpu": "bench.gpu.gpu",
     "gpu-decode": "bench.gpu.decode",
     "peers": "bench.harness.peers",

@@ -6,8 +6,9 @@
 #   bench/gpu.sh [FOLDER [PART...]]
 #
 #   FOLDER      gets gpu-<device>[-decode].json and .md, and the logs (bench/results)
-#   PART        tests, bench, decode, runtime, memcheck, racecheck: these instead of all, behind the build.
-#               The limits of their steps and of the build are 11 minutes for the first three, 19 for all
+#   PART        first, tests, bench, decode, runtime, memcheck, racecheck: these instead of all, behind the
+#               build. first is a little of each, and what is likeliest to go wrong. The limits of the
+#               steps and of the build are 9 minutes for it, 24 for all
 #
 #   PYTHON      an interpreter that has torch >= 2.10 for CUDA, pybind11, cmake, ninja, setuptools, pytest and
 #               pytest-timeout (python3); nothing is installed into it
@@ -15,7 +16,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all_parts=(tests bench decode runtime memcheck racecheck)
+all_parts=(first tests bench decode runtime memcheck racecheck)
 folder=${1:-bench/results}
 parts=("${@:2}")
 python=${PYTHON:-python3}
@@ -97,6 +98,16 @@ trap 'rm -f "$steps"' EXIT
 
 step build 240 env EECORE_CUDA=ON EECORE_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace
 if [ $failed -ne 0 ]; then die "the build failed: see $folder/gpu-build.log"; fi
+if wants first; then
+  for early in 1 0; do # with programmatic dependent launch, and without
+    step "first-body-early-$early" 45 env EECORE_EARLY_START=$early PYTHONPATH=python "$python" \
+      -m bench gpu-first body
+  done
+  step first-splits 45 env PYTHONPATH=python "$python" -m bench gpu-first splits
+  pytest_on_cuda first-tests 110 EECORE_REDUCED_CASES=1
+  step first-decode 45 env PYTHONPATH=python "$python" -m bench gpu-decode \
+    --model 1b --batch 1 --tokens 4 --rounds 1 --seconds 5
+fi
 if wants tests; then pytest_on_cuda tests 150; fi
 if wants bench; then
   step bench 140 env PYTHONPATH=python "$python" -m bench gpu --seconds 110 \

@@ -106,7 +106,7 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
   m.def(
       "skinny_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
       "Tensor? weight_scale, Tensor? bias, Tensor? residual, Tensor(a!) out, "
-      "str? activation=None, Tensor? weight_table=None) -> ()");
+      "str? activation=None, Tensor? weight_table=None, bool constant_weight=False) -> ()");
   m.def(
       "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
       "Tensor? weight_scale, Tensor? bias, Tensor(a!) out, str activation='silu', "

@@ -104,12 +104,22 @@ def numbers_by_symbol(info: bytes, attribute: int) -> dict[int, int]:
     return found
 
 
+def architecture_of(cubin: bytes, note: bytes | None) -> str:
+    """Of its note for tools; without one, as CUDA 12 makes them, of the flags of its header."""
+    if note is None:
+        flags = struct.unpack_from("<I", cubin, 0x30)[0]
+        return f"sm_{flags & 0xFF}{'a' if flags & 0x800 else ''}"
+    arch = re.search(rb"-arch (sm_\w+)", note)
+    if arch is None:
+        raise RuntimeError("a cubin does not say what it is for")
+    return arch[1].decode()
+
+
 def kernels(cubin: bytes) -> Iterator[tuple[str, str, Resources]]:
     """(mangled name, architecture, resources) of each kernel of a cubin."""
     by_name = {section.name: section for section in sections(cubin)}
-    arch = re.search(rb"-arch (sm_\w+)", by_name[".note.nv.tkinfo"].data)
-    if arch is None:
-        raise RuntimeError("a cubin does not say what it is for")
+    note = by_name.get(".note.nv.tkinfo")
+    arch = architecture_of(cubin, note and note.data)
     names = by_name[".strtab"].data
     table = by_name[".symtab"].data
     info = by_name[".nv.info"].data
@@ -121,7 +131,7 @@ def kernels(cubin: bytes) -> Iterator[tuple[str, str, Resources]]:
         shared = by_name.get(f".nv.shared.{kernel}")
         shared_bytes = max(shared.size - system_bytes, 0) if shared else 0
         stack = max(frames.get(symbol, 0), stacks.get(symbol, 0))
-        yield kernel, arch[1].decode(), Resources(registers, shared_bytes, stack)
+        yield kernel, arch, Resources(registers, shared_bytes, stack)
 
 
 def shortened(demangled: str) -> str:
@@ -133,6 +143,13 @@ def shortened(demangled: str) -> str:
             demangled = demangled[:i]
             break
     return re.sub(r"^void |eecore::(cuda::)?|\((int|bool)\)", "", demangled)
+
+
+def demangled(names: list[str]) -> list[str]:
+    """`kernel<arguments>` of mangled names."""
+    text = "\n".join(names)
+    done = subprocess.run(["c++filt"], input=text, capture_output=True, text=True, check=True)
+    return [shortened(name) for name in done.stdout.splitlines()]
 
 
 def compiler_of(module: Path) -> str:
@@ -149,9 +166,7 @@ def compiler_of(module: Path) -> str:
 def resources_of(module: Path) -> dict[str, Resources]:
     """Resources by "kernel<arguments> architecture", sorted."""
     found = [kernel for cubin in cubins(module) for kernel in kernels(cubin)]
-    mangled = "\n".join(name for name, _, _ in found)
-    done = subprocess.run(["c++filt"], input=mangled, capture_output=True, text=True, check=True)
-    names = map(shortened, done.stdout.splitlines())
+    names = demangled([name for name, _, _ in found])
     listed = (
         (f"{name} {arch}", resources)
         for name, (_, arch, resources) in zip(names, found, strict=True)

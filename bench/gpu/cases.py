@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from bench.gpu.timing import Call
 from eecore import ops
+from eecore.models.attention import keys_per_split
 from tests.cases import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
 
 EPS = 1e-6
@@ -127,7 +128,14 @@ def attention_mask(shape: AttentionShape, bias: Tensor | None, q: Tensor) -> Ten
     return (added.masked_fill(~seen, -math.inf) if shape.causal else added).to(q)
 
 
-def attention_work(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Work:
+def attention_work(
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    fixed_split_size: int | None = None,
+) -> Work:
+    """With splits as a model asks for them, unless they are given."""
+    split = keys_per_split(device) if fixed_split_size is None else fixed_split_size
     pages = -(-shape.seq_len // PAGE_SIZE)
     cache_shape = (pages * shape.num_seqs, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
     q_shape = (shape.num_seqs * shape.num_queries, shape.num_q_heads, shape.head_dim)
@@ -156,6 +164,7 @@ def attention_work(shape: AttentionShape, dtype: torch.dtype, device: torch.devi
             position_bias=position_bias,
             max_distance=MAX_DISTANCE,
             bidirectional=not shape.causal,
+            fixed_split_size=split,
             out=out,
         )
 
@@ -165,12 +174,12 @@ def attention_work(shape: AttentionShape, dtype: torch.dtype, device: torch.devi
         return rows.transpose(1, 2).contiguous()
 
     k, v = gathered(k_cache), gathered(v_cache)
-    split = q.unflatten(0, (shape.num_seqs, shape.num_queries)).transpose(1, 2)
+    by_seq = q.unflatten(0, (shape.num_seqs, shape.num_queries)).transpose(1, 2)
     mask = attention_mask(shape, position_bias, q)
 
     def sdpa() -> Tensor:
         attention = functional.scaled_dot_product_attention
-        return attention(split, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return attention(by_seq, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
     peers: dict[str, Call] = {"torch SDPA": sdpa}
     results: dict[str, Call] = {"torch SDPA": lambda: sdpa().transpose(1, 2).reshape(q_shape)}
@@ -404,7 +413,7 @@ def linear_work(
     out = torch.empty(num_tokens, out_features, dtype=dtype, device=device)
 
     def linear() -> Tensor:
-        return ops.skinny_linear(x, weight, out=out)
+        return ops.skinny_linear(x, weight, constant_weight=True, out=out)
 
     return Work(
         linear,

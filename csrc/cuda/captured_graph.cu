@@ -1,4 +1,5 @@
 #include "captured_graph.h"
+#include "conditional_body.h"
 #include "eecore/cuda_check.h"
 #include "launch.cuh"
 
@@ -6,20 +7,24 @@ namespace eecore::cuda {
 
 CapturedGraph::CapturedGraph(Stream stream) : captured_(stream) {
   DeviceGuard guard(stream.device);
+  load_condition_kernel(stream.device);
+  check_cuda(cudaGraphCreate(&graph_, 0), "cudaGraphCreate");
   // Relaxed: the caching allocator of a framework may ask the driver for memory meanwhile.
-  check_cuda(cudaStreamBeginCapture(static_cast<cudaStream_t>(stream.handle),
-                                    cudaStreamCaptureModeRelaxed),
-             "cudaStreamBeginCapture");
+  const cudaError_t begun =
+      cudaStreamBeginCaptureToGraph(static_cast<cudaStream_t>(stream.handle), graph_, nullptr,
+                                    nullptr, 0, cudaStreamCaptureModeRelaxed);
+  if (begun != cudaSuccess) cudaGraphDestroy(graph_);
+  check_cuda(begun, "cudaStreamBeginCaptureToGraph");
   open_ = true;
 }
 
 CapturedGraph::~CapturedGraph() {
   if (open_) {
-    cudaGraph_t unused = nullptr;
+    cudaGraph_t unused = nullptr;  // this graph, or that of an open body in it
     cudaStreamEndCapture(static_cast<cudaStream_t>(captured_.handle), &unused);
-    if (unused != nullptr) cudaGraphDestroy(unused);
   }
   if (ready_ != nullptr) cudaGraphExecDestroy(ready_);
+  cudaGraphDestroy(graph_);
 }
 
 void CapturedGraph::end() {
@@ -31,9 +36,11 @@ void CapturedGraph::end() {
   cudaGraph_t graph = nullptr;
   check_cuda(cudaStreamEndCapture(static_cast<cudaStream_t>(captured_.handle), &graph),
              "cudaStreamEndCapture");
-  const cudaError_t status = cudaGraphInstantiate(&ready_, graph, 0);
-  cudaGraphDestroy(graph);
-  check_cuda(status, "cudaGraphInstantiate");
+  if (graph != graph_) {
+    throw std::runtime_error(
+        "a captured graph: expected its conditional bodies to have ended, got an open one");
+  }
+  check_cuda(cudaGraphInstantiate(&ready_, graph_, 0), "cudaGraphInstantiate");
 }
 
 void CapturedGraph::launch(Stream stream) const {

@@ -26,6 +26,7 @@ class CapturedGraph {
  private:
   Stream captured_;
   bool open_ = false;
+  cudaGraph_t graph_ = nullptr;
   cudaGraphExec_t ready_ = nullptr;
 };
 

@@ -1,3 +1,8 @@
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "capture_calls.h"
 #include "conditional_body.h"
 #include "eecore/cuda_check.h"
 #include "eecore/set_condition.cuh"
@@ -6,83 +11,115 @@
 namespace eecore::cuda {
 namespace {
 
-// The graph that a stream is captured into, and the nodes that its next one will depend on.
-struct Capture {
-  cudaGraph_t graph = nullptr;
-  const cudaGraphNode_t* dependencies = nullptr;
-  const cudaGraphEdgeData* edges = nullptr;
-  size_t num_dependencies = 0;
-};
+cudaStream_t handle_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
 
 Capture capture_of(Stream stream) {
   Capture capture;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream.handle), &status, nullptr,
-                                      &capture.graph, &capture.dependencies, &capture.edges,
-                                      &capture.num_dependencies),
-             "cudaStreamGetCaptureInfo");
-  if (status != cudaStreamCaptureStatusActive) {
+  check_cuda(get_capture(handle_of(stream), &capture), "cudaStreamGetCaptureInfo");
+  if (capture.status != cudaStreamCaptureStatusActive) {
     throw std::runtime_error(
         std::string("a conditional body: expected a stream that is being captured, got one that ") +
-        (status == cudaStreamCaptureStatusNone ? "is not" : "was until its capture failed"));
+        (capture.status == cudaStreamCaptureStatusNone ? "is not"
+                                                       : "was until its capture failed"));
   }
   return capture;
 }
 
+// Relaxed: the caching allocator of a framework may ask the driver for memory meanwhile.
+cudaError_t capture_into(Stream stream, cudaGraph_t graph, const cudaGraphNode_t* behind) {
+  return cudaStreamBeginCaptureToGraph(handle_of(stream), graph, behind, nullptr,
+                                       behind == nullptr ? 0 : 1, cudaStreamCaptureModeRelaxed);
+}
+
+// Bodies that are open. A capture that goes on behind one inside has another id: whose it is learns
+// it here.
+std::vector<ConditionalBody*> open_bodies;
+std::mutex open_bodies_mutex;
+
 }  // namespace
 
-ConditionalBody::ConditionalBody(Stream stream, const uint8_t* flag, bool when)
-    : device_(stream.device) {
-  DeviceGuard guard(device_);
-  const cudaGraph_t body = capture_if_node(stream, flag, when);
-  check_cuda(cudaStreamCreateWithFlags(&body_, cudaStreamNonBlocking), "cudaStreamCreate");
-  // Relaxed: the caching allocator of a framework may ask the driver for memory meanwhile.
-  const cudaError_t begun =
-      cudaStreamBeginCaptureToGraph(body_, body, nullptr, nullptr, 0, cudaStreamCaptureModeRelaxed);
-  if (begun != cudaSuccess) cudaStreamDestroy(body_);
-  check_cuda(begun, "cudaStreamBeginCaptureToGraph");
+void load_condition_kernel(int device) {
+  DeviceGuard guard(device);
+  cudaFuncAttributes unused{};
+  check_cuda(cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(set_condition_kernel)),
+             "cudaFuncGetAttributes of set_condition");
+}
+
+ConditionalBody::ConditionalBody(Stream stream, const uint8_t* flag, bool when) : stream_(stream) {
+  DeviceGuard guard(stream.device);
+  capture_if_node(flag, when);
+  around_id_ = capture_of(stream).id;
+  check_cuda(cudaStreamEndCapture(handle_of(stream), &around_),
+             "cudaStreamEndCapture before a conditional body");
+  check_cuda(capture_into(stream, body_, nullptr), "cudaStreamBeginCaptureToGraph");
+  capture_id_ = capture_of(stream).id;
   open_ = true;
+  const std::lock_guard lock(open_bodies_mutex);
+  open_bodies.push_back(this);
 }
 
 ConditionalBody::~ConditionalBody() {
-  if (open_) {
-    cudaGraph_t unused = nullptr;
-    cudaStreamEndCapture(body_, &unused);
-  }
-  if (body_ != nullptr) cudaStreamDestroy(body_);
+  if (!open_) return;
+  close();
+  if (is_captured()) go_on_around();
+}
+
+void ConditionalBody::close() {
+  open_ = false;
+  const std::lock_guard lock(open_bodies_mutex);
+  open_bodies.erase(std::find(open_bodies.begin(), open_bodies.end(), this));
 }
 
 void ConditionalBody::end() {
   if (!open_)
     throw std::runtime_error("a conditional body: expected one that is open, got its second end");
-  open_ = false;
-  DeviceGuard guard(device_);
-  cudaGraph_t body = nullptr;
-  check_cuda(cudaStreamEndCapture(body_, &body), "cudaStreamEndCapture of a conditional body");
+  close();
+  DeviceGuard guard(stream_.device);
+  if (!is_captured()) {
+    throw std::runtime_error(
+        "a conditional body: expected the bodies inside to have ended, and the capture not, got "
+        "another capture of the stream or none");
+  }
+  check_cuda(go_on_around(), "the end of a conditional body");
 }
 
-// Captures the kernel that sets the condition and the node behind it; returns the node's body.
-cudaGraph_t ConditionalBody::capture_if_node(Stream stream, const uint8_t* flag, bool when) {
+// Whether the stream is captured into this body still.
+bool ConditionalBody::is_captured() const {
+  Capture capture;
+  return get_capture(handle_of(stream_), &capture) == cudaSuccess &&
+         capture.status != cudaStreamCaptureStatusNone && capture.id == capture_id_;
+}
+
+// Ends the body's capture and has the stream captured behind the node.
+cudaError_t ConditionalBody::go_on_around() {
+  cudaGraph_t body = nullptr;
+  cudaError_t status = cudaStreamEndCapture(handle_of(stream_), &body);
+  if (status == cudaSuccess) status = capture_into(stream_, around_, &node_);
+  Capture capture;
+  if (status == cudaSuccess) status = get_capture(handle_of(stream_), &capture);
+  if (status != cudaSuccess) return status;
+  const std::lock_guard lock(open_bodies_mutex);
+  for (ConditionalBody* other : open_bodies) {
+    if (other->capture_id_ == around_id_) other->capture_id_ = capture.id;
+  }
+  return status;
+}
+
+// Captures the kernel that sets the condition, and adds the node behind it.
+void ConditionalBody::capture_if_node(const uint8_t* flag, bool when) {
   cudaGraphConditionalHandle handle{};
-  check_cuda(cudaGraphConditionalHandleCreate(&handle, capture_of(stream).graph, 0,
+  check_cuda(cudaGraphConditionalHandleCreate(&handle, capture_of(stream_).graph, 0,
                                               cudaGraphCondAssignDefault),
              "cudaGraphConditionalHandleCreate");
-  launch("set_condition", set_condition_kernel, {dim3(1), dim3(1)}, stream, handle, flag, when);
+  launch("set_condition", set_condition_kernel, {dim3(1), dim3(1)}, stream_, handle, flag, when);
 
-  const Capture behind = capture_of(stream);
   cudaGraphNodeParams params{};
   params.type = cudaGraphNodeTypeConditional;
   params.conditional.handle = handle;
   params.conditional.type = cudaGraphCondTypeIf;
   params.conditional.size = 1;
-  cudaGraphNode_t node = nullptr;
-  check_cuda(cudaGraphAddNode(&node, behind.graph, behind.dependencies, behind.edges,
-                              behind.num_dependencies, &params),
-             "cudaGraphAddNode of a condition");
-  check_cuda(cudaStreamUpdateCaptureDependencies(static_cast<cudaStream_t>(stream.handle), &node,
-                                                 nullptr, 1, cudaStreamSetCaptureDependencies),
-             "cudaStreamUpdateCaptureDependencies");
-  return params.conditional.phGraph_out[0];
+  check_cuda(add_node(capture_of(stream_), &params, &node_), "cudaGraphAddNode of a condition");
+  body_ = params.conditional.phGraph_out[0];
 }
 
 }  // namespace eecore::cuda

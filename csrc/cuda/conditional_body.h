@@ -9,34 +9,44 @@
 
 namespace eecore::cuda {
 
-// Ends what `stream` has captured so far with an IF node; until end(), what is launched on
-// body_stream() becomes its body. Bodies nest. (CUDA 12.4's conditional nodes, through the stream
-// capture of a CUDA 13 runtime.)
+// Ends what `stream` has captured so far with an IF node; until end(), what is launched on it
+// becomes the node's body. Bodies nest. (The conditional nodes of CUDA 12.4.)
 //
 //   launch accept_mask on stream                          // writes the flag
 //   ConditionalBody deeper(stream, all_accepted, false);
-//   launch the next layers on deeper.body_stream()
+//   launch the next layers on stream
 //   deeper.end();
 //   launch what follows in any case on stream
+//
+// One stream for all bodies: an allocator that keeps its blocks by stream, and a library that has a
+// workspace for each, see one. So the capture ends here and goes on in the graph of the body, and
+// behind the node when the body ends.
 class ConditionalBody {
  public:
   // The body runs where (*flag != 0) == when at the time that the graph comes there; `flag` is on
-  // the device. Throws, and leaves the capture as it was or invalid, if `stream` is not captured.
+  // the device. Throws, and leaves the capture as it was or given up, if `stream` is not captured.
   ConditionalBody(Stream stream, const uint8_t* flag, bool when);
-  // A capture that end() has not closed is given up, and its body with it.
+  // A body that end() has not closed is given up; the capture around it goes on.
   ~ConditionalBody();
   ConditionalBody(const ConditionalBody&) = delete;
   ConditionalBody& operator=(const ConditionalBody&) = delete;
 
-  Stream body_stream() const { return {body_, device_}; }
   void end();
 
  private:
-  cudaGraph_t capture_if_node(Stream stream, const uint8_t* flag, bool when);
+  void capture_if_node(const uint8_t* flag, bool when);
+  bool is_captured() const;
+  cudaError_t go_on_around();
+  void close();
 
-  int device_;
-  cudaStream_t body_ = nullptr;
+  Stream stream_;
+  cudaGraph_t around_ = nullptr, body_ = nullptr;
+  cudaGraphNode_t node_ = nullptr;
+  unsigned long long around_id_ = 0, capture_id_ = 0;  // of the captures around and of the body
   bool open_ = false;
 };
+
+// Loads what ConditionalBody launches, which a capture must not do.
+void load_condition_kernel(int device);
 
 }  // namespace eecore::cuda

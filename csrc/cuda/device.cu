@@ -1,11 +1,15 @@
-// What the launchers know of a device.
+// What the launchers know of a device, and have asked of it.
 #include <cuda_runtime.h>
 
+#include <cstdlib>
+#include <map>
 #include <mutex>
-#include <vector>
+#include <string_view>
+#include <utility>
 
+#include "capture_calls.h"
 #include "eecore/cuda_check.h"
-#include "launch.h"
+#include "launch.cuh"
 
 namespace eecore::cuda {
 namespace {
@@ -33,6 +37,39 @@ const DeviceProperties& device_properties(int device) {
         static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device))};
   });
   return known[device];
+}
+
+bool may_start_early(Stream stream) {
+  static const bool is_wanted = [] {
+    const char* said = std::getenv("EECORE_EARLY_START");
+    return said == nullptr || std::string_view(said) != "0";
+  }();
+  if (!is_wanted || device_properties(stream.device).capability < 90) return false;
+  Capture capture;
+  if (get_capture(static_cast<cudaStream_t>(stream.handle), &capture) != cudaSuccess) {
+    cudaGetLastError();  // the launch will say so
+    return false;
+  }
+  if (capture.status != cudaStreamCaptureStatusActive) return true;
+  for (size_t i = 0; i < capture.num_dependencies; ++i) {
+    cudaGraphNodeType type{};
+    check_cuda(cudaGraphNodeGetType(capture.dependencies[i], &type), "cudaGraphNodeGetType");
+    if (type != cudaGraphNodeTypeKernel) return false;
+  }
+  return capture.num_dependencies > 0;
+}
+
+void allow_shared_bytes(const char* name, const void* function, int device, size_t bytes) {
+  if (bytes <= kPlainSharedBytes) return;
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;
+  const std::lock_guard lock(mutex);
+  size_t& so_far = allowed[{function, device}];
+  if (bytes <= so_far) return;
+  check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(bytes)),
+             name);
+  so_far = bytes;
 }
 
 }  // namespace eecore::cuda

@@ -42,6 +42,14 @@ struct LaunchShape {
 // Dynamic shared memory that a block may have without asking.
 constexpr size_t kPlainSharedBytes = 48 * 1024;
 
+// Lets blocks of `function` have that much dynamic shared memory on the current device, `device`.
+// What is allowed once stays so: a launch on another thread may be about to use it.
+void allow_shared_bytes(const char* name, const void* function, int device, size_t bytes);
+
+// Whether what is launched next on a stream may start before what is ahead has ended: the GPU can
+// do so, and in a graph nothing but kernels is ahead. EECORE_EARLY_START=0 says no for good.
+bool may_start_early(Stream stream);
+
 // Starts `kernel` on `stream`; a refused launch throws with the kernel's name. An empty grid is no
 // launch.
 template <typename... Params, typename... Args>
@@ -49,12 +57,8 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchShape& shap
             const Args&... args) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
   DeviceGuard guard(stream.device);
-  if (shape.shared_bytes > kPlainSharedBytes) {
-    check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shape.shared_bytes)),
-               name);
-  }
+  allow_shared_bytes(name, reinterpret_cast<const void*>(kernel), stream.device,
+                     shape.shared_bytes);
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
@@ -63,28 +67,11 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchShape& shap
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  if (shape.order == Launch::kAfterPrevious && device_properties(stream.device).capability >= 90) {
+  if (shape.order == Launch::kAfterPrevious && may_start_early(stream)) {
     config.attrs = &early;
     config.numAttrs = 1;
   }
   check_cuda(cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
-}
-
-// How many blocks of `kernel` fit on the device at a time, at least one for each multiprocessor.
-template <typename... Params>
-int64_t resident_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes, int device) {
-  DeviceGuard guard(device);
-  const void* function = reinterpret_cast<const void*>(kernel);
-  if (shared_bytes > kPlainSharedBytes) {
-    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared_bytes)),
-               "cudaFuncSetAttribute");
-  }
-  int blocks = 0;
-  check_cuda(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, threads, shared_bytes),
-      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return int64_t{blocks > 0 ? blocks : 1} * device_properties(device).num_multiprocessors;
 }
 
 }  // namespace eecore::cuda

@@ -36,9 +36,5 @@ PYBIND11_MODULE(_cuda, module) {
                                                       reinterpret_cast<const uint8_t*>(flag), when);
            }),
            py::arg("stream"), py::arg("device"), py::arg("flag"), py::arg("when"))
-      .def_property_readonly("stream",
-                             [](const ConditionalBody& body) {
-                               return reinterpret_cast<uintptr_t>(body.body_stream().handle);
-                             })
       .def("end", &ConditionalBody::end);
 }

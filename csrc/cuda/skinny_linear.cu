@@ -50,7 +50,8 @@ void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   with_ready_rows("skinny_linear", params, stream,
                   [&](auto tag, auto n_tiles, const SkinnyLinearParams& ready, bool makes_rows) {
                     using T = typename decltype(tag)::type;
-                    multiply<T, n_tiles()>(ready, makes_rows, stream);
+                    // The kernel that makes rows has waited for whoever wrote the weight.
+                    multiply<T, n_tiles()>(ready, makes_rows || ready.constant_weight, stream);
                   });
 }
 

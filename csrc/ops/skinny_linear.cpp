@@ -10,7 +10,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
                    const Tensor& weight, const std::optional<Tensor>& weight_scale,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                    Tensor out, const std::optional<Text>& activation,
-                   const std::optional<Tensor>& weight_table) {
+                   const std::optional<Tensor>& weight_table, bool constant_weight) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -43,6 +43,7 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.eps = static_cast<float>(eps);
   params.activation = activation ? activation_of(check, *activation, {{"relu", Activation::kRelu}})
                                  : Activation::kNone;
+  params.constant_weight = constant_weight;
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(weight_scale, "weight_scale");
   const Tensor memory =

@@ -221,17 +221,55 @@ __device__ __forceinline__ PartialAddress partial_address(const PagedAttentionPa
 }
 
 template <int kSize>
-__device__ __forceinline__ PartialRow<kSize> load_partial(const PartialAddress& from, int at) {
-  PartialRow<kSize> row;
+__device__ __forceinline__ void load_partial_stats(const PartialAddress& from,
+                                                   PartialRow<kSize>& row) {
+  row.maximum = from.stats[0];
+  row.weight = from.stats[1];
+}
+
+template <int kSize>
+__device__ __forceinline__ void load_partial_values(const PartialAddress& from, int at,
+                                                    PartialRow<kSize>& row) {
 #pragma unroll
   for (int i = 0; i < kSize; i += 4) {
     const Pack<float> pack = load16(from.values + at + i);
 #pragma unroll
     for (int j = 0; j < 4; ++j) row.values[i + j] = pack.values[j];
   }
-  row.maximum = from.stats[0];
-  row.weight = from.stats[1];
-  return row;
+}
+
+// The partials [begin, end) of a row, merged in ascending order. They come from the L2 cache: a
+// batch is on its way as a whole before its first is merged, and no branch stands between.
+template <int kSize>
+__device__ __forceinline__ PartialRow<kSize> merge_partials(const PagedAttentionParams& params,
+                                                            const AttentionPlan& plan, int begin,
+                                                            int end, int token, int head, int at) {
+  constexpr int kBatch = 8;
+  const PartialAddress first = partial_address(params, plan, begin, token, head);
+  const int64_t stride = params.num_tokens * params.num_q_heads;  // in rows
+  PartialRow<kSize> total;
+  for (int done = 0; done < end - begin; done += kBatch) {
+    const auto address_of = [&](int i) {  // past the last one, the last one again
+      const int64_t rows = min(done + i, end - begin - 1) * stride;
+      return PartialAddress{first.values + rows * params.head_dim, first.stats + rows * 2};
+    };
+    PartialRow<kSize> partials[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) load_partial_stats(address_of(i), partials[i]);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) load_partial_values(address_of(i), at, partials[i]);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      PartialRow<kSize> merged = total;
+      merged.merge(partials[i]);
+      const bool counts = done + i < end - begin;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) total.values[j] = counts ? merged.values[j] : total.values[j];
+      total.maximum = counts ? merged.maximum : total.maximum;
+      total.weight = counts ? merged.weight : total.weight;
+    }
+  }
+  return total;
 }
 
 template <int kSize>

@@ -164,31 +164,11 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   const int head_dim = static_cast<int>(params.head_dim);
   const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
 
-  // The first layer that needs a row of this group. The first group finds it from the inputs, to
-  // have the weight on its way before the rows are normed.
-  int first_layer = num_layers;
-  if (blockIdx.y == 0) {
-    for (int64_t row = threadIdx.x % 32; row < params.num_tokens; row += 32) {
-      const int exit_layer = params.exit_layer[row];
-      if (params.slot_mapping[row] >= 0 && exit_layer < first_layer) first_layer = exit_layer;
-    }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      const int other = __shfl_xor_sync(kWholeWarp, first_layer, distance);
-      if (other < first_layer) first_layer = other;
-    }
-  } else {
-    wait_for_previous_kernel();
-    if (first_place < rows.counts[num_layers - 1]) {
-      first_layer = params.exit_layer[rows.order[first_place]];
-    }
-  }
-  if (first_layer < 0) first_layer = 0;
-
-  // This block's heads, each in cut.num_parts tiles.
-  const int my_heads = tiles_of_block((num_layers - first_layer) * num_heads);
+  // This block's heads, each in cut.num_parts tiles: from the last layer down, which needs all rows
+  // that any layer needs.
   const auto head_at = [&](int i) {
-    return first_layer * num_heads + static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
+    return num_layers * num_heads - 1 - static_cast<int>(blockIdx.x) -
+           i * static_cast<int>(gridDim.x);
   };
   const auto rows_of = [&](int tile, const T*(&weight_rows)[2]) {
     const int head = head_at(tile / cut.num_parts);
@@ -204,10 +184,28 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   };
 
   const bool works = lane.group < cut.group_tiles;
-  WeightStream<T, 1> weight(plan, lane, works ? my_heads * cut.num_parts : 0);
+  WeightStream<T, 1> weight(plan, lane,
+                            works ? tiles_of_block(num_layers * num_heads) * cut.num_parts : 0);
+  // How many of the heads are needed is known when the rows are in order. Blocks that begin in the
+  // last layer have its weight on the way before: the kernel ahead, which orders the rows, has
+  // waited for whoever wrote it.
+  int my_heads = 0;
+  const auto find_heads = [&] {
+    if (first_place < rows.counts[num_layers - 1]) {
+      const int first_layer = max(params.exit_layer[rows.order[first_place]], 0);
+      my_heads = tiles_of_block((num_layers - first_layer) * num_heads);
+    }
+    weight.end_at(works ? my_heads * cut.num_parts : 0);
+  };
+  const bool starts_early = blockIdx.y == 0 && static_cast<int>(blockIdx.x) < num_heads;
+  if (!starts_early) {
+    wait_for_previous_kernel();
+    find_heads();
+  }
   weight.start(rows_of);
-  if (blockIdx.y == 0) wait_for_previous_kernel();
+  wait_for_previous_kernel();  // a second time at once
   let_next_kernel_start();
+  if (starts_early) find_heads();
 
   // Where this group's rows go: the same for every head.
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
@@ -246,6 +244,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
     }
     __syncthreads();  // the products are read before those of the next head are written
   }
+  cp_async_wait<0>();  // where the last layer was not needed
 }
 
 }  // namespace eecore::cuda

@@ -58,7 +58,7 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
 
     PartialRow<kPack> total;
     if (!results.is_first && !shares_tile) {
-      total = load_partial<kPack>(partial_address(params, plan, 0, token, head), at);
+      load_partial_values(partial_address(params, plan, 0, token, head), at, total);
       total.maximum = stats_before[row * 2];
       total.weight = stats_before[row * 2 + 1];
     }
@@ -183,11 +183,13 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
 }
 
 constexpr int kAttentionCombineThreads = 128;
+// Of a multiprocessor. Asked for so few, ptxas leaves registers to the loads that are under way.
+constexpr int kAttentionCombineBlocks = 4;
 
 // out = the rows' partials merged in ascending order.
 // Grid: (num_tokens, ceil(num_q_heads * head_dim / Pack<T>::kSize / kAttentionCombineThreads)).
 template <typename T, int kWarpRows>
-__global__ void __launch_bounds__(kAttentionCombineThreads)
+__global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlocks)
     paged_attention_combine_kernel(PagedAttentionParams params, AttentionPlan plan) {
   constexpr int kPack = Pack<T>::kSize, kTileRows = kAttentionWarps * kWarpRows;
   wait_for_previous_kernel();
@@ -204,11 +206,7 @@ __global__ void __launch_bounds__(kAttentionCombineThreads)
   const AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, row / kTileRows * kTileRows);
   int begin = tile.first_split, end = tile.end_split;
   if (plan.fixed_split_size == 0) end = (end + tile.num_teams() - 1) / tile.num_teams();
-  PartialRow<kPack> total;
-#pragma unroll 4
-  for (int partial = begin; partial < end; ++partial) {
-    total.merge(load_partial<kPack>(partial_address(params, plan, partial, token, head), at));
-  }
+  const PartialRow<kPack> total = merge_partials<kPack>(params, plan, begin, end, token, head, at);
   T* const out = static_cast<T*>(params.out) + token * params.out_token_stride +
                  head * params.out_head_stride + at;
   total.store(out, plan.out_aligned);

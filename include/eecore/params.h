@@ -407,6 +407,7 @@ struct SkinnyLinearParams {
   int64_t x_stride, weight_stride, residual_stride, out_stride;
   float eps;
   Activation activation;  // of the product with its bias, before the residual: kNone or kRelu
+  bool constant_weight;   // no work that may still be under way writes the weight
   DType dtype;
   void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU
 };

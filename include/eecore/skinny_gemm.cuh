@@ -91,6 +91,9 @@ class WeightStream {
         num_tiles_(num_tiles),
         chunk_(lane.slice) {}
 
+  // There are only `num_tiles` of this block; those behind that are under way are never read.
+  __device__ __forceinline__ void end_at(int num_tiles) { num_tiles_ = num_tiles; }
+
   // Fills all stages but one.
   template <typename RowsOf>
   __device__ __forceinline__ void start(const RowsOf& rows_of) {
@@ -193,7 +196,7 @@ __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
     wait_for_previous_kernel();
   }
   weight.start(rows_of);
-  if (plan.early_weight) wait_for_previous_kernel();
+  wait_for_previous_kernel();  // a second time at once
   let_next_kernel_start();
 }
 

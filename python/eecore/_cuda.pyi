@@ -19,8 +19,8 @@ class CapturedGraph:
 class ConditionalBody:
     """Work that a graph under capture does only when a flag on the device says so.
 
-    Until :meth:`end`, what is launched on :attr:`stream` is captured as the body of an IF node,
-    which ends what ``stream`` has captured so far. Bodies nest; see csrc/cuda/conditional_body.h.
+    Until :meth:`end`, what is launched on ``stream`` is captured as the body of an IF node, which
+    ends what the stream has captured so far. Bodies nest; see csrc/cuda/conditional_body.h.
     """
 
     def __init__(self, stream: int, device: int, flag: int, when: bool) -> None:
@@ -30,9 +30,5 @@ class ConditionalBody:
             RuntimeError: ``stream`` is not being captured, or the runtime refuses.
         """
 
-    @property
-    def stream(self) -> int:
-        """The cudaStream_t that the body is captured on."""
-
     def end(self) -> None:
-        """Close the body. RuntimeError when it is closed already."""
+        """Close the body. RuntimeError when it is closed already, or one inside is open."""

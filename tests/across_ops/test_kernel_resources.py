@@ -56,6 +56,12 @@ def test_registers_and_shared_memory_are_on_record(module: Path) -> None:
     assert not differing, HOW_TO_RECORD
 
 
+@pytest.mark.parametrize(("flags", "arch"), [(0x500550, "sm_80"), (0x5A0D5A, "sm_90a")])
+def test_a_cubin_without_a_note_says_in_its_header_what_it_is_for(flags: int, arch: str) -> None:
+    header = bytes(0x30) + flags.to_bytes(4, "little")
+    assert kernel_resources.architecture_of(header, None) == arch
+
+
 @pytest.mark.parametrize(
     ("demangled", "name"),
     [

@@ -70,6 +70,13 @@ def test_the_decoding_benchmark_of_a_gpu_runs_on_a_tiny_model(
     assert "| tiny | 1 | transformers assistant_early_exit |" in files["md"].read_text()
 
 
+@pytest.mark.parametrize("what", ["body", "splits"])
+def test_the_first_look_at_a_gpu_runs_on_the_cpu(run_bench: RunsBench, what: str) -> None:
+    done = run_bench("gpu-first", what, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert " us" in done.stdout
+
+
 def test_the_gpu_script_says_what_it_lacks(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -91,7 +98,7 @@ def test_the_gpu_script_knows_its_parts(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    expected = "expected parts among tests bench decode runtime memcheck racecheck, got tset"
+    expected = "expected parts among first tests bench decode runtime memcheck racecheck, got tset"
     assert expected in done.stderr
     assert not (tmp_path / "new").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
+from eecore.ops import products
 from head_packs import write_pack
 from tiny_models import random_prompts, write_model
 
@@ -143,6 +145,24 @@ def test_penalties_and_guides_give_the_tokens_of_the_cpu(
     monkeypatch.undo()
     expected = eecore.generate(tiny, PROMPTS, exit=POLICIES[mode], sampling=sampling)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+
+
+def test_products_are_told_that_weights_are_constant(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they are read while what is ahead still runs."""
+    told: list[bool] = []
+    multiply = products._skinny_linear
+
+    def watched(*arguments: Any) -> None:
+        told.append(arguments[-1])
+        multiply(*arguments)
+
+    monkeypatch.setattr(products, "_skinny_linear", watched)
+    model = as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
+    eecore.generate(model, PROMPTS, exit=FixedExit(2), max_tokens=2)
+    assert told
+    assert all(told)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])

@@ -10,6 +10,8 @@
 
 #include <cstdlib>
 #include <map>
+#include <set>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -40,6 +42,9 @@ namespace emulator {
 // Dynamic shared memory that each kernel has asked for.
 inline std::map<const void*, size_t> allowed_shared_bytes;
 
+// Kernels that have been asked about, or launched outside of a capture.
+inline std::set<const void*> loaded_kernels;
+
 // "paged_attention_kernel<float, 64>"
 inline std::string kernel_name(const void* kernel) {
   Dl_info info;
@@ -57,17 +62,24 @@ inline std::string kernel_name(const void* kernel) {
 
 }  // namespace emulator
 
+// A lower value than before takes from other threads what they are about to launch with.
 inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
   if (value < 0 || static_cast<size_t>(value) > ::emulator::kMaxDynamicSharedBytes) {
     return cudaErrorInvalidValue;
   }
-  ::emulator::allowed_shared_bytes[kernel] = static_cast<size_t>(value);
+  size_t& allowed = ::emulator::allowed_shared_bytes[kernel];
+  if (static_cast<size_t>(value) < allowed) {
+    throw std::runtime_error("kernel " + ::emulator::kernel_name(kernel) + " may have " +
+                             std::to_string(value) + " bytes of dynamic shared memory, after " +
+                             std::to_string(allowed));
+  }
+  allowed = static_cast<size_t>(value);
   return cudaSuccess;
 }
 
-inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int,
-                                                                 size_t) {
-  *blocks = 1;
+struct cudaFuncAttributes {};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
+  ::emulator::loaded_kernels.insert(kernel);
   return cudaSuccess;
 }
 
@@ -90,7 +102,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const auto run = [launch, kernel, arguments = std::tuple<Params...>(args...)] {
     ::emulator::launch(launch, [&] { std::apply(kernel, arguments); });
   };
-  if (!::emulator::record(config->stream, run)) run();
+  if (!::emulator::is_recorded(config->stream)) {
+    ::emulator::loaded_kernels.insert(function);
+    run();
+    return cudaSuccess;
+  }
+  if (::emulator::loaded_kernels.count(function) == 0) {
+    throw std::runtime_error("kernel " + launch.kernel + " would be loaded during a capture");
+  }
+  if (launch.starts_early && !::emulator::follows_kernels(config->stream)) {
+    throw std::runtime_error("kernel " + launch.kernel +
+                             " may start early behind what is not a kernel");
+  }
+  ::emulator::record(config->stream, run);
   return cudaSuccess;
 }
 

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#define CUDART_VERSION 13000  // the signatures are those of CUDA 13
+
 using cudaStream_t = void*;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
@@ -66,8 +68,7 @@ enum cudaStreamCaptureStatus {
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
 enum cudaGraphNodeType { cudaGraphNodeTypeKernel, cudaGraphNodeTypeConditional };
 enum cudaGraphConditionalNodeType { cudaGraphCondTypeIf };
-constexpr unsigned cudaStreamNonBlocking = 1, cudaGraphCondAssignDefault = 1,
-                   cudaStreamSetCaptureDependencies = 1;
+constexpr unsigned cudaStreamNonBlocking = 1, cudaGraphCondAssignDefault = 1;
 struct cudaGraphEdgeData;
 struct cudaConditionalNodeParams {
   cudaGraphConditionalHandle handle;
@@ -82,7 +83,6 @@ struct cudaGraphNodeParams {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph,
                                           const cudaGraphNode_t* dependencies,
                                           const cudaGraphEdgeData* edges, size_t num_dependencies,
@@ -92,14 +92,13 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
                                      unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t** dependencies,
                                      const cudaGraphEdgeData** edges, size_t* num_dependencies);
-cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* dependencies,
-                                                const cudaGraphEdgeData* edges,
-                                                size_t num_dependencies, unsigned flags);
 cudaError_t cudaGraphConditionalHandleCreate(cudaGraphConditionalHandle* handle, cudaGraph_t graph,
                                              unsigned initial, unsigned flags);
 cudaError_t cudaGraphAddNode(cudaGraphNode_t* node, cudaGraph_t graph,
                              const cudaGraphNode_t* dependencies, const cudaGraphEdgeData* edges,
                              size_t num_dependencies, cudaGraphNodeParams* params);
+cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type);
+cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned flags);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
                                  unsigned long long flags);

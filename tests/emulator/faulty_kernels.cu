@@ -2,9 +2,12 @@
 // the other.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "captured_graph.h"
+#include "conditional_body.h"
 #include "eecore/element.cuh"
 #include "eecore/reduce.cuh"
 #include "launch.cuh"
@@ -135,6 +138,73 @@ __global__ void never_waits(float* out) {
   out[threadIdx.x] = 1.0f;
 }
 
+// ---- Faults of who launches ----
+
+template <bool kFaulty>
+__global__ void lowered_shared_limit(float* out) {
+  out[threadIdx.x] = 1.0f;
+}
+
+template <bool kFaulty>
+__global__ void loaded_in_capture(float* out) {
+  out[threadIdx.x] = 1.0f;
+}
+
+template <bool kFaulty>
+__global__ void early_behind_condition(float* out) {
+  wait_for_previous_kernel();
+  out[threadIdx.x] = 1.0f;
+}
+
+// Much shared memory, then less of it.
+template <bool kFaulty>
+void launch_with_less(float* out) {
+  constexpr size_t kMuch = 64 * 1024, kLess = 56 * 1024;
+  const auto kernel = lowered_shared_limit<kFaulty>;
+  launch("lowered_shared_limit", kernel, {dim3(1), dim3(kThreads), kMuch}, {nullptr, 0}, out);
+  if (kFaulty) {
+    check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, kLess),
+               "lowered_shared_limit");
+  }
+  launch("lowered_shared_limit", kernel, {dim3(1), dim3(kThreads), kLess}, {nullptr, 0}, out);
+}
+
+// work(stream) while the stream is captured, into a graph that is given up.
+template <typename Work>
+void in_capture(const Work& work) {
+  cudaStream_t handle = nullptr;
+  check_cuda(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "cudaStreamCreate");
+  const std::unique_ptr<void, cudaError_t (*)(cudaStream_t)> owner(handle, cudaStreamDestroy);
+  const CapturedGraph graph({handle, 0});
+  work(Stream{handle, 0});
+}
+
+template <bool kFaulty>
+void launch_first_in_capture(float* out) {
+  const LaunchShape shape{dim3(1), dim3(kThreads)};
+  const auto kernel = loaded_in_capture<kFaulty>;
+  if (!kFaulty) launch("loaded_in_capture", kernel, shape, {nullptr, 0}, out);
+  in_capture([&](Stream stream) { launch("loaded_in_capture", kernel, shape, stream, out); });
+}
+
+template <bool kFaulty>
+void launch_behind_condition(float* out) {
+  const LaunchShape shape{dim3(1), dim3(kThreads), 0, Launch::kAfterPrevious};
+  const auto kernel = early_behind_condition<kFaulty>;
+  launch("early_behind_condition", kernel, shape, {nullptr, 0}, out);
+  const uint8_t flag = 0;
+  in_capture([&](Stream stream) {
+    ConditionalBody(stream, &flag, true).end();
+    if (!kFaulty) return launch("early_behind_condition", kernel, shape, stream, out);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const cudaLaunchConfig_t config{shape.grid, shape.block, 0, stream.handle, &early, 1};
+    check_cuda(cudaLaunchKernelEx(&config, kernel, out), "early_behind_condition");
+  });
+}
+
 template <bool kFaulty>
 void run(const std::string& fault, float* data, float* out) {
   const Stream stream{nullptr, 0};
@@ -159,6 +229,9 @@ void run(const std::string& fault, float* data, float* out) {
   shape = {dim3(3), dim3(kThreads)};
   EECORE_FAULT(order_dependent, out)
 #undef EECORE_FAULT
+  if (fault == "lowered_shared_limit") return launch_with_less<kFaulty>(out);
+  if (fault == "loaded_in_capture") return launch_first_in_capture<kFaulty>(out);
+  if (fault == "early_behind_condition") return launch_behind_condition<kFaulty>(out);
   throw std::runtime_error("no such fault: " + fault);
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 struct EmulatedNode {
+  cudaGraphNodeType type = cudaGraphNodeTypeKernel;
   std::set<const EmulatedNode*> behind;  // must have run
   std::function<void()> work;
 };
@@ -29,6 +30,7 @@ struct EmulatedExec {
 
 struct EmulatedStream {
   cudaGraph_t graph = nullptr;  // into which it is being captured
+  unsigned long long capture_id = 0;
   std::vector<cudaGraphNode_t> dependencies;
 };
 
@@ -75,6 +77,15 @@ void run(const EmulatedGraph& graph) {
 
 namespace emulator {
 
+bool is_recorded(void* stream) { return is_captured(stream); }
+
+bool follows_kernels(void* stream) {
+  const auto& ahead = of(stream)->dependencies;
+  return std::all_of(ahead.begin(), ahead.end(), [](const EmulatedNode* node) {
+    return node->type == cudaGraphNodeTypeKernel;
+  });
+}
+
 bool record(void* stream, const std::function<void()>& work) {
   if (!is_captured(stream)) return false;
   EmulatedStream& captured = *of(stream);
@@ -102,18 +113,13 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  if (stream == nullptr || is_captured(stream)) return cudaErrorInvalidValue;
-  of(stream)->graph = new EmulatedGraph;
-  of(stream)->graph->open_captures = 1;
-  return cudaSuccess;
-}
-
 cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t graph,
                                           const cudaGraphNode_t* dependencies,
                                           const cudaGraphEdgeData*, size_t num_dependencies,
                                           cudaStreamCaptureMode) {
   if (stream == nullptr || is_captured(stream) || graph == nullptr) return cudaErrorInvalidValue;
+  static unsigned long long captures = 0;
+  of(stream)->capture_id = ++captures;
   of(stream)->graph = graph;
   of(stream)->dependencies.assign(dependencies, dependencies + num_dependencies);
   ++graph->open_captures;
@@ -134,25 +140,16 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
-                                     unsigned long long*, cudaGraph_t* graph,
+                                     unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t** dependencies,
                                      const cudaGraphEdgeData** edges, size_t* num_dependencies) {
   *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   if (!is_captured(stream)) return cudaSuccess;
+  *id = of(stream)->capture_id;
   *graph = of(stream)->graph;
   *dependencies = of(stream)->dependencies.data();
   *edges = nullptr;
   *num_dependencies = of(stream)->dependencies.size();
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* dependencies,
-                                                const cudaGraphEdgeData*, size_t num_dependencies,
-                                                unsigned flags) {
-  if (!is_captured(stream)) return cudaErrorInvalidValue;
-  auto& own = of(stream)->dependencies;
-  if (flags == cudaStreamSetCaptureDependencies) own.clear();
-  own.insert(own.end(), dependencies, dependencies + num_dependencies);
   return cudaSuccess;
 }
 
@@ -182,6 +179,7 @@ cudaError_t cudaGraphAddNode(cudaGraphNode_t* node, cudaGraph_t graph,
   params->conditional.phGraph_out = body->body_of_node.data();
   graph->nodes.push_back(std::make_unique<EmulatedNode>());
   *node = graph->nodes.back().get();
+  (*node)->type = params->type;
   (*node)->behind.insert(dependencies, dependencies + num_dependencies);
   (*node)->work = [handle, body] {
     if (conditions.at(handle).value != 0) run(*body);
@@ -193,6 +191,16 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
   if (graph == nullptr || graph->is_body) return cudaErrorInvalidValue;
   ++graph->owners;
   *exec = new EmulatedExec{graph};
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
+  *type = node->type;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) {
+  *graph = new EmulatedGraph;
   return cudaSuccess;
 }
 

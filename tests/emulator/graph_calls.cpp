@@ -67,10 +67,6 @@ EXPORTED void* eecore_emulator_new_body(void* stream, const uint8_t* flag, int w
   return body;
 }
 
-EXPORTED void* eecore_emulator_body_stream(void* body) {
-  return static_cast<ConditionalBody*>(body)->body_stream().handle;
-}
-
 EXPORTED int eecore_emulator_end_body(void* body, char* message, int message_size) {
   return guarded(message, message_size, [&] { static_cast<ConditionalBody*>(body)->end(); });
 }

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #ifdef __SANITIZE_ADDRESS__
@@ -128,6 +129,7 @@ struct Thread {
   std::source_location site;
   std::vector<std::vector<Copy>> groups;  // cp.async groups under way, the last one open
   uint64_t synced = 0;                    // last __syncwarp or __syncthreads
+  bool waited = false;                    // for the kernel ahead
 };
 
 // A collective operation of a warp that not all lanes have come to.
@@ -187,6 +189,7 @@ Block block;
 std::mt19937_64 random_source;
 uint64_t seed_in_use = 0;
 uint64_t launches = 0;
+uint64_t early_copies_started = 0;
 std::mutex one_launch;
 
 std::string text(const Index3& i) {
@@ -317,6 +320,7 @@ void run_block() {
     thread.waits_for = nullptr;
     thread.groups.assign(1, {});
     thread.synced = 0;
+    thread.waited = false;
     prepare(thread.context, thread_main);
     block.ready.push_back(number);
   }
@@ -493,6 +497,7 @@ unsigned char* write_shared(uint32_t offset, size_t bytes) {
 
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros) {
   check_bounds(to, bytes + zeros);
+  if (block.config.starts_early && !block.running->waited) ++early_copies_started;
   for (uint32_t at = to / kGranule; at * kGranule < to + bytes + zeros; ++at) {
     check_write(block.shadow[at], at * kGranule, "starts a cp.async into");
     mark_written(block.shadow[at], Shadow::kPending);
@@ -520,7 +525,9 @@ void wait_for_copies(int pending_groups) {
   }
 }
 
-void waited_for_previous_kernel() { block.waited = true; }
+void waited_for_previous_kernel() { block.waited = block.running->waited = true; }
+
+uint64_t early_copies() { return std::exchange(early_copies_started, 0); }
 
 void set_seed(uint64_t seed) {
   seed_in_use = seed;

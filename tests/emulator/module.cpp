@@ -18,6 +18,10 @@ extern "C" __attribute__((visibility("default"))) void eecore_emulator_use_strea
   current_stream = stream;
 }
 
+extern "C" __attribute__((visibility("default"))) uint64_t eecore_emulator_early_copies() {
+  return emulator::early_copies();
+}
+
 extern "C" __attribute__((visibility("default"))) void eecore_emulator_set_seed(uint64_t seed) {
   emulator::set_seed(seed);
 }

@@ -42,8 +42,9 @@ def call_guarded(name: str, *arguments: Any) -> Any:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.c_void_p]:
-    """An emulated stream that the ops launch on."""
+    """An emulated stream that the ops launch on, of which one has been launched before."""
     emulated.route(monkeypatch)
+    ExitChecks().check(0)
     made = ctypes.c_void_p(call("new_stream"))
     call("use_stream", made)
     yield made
@@ -78,7 +79,6 @@ class Body:
         self._pointer: ctypes.c_void_p | None = None
         made = call_guarded("new_body", stream, ctypes.c_void_p(flag.data_ptr()), int(when))
         self._pointer = ctypes.c_void_p(made)
-        self.stream = ctypes.c_void_p(call("body_stream", self._pointer))
 
     def end(self) -> None:
         call_guarded("end_body", self._pointer)
@@ -89,11 +89,9 @@ class Body:
 
 
 @contextmanager
-def only_when(stream: ctypes.c_void_p, flag: Tensor, when: bool) -> Iterator[ctypes.c_void_p]:
+def only_when(stream: ctypes.c_void_p, flag: Tensor, when: bool) -> Iterator[None]:
     body = Body(stream, flag, when)
-    call("use_stream", body.stream)
-    yield body.stream
-    call("use_stream", stream)
+    yield
     body.end()
 
 
@@ -146,14 +144,14 @@ class ExitChecks:
 def capture(stream: ctypes.c_void_p, checks: ExitChecks) -> Graph:
     """First check, then each in the body that runs unless all are accepted already."""
 
-    def from_check(index: int, stream: ctypes.c_void_p) -> None:
+    def from_check(index: int) -> None:
         flag = checks.check(index)
         if index + 1 < len(checks.layers):
-            with only_when(stream, flag, when=False) as inner:
-                from_check(index + 1, inner)
+            with only_when(stream, flag, when=False):
+                from_check(index + 1)
 
     graph = Graph(stream)
-    from_check(0, stream)
+    from_check(0)
     graph.end()
     return graph
 
@@ -234,25 +232,49 @@ def test_captures_and_bodies_end_once(stream: ctypes.c_void_p) -> None:
 
 def test_a_stream_is_captured_once_at_a_time(stream: ctypes.c_void_p) -> None:
     graph = Graph(stream)
-    with pytest.raises(RuntimeError, match="cudaStreamBeginCapture: "):
+    with pytest.raises(RuntimeError, match="cudaStreamBeginCaptureToGraph: "):
         Graph(stream)
-    with pytest.raises(RuntimeError, match="cudaStreamBeginCapture: "):
+    with pytest.raises(RuntimeError, match="cudaStreamBeginCaptureToGraph: "):
         Graph(NULL)
     del graph  # given up: the stream can be captured again
     Graph(stream).end()
 
 
-def test_a_capture_around_an_open_body_fails_and_one_that_was_given_up_does_not(
-    stream: ctypes.c_void_p,
-) -> None:
+def test_a_capture_around_an_open_body_fails(stream: ctypes.c_void_p) -> None:
     flag = torch.zeros(1, dtype=torch.bool)
     graph = Graph(stream)
     body = Body(stream, flag, when=True)
-    with pytest.raises(RuntimeError, match="cudaStreamEndCapture: "):
+    with pytest.raises(RuntimeError, match="bodies to have ended, got an open one"):
         graph.end()
-    del body, graph
+    with pytest.raises(RuntimeError, match="and the capture not, got another"):
+        body.end()
+
+
+def test_a_body_around_an_open_one_does_not_end(stream: ctypes.c_void_p) -> None:
+    flag = torch.zeros(1, dtype=torch.bool)
+    graph = Graph(stream)
+    outer, inner = Body(stream, flag, when=True), Body(stream, flag, when=False)
+    with pytest.raises(RuntimeError, match="expected the bodies inside to have ended"):
+        outer.end()
+    del inner, outer, graph
+    Graph(stream).end()  # all of it was given up
+
+
+@pytest.mark.parametrize("graph_goes_first", [False, True])
+def test_a_body_that_is_given_up_leaves_other_captures_alone(
+    stream: ctypes.c_void_p, graph_goes_first: bool
+) -> None:
+    """As an exception in it would, in whatever order what it held goes."""
+    flag = torch.zeros(1, dtype=torch.bool)
+    checks = ExitChecks()
+    checks.reset(torch.ones(3, NUM_SEQS))
     graph = Graph(stream)
     body = Body(stream, flag, when=True)
-    del body  # as an exception between would
+    if graph_goes_first:
+        del graph
+        graph = Graph(stream)
+    del body
+    checks.check(1)
     graph.end()
     graph.launch()
+    assert checks.exit_layer.tolist() == [6] * NUM_SEQS

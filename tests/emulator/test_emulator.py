@@ -30,6 +30,9 @@ FAULTS = {
     "divergent_shuffle": r"thread \d+ waits in __shfl_xor_sync at .* has ended",
     "unaligned_access": r"16-byte access to global memory at .* not a multiple of 16",
     "never_waits": r"launched to start early, but no block waits",
+    "lowered_shared_limit": r"lowered_shared_limit<true> may have 57344 bytes .*, after 65536",
+    "loaded_in_capture": r"kernel .*loaded_in_capture<true> would be loaded during a capture",
+    "early_behind_condition": r"early_behind_condition<true> may start early behind what is not",
 }
 
 

@@ -117,14 +117,24 @@ class Tapes(_Capturing):
 
 
 class Graphs(_Capturing):
-    """Launches programs on a GPU, each as one graph in which the GPU decides how deep it goes."""
+    """Launches programs on a GPU, each as one graph in which the GPU decides how deep it goes.
+
+    Raises:
+        RuntimeError: torch's allocator of CUDA memory is another one than its own.
+    """
 
     returns_early = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        # Graphs never run side by side: they share their memory.
+        backend = torch.cuda.memory.get_allocator_backend()
+        if backend != "native":
+            raise RuntimeError(
+                "PYTORCH_CUDA_ALLOC_CONF: expected backend:native, whose pools keep the memory of "
+                f"CUDA graphs, got backend:{backend}"
+            )
+        # Graphs never run side by side: they share their memory, all of it of one stream.
         self._pool: Any = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -60,6 +60,7 @@ class Linear:
                 eps=self._eps,
                 bias=bias,
                 residual=residual,
+                constant_weight=True,
             )
         if norm is not None:
             x = self.normed(x, norm)

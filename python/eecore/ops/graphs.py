@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eecore.ops.registered import cuda_module
+from eecore.ops.registered import build_info, cuda_module
 
 __all__ = ["CapturedGraph", "captured_body"]
+
+
+def _module(asked: str) -> Any:
+    """eecore._cuda. RuntimeError without one."""
+    if cuda_module is None:
+        got = "no GPU" if build_info()["cuda"] else "a build without eecore._cuda"
+        raise RuntimeError(f"{asked}: expected CUDA kernels and a GPU for them, got {got}")
+    return cuda_module
 
 
 class CapturedGraph:
@@ -19,7 +27,8 @@ class CapturedGraph:
 
     Unlike ``torch.cuda.graph`` this leaves memory to the caller: what the captured work reads and
     writes must live as long as the graph, and what it allocates should come from a pool of its own
-    (``torch.cuda.use_mem_pool``). That goes for the bodies of :func:`captured_body` too.
+    (``torch.cuda.use_mem_pool``). That goes for the bodies of :func:`captured_body` too, which are
+    captured on the same stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,9 +40,11 @@ class CapturedGraph:
         """Capture what is asked of ``stream``, which is the current one inside.
 
         Raises:
-            RuntimeError: the stream is being captured, or the CUDA runtime refuses.
+            RuntimeError: the stream is being captured, or the CUDA runtime refuses; there are no
+                CUDA kernels.
         """
-        graph = cuda_module.CapturedGraph(stream.cuda_stream, stream.device_index)
+        module = _module("CapturedGraph.capture")
+        graph = module.CapturedGraph(stream.cuda_stream, stream.device_index)
         with torch.cuda.stream(stream):
             yield
         graph.end()
@@ -49,21 +60,19 @@ class CapturedGraph:
 def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
     """What is captured here is work that a CUDA graph does only if a flag says so by then.
 
-    The current stream must be captured (:class:`CapturedGraph`); inside, another one is current.
-    The body may hold kernels, memory copies and further bodies.
+    The current stream must be captured (:class:`CapturedGraph`), and stays current inside. The body
+    may hold kernels, memory copies and further bodies.
 
     Args:
         flag: bool [1], on the device; kernels before may write it.
         when: the value with which the body runs.
 
     Raises:
-        RuntimeError: the current stream is not captured, or the CUDA runtime refuses.
+        RuntimeError: the current stream is not captured, or the CUDA runtime refuses; there are no
+            CUDA kernels.
     """
+    module = _module("captured_body")
     stream = torch.cuda.current_stream(flag.device)
-    body = cuda_module.ConditionalBody(
-        stream.cuda_stream, stream.device_index, flag.data_ptr(), when
-    )
-    inside = torch.cuda.ExternalStream(body.stream, flag.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(inside):
-        yield
+    body = module.ConditionalBody(stream.cuda_stream, stream.device_index, flag.data_ptr(), when)
+    yield
     body.end()

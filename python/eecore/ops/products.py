@@ -60,6 +60,7 @@ def skinny_linear(
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    constant_weight: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """``activation(norm(x) @ weight.T + bias) + residual``: the weight read once for few rows.
@@ -84,6 +85,8 @@ def skinny_linear(
         bias: [out_features].
         activation: None or "relu".
         residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
+        constant_weight: nothing that was launched and may be under way writes the weight: on a GPU
+            it is read then while what is ahead still runs.
         out: [num_tokens, out_features], any row stride that keeps rows apart.
 
     Returns:
@@ -103,6 +106,7 @@ def skinny_linear(
         out,
         activation,
         weight_table,
+        constant_weight,
     )
     return out
 

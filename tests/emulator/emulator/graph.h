@@ -12,6 +12,11 @@ namespace emulator {
 // Where `stream` is captured, the work becomes a node of its graph, and true comes back.
 bool record(void* stream, const std::function<void()>& work);
 
+bool is_recorded(void* stream);
+
+// Whether nothing but kernels is right ahead of the next node of a recorded stream.
+bool follows_kernels(void* stream);
+
 // cudaGraphSetConditional, from a kernel.
 void set_condition(unsigned long long handle, unsigned value);
 

@@ -55,6 +55,8 @@ unsigned char* write_shared(uint32_t offset, size_t bytes);  // checks, marks as
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros);
 void close_copy_group();
 void wait_for_copies(int pending_groups);
+// How many, since this was last asked, began before their thread waited for the kernel ahead.
+uint64_t early_copies();
 
 // griddepcontrol.wait.
 void waited_for_previous_kernel();

@@ -1,0 +1,171 @@
+"""The instructions of CUDA kernels, read from the built eecore._cuda with nvdisasm.
+
+    python scripts/kernel_sass.py "paged_attention_combine_kernel<BFloat16, 16> sm_90a"
+
+nvdisasm comes with the CUDA toolkit, as nvidia-cuda-nvdisasm, and with triton. NVDISASM names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import kernel_resources
+
+KERNEL = re.compile(r"\.text\.(\S+):")
+LABEL = re.compile(r"(\.L_x_\d+):")
+TARGET = re.compile(r"\((\.L_x_\d+)\)")
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*);")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    opcode: str
+    """With its modifiers, "LDG.E.128"."""
+    operands: str
+    is_conditional: bool
+    """By a predicate."""
+
+    @property
+    def name(self) -> str:
+        """Without them."""
+        return self.opcode.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Of one kernel."""
+
+    lines: list[Instruction]
+    labels: dict[str, int]
+    """Where a label stands: before which line."""
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.lines)
+
+    def before(self, opcode: str) -> list[Instruction]:
+        """What a thread may come to before any ``opcode``, whatever branches it takes. Calls are of
+        arithmetic alone, and are passed over.
+        """
+        seen: set[int] = set()
+        to_see = [0]
+        while to_see:
+            at = to_see.pop()
+            if at in seen or self.lines[at].opcode == opcode:
+                continue
+            seen.add(at)
+            to_see += self._next(at)
+        return [self.lines[at] for at in sorted(seen)]
+
+    def _next(self, at: int) -> list[int]:
+        line = self.lines[at]
+        behind = [at + 1] if at + 1 < len(self.lines) else []
+        if line.name == "BRA":
+            found = TARGET.search(line.operands)
+            if found is None:
+                raise ValueError(f"expected a branch to a label, got {line}")
+            # Besides by the predicate in front a branch depends on one among its operands.
+            goes_on = line.is_conditional or "P" in line.operands.split("`")[0]
+            return [self.labels[found[1]], *(behind if goes_on else [])]
+        if line.name == "BSYNC":  # goes to where the BSSY of its barrier said
+            barrier = line.operands.split()[-1]
+            begin = next(
+                other.operands
+                for other in reversed(self.lines[:at])
+                if other.name == "BSSY" and other.operands.split(",")[0] == barrier
+            )
+            label = TARGET.search(begin)
+            assert label is not None
+            return [self.labels[label[1]], *(behind if line.is_conditional else [])]
+        return [] if line.name in ("EXIT", "RET") and not line.is_conditional else behind
+
+
+def find_nvdisasm() -> Path | None:
+    """Of NVDISASM, on PATH, in the CUDA toolkit, or in a package."""
+    if named := os.environ.get("NVDISASM"):
+        return Path(named)
+    if on_path := shutil.which("nvdisasm"):
+        return Path(on_path)
+    toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    if nvcc := shutil.which("nvcc"):
+        toolkits.append(Path(nvcc).resolve().parent.parent)
+    places = [toolkit / "bin" / "nvdisasm" for toolkit in toolkits]
+    for package, folder in (("nvidia", "cu13/bin"), ("triton", "backends/nvidia/bin")):
+        found = importlib.util.find_spec(package)
+        roots = (found and found.submodule_search_locations) or ()
+        places += [Path(root) / folder / "nvdisasm" for root in roots]
+    return next((place for place in places if place.is_file()), None)
+
+
+def instruction_of(line: str) -> Instruction | None:
+    """That of a line of nvdisasm's, if it has one."""
+    match = INSTRUCTION.match(line)
+    return match and Instruction(match[2], match[3].strip(), match[1] is not None)
+
+
+def code_of(cubin: bytes, nvdisasm: Path) -> dict[str, Code]:
+    """The code of each kernel of a cubin, by its mangled name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(nvdisasm), "--print-code", "--no-dataflow", file.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{nvdisasm}: {done.stderr.strip()}")
+    found: dict[str, Code] = {}
+    kernel = Code([], {})
+    for line in done.stdout.splitlines():
+        if match := KERNEL.match(line):
+            kernel = found[match[1]] = Code([], {})
+        elif match := LABEL.match(line):
+            kernel.labels[match[1]] = len(kernel.lines)
+        elif instruction := instruction_of(line):
+            kernel.lines.append(instruction)
+    return found
+
+
+def kernels_of(module: Path, nvdisasm: Path) -> dict[str, Code]:
+    """The code of each kernel by "kernel<arguments> architecture", as of kernel_resources."""
+
+    def listed(cubin: bytes) -> list[tuple[str, str, Code]]:
+        code = code_of(cubin, nvdisasm)
+        return [(name, arch, code[name]) for name, arch, _ in kernel_resources.kernels(cubin)]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        listings = list(pool.map(listed, kernel_resources.cubins(module)))
+    found = [kernel for listing in listings for kernel in listing]
+    names = kernel_resources.demangled([name for name, _, _ in found])
+    return {f"{name} {arch}": code for name, (_, arch, code) in zip(names, found, strict=True)}
+
+
+def counts_of(code: Code) -> Counter[str]:
+    """How often each instruction stands there, without its modifiers."""
+    return Counter(instruction.name for instruction in code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("kernel", help="a regular expression")
+    arguments = parser.parse_args()
+    module, nvdisasm = kernel_resources.built_module(), find_nvdisasm()
+    if module is None or nvdisasm is None:
+        sys.exit("expected eecore._cuda, built here with EECORE_CUDA=ON, and an nvdisasm")
+    for name, code in sorted(kernels_of(module, nvdisasm).items()):
+        if re.search(arguments.kernel, name):
+            print(f"{name}:")
+            print("\n".join(f"  {line.opcode} {line.operands}" for line in code))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Which weights are on their way before a kernel waits for the one ahead of it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_kv_fill import filled
+from test_kv_fill import random_call as fill_call
+from test_skinny_linear import random_call
+
+import emulated
+from cases import KvFillCase
+from eecore import ops
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.route(monkeypatch)
+
+
+def early_copies(run: Callable[[], object]) -> int:
+    """cp.asyncs that a call starts before its threads wait."""
+    ask = emulated.library().eecore_emulator_early_copies
+    ask.restype = ctypes.c_uint64
+    ask()
+    run()
+    return int(ask())
+
+
+def test_a_weight_that_is_constant_does_not_wait() -> None:
+    call = random_call(3, 128, 64, "plain")  # x is read where it is
+    call["residual"] = torch.randn(3, 64)
+    results = {}
+    copies = {
+        constant: early_copies(
+            lambda constant=constant: results.update(
+                {constant: ops.skinny_linear(**call, constant_weight=constant)}
+            )
+        )
+        for constant in (False, True)
+    }
+    assert copies[False] == 0
+    assert copies[True] > 0
+    assert torch.equal(results[False], results[True])
+
+
+def test_a_weight_does_not_wait_behind_the_kernel_that_norms() -> None:
+    assert early_copies(lambda: ops.skinny_linear(**random_call(3, 128, 64))) > 0
+
+
+def test_a_fill_begins_with_the_last_layer_before_it_knows_the_rows() -> None:
+    call = fill_call(KvFillCase(4))
+    call["exit_layer"].fill_(0)
+    assert early_copies(lambda: filled(ops.kv_fill, call)) > 0

@@ -1,0 +1,189 @@
+"""The machine code of the CUDA kernels: what ptxas made of what the sources mean.
+
+A loop that loads one partial result after the other, or a weight that is read behind a barrier, is
+right and slow; no result shows it, the order of the instructions does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import kernel_resources
+import kernel_sass
+from kernel_sass import Code, Instruction
+
+GLOBAL_ACCESSES = {"LDG", "STG", "LDGSTS", "ATOMG", "RED", "REDG"}
+STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_kernel"
+
+COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
+ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
+SKINNY = r"skinny_linear_kernel<(\w+), (\d+), (\d+)> "
+GATED = r"skinny_gated_linear_kernel<(\w+), (\d+)> "
+
+
+@pytest.fixture(scope="module")
+def module() -> Path:
+    built = kernel_resources.built_module()
+    if built is None:
+        pytest.skip("eecore._cuda is not built in this checkout")
+    return built
+
+
+@pytest.fixture(scope="module")
+def kernels(module: Path) -> dict[str, Code]:
+    """By "kernel<arguments> architecture"."""
+    nvdisasm = kernel_sass.find_nvdisasm()
+    if nvdisasm is None:
+        pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+    return kernel_sass.kernels_of(module, nvdisasm)
+
+
+@pytest.fixture(scope="module")
+def is_recorded_compiler(module: Path) -> bool:
+    """Others may unroll loops otherwise."""
+    record = json.loads(kernel_resources.RECORD.read_text())
+    return kernel_resources.compiler_of(module) == record["compiler"]
+
+
+def of(kernels: dict[str, Code], pattern: str) -> list[tuple[re.Match[str], Code]]:
+    """The kernels of a pattern, and what it finds in their names."""
+    found = [(re.match(pattern, name), code) for name, code in kernels.items()]
+    matching = [(match, code) for match, code in found if match is not None]
+    assert matching
+    return matching
+
+
+def place_of(code: Code, opcode: str) -> int:
+    """Of the first such instruction."""
+    return next(i for i, instruction in enumerate(code.lines) if instruction.opcode == opcode)
+
+
+def waits_early(kernels: dict[str, Code]) -> list[tuple[str, Code]]:
+    """Kernels that may start before the one ahead has ended."""
+    return [(name, code) for name, code in kernels.items() if "ACQBULK" in names_of(code)]
+
+
+def names_of(code: Code) -> set[str]:
+    return {instruction.name for instruction in code}
+
+
+def test_no_kernel_touches_local_memory(kernels: dict[str, Code]) -> None:
+    assert not [name for name, code in kernels.items() if names_of(code) & {"LDL", "STL"}]
+
+
+def test_kernels_of_a_new_gpu_wait_for_the_one_ahead(kernels: dict[str, Code]) -> None:
+    """All but what a graph's condition is set with, which is launched in order."""
+    new = {name for name in kernels if name.endswith(" sm_90a")}
+    waiting = {name for name, _ in waits_early(kernels)}
+    assert new
+    assert new - waiting == {"set_condition_kernel sm_90a"}
+
+
+def test_a_kernel_waits_before_it_lets_the_next_one_start(kernels: dict[str, Code]) -> None:
+    """Else that one would not wait for what is two ahead."""
+    for name, code in waits_early(kernels):
+        assert "PREEXIT" in names_of(code), name
+        assert not [line for line in code.before("ACQBULK") if line.name == "PREEXIT"], name
+
+
+def test_nothing_but_weights_is_read_before_the_wait(kernels: dict[str, Code]) -> None:
+    """On no way through a kernel. Rows of a weight that are not aligned come by the element."""
+    for name, code in waits_early(kernels):
+        weights = set()
+        if re.match(STREAMS_WEIGHTS, name):
+            weights = {"LDGSTS", "LDG.E" if "float" in name else "LDG.E.U16"}
+        touched = {line for line in code.before("ACQBULK") if line.name in GLOBAL_ACCESSES}
+        others = {line for line in touched if not {line.name, line.opcode} & weights}
+        assert not others, name
+
+
+def test_a_batch_of_partial_results_is_loaded_before_the_first_is_merged(
+    kernels: dict[str, Code],
+) -> None:
+    for match, code in of(kernels, COMBINE):
+        loads = [i for i, line in enumerate(code.lines) if line.opcode == "LDG.E.128"]
+        assert len(loads) == 8 * (1 if match[1] == "float" else 2), match.string
+        assert loads[-1] < place_of(code, "MUFU.EX2"), match.string
+
+
+def check_counts(code: Code, exact: bool, name: str, **expected: int) -> None:
+    """Instructions of whole steps, and of no more steps than the source has."""
+    counts = kernel_sass.counts_of(code)
+    for instruction, count in expected.items():
+        if exact or count == 0:
+            assert counts[instruction] == count, f"{name}: {instruction}"
+        else:
+            assert counts[instruction] >= count, f"{name}: {instruction}"
+
+
+def test_attention_multiplies_and_copies_as_its_tile_says(
+    kernels: dict[str, Code], is_recorded_compiler: bool
+) -> None:
+    for match, code in of(kernels, ATTENTION):
+        size, head_dim = (4 if match[1] == "float" else 2), int(match[2])
+        step_keys = (16 if head_dim > 64 else 32) // (1 if size == 2 else 2)
+        products = 2 * step_keys * head_dim // 256 if size == 2 else 0  # of a step's keys
+        copies = step_keys * head_dim * size // 16 // 32  # of a lane and a step's keys
+        check_counts(
+            code,
+            is_recorded_compiler,
+            match.string,
+            # Scores; values, of a whole step, those that are numbers, and infinities of both signs.
+            HMMA=5 * products,
+            # Keys and values, all of them or one by one, when a stream begins and as it goes on.
+            LDGSTS=2 * 2 * (copies + 1),
+        )
+
+
+def test_the_skinny_products_multiply_and_copy_as_their_tiles_say(
+    kernels: dict[str, Code], is_recorded_compiler: bool
+) -> None:
+    linear = [(m, int(m[2]), int(m[3]), code) for m, code in of(kernels, SKINNY)]
+    gated = [(m, 2, int(m[2]), code) for m, code in of(kernels, GATED)]
+    for match, m_tiles, n_tiles, code in linear + gated:
+        check_counts(
+            code,
+            is_recorded_compiler,
+            match.string,
+            HMMA=0 if match[1] == "float" else 4 * m_tiles * n_tiles,  # of a chunk
+            LDGSTS=2 * 4 * m_tiles,  # when the stream begins and as it goes on
+        )
+
+
+def test_instructions_are_read_with_and_without_a_predicate() -> None:
+    lines = {
+        "   /*0180*/      LDG.E.128 R8, desc[UR6][R10.64] ;": Instruction(
+            "LDG.E.128", "R8, desc[UR6][R10.64]", False
+        ),
+        "   /*0220*/  @P0 BRA `(.L_x_1) ;": Instruction("BRA", "`(.L_x_1)", True),
+        "   /*00c0*/ @!UP0 ACQBULK ;": Instruction("ACQBULK", "", True),
+        ".L_x_1:": None,
+    }
+    for line, instruction in lines.items():
+        assert kernel_sass.instruction_of(line) == instruction
+
+
+def code_of(text: str) -> Code:
+    """One line each; labels end in a colon."""
+    code = Code([], {})
+    for line in text.split("\n"):
+        if line.endswith(":"):
+            code.labels[line[:-1]] = len(code.lines)
+        elif instruction := kernel_sass.instruction_of(f"  /*0000*/  {line} ;"):
+            code.lines.append(instruction)
+    return code
+
+
+def test_what_comes_before_a_wait_is_found_on_every_way() -> None:
+    code = code_of(
+        "@P0 BRA `(.L_x_1)\nBSSY B0, `(.L_x_2)\nLDG.E R0\nBSYNC B0\nSTG.E R1\n.L_x_2:\n"
+        "LDG.E R2\n.L_x_1:\nACQBULK\nLDG.E R3\nEXIT"
+    )
+    assert [line.operands for line in code.before("ACQBULK") if line.name in GLOBAL_ACCESSES] == [
+        "R0",
+        "R2",
+    ]
