@@ -144,26 +144,26 @@ inline void take_query(const BFloat16* q, int64_t head_dim, float, int64_t at,
 }
 
 // Keys as [pairs of columns, block], and pairs of values' rows as kept pairs: [pairs, width].
-inline void pack_pairs(HeadBlock<BFloat16> block, HeadBlock<BFloat16> next, int64_t num_keys,
-                       int64_t head_dim, TileScratch& scratch) {
+inline void pack_pairs(const HeadBlock<BFloat16>& block, const HeadBlock<BFloat16>& next,
+                       int64_t num_keys, int64_t head_dim, TileScratch& scratch) {
   const int64_t width = row_width(head_dim);
   for (int64_t j = 0; j < num_keys; j += kWidth) {
     for (int64_t d = 0; d < head_dim; d += 32) {
       __m512i keys[16];
       for (int i = 0; i < 16; ++i) {
-        keys[i] = load_words(block.k(j + i) + d, head_dim - d);
+        keys[i] = load_words(block.k[j + i] + d, head_dim - d);
       }
       turn(keys);
       for (int i = 0; i < 16; ++i) {
         _mm512_store_si512(scratch.k_pairs + (d / 2 + i) * kMaxBlock + j, keys[i]);
       }
     }
-    for (int i = 0; next.rows != nullptr && i < kWidth; ++i) {
-      prefetch_row(next.k(j + i), head_dim);
+    for (int i = 0; next.exists() && i < kWidth; ++i) {
+      prefetch_row(next.k[j + i], head_dim);
     }
   }
   for (int64_t j = 0; j < num_keys; j += 2) {
-    const BFloat16 *low = block.v(j), *high = block.v(j + 1);
+    const BFloat16 *low = block.v[j], *high = block.v[j + 1];
     uint32_t* out = scratch.v_pairs + j / 2 * width;
     for (int64_t d = 0; d < head_dim; d += 32) {
       const __m512i x = load_words(low + d, head_dim - d), y = load_words(high + d, head_dim - d);
@@ -172,15 +172,15 @@ inline void pack_pairs(HeadBlock<BFloat16> block, HeadBlock<BFloat16> next, int6
       _mm512_store_si512(out + d + kWidth,
                          _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(x, 16), y));
     }
-    for (int i = 0; next.rows != nullptr && i < 2; ++i) {
-      prefetch_row(next.v(j + i), head_dim);
+    for (int i = 0; next.exists() && i < 2; ++i) {
+      prefetch_row(next.v[j + i], head_dim);
     }
   }
 }
 
 inline void attend_block(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
-                         float scale, Range keys, HeadBlock<BFloat16> block,
-                         HeadBlock<BFloat16> next) {
+                         float scale, Range keys, const HeadBlock<BFloat16>& block,
+                         const HeadBlock<BFloat16>& next) {
   pack_pairs(block, next, keys.end - keys.begin, head_dim, scratch);
   attend_head(scratch, num_rows, at, head_dim, keys, PairBlock{scale});
 }

@@ -23,17 +23,17 @@ inline void widen_row(const T* in, int64_t n, Vec factor, int64_t width, float* 
 
 // scores[r][j] = q[r] . k[j] for j in [begin, end), both multiples of kGroupKeys.
 template <int kRows, typename T>
-void score_keys(const float* q, int64_t width, int64_t head_dim, HeadBlock<T> block,
-                HeadBlock<T> next, int64_t begin, int64_t end, float* scores) {
+void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<T> rows, HeadRows<T> next,
+                int64_t begin, int64_t end, float* scores) {
   const int64_t whole = head_dim / kPairWidth * kPairWidth;
   for (int64_t j = begin; j < end; j += kGroupKeys) {
     if (next.rows != nullptr) {
       for (int i = 0; i < kGroupKeys; ++i) {
-        prefetch_row(next.k(j + i), head_dim);
+        prefetch_row(next[j + i], head_dim);
       }
     }
     const T* k[kGroupKeys];
-    for (int i = 0; i < kGroupKeys; ++i) k[i] = block.k(j + i);
+    for (int i = 0; i < kGroupKeys; ++i) k[i] = rows[j + i];
     Vec dots[kRows][kGroupKeys];
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kGroupKeys; ++i) dots[r][i] = zero();
@@ -66,8 +66,8 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadBlock<T> bl
 // acc[r][d..] = acc[r][d..] * correction[r] + sum over j in [begin, end) of scores[r][j] *
 // v[j][d..], for kPairs pairs of vectors; of a partial one only `rest` elements exist in v.
 template <int kRows, int kPairs, bool kPartial, typename T>
-void add_value_columns(const float* scores, const Vec* correction, HeadBlock<T> block,
-                       HeadBlock<T> next, int64_t d, int64_t rest, int64_t begin, int64_t end,
+void add_value_columns(const float* scores, const Vec* correction, HeadRows<T> rows,
+                       HeadRows<T> next, int64_t d, int64_t rest, int64_t begin, int64_t end,
                        int64_t width, float* acc) {
   Pair sums[kRows][kPairs];
   for (int r = 0; r < kRows; ++r) {
@@ -77,9 +77,9 @@ void add_value_columns(const float* scores, const Vec* correction, HeadBlock<T> 
   }
   for (int64_t j = begin; j < end; ++j) {
     if (next.rows != nullptr) {
-      prefetch_row(next.v(j) + d, kPairs * kPairWidth);
+      prefetch_row(next[j] + d, kPairs * kPairWidth);
     }
-    const T* v = block.v(j) + d;
+    const T* v = rows[j] + d;
     Pair values[kPairs];
     for (int i = 0; i < kPairs; ++i) {
       values[i] =
@@ -99,10 +99,10 @@ void add_value_columns(const float* scores, const Vec* correction, HeadBlock<T> 
 }
 
 template <int kRows, typename T>
-void add_values(const float* scores, const Vec* correction, HeadBlock<T> block, HeadBlock<T> next,
+void add_values(const float* scores, const Vec* correction, HeadRows<T> rows, HeadRows<T> next,
                 int64_t head_dim, int64_t begin, int64_t end, int64_t width, float* acc) {
   const auto columns = [&]<int kPairs, bool kPartial>(int64_t d, int64_t rest) {
-    add_value_columns<kRows, kPairs, kPartial>(scores, correction, block, next, d, rest, begin, end,
+    add_value_columns<kRows, kPairs, kPartial>(scores, correction, rows, next, d, rest, begin, end,
                                                width, acc);
   };
   int64_t d = 0;
@@ -117,14 +117,16 @@ void add_values(const float* scores, const Vec* correction, HeadBlock<T> block, 
 template <typename T>
 struct RowBlock {
   static constexpr int64_t kStep = 1;
-  HeadBlock<T> rows, next;
+  const HeadBlock<T>* rows;
+  const HeadBlock<T>* next;  // may be null
 
-  RowBlock quiet() const { return {rows, {}}; }
+  RowBlock quiet() const { return {rows, nullptr}; }
 
   template <int kRows>
   void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
     const int64_t width = row_width(head_dim);
-    score_keys<kRows>(scratch.q + at * width, width, head_dim, rows, next, seen.begin,
+    score_keys<kRows>(scratch.q + at * width, width, head_dim, rows->k,
+                      next ? next->k : HeadRows<T>{}, seen.begin,
                       ceil_div(seen.end, kGroupKeys) * kGroupKeys, scratch.scores);
   }
   template <int kRows>
@@ -132,8 +134,9 @@ struct RowBlock {
   template <int kRows>
   void add(TileScratch& scratch, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
            float* acc) const {
-    add_values<kRows>(scratch.scores + r * kMaxBlock, correction, rows, next, head_dim, keys.begin,
-                      keys.end, row_width(head_dim), acc);
+    add_values<kRows>(scratch.scores + r * kMaxBlock, correction, rows->v,
+                      next ? next->v : HeadRows<T>{}, head_dim, keys.begin, keys.end,
+                      row_width(head_dim), acc);
   }
 };
 
@@ -149,15 +152,15 @@ void take_query(const T* q, int64_t head_dim, float scale, int64_t at, TileScrat
 inline bool gathers_block(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
 
 template <typename T>
-void gather_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, TileScratch& scratch,
-                  BlockRows<float>& gathered) {
+void gather_block(const HeadBlock<T>& block, int64_t num_keys, int64_t head_dim,
+                  TileScratch& scratch, BlockRows<float>& gathered) {
   const int64_t width = row_width(head_dim);
   const Vec one = broadcast(1.0f);
   for (int64_t j = 0; j < num_keys; ++j) {
     float* k = scratch.k_block + j * width;
     float* v = scratch.v_block + j * width;
-    widen_row(block.k(j), head_dim, one, width, k);
-    widen_row(block.v(j), head_dim, one, width, v);
+    widen_row(block.k[j], head_dim, one, width, k);
+    widen_row(block.v[j], head_dim, one, width, v);
     gathered.k[j] = k;
     gathered.v[j] = v;
   }
@@ -165,16 +168,17 @@ void gather_block(HeadBlock<T> block, int64_t num_keys, int64_t head_dim, TileSc
 
 template <typename T>
 void attend_block(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, float,
-                  Range keys, HeadBlock<T> block, HeadBlock<T> next) {
+                  Range keys, const HeadBlock<T>& block, const HeadBlock<T>& next) {
   if (!gathers_block(num_rows)) {
-    return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<T>{block, next});
+    return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<T>{&block, &next});
   }
   BlockRows<float> gathered;
   const int64_t num_keys = ceil_div(keys.end - keys.begin, kGroupKeys) * kGroupKeys;
   gather_block(block, num_keys, head_dim, scratch, gathered);
+  const HeadBlock<float> rows{{gathered.k, 0}, {gathered.v, 0}};
   // A gathered row is made of whole pairs.
   attend_head(scratch, num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth, keys,
-              RowBlock<float>{{&gathered, 0, 0}, {}});
+              RowBlock<float>{&rows, nullptr});
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -90,14 +90,21 @@ struct BlockRows {
   const T* v[kMaxBlock];
 };
 
-// A block as one kv head sees it: so many elements into each row. Null rows: no block.
+// A block's keys, or its values, of one kv head: so many elements into each row. Null: no block.
+template <typename T>
+struct HeadRows {
+  const T* const* rows;
+  int64_t offset;
+
+  const T* operator[](int64_t j) const { return rows[j] + offset; }
+};
+
+// A block as one kv head sees it.
 template <typename T>
 struct HeadBlock {
-  const BlockRows<T>* rows;
-  int64_t k_offset, v_offset;
+  HeadRows<T> k, v;
 
-  const T* k(int64_t j) const { return rows->k[j] + k_offset; }
-  const T* v(int64_t j) const { return rows->v[j] + v_offset; }
+  bool exists() const { return k.rows != nullptr; }
 };
 
 // Floats between the rows of a tile: whole pairs of vectors.

@@ -63,9 +63,9 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
   const Range used = intersect(tile.used, split);
   const auto block_at = [&](int64_t key) { return Range{key, min_of(key + block_keys, used.end)}; };
   int64_t key = split.begin + (used.begin - split.begin) / block_keys * block_keys;
-  const auto of_head = [&](const BlockRows<T>* block, int64_t head) {
-    return HeadBlock<T>{block, head * params.k_cache_strides.head,
-                        head * params.v_cache_strides.head};
+  const auto of_head = [&](const BlockRows<T>& block, int64_t head) {
+    return HeadBlock<T>{{block.k, head * params.k_cache_strides.head},
+                        {block.v, head * params.v_cache_strides.head}};
   };
   BlockRows<T> rows[2];
   locate_block(params, tile, block_at(key), used, rows[0]);
@@ -76,10 +76,10 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
 
     // Head by head within a block, so that memory is read in its own order.
     for (int64_t head = 0; head < tile.num_heads; ++head) {
-      HeadBlock<T> next = of_head(&rows[current], head + 1);
-      if (head + 1 == tile.num_heads) next = of_head(last ? nullptr : &rows[current ^ 1], 0);
+      HeadBlock<T> next = of_head(rows[current], head + 1);
+      if (head + 1 == tile.num_heads) next = last ? HeadBlock<T>{} : of_head(rows[current ^ 1], 0);
       attend_block(scratch, tile.num_rows, head * tile.num_rows, head_dim, params.scale, keys,
-                   of_head(&rows[current], head), next);
+                   of_head(rows[current], head), next);
     }
   }
 }
