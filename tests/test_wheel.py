@@ -6,7 +6,6 @@ scripts/build_wheel.sh makes both and installs the wheel; here setuptools only l
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from email.message import Message
@@ -30,11 +29,13 @@ def setuptools(*command: str) -> None:
 @pytest.fixture(scope="module")
 def tracked() -> set[Path]:
     """The files of the last commit and the index."""
-    if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("no git, which knows what belongs to the project")
-    listing = subprocess.run(
-        ("git", "ls-files", "-z"), cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    command = ("git", "ls-files", "-z")
+    try:
+        listing = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git repository, which knows what belongs to the project")
     return {Path(name) for name in listing.split("\0") if name and (ROOT / name).is_file()}
 
 
