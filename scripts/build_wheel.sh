@@ -18,6 +18,7 @@ release=$(cd "${1:-dist}" && pwd)
 base=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+unset PYTHONPATH # what is tried is the wheel, not this checkout
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$work/constraints.txt
 printf '%s\n' "${EECORE_TORCH:-torch==2.13.0}" >"$PIP_CONSTRAINT"
 
