@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eecore import _C
+try:
+    from eecore import _C
+except ImportError as error:
+    if torch.__version__ < "2.10":  # compared as versions, by torch
+        raise ImportError(f"torch: expected 2.10 or newer, got {torch.__version__}") from error
+    raise
 
 __all__ = ["OP_NAMES", "build_info", "compiled", "cpu_only_ops", "cuda_module", "missing_cuda_ops"]
 
