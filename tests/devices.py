@@ -17,15 +17,24 @@ import eecore
 import emulated
 from eecore import ops
 from eecore.decoding.capture import CallByCall, RunProgram, Tapes
+from eecore.models import draft_head
 from eecore.models.linear import MAX_SKINNY_ROWS
+from eecore.ops import Matrix
 
 DEVICE = os.environ.get("EECORE_TEST_DEVICE", "cpu")
 if DEVICE not in ("cpu", "cuda", "emulated"):
     raise ValueError(f"EECORE_TEST_DEVICE: expected cpu, cuda or emulated, got {DEVICE!r}")
 
+
+def heads_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have draft heads that are loaded draft with floats on the CPU too, as on a GPU."""
+    monkeypatch.setattr(draft_head._Form, "matrix", lambda form, t: Matrix(form.floats(t)))
+
+
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's kernels")
 if DEVICE == "emulated":
     emulated.route(pytest.MonkeyPatch())  # for good
+    heads_in_floats(pytest.MonkeyPatch())
 
 
 def load(directory: Path, **settings: Any) -> eecore.Model:

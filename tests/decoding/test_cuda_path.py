@@ -11,7 +11,7 @@ from test_confident_exit import linear_classifier
 
 import eecore
 import emulated
-from devices import as_on_cuda
+from devices import as_on_cuda, heads_in_floats
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -54,7 +54,9 @@ def pack(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def tiny(tiny_directory: Path, pack: Path) -> eecore.Model:
     """With the draft head, on the CPU."""
-    return eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        heads_in_floats(monkeypatch)
+        return eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
 
 
 @pytest.fixture(params=["emulated", "cuda"])
@@ -67,6 +69,7 @@ def on_cuda(
     """The tiny model on the CUDA path: on a GPU, or over the emulator on the CPU's memory."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
+        heads_in_floats(monkeypatch)
         return as_on_cuda(
             eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
         )

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eecore
-from devices import cpu_only, engine_of, load
+from devices import cpu_only, engine_of, heads_in_floats, load
 from eecore import (
     Auto,
     EngineConfig,
@@ -26,7 +26,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.decoding.proposal import MOST_AHEAD
-from eecore.models import AttentionBatch, KVCache
+from eecore.models import AttentionBatch, DraftHead, KVCache
 from head_packs import reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
@@ -89,12 +89,19 @@ def states_at_the_end(model: eecore.Model, tokens: list[int], ends: list[int]) -
 
 
 @cpu_only
+@pytest.mark.parametrize("bits", [32, 8])
 @pytest.mark.parametrize("name", ["following", "noisy"])
-def test_drafts_are_those_of_the_formula(name: str, request: pytest.FixtureRequest) -> None:
+def test_drafts_are_those_of_the_formula(
+    name: str, bits: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the end of every round, of all that there are in a batch."""
     model = request.getfixturevalue(name)
-    head = model.network.draft_head
-    pack = head.path
+    pack = model.network.draft_head.path
+    if bits == 32:
+        heads_in_floats(monkeypatch)
+    head = DraftHead.load(pack, model.network)
+    assert (head._head.table is None) == (bits == 32)
+    monkeypatch.setattr(model.network, "draft_head", head)
     engine = engine_of(model)
     for prompt in PROMPTS[:3]:
         engine.add_request(
@@ -102,7 +109,7 @@ def test_drafts_are_those_of_the_formula(name: str, request: pytest.FixtureReque
             exit=HeadDrafts(MOST_AHEAD, 0.0),
             sampling=SamplingParams(max_tokens=24, ignore_eos=True),
         )
-    checked = 0
+    checked = same = 0
     while engine.has_unfinished:
         engine.step()
         for sequence in engine.requests.values():
@@ -116,10 +123,16 @@ def test_drafts_are_those_of_the_formula(name: str, request: pytest.FixtureReque
             drafts, probabilities = reference_drafts(
                 pack, model, states, tokens[-1], len(ahead.tokens)
             )
-            assert ahead.tokens == drafts
-            assert ahead.probabilities == pytest.approx(probabilities, rel=1e-3)
             checked += 1
+            if bits == 8 and ahead.tokens != drafts:
+                continue
+            same += 1
+            assert ahead.tokens == drafts
+            assert ahead.probabilities == pytest.approx(
+                probabilities, rel=1e-3 if bits == 32 else 0.2
+            )
     assert checked > 8
+    assert same > 0.5 * checked
 
 
 POLICIES = [

@@ -90,6 +90,8 @@ class ExitStep(Step):
         for _, check in self._checks:
             if check.classifier is not None:
                 check.classifier.on(model.device)  # no program can move it while it is recorded
+            if check.measure == "cut" and model.draft_head is not None:
+                model.draft_head.prepare_gap()  # nor copy rows
         num_rows = kind.sizes.num_rows
         super().__init__(model, kv, kind.sizes, self._given_fields(), self._result_fields())
         self.rows: list[Row] = []

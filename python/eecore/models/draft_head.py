@@ -40,8 +40,8 @@ class _Block(NamedTuple):
 class DraftHead:
     """A head beside the model that it drafts for.
 
-    Its matrices are floats of the model's dtype, or blocks of 8 bits where the model's LM head is
-    quantised.
+    On the CPU it drafts with blocks of 8 bits, whatever the model's weights are, since a draft is
+    verified and has to cost little. Elsewhere its matrices are floats of the model's dtype.
 
     Args:
         file: of the pack.
@@ -75,6 +75,7 @@ class DraftHead:
         self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
         self.vocabulary = file.vocabulary.to(network.device)
         """int64 [vocabulary_size]: the token of each row of its head."""
+        self._network = network
         self._head = matrix(matrix_rows(network.weights.lm_head, self.vocabulary))
 
     @classmethod
@@ -150,9 +151,22 @@ class DraftHead:
         Returns:
             float32 [num_rows].
         """
+        rows = self._own_rows
         return ops.exit_confidence_softmax(
-            hidden, self._final_norm, self._head.weight, self._eps, lm_head_table=self._head.table
+            hidden, self._final_norm, rows.weight, self._eps, lm_head_table=rows.table
         ).confidence
+
+    def prepare_gap(self) -> None:
+        """Have what :meth:`gap` multiplies by, before a program that calls it is recorded."""
+        _ = self._own_rows
+
+    @cached_property
+    def _own_rows(self) -> Matrix:
+        """Of the model's LM head: floats where that has floats."""
+        lm_head = self._network.weights.lm_head
+        if lm_head.is_quantised or self._head.table is None:
+            return self._head
+        return Matrix(lm_head.weight[self.vocabulary])
 
     @cached_property
     def vocabulary_sha256(self) -> str:
@@ -165,13 +179,13 @@ class _Form:
 
     def __init__(self, network: LlamaModel) -> None:
         self._device, self._dtype = network.device, network.dtype
-        self._is_packed = network.weights.lm_head.is_quantised
+        self._packs = network.device.type == "cpu"
 
     def floats(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype).contiguous()
 
     def matrix(self, tensor: Tensor) -> Matrix:
-        if self._is_packed and tensor.shape[-1] % 32 == 0:
+        if self._packs and tensor.shape[-1] % 32 == 0:
             blocks = ops.quantise_weight(tensor.float().contiguous(), "Q8_0")
             return ops.pack_weight(blocks, "Q8_0")
         return Matrix(self.floats(tensor))
