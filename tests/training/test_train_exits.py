@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 import eecore
 from bench.harness.prompts import QUESTIONS
+from devices import heads_in_floats
+from eecore import models
 from eecore.answers import builtin_questions
 from eecore.cli.app import run
 from eecore.models.network_digest import network_digest
@@ -102,7 +104,9 @@ def test_training_brings_agreement(trained: Path) -> None:
     assert agreement > 5 / 120
 
 
-def test_the_runtime_drafts_by_it(folder: Path, trained: Path) -> None:
+def test_the_runtime_drafts_by_it(
+    folder: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As trained: a step of the loop and the head that runs say the same."""
     model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=1024, exits=trained)
     assert model.tokenizer is not None
@@ -117,8 +121,8 @@ def test_the_runtime_drafts_by_it(folder: Path, trained: Path) -> None:
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     assert sum(output.stats.accepted for output in got) > 0
 
-    head, runs = _trained_head(trained), model.network.draft_head
-    assert runs is not None
+    heads_in_floats(monkeypatch)
+    head, runs = _trained_head(trained), models.DraftHead.load(trained, model.network)
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(5, 3, 64, generator=generator)
     embedded = torch.randn(5, 64, generator=generator)
