@@ -23,7 +23,7 @@ from eecore.decoding.chooser import (
     History,
     best_exit_layers,
 )
-from eecore.decoding.pass_times import COST_AMONG_ROWS, ROW_COST, PassTimes
+from eecore.decoding.pass_times import COST_AMONG_ROWS, ROW_COST, PassTimes, StepCost
 from eecore.decoding.proposal import NOTHING, Proposal
 from tiny_models import random_prompts, write_model
 
@@ -480,6 +480,28 @@ def test_times_between_and_beyond_measured_ones() -> None:
     assert times.near(4) == pytest.approx(13.75)
     times.add(2, 10.0)
     assert times.near(2) == 10.0
+
+
+def test_times_that_were_disturbed_are_given_up_together() -> None:
+    times = PassTimes()
+    for rows in (1, 2, 4):
+        times.add(rows, 2.0 * rows)
+    assert times.add(2, 3.9) == 1.0
+    assert times.of(4, (1, 2.0)) == 8.0
+    share = times.add(2, 1.9)
+    assert share < 0.8
+    assert times.of(4, (1, 2.0)) == pytest.approx(8.0 * share)
+
+
+@pytest.mark.parametrize("step", [0.03, 0.2])
+def test_a_steps_cost_is_told_apart_from_the_rounds(step: float) -> None:
+    cost = StepCost()
+    for steps in [1, 2, 5, 1, 3, 8] * 40:
+        cost.add(steps, 1.15 + step * steps)
+    assert cost.step == pytest.approx(step, rel=0.05)
+    for _ in range(200):  # of one number of steps nothing new follows
+        cost.add(1, 1.15 + step)
+    assert cost.step == pytest.approx(step, rel=0.05)
 
 
 def test_exit_layers_that_promise_most() -> None:

@@ -75,8 +75,8 @@ class DraftHead:
         self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
         self.vocabulary = file.vocabulary.to(network.device)
         """int64 [vocabulary_size]: the token of each row of its head."""
-        self._network = network
-        self._head = matrix(matrix_rows(network.weights.lm_head, self.vocabulary))
+        self._lm_head = network.weights.lm_head
+        self._head = matrix(matrix_rows(self._lm_head, self.vocabulary))
 
     @classmethod
     def load(cls, path: str | Path, network: LlamaModel) -> DraftHead:
@@ -163,10 +163,9 @@ class DraftHead:
     @cached_property
     def _own_rows(self) -> Matrix:
         """Of the model's LM head: floats where that has floats."""
-        lm_head = self._network.weights.lm_head
-        if lm_head.is_quantised or self._head.table is None:
+        if self._lm_head.is_quantised or self._head.table is None:
             return self._head
-        return Matrix(lm_head.weight[self.vocabulary])
+        return Matrix(self._lm_head.weight[self.vocabulary])
 
     @cached_property
     def vocabulary_sha256(self) -> str:
