@@ -571,7 +571,8 @@ class Auto(Exit):
     that the model's draft head made as by :class:`HeadDrafts`, or drafts with the first layers as
     :class:`SelfSpeculative` does. It follows from measured times of
     passes and from the drafts that stood so far; in a batch there are fewer drafts as rows make
-    verification dear. Greedy output is token for token that of :class:`Full`; so is sampled output
+    verification dear, and none for which another request would have to wait more than a little,
+    unless there are more waiting for a place in the batch. Greedy output is token for token that of :class:`Full`; so is sampled output
     of the same seed, for which no layer drafts.
 
     Args:

@@ -72,6 +72,8 @@ class Machine:
 
     def __init__(self, pass_time: Callable[[int], float], stands: float, step: float = 0.0) -> None:
         self.pass_time, self.stands, self.step = pass_time, stands, step
+        self.hopeless, self.match = 0, 3  # requests whose drafts never stand; found tokens
+        self.others_wait = False
         self.chooser = Chooser(12, None)
         self.random = random.Random(3)
 
@@ -81,35 +83,43 @@ class Machine:
         """Seconds and tokens."""
         seconds = tokens = 0.0
         histories = [self.chooser.history() for _ in range(rows)]
+        self.got = [0] * rows
         for _ in range(rounds):
-            proposals = [Proposal(list(range(8)), 3)] if proposes else []
+            proposals = [Proposal(list(range(8)), self.match)] if proposes else []
             choice = self.chooser.choose(
-                histories, [proposals] * rows, [8] * rows, exit_layers=layers
+                histories,
+                [proposals] * rows,
+                [8] * rows,
+                exit_layers=layers,
+                others_wait=self.others_wait,
             )
-            drafted = sum(choice.drafts)
+            drafted, layer = sum(choice.drafts), choice.exit_layer
+            steps = max(choice.drafts) if choice.kind == "draft" else 0
             spent = self.pass_time(rows + drafted) * self.random.uniform(0.98, 1.02)
-            tokens += rows
+            spent += steps * self.step
+            drafts = choice.drafts or (0,) * rows
+            accepted = [self.standing(count, i) for i, count in enumerate(drafts)]
+            got = [(history, 1 + stood) for history, stood in zip(histories, accepted, strict=True)]
+            self.chooser.learn_leads(rows, got, spent, drafted=drafted, steps=steps, layer=layer)
             if choice.kind == "full":
                 self.chooser.learn_full(rows, spent)
+            elif choice.kind == "given":
+                self.chooser.learn_given(rows, drafted, 0, spent)
             else:
-                layer = choice.exit_layer
-                if choice.kind == "given":
-                    self.chooser.learn_given(rows, drafted, 0, spent)
-                else:
-                    steps = max(choice.drafts)
-                    spent += steps * self.step
-                    self.chooser.learn_drafted(layer, rows, drafted, steps, spent)
-                for history, count in zip(histories, choice.drafts, strict=True):
-                    accepted = self.standing(count)
-                    tokens += accepted
-                    given = Proposal(list(range(count)), 3)
-                    self.chooser.learn_drafts(layer, history, given, count, accepted)
+                self.chooser.learn_drafted(layer, rows, drafted, steps, spent)
+            for i, (history, count, stood) in enumerate(
+                zip(histories, drafts, accepted, strict=True)
+            ):
+                self.got[i] += 1 + stood
+                given = Proposal(list(range(count)), self.match)
+                self.chooser.learn_drafts(layer, history, given, count, stood)
             seconds += spent
+            tokens += rows + sum(accepted)
         return seconds, tokens
 
-    def standing(self, count: int) -> int:
+    def standing(self, count: int, request: int) -> int:
         accepted = 0
-        while accepted < count and self.random.random() < self.stands:
+        while accepted < count and self.random.random() < self.stands * (request >= self.hopeless):
             accepted += 1
         return accepted
 
@@ -136,6 +146,38 @@ def test_never_much_slower_than_full_depth(
     seconds, tokens = machine.run(300, rows, layers=layers)
     full = tokens / rows * pass_time(rows)
     assert seconds < 1.03 * full
+
+
+@pytest.mark.parametrize("hopeless", [1, 3, 7])
+def test_no_request_waits_long_for_what_others_gain(hopeless: int) -> None:
+    machine = Machine(cheap_rows, 0.8)
+    machine.match = 8
+    machine.run(40, 8)  # until it knows
+    assert min(machine.got) > 50
+    machine.hopeless = hopeless
+    seconds, _ = machine.run(300, 8)
+    assert all(seconds < 1.02 * got * cheap_rows(8) for got in machine.got)
+
+
+def test_where_others_wait_it_is_what_all_gain_that_counts() -> None:
+    machine = Machine(cheap_rows, 0.8)
+    machine.match, machine.others_wait = 8, True
+    machine.run(40, 8)
+    machine.hopeless = 1
+    seconds, tokens = machine.run(300, 8)
+    assert tokens / 8 * cheap_rows(8) > 1.4 * seconds
+
+
+def test_the_engine_says_whether_others_wait(agreeing: eecore.Model) -> None:
+    seen = set()
+    engine = agreeing.engine(eecore.EngineConfig(kv_cache_tokens=512, max_num_seqs=2))
+    for prompt in PROMPTS[:3]:
+        engine.add_request(prompt, exit=Auto(), sampling=SamplingParams(max_tokens=6))
+    while engine.has_unfinished:
+        engine.step()
+        seen.add((len(engine.scheduler.running), engine.iterations.planner.others_wait))
+    assert (2, True) in seen
+    assert (1, False) in seen
 
 
 class HeadMachine:

@@ -3,7 +3,8 @@
 Nobody is asked: how long passes take is measured as they run, by their number of rows, and how many
 drafts stand is counted, by request, and by the length of the n-gram that was found or by the
 probability that a draft head gave. A round does what gives most tokens a second by these, for all
-of its ``Auto`` requests together, since weights are read once for all.
+of its ``Auto`` requests together, since weights are read once for all, but none of them falls far
+behind full depth for what others gain unless more requests wait for these to end.
 (DEL, Zarch et al. 2025; Kangaroo, Liu et al. 2024; Leviathan et al. 2023.)
 """
 
@@ -20,13 +21,13 @@ from typing import Any, Literal, TypeVar
 from eecore.decoding.budget import Budget
 from eecore.decoding.memory import power_of_two
 from eecore.decoding.pass_times import (
+    FIRST_STEPS,
     LEAST_ROW_COST,
     MOST_SLOWER,
     ROW_COST,
     Anchor,
     PassTimes,
     StepCost,
-    blended,
 )
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.exits import Auto
@@ -52,18 +53,21 @@ SURPRISE = 0.1
 # Rounds after which full depth is measured once more, where it was not the best: at first, and each
 # time twice as many.
 MEASURE_AGAIN = (8, 256)
-# A drafted token takes so much of full depth at least.
-LEAST_STEP = 0.02
 # Of what is expected of the next round, what one round weighs; and how many rounds a head is tried
 # for again.
 NEW_ROUND = 0.08
 TRY_HEAD = 3
+# What a request may fall behind full depth by, for what others gain: at first, and of each round
+# that somebody looked in.
+LAG, LAG_A_ROUND = 0.2, 0.01
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
 ENOUGH = 2.0
 # Of a draft of a head behind one that stands: how often it stands too. What a draft that a head
 # went on behind stands for on average, and the least that it goes on behind.
 NEXT_STANDS = 0.55
 GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
+# What rows that verify drafts of a layer are hoped to cost, of what is estimated, before any did.
+HOPE = 0.5
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
 
@@ -100,6 +104,13 @@ class History:
     """Those that it drafted."""
     drafted: dict[int, Odds]
     """By exit layer."""
+    lead: float = LAG
+    """Of a request: rounds of full depth until it would be behind, by more than it may."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether no more may be taken from it."""
+        return self.lead < 0.0
 
     def chances(self, given: Proposal) -> list[float]:
         """That the first of such drafts stands, the first two, ..."""
@@ -161,7 +172,7 @@ class Chooser:
         self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
         self._trial = 0  # rounds of it that are left
         self._best = best_exit_layers(agreement)
-        self._step_share: dict[int, float] = {}  # a drafted token's time, by exit layer, of a pass
+        self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
         self._full, self._verify = PassTimes(), PassTimes()
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
         self._unsteady = 0
@@ -197,6 +208,7 @@ class Chooser:
         *,
         exit_layers: Ordered[int] = (),
         can_draft_ahead: bool = False,
+        others_wait: bool = False,
     ) -> Choice:
         """What gives most tokens a second.
 
@@ -206,31 +218,37 @@ class Chooser:
             most: drafts that each has room for.
             exit_layers: that may draft.
             can_draft_ahead: whether a draft head may draft for the next round.
+            others_wait: other requests wait for these to end; if not, none of these is to fall
+                behind full depth for what others gain.
         """
         self._clock += 1
         rows = len(histories)
+        behind = () if others_wait else tuple(i for i in range(rows) if histories[i].is_behind)
         seconds = self._full.near(rows)
         if seconds is None or self._rounds >= self._next_full:
             return FULL
         anchor = rows, seconds
         best, speed = FULL, _min_gain(rows) * rows / seconds
         if any(proposals):
-            choice, its_speed = self._give(histories, proposals, anchor)
+            choice, its_speed = self._give(histories, proposals, anchor, behind)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            key = rows, exit_layers
             layer, count, its_speed = self._held(
-                self._drafts, key, lambda: self._draft(exit_layers, histories, max(most), anchor)
+                self._drafts,
+                (rows, exit_layers, behind),
+                lambda: self._draft(exit_layers, histories, max(most), anchor, behind),
             )
             if its_speed > speed:
                 drafts = tuple(min(count, m) for m in most)
                 best = Choice("draft", layer, drafts, (NOTHING,) * rows)
         if can_draft_ahead and best.kind != "draft":
-            return self._ahead(best, histories, anchor)
+            return self._ahead(best, histories, anchor, behind)
         return best
 
-    def _ahead(self, best: Choice, histories: Ordered[History], anchor: Anchor) -> Choice:
+    def _ahead(
+        self, best: Choice, histories: Ordered[History], anchor: Anchor, behind: Ordered[int]
+    ) -> Choice:
         """The same, and drafts of the head for the next round where they are worth it."""
         rows = anchor[0]
         given = best.given or (NOTHING,) * rows
@@ -239,7 +257,7 @@ class Chooser:
             return best
         worth = (self._row_cost(anchor) + self._head_step(rows)) / NEXT_STANDS
         thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
-        if self._head_pays(histories, anchor):
+        if self._head_pays(histories, anchor, behind):
             steps = 1 + sum(threshold < 1.0 for threshold in thresholds)
         elif thresholds[0] < 1.0 and self._is_trial():
             steps = 1
@@ -262,7 +280,7 @@ class Chooser:
     def _head_cost(self, rows: int) -> StepCost:
         return self._head_steps.setdefault(rows.bit_length(), StepCost())
 
-    def _head_pays(self, histories: Ordered[History], anchor: Anchor) -> bool:
+    def _head_pays(self, histories: Ordered[History], anchor: Anchor, behind: Ordered[int]) -> bool:
         """Whether rounds with a head's drafts are faster than full depth, by those of late."""
         rows, seconds = anchor
         tried = sum(history.tried for history in histories)
@@ -270,7 +288,7 @@ class Chooser:
         low = math.floor(tried)
         verified = passes[low] + (tried - low) * (passes[low + 1] - passes[low])
         steps = max(history.steps for history in histories)
-        tokens = rows + sum(history.gain for history in histories)
+        tokens = _worth([1.0 + history.gain for history in histories], behind)
         return tokens * seconds > _min_gain(rows) * rows * (
             verified + steps * self._head_step(rows) * seconds
         )
@@ -298,8 +316,12 @@ class Chooser:
         histories: Ordered[History],
         proposals: Ordered[Ordered[Proposal]],
         anchor: Anchor,
+        behind: Ordered[int],
     ) -> tuple[Choice, float]:
-        """Of drafts that there are, those likely enough to be worth a row; tokens a second."""
+        """Of drafts that there are, those likely enough to be worth a row; tokens a second.
+
+        Those of requests that are behind come first: nothing is gained without them.
+        """
         rows = anchor[0]
         row_cost = self._row_cost(anchor)
         given: list[Proposal] = []
@@ -313,12 +335,12 @@ class Chooser:
                     chosen, own, most = proposal, its, worth
             given.append(chosen)
             chances += [(chance, i) for chance in own]
-        chances.sort(reverse=True)
+        chances.sort(key=lambda c: (c[1] in behind and c[0] > row_cost, *c), reverse=True)
         passes = self._passes(anchor, len(chances))
-        tokens, taken, speed = float(rows), 0, 0.0
-        for count, (chance, _) in enumerate(chances, 1):
-            tokens += chance
-            here = tokens / passes[count]
+        tokens, taken, speed = [1.0] * rows, 0, 0.0
+        for count, (chance, i) in enumerate(chances, 1):
+            tokens[i] += chance
+            here = _worth(tokens, behind) / passes[count]
             if here > speed:
                 taken, speed = count, here
         drafts = [0] * rows
@@ -328,19 +350,23 @@ class Chooser:
         return Choice("given", 0, tuple(drafts), taking), speed
 
     def _draft(
-        self, exit_layers: Ordered[int], histories: Ordered[History], most: int, anchor: Anchor
+        self,
+        exit_layers: Ordered[int],
+        histories: Ordered[History],
+        most: int,
+        anchor: Anchor,
+        behind: Ordered[int],
     ) -> tuple[int, int, float]:
         """The best layer and number of drafts of each request; tokens a second."""
         rows, seconds = anchor
-        passes = self._passes(anchor, rows * most)
         best = 0, 0, 0.0
         for layer in exit_layers:
-            step = seconds * self._share_of(layer)
+            cost = self._layer_cost(layer, anchor)
             shares = [self._drafted(history, layer).share for history in histories]
-            tokens = float(rows)
+            tokens = [1.0] * rows
             for count in range(1, most + 1):
-                tokens += sum(share**count for share in shares)
-                speed = tokens / (count * step + passes[count * rows])
+                tokens = [own + share**count for own, share in zip(tokens, shares, strict=True)]
+                speed = _worth(tokens, behind) / (cost.round(count) * seconds)
                 if speed > best[2]:
                     best = layer, count, speed
         return best
@@ -370,8 +396,18 @@ class Chooser:
             held[key] = self._clock, value
         return value
 
-    def _share_of(self, layer: int) -> float:
-        return self._step_share.get(layer, layer / self._num_layers + HEAD_COST)
+    def _layer_cost(self, layer: int, anchor: Anchor) -> StepCost:
+        """Of rounds in which a layer drafts: of its steps, and of verifying them."""
+        rows, seconds = anchor
+        known = self._layer_rounds.get((layer, rows.bit_length()))
+        if known is not None:
+            return known
+        own = layer / self._num_layers + HEAD_COST
+        few, more = (
+            1.0 + HOPE * (self._verified(rows + count * rows, anchor) / seconds - 1.0) + count * own
+            for count in (FIRST_STEPS, 2 * FIRST_STEPS)
+        )
+        return StepCost((more - few) / FIRST_STEPS, few)
 
     def _drafted(self, history: History, layer: int) -> Odds:
         odds = history.drafted.get(layer)
@@ -392,6 +428,42 @@ class Chooser:
         """
         full = self._full.near(rows)
         return 0.0 if full is None else tokens / rows - seconds / full
+
+    def learn_leads(
+        self,
+        rows: int,
+        got: Ordered[tuple[History, int]],
+        seconds: float,
+        *,
+        drafted: int = 0,
+        steps: int = 0,
+        layer: int = 0,
+    ) -> None:
+        """What requests got of a round, and the time that it took of each.
+
+        Args:
+            rows: of the round.
+            got: the requests, and the tokens of each.
+            seconds: that it took, and choosing; what is far more than was to be expected was no
+                fault of the drafts.
+            drafted: drafts of all.
+            steps: in which a head or a layer drafted.
+            layer: that drafted; 0 where drafts were given.
+        """
+        full = self._full.near(rows)
+        if full is None:
+            return
+        expected = self._round(rows, full, drafted, steps, layer)
+        seconds = min(seconds, (1.0 + SURPRISE) * expected)
+        for history, tokens in got:
+            history.lead += LAG_A_ROUND + tokens - seconds / full
+
+    def _round(self, rows: int, full: float, drafted: int, steps: int, layer: int) -> float:
+        """Seconds that a round is expected to take."""
+        if layer and steps:
+            return self._layer_cost(layer, (rows, full)).round(steps) * full
+        verified = self._verified(rows + drafted, (rows, full)) if drafted or layer else full
+        return verified + (0.0 if layer else steps * self._head_step(rows) * full)
 
     def learn_full(self, rows: int, seconds: float, *, is_steady: bool = True) -> None:
         """How long a round of full depth took.
@@ -448,13 +520,11 @@ class Chooser:
         full = self._full.near(rows)
         if full is None:
             return
-        expected = self._verified(rows + drafted, (rows, full))
+        self._note(self._round(rows, full, drafted, steps, layer), seconds)
         if steps:
-            share = self._share_of(layer)
-            measured = (seconds - expected) / steps / full
-            self._step_share[layer] = max(blended(share, measured), LEAST_STEP)
-            expected += steps * share * full
-        self._note(expected, seconds)
+            cost = self._layer_cost(layer, (rows, full))
+            self._layer_rounds[layer, rows.bit_length()] = cost
+            cost.add(steps, seconds / full)
 
     def _note(self, expected: float, seconds: float) -> None:
         """Nothing is held any longer where a round took another time than was expected."""
@@ -477,6 +547,13 @@ class Chooser:
             known.gain += NEW_ROUND * (accepted - known.gain)
             known.tried += NEW_ROUND * (drafted - known.tried)
             known.steps += NEW_ROUND * (steps - known.steps)
+
+
+def _worth(tokens: Ordered[float], behind: Ordered[int]) -> float:
+    """Of what requests get from a round: all of it, or no more than if all got what those get that
+    are behind.
+    """
+    return min([sum(tokens), *(len(tokens) * tokens[i] for i in behind)])
 
 
 def _min_gain(rows: int) -> float:

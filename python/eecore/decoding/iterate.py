@@ -88,7 +88,7 @@ class Iterations:
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
-        self._planner = Planner(model)
+        self.planner = Planner(model)
         self._last: ExitStep | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
         self._program_bytes: dict[ExitKind | DraftKind, int] = {}
@@ -101,10 +101,10 @@ class Iterations:
     @torch.inference_mode()
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
-        if not self._planner.chooses(works):
+        if not self.planner.chooses(works):
             going_on = self._go_on(works)
             if going_on is not None:
-                self._planner.went_on()
+                self.planner.went_on()
                 return going_on
         outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]
@@ -114,7 +114,7 @@ class Iterations:
                 encode(self.model, self.kv, unread)
             for outcome in Prefill(self.model, self.kv, prompts).run():
                 outcomes[outcome.sequence] = outcome
-        decoding = self._planner.plan([work for work in works if not work.is_prefill])
+        decoding = self.planner.plan([work for work in works if not work.is_prefill])
         for family in _families(decoding).values():
             for outcome in self._run_family(family):
                 outcomes[outcome.sequence] = outcome
@@ -143,7 +143,7 @@ class Iterations:
             outcomes, is_first = flight.land(), flight.is_first
         if not is_first:
             seconds = time.perf_counter() - started
-            self._planner.learn(family, outcomes, seconds, went_on=went_on)
+            self.planner.learn(family, outcomes, seconds, went_on=went_on)
         for outcome in outcomes:
             outcome.sequence.ahead = outcome.ahead
         return outcomes
@@ -162,7 +162,7 @@ class Iterations:
         """
         if not self.ahead or any(map(self._must_land, works)):
             return None
-        families = _families(self._planner.plan(works))
+        families = _families(self.planner.plan(works))
         if len(families) != 1:
             return None
         (family,) = families.values()
@@ -170,7 +170,7 @@ class Iterations:
 
     def _must_land(self, work: Work) -> bool:
         """Whether what a row does next depends on more than where the device knows it to be."""
-        route = self._planner.route(work.sequence)
+        route = self.planner.route(work.sequence)
         waits = route.adaptive or route.path == GIVEN or route.auto is not None
         return work.is_prefill or needs_logits(work.sequence.sampling) or waits
 

@@ -6,13 +6,13 @@ import bisect
 
 __all__ = [
     "COST_AMONG_ROWS",
+    "FIRST_STEPS",
     "LEAST_ROW_COST",
     "MOST_SLOWER",
     "ROW_COST",
     "Anchor",
     "PassTimes",
     "StepCost",
-    "blended",
 ]
 
 Anchor = tuple[int, float]
@@ -33,7 +33,7 @@ ROW_COST, COST_AMONG_ROWS = 0.1, 0.08
 LEAST_ROW_COST = 0.02
 # Of one step of a draft head, before it is measured; the steps of a round that this is worth, and
 # how they scatter; what a round weighs beside those before; a step costs no less.
-HEAD_STEP, HEAD_STEPS, SCATTER = 0.08, 2.0, 1.0
+HEAD_STEP, FIRST_STEPS, SCATTER = 0.08, 2, 1.0
 NEW_STEPS = 0.05
 LEAST_STEP = 0.01
 
@@ -68,7 +68,7 @@ class PassTimes:
             bisect.insort(self._rows, rows)
             self._seconds[rows] = seconds
         else:
-            new = blended(known, seconds)
+            new = _blended(known, seconds)
             if seconds < DISTURBED * known:
                 share = new / known
                 self.scale(share)
@@ -123,24 +123,33 @@ class PassTimes:
 
 
 class StepCost:
-    """What a step of a draft head costs, in passes of full depth: the slope of rounds over steps.
+    """What a drafting step costs, in passes of full depth: the slope of rounds over their steps.
 
     What rounds with any step cost more than those without is not the steps'.
+
+    Args:
+        step: what one is taken to cost, before any is measured.
+        passes: what a round of :data:`FIRST_STEPS` steps is taken to cost.
     """
 
-    def __init__(self) -> None:
-        self._steps, self._passes = HEAD_STEPS, 1.0 + HEAD_STEP * HEAD_STEPS
-        self._scatter, self._both = SCATTER, HEAD_STEP * SCATTER
+    def __init__(
+        self, step: float = HEAD_STEP, passes: float = 1.0 + HEAD_STEP * FIRST_STEPS
+    ) -> None:
+        self._steps, self._passes = float(FIRST_STEPS), passes
+        self._scatter, self._both = SCATTER, step * SCATTER
 
     @property
     def step(self) -> float:
         """One step's."""
         return max(self._both / self._scatter, LEAST_STEP)
 
+    def round(self, steps: int) -> float:
+        """Of a round of so many steps, in passes of full depth."""
+        return self._passes + self.step * (steps - self._steps)
+
     def add(self, steps: int, passes: float) -> None:
         """A round of so many steps that took as long as so many passes."""
-        expected = self._passes + self.step * (steps - self._steps)
-        passes = min(passes, MOST_SLOWER * expected)
+        passes = min(passes, MOST_SLOWER * self.round(steps))
         off, over = steps - self._steps, passes - self._passes
         self._steps += NEW_STEPS * off
         self._passes += NEW_STEPS * over
@@ -149,7 +158,7 @@ class StepCost:
         self._both = old * (self._both + NEW_STEPS * off * over)
 
 
-def blended(known: float, new: float) -> float:
+def _blended(known: float, new: float) -> float:
     """A time that was measured once more."""
     weight = FASTER_TIME if new < known else NEW_TIME
     return known + weight * (min(new, MOST_SLOWER * known) - known)

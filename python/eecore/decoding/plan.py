@@ -53,6 +53,8 @@ class Planner:
         self._has_head = model.draft_head is not None
         self._free: list[Sequence] = []  # requests of Auto that were asked for last
         self._look: float | None = None  # seconds that it took to choose; None: nobody did
+        self.others_wait = False
+        """Whether requests wait for those that are planned for to end."""
 
     @property
     def chooser(self) -> Chooser:
@@ -127,6 +129,7 @@ class Planner:
             exit_layers=self._exit_layers(planned),
             can_draft_ahead=self._has_head
             and all(each.route.auto is not None and each.route.auto.head for each in planned),
+            others_wait=self.others_wait,
         )
         self._look = time.perf_counter() - started
         if choice.kind == "full":
@@ -185,10 +188,24 @@ class Planner:
         if not free:
             return
         rows, path = len(planned), free[0][0].route.path
+        drafted = [outcome.counters.drafted for outcome in outcomes]
+        layer, steps = 0 if path is None else path.num_layers, 0
+        if path is not None:
+            ahead = max(_num_ahead(each, outcome) for each, outcome in free)
+            steps = ahead if path.is_given else max(drafted)
         if self._look is not None:
+            spent = seconds + self._look
             tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
             budget = self.chooser.budget(len(free))
-            budget.looked(self.chooser.gained(rows, tokens, seconds + self._look))
+            budget.looked(self.chooser.gained(rows, tokens, spent))
+            self.chooser.learn_leads(
+                rows,
+                [(self._history(o.sequence), 1 + o.counters.accepted) for _, o in free],
+                spent,
+                drafted=sum(drafted),
+                steps=steps,
+                layer=layer,
+            )
             for each, _ in free:
                 each.work.sequence.is_resting = budget.is_spent
         if path is None:
@@ -197,13 +214,10 @@ class Planner:
             ):
                 self.chooser.learn_full(rows, seconds, is_steady=went_on)
             return
-        drafted = [outcome.counters.drafted for outcome in outcomes]
-        layer = path.num_layers
         if path.is_given:
-            ahead = max(_num_ahead(each, outcome) for each, outcome in free)
-            self.chooser.learn_given(rows, sum(drafted), ahead, seconds)
+            self.chooser.learn_given(rows, sum(drafted), steps, seconds)
         else:
-            self.chooser.learn_drafted(layer, rows, sum(drafted), max(drafted), seconds)
+            self.chooser.learn_drafted(layer, rows, sum(drafted), steps, seconds)
         for each, outcome in free:
             counters, history = outcome.counters, self._history(each.work.sequence)
             self.chooser.learn_drafts(

@@ -307,6 +307,7 @@ class Engine:
             outcomes = self._land(flight)
         if outcomes is None:
             behind, works = None, [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
+            self.iterations.planner.others_wait = bool(self.scheduler.waiting)
             outcomes = isolated(self.iterations.iterate, works) if works else []
         self._take_over(outcomes, behind)
 
