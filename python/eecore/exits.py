@@ -569,11 +569,11 @@ class Auto(Exit):
 
     A round runs at full depth, verifies drafts that were looked up as by :class:`PromptLookup` or
     that the model's draft head made as by :class:`HeadDrafts`, or drafts with the first layers as
-    :class:`SelfSpeculative` does. It follows from measured times of
-    passes and from the drafts that stood so far; in a batch there are fewer drafts as rows make
-    verification dear, and none for which another request would have to wait more than a little,
-    unless there are more waiting for a place in the batch. Greedy output is token for token that of :class:`Full`; so is sampled output
-    of the same seed, for which no layer drafts.
+    :class:`SelfSpeculative` does. It follows from measured times of passes and from the drafts that
+    stood so far. In a batch there are fewer drafts as rows make verification dear, and none for
+    which another request would have to wait more than a little, unless more wait for a place in the
+    batch. Greedy output is token for token that of :class:`Full`; so is sampled output of the same
+    seed, for which no layer drafts.
 
     Args:
         num_drafts: most tokens drafted a round; 64 are, however many more it says.
