@@ -35,11 +35,18 @@
 #define EECORE_NAMESPACE eecore
 #endif
 
-// Registers `function`, the tensor boundary of `op`, for this build's backend.
-#define EECORE_IMPL(op, function) \
-  EECORE_IMPL_IN(EECORE_NAMESPACE, EECORE_DISPATCH_KEY, op, function)
-#define EECORE_IMPL_IN(space, key, op, function) \
-  STABLE_TORCH_LIBRARY_IMPL(space, key, module) { module.impl(#op, TORCH_BOX(&function)); }
+// Registers an op, whose tensor boundary is the function of its name: the schema, with `arguments`
+// and nothing that is returned, and the function for this build's backend.
+#define EECORE_OP(op, arguments) EECORE_OP_IN(EECORE_NAMESPACE, EECORE_DISPATCH_KEY, op, arguments)
+#define EECORE_OP_IN(space, key, op, arguments) \
+  EECORE_SCHEMA(space, #op "(" arguments ") -> ()") \
+  STABLE_TORCH_LIBRARY_IMPL(space, key, module) { module.impl(#op, TORCH_BOX(&op)); }
+#if defined(EECORE_BACKEND_CUDA) && !defined(EECORE_EMULATED)
+#define EECORE_SCHEMA(space, schema)  // there once eecore._C is loaded
+#else
+#define EECORE_SCHEMA(space, schema) \
+  STABLE_TORCH_LIBRARY_FRAGMENT(space, module) { module.def(schema); }
+#endif
 
 namespace eecore {
 

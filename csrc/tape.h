@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "eecore/cpu.h"
-#include "tape_rows.h"
 
 namespace eecore {
 

@@ -27,7 +27,7 @@ for version in "${@:?which versions of torch?}"; do
   for source in csrc/*.cpp csrc/ops/*.cpp; do
     "${CXX:-c++}" "${flags[@]}" "${headers[@]}" "$source"
     case $source in
-      csrc/ops/decoder_layers.cpp | csrc/module.cpp | csrc/crew.cpp | csrc/register.cpp) ;;
+      csrc/ops/decoder_layers.cpp | csrc/module.cpp) ;;
       *) "${CXX:-c++}" "${flags[@]}" "${headers[@]}" -DEECORE_BACKEND_CUDA -DUSE_CUDA "$source" ;;
     esac
   done

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import reference
 from eecore import ops
+from random_calls import Arguments, Maker
 
 PAGE_SIZE, MAX_PAGES = 8, 4
 VOCAB_SIZE = 5
@@ -113,3 +115,56 @@ def unchanged(before: list[Tensor], *tuples: Rows) -> bool:
     """Whether they are still what was copied."""
     now = [tensor for rows in tuples for tensor in rows if tensor is not None]
     return all(torch.equal(old, new) for old, new in zip(before, now, strict=True))
+
+
+def random_round(m: Maker, rows: int, steps: int) -> Arguments:
+    """What the ops of a round write, and read again, before its start."""
+    return {
+        "first_position": m.placed(m.whole(20, rows)),
+        "left": m.placed(m.whole(20, rows)),
+        "round_slots": m.placed(m.whole(99, rows, steps + 1)),
+        "tokens": m.placed(m.whole(9, rows, steps + 1)),
+        "num_drafted": m.placed(m.whole(9, rows)),
+        "most": m.placed(m.whole(9, rows)),
+        "done": m.flags(rows),
+        "all_done": m.flags(1),
+    }
+
+
+def random_drafted(m: Maker, rows: int, steps: int) -> Arguments:
+    """A round that has ended."""
+    most = m.whole(steps + 2, rows) - 1
+    given = random_round(m, rows, steps)
+    given["most"] = m.placed(most)
+    given["num_drafted"] = m.placed(torch.minimum(m.whole(steps + 1, rows), most.clamp(min=0)))
+    for name in ("done", "all_done"):
+        del given[name]
+    return given
+
+
+def random_verification(m: Maker, rows: int, steps: int) -> tuple[Arguments, ops.Verification]:
+    """A drafted round and what verifies it."""
+    given = random_drafted(m, rows, steps)
+    return given, reference.begin_verification(round_in(given), rows * (steps + 1) + m.size(3))
+
+
+def round_in(arguments: Arguments) -> ops.DraftRound:
+    """The round of some arguments, with nothing where they have nothing."""
+    return ops.DraftRound(*(arguments.get(name) for name in ops.DraftRound._fields))  # type: ignore[arg-type]
+
+
+def arguments_of_round(made: ops.DraftRound) -> dict[str, Tensor]:
+    names = ("first_position", "left", "round_slots", "tokens", "num_drafted", "most", "done")
+    return {name: getattr(made, name) for name in (*names, "all_done")}
+
+
+def active_in(arguments: Arguments) -> ops.ActiveRows:
+    """The active rows of some arguments."""
+    fields = (arguments.get(name) for name in ops.ActiveRows._fields)
+    return ops.ActiveRows(*fields)._replace(token_ids=arguments.get("active_token_ids"))  # type: ignore[arg-type]
+
+
+def arguments_of_active(active: ops.ActiveRows) -> dict[str, Tensor]:
+    assert active.token_ids is not None
+    names = ("positions", "slot_mapping", "seq_lens")
+    return {"active_token_ids": active.token_ids, **{n: getattr(active, n) for n in names}}

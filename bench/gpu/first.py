@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bench.gpu.cases import AttentionShape, attention_work
+from bench.gpu.attention import AttentionShape, attention_work
 from bench.gpu.timing import time_calls
 from eecore import ops
 from eecore.decoding.capture import run_program_on

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
 
+from bench.gpu.case import PAGE_SIZE, Case, Setting, Work, small_cases
 from bench.harness.ceilings import report
 from eecore import ops
 from tests.cases import LLAMA_8B, SMOLLM2_135M
+
+NUM_SLOTS = 1024
+
+
+def append(num_tokens: int, heads: tuple[int, int, int], setting: Setting) -> Work:
+    (num_q_heads, num_kv_heads, head_dim), device = heads, setting.device
+    num_heads = [num_q_heads, num_kv_heads, num_kv_heads]
+    qkv = setting.states(num_tokens, sum(num_heads), head_dim).split(num_heads, dim=1)
+    cache_shape = (NUM_SLOTS // PAGE_SIZE, PAGE_SIZE, num_kv_heads, head_dim)
+    caches = (torch.zeros(cache_shape, dtype=setting.dtype, device=device) for _ in "kv")
+    angles = torch.rand(NUM_SLOTS, head_dim // 2, device=device)
+    return Work(
+        partial(
+            ops.append_kv,
+            *(*qkv, *caches, torch.randperm(NUM_SLOTS, device=device)[:num_tokens]),
+            positions=torch.arange(num_tokens, device=device),
+            cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1),
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -23,14 +46,15 @@ def bench_append_kv(
     head_dim: int,
     dtype: torch.dtype,
 ) -> None:
-    qkv = torch.randn(num_tokens, num_q_heads + 2 * num_kv_heads, head_dim).to(dtype)
-    q, k, v = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
-    k_cache = torch.zeros(64, 16, num_kv_heads, head_dim, dtype=dtype)
-    v_cache = torch.zeros_like(k_cache)
-    angles = torch.rand(1024, head_dim // 2)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    positions = torch.arange(num_tokens)
-    slots = torch.randperm(1024)[:num_tokens]
-    benchmark(ops.append_kv, q, k, v, k_cache, v_cache, slots, positions=positions, cos_sin=cos_sin)
-    moved = 2 * qkv.nbytes + num_tokens * (16 + head_dim * 4)  # read and written, indices, angles
-    report(benchmark, moved_bytes=moved)
+    benchmark(append(num_tokens, (num_q_heads, num_kv_heads, head_dim), Setting(dtype)).call)
+    # Heads are read and written; indices and angles read.
+    per_token = 2 * (num_q_heads + 2 * num_kv_heads) * head_dim * dtype.itemsize
+    report(benchmark, moved_bytes=num_tokens * (per_token + 16 + head_dim * 4))
+
+
+def gpu_cases(setting: Setting) -> Iterator[Case]:
+    num_q_heads, num_kv_heads, head_dim = LLAMA_8B.heads
+    row = (2 * (num_q_heads + num_kv_heads) + 2 * num_kv_heads) * head_dim * setting.dtype.itemsize
+    name = f"{num_q_heads}/{num_kv_heads} heads of {head_dim}, B={{}}"
+    make = partial(append, heads=LLAMA_8B.heads, setting=setting)
+    return small_cases("append_kv", name, row, make, microseconds=None)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from collections.abc import Iterator
+from functools import partial
 
-from bench.gpu.cases import PAGE_SIZE, drafting_rows
+import pytest
+
+from bench.gpu.case import CPU, PAGE_SIZE, Case, Setting, Work, small_cases
+from bench.ops.draft_round import drafting_rows
 from eecore import ops
+
+
+def begin(num_rows: int, setting: Setting = CPU) -> Work:
+    made = drafting_rows(num_rows, 8, setting)
+    return Work(partial(ops.begin_round, made.draft_round, made.active, PAGE_SIZE))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def bench_begin_round(benchmark, num_rows: int) -> None:
-    made = drafting_rows(num_rows, 8, torch.float32, torch.device("cpu"))
-    benchmark(ops.begin_round, made.draft_round, made.active, PAGE_SIZE)
+    benchmark(begin(num_rows).call)
+
+
+def gpu_cases(setting: Setting) -> Iterator[Case]:
+    return small_cases("begin_round", "8 drafts, B={}", 9 * 12, lambda b: begin(b, setting))

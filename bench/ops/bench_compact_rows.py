@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu.cases import active_rows
+from bench.ops.rows import active_rows
 from eecore import ops
 from tests.cases import LLAMA_1B
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
 def bench_compact_rows(benchmark, num_seqs: int) -> None:
-    active = active_rows(num_seqs, torch.device("cpu"))
+    active = active_rows(num_seqs)
     hidden = torch.randn(num_seqs, LLAMA_1B.hidden_size)
     row, leaving = torch.arange(num_seqs, dtype=torch.int32), torch.arange(num_seqs) % 2 == 0
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
+from torch.nn import functional
 
+from bench.gpu.case import Case, Setting, Work, small_cases
 from bench.harness.ceilings import report
 from eecore import ops
 from tests.cases import LLAMA_8B, SMOLLM2_135M
+
+
+def classifier(
+    num_seqs: int, hidden_size: int, inner_size: int | None, setting: Setting
+) -> list[torch.Tensor]:
+    """States and what measures them."""
+    rows, device = inner_size or 2, setting.device
+    weights = [torch.randn(rows, hidden_size, device=device) / 64, torch.randn(rows, device=device)]
+    if inner_size is not None:
+        weights += [torch.randn(2, inner_size, device=device), torch.randn(2, device=device)]
+    return [setting.states(num_seqs, hidden_size), *weights]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -17,14 +33,26 @@ from tests.cases import LLAMA_8B, SMOLLM2_135M
 def bench_exit_confidence_mlp(
     benchmark, num_seqs: int, hidden_size: int, inner_size: int | None, dtype: torch.dtype
 ) -> None:
-    rows = inner_size or 2
-    hidden = torch.randn(num_seqs, hidden_size).to(dtype)
-    weights = [torch.randn(rows, hidden_size), torch.randn(rows)]
-    if inner_size is not None:
-        weights += [torch.randn(2, inner_size), torch.randn(2)]
-    benchmark(ops.exit_confidence_mlp, hidden, *weights)
+    tensors = classifier(num_seqs, hidden_size, inner_size, Setting(dtype))
+    benchmark(ops.exit_confidence_mlp, *tensors)
     report(
         benchmark,
-        moved_bytes=hidden.nbytes + sum(weight.nbytes for weight in weights) + 4 * num_seqs,
-        flops=2 * num_seqs * rows * hidden_size,
+        moved_bytes=sum(tensor.nbytes for tensor in tensors) + 4 * num_seqs,
+        flops=2 * num_seqs * (inner_size or 2) * hidden_size,
     )
+
+
+def gpu_cases(setting: Setting) -> Iterator[Case]:
+    size = setting.hidden_size
+
+    def make(num_seqs: int) -> Work:
+        hidden, weight, bias = classifier(num_seqs, size, None, setting)
+        call = partial(ops.exit_confidence_mlp, hidden, weight, bias)
+
+        def in_torch() -> torch.Tensor:
+            return functional.linear(hidden.float(), weight, bias).softmax(-1)[:, 1]
+
+        return Work(call, {"torch": in_torch}, call, lambda _: in_torch())
+
+    name, moved = f"{size} -> 2, B={{}}", size * setting.dtype.itemsize
+    return small_cases("exit_confidence_mlp", name, moved, make, more_bytes=8 * size)

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from bench.gpu.attention import (
+    ATTENTION_SHAPES,
+    TINY_ATTENTION_SHAPES,
+    attention_work,
+    contiguous_call,
+)
+from bench.gpu.case import Case, Setting
 from bench.harness.ceilings import report
 from bench.ops.attention_peers import PEERS
 from eecore import ops
 from tests.cases import LLAMA_1B, LLAMA_3B, LLAMA_8B, SMOLLM2_135M, T5_SMALL
 
 MODELS = [model.heads for model in (SMOLLM2_135M, LLAMA_1B, LLAMA_3B, LLAMA_8B)]
-
-
-def contiguous_call(
-    num_queries: int,
-    seq_len: int,
-    num_seqs: int,
-    model: tuple[int, int, int],
-    dtype: torch.dtype,
-    page_size: int = 16,
-) -> dict[str, Any]:
-    num_q_heads, num_kv_heads, head_dim = model
-    pages = -(-seq_len // page_size)
-    cache_shape = (pages * num_seqs, page_size, num_kv_heads, head_dim)
-    starts = itertools.accumulate([num_queries] * num_seqs, initial=0)
-    return {
-        "q": torch.randn(num_seqs * num_queries, num_q_heads, head_dim).to(dtype),
-        "k_cache": torch.randn(cache_shape).to(dtype),
-        "v_cache": torch.randn(cache_shape).to(dtype),
-        "page_table": torch.randperm(pages * num_seqs).int().view(num_seqs, pages),
-        "seq_lens": torch.full((num_seqs,), seq_len, dtype=torch.int32),
-        "query_start_loc": torch.tensor(list(starts), dtype=torch.int32),
-        "scale": head_dim**-0.5,
-    }
 
 
 def report_reads(benchmark: Any, call: dict[str, Any], flops: float | None = None) -> None:
@@ -88,3 +72,20 @@ def bench_paged_attention_t5(benchmark, kind: str, biased: bool, dtype: torch.dt
     call["position_bias"] = torch.randn(32, T5_SMALL.num_q_heads) if biased else None
     benchmark(ops.paged_attention, **call)
     report_reads(benchmark, call, flops=4 * call["q"].numel() * 512)
+
+
+def gpu_cases(setting: Setting) -> Iterator[Case]:
+    size = setting.dtype.itemsize
+    for shape in TINY_ATTENTION_SHAPES if setting.tiny else ATTENTION_SHAPES:
+        kv = 2 * shape.num_seqs * shape.seq_len * shape.num_kv_heads * shape.head_dim * size
+        rows = 2 * shape.num_seqs * shape.num_queries * shape.num_q_heads * shape.head_dim * size
+        decode, verify = shape.num_queries == 1, 1 < shape.num_queries <= 16
+        keys = shape.seq_len - ((shape.num_queries - 1) / 2 if shape.causal else 0)
+        yield Case(
+            "paged_attention",
+            shape.name,
+            kv + rows + 4 * shape.num_buckets * shape.num_q_heads,
+            lambda shape=shape: attention_work(shape, setting.dtype, setting.device),
+            of_copy=(0.88 if decode else 0.80 if verify else None) if kv >= 100e6 else None,
+            flops=None if decode else 2 * rows / size * keys,
+        )

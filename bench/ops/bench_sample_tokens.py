@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
-from bench.gpu.cases import sampling_rows
+from bench.gpu.case import CPU, Case, Setting, Work, small_cases
 from bench.harness.ceilings import report
 from eecore import ops
-from tests.cases import REAL_VOCAB_SIZES
+from tests.cases import LLAMA_8B, REAL_VOCAB_SIZES
 
 WAYS = {
     "greedy": {"temperature": 0.0},
@@ -24,14 +28,47 @@ WAYS = {
         "repetition_penalty": 1.2,
     },
 }
+GPU_WAYS = {"plain": {}, "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9}}
+
+
+def sample(num_rows: int, vocab_size: int, way: dict[str, float], setting: Setting = CPU) -> Work:
+    """Requests that sample, 100 tokens into their text."""
+    device = setting.device
+
+    def each(name: str, otherwise: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((num_rows,), way.get(name, otherwise), dtype=dtype, device=device)
+
+    rows = ops.SamplingRows(
+        temperature=each("temperature", 1.0),
+        top_k=each("top_k", 0, torch.int32),
+        top_p=each("top_p", 1.0),
+        min_p=each("min_p", 0.0),
+        repetition_penalty=each("repetition_penalty", 1.0),
+        seed=torch.arange(num_rows, device=device),
+        seen=torch.randint(0, vocab_size, (num_rows, 100), device=device),
+    )
+    numbers = (torch.empty(num_rows, device=device) for _ in range(3))
+    out = ops.SampledRows(torch.empty_like(rows.seed), *numbers)
+    logits = 3 * setting.states(num_rows, vocab_size)
+    positions = torch.arange(num_rows, device=device)
+    return Work(partial(ops.sample_tokens, logits, rows, out, purpose=0, positions=positions))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("vocab_size", REAL_VOCAB_SIZES)
 @pytest.mark.parametrize("num_rows", [1, 8])
 def bench_sample_tokens(benchmark, num_rows: int, vocab_size: int, way: str) -> None:
-    logits = 3 * torch.randn(num_rows, vocab_size)
-    rows, out = sampling_rows(num_rows, vocab_size, torch.device("cpu"), **WAYS[way])
-    positions = torch.arange(num_rows)
-    benchmark(ops.sample_tokens, logits, rows, out, purpose=0, positions=positions)
-    report(benchmark, moved_bytes=logits.nbytes)
+    benchmark(sample(num_rows, vocab_size, WAYS[way]).call)
+    report(benchmark, moved_bytes=num_rows * vocab_size * 4)
+
+
+def gpu_cases(setting: Setting) -> Iterator[Case]:
+    vocab = 1000 if setting.tiny else LLAMA_8B.vocab_size
+    for name, way in GPU_WAYS.items():
+        yield from small_cases(
+            "sample_tokens",
+            f"vocabulary {vocab}, {name}, B={{}}",
+            vocab * setting.dtype.itemsize,
+            partial(sample, vocab_size=vocab, way=way, setting=setting),
+            microseconds=None,
+        )

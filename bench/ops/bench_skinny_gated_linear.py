@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from bench.gpu.case import EPS, Case, Setting, Work, rms_norm
 from bench.harness.ceilings import report
 from eecore import ops
-from tests.cases import LLAMA_1B, SMOLLM2_135M
+from tests.cases import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
@@ -49,3 +55,28 @@ def bench_skinny_gated_linear(
 
     benchmark(composed if peer else fused)
     report(benchmark, moved_bytes=weights.nbytes)
+
+
+def gated_work(num_tokens: int, in_features: int, inner_size: int, setting: Setting) -> Work:
+    x = setting.states(num_tokens, in_features)
+    norm = torch.rand(in_features, device=setting.device).to(setting.dtype)
+    weight = setting.states(2 * inner_size, in_features) * in_features**-0.5
+    out = x.new_empty(num_tokens, inner_size)
+
+    def gated() -> Tensor:
+        return ops.skinny_gated_linear(x, weight, norm_weight=norm, eps=EPS, out=out)
+
+    def in_torch() -> Tensor:
+        gate, up = functional.linear(rms_norm(x, norm), weight).chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    return Work(gated, {"cuBLAS + torch": in_torch}, gated, lambda _: in_torch())
+
+
+def gpu_cases(setting: Setting) -> Iterator[Case]:
+    real = [(model.hidden_size, model.inner_size) for model in (LLAMA_8B, LLAMA_1B)]
+    shapes = [(64, 96)] if setting.tiny else real
+    for (k, n), b in itertools.product(shapes, (1, 8, 16)):
+        moved = (2 * k * n + b * (k + n)) * setting.dtype.itemsize
+        make = partial(gated_work, b, k, n, setting)
+        yield Case("skinny_gated_linear", f"{k} -> 2 x {n}, B={b}", moved, make)

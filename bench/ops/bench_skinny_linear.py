@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from bench.gpu.case import Case, Setting, Work
 from bench.harness.ceilings import report
 from eecore import ops
 from eecore.models.int8 import quantise_rows
-from tests.cases import LLAMA_1B, SMOLLM2_135M
+from tests.cases import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
@@ -83,3 +89,34 @@ def bench_skinny_linear_of_many_rows(
         flops=2 * num_tokens * in_features * out_features,
         dtype=dtype,
     )
+
+
+def linear_work(num_tokens: int, in_features: int, out_features: int, setting: Setting) -> Work:
+    x = setting.states(num_tokens, in_features)
+    weight = setting.states(out_features, in_features) * in_features**-0.5
+    out = x.new_empty(num_tokens, out_features)
+
+    def linear() -> Tensor:
+        return ops.skinny_linear(x, weight, constant_weight=True, out=out)
+
+    return Work(
+        linear,
+        {"cuBLAS": lambda: functional.linear(x, weight)},
+        linear,
+        lambda _: functional.linear(x, weight),
+    )
+
+
+def gpu_cases(setting: Setting) -> Iterator[Case]:
+    large, small = LLAMA_8B, LLAMA_1B
+    real = [
+        (large.q_size, large.hidden_size),
+        (large.hidden_size, large.qkv_size),
+        (large.inner_size, large.hidden_size),
+        (small.q_size, small.hidden_size),
+    ]
+    shapes = [(64, 96)] if setting.tiny else real
+    for (k, n), b in itertools.product(shapes, (1, 8, 16)):
+        moved = (k * n + b * (k + n)) * setting.dtype.itemsize
+        make = partial(linear_work, b, k, n, setting)
+        yield Case("skinny_linear", f"{k} -> {n}, B={b}", moved, make)

@@ -14,7 +14,10 @@ void accept_mask(const Tensor& confidence, const Tensor& thresholds, int64_t lay
   EECORE_RUN(accept_mask, params, confidence);
 }
 
-EECORE_IMPL(accept_mask, accept_mask)
+EECORE_OP(accept_mask,
+          "Tensor confidence, Tensor thresholds, int layer, Tensor(a!) status, "
+          "Tensor(b!) exit_layer, Tensor(c!) survivors, Tensor(d!) num_survivors, "
+          "Tensor(e!) all_accepted")
 
 }  // namespace
 }  // namespace eecore

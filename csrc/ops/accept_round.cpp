@@ -89,7 +89,12 @@ void accept_round(const Tensor& tokens, const Tensor& num_drafted, const Tensor&
   EECORE_RUN(accept_round, params, tokens);
 }
 
-EECORE_IMPL(accept_round, accept_round)
+EECORE_OP(accept_round,
+          "Tensor tokens, Tensor num_drafted, Tensor most, Tensor first_position, Tensor left, "
+          "Tensor query_start_loc, Tensor target, Tensor(a!) next_token, "
+          "Tensor(b!) next_position, Tensor(c!) next_left, Tensor(d!) num_accepted, "
+          "Tensor? sampled, Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, "
+          "Tensor(e!)? last_row")
 
 }  // namespace
 }  // namespace eecore

@@ -74,7 +74,12 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
   EECORE_RUN(append_drafts, params, token);
 }
 
-EECORE_IMPL(append_drafts, append_drafts)
+EECORE_OP(append_drafts,
+          "Tensor? hidden, Tensor token, Tensor confidence, int step, Tensor thresholds, "
+          "Tensor stop_tokens, Tensor most, Tensor round_slots, Tensor row, Tensor(a!)? states, "
+          "Tensor(b!) tokens, Tensor(c!) confidences, Tensor(d!) num_drafted, Tensor(e!) done, "
+          "Tensor(f!) all_done, Tensor(g!) active_token_ids, Tensor(h!) positions, "
+          "Tensor(i!) slot_mapping, Tensor(j!) seq_lens")
 
 }  // namespace
 }  // namespace eecore

@@ -73,7 +73,10 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
   EECORE_RUN(append_kv, params, k);
 }
 
-EECORE_IMPL(append_kv, append_kv)
+EECORE_OP(append_kv,
+          "Tensor(a!)? q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+          "Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? q_norm_weight, "
+          "Tensor? k_norm_weight, float eps")
 
 }  // namespace
 }  // namespace eecore

@@ -92,7 +92,14 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   EECORE_RUN(begin_round, params, token_ids);
 }
 
-EECORE_IMPL(begin_round, begin_round)
+EECORE_OP(begin_round,
+          "Tensor token_ids, Tensor start, Tensor tokens_left, Tensor max_drafts, "
+          "Tensor page_table, int page_size, Tensor? sources, Tensor? next_token, "
+          "Tensor? next_position, Tensor? next_left, Tensor? drafts, Tensor? num_given, "
+          "Tensor(a!) first_position, Tensor(b!) left, Tensor(c!) round_slots, Tensor(d!) tokens, "
+          "Tensor(e!) num_drafted, Tensor(f!) most, Tensor(g!) done, Tensor(h!) all_done, "
+          "Tensor(i!) row, Tensor(j!) active_token_ids, Tensor(k!) positions, "
+          "Tensor(l!) slot_mapping, Tensor(m!) seq_lens")
 
 }  // namespace
 }  // namespace eecore

@@ -61,7 +61,12 @@ void begin_verification(const Tensor& first_position, const Tensor& round_slots,
   EECORE_RUN(begin_verification, params, first_position);
 }
 
-EECORE_IMPL(begin_verification, begin_verification)
+EECORE_OP(begin_verification,
+          "Tensor first_position, Tensor round_slots, Tensor tokens, Tensor num_drafted, "
+          "Tensor most, Tensor(a!) last_tokens, Tensor(b!) last_positions, Tensor(c!) last_slots, "
+          "Tensor(d!) last_seq_lens, Tensor(e!) token_ids, Tensor(f!) positions, "
+          "Tensor(g!) slot_mapping, Tensor(h!) sequence, Tensor(i!) seq_lens, "
+          "Tensor(j!) query_start_loc, Tensor(k!) num_tokens")
 
 }  // namespace
 }  // namespace eecore

@@ -50,7 +50,11 @@ void compact_rows(const Tensor& leaving, Tensor row, Tensor positions, Tensor sl
   EECORE_RUN(compact_rows, params, leaving);
 }
 
-EECORE_IMPL(compact_rows, compact_rows)
+EECORE_OP(compact_rows,
+          "Tensor leaving, Tensor(a!) row, Tensor(b!) positions, Tensor(c!) slot_mapping, "
+          "Tensor(d!) seq_lens, Tensor(e!) page_table, Tensor(f!) num_active, "
+          "Tensor(g!)? token_ids, Tensor(h!)? cross_page_table, Tensor(i!)? cross_seq_lens, "
+          "Tensor(j!)? hidden")
 
 }  // namespace
 }  // namespace eecore

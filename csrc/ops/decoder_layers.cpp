@@ -303,7 +303,22 @@ void decoder_layers(
 #endif
 }
 
-EECORE_IMPL(decoder_layers, decoder_layers)
+EECORE_OP(decoder_layers,
+          "Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
+          "Tensor? qkv_scale, Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, "
+          "Tensor? o_scale, Tensor mlp_norm, Tensor gate_up_weight, Tensor? gate_up_bias, "
+          "Tensor? gate_up_scale, Tensor down_weight, Tensor? down_bias, Tensor? down_scale, "
+          "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? positions, "
+          "Tensor? cos_sin, Tensor page_table, Tensor seq_lens, Tensor query_start_loc, "
+          "Tensor? sliding_window, Tensor? skip_attention, Tensor? skip_mlp, Tensor(c!) out, "
+          "int begin_layer, int end_layer, float scale, float eps, int fixed_split_size, "
+          "Tensor? cross_norm=None, Tensor? cross_q_weight=None, Tensor? cross_q_bias=None, "
+          "Tensor? cross_q_scale=None, Tensor? cross_o_weight=None, Tensor? cross_o_bias=None, "
+          "Tensor? cross_o_scale=None, Tensor? cross_page_table=None, "
+          "Tensor? cross_seq_lens=None, Tensor? position_bias=None, int max_distance=128, "
+          "str activation='silu', Tensor? qkv_table=None, Tensor? o_table=None, "
+          "Tensor? gate_up_table=None, Tensor? down_table=None, Tensor? cross_q_table=None, "
+          "Tensor? cross_o_table=None")
 
 }  // namespace
 }  // namespace eecore

@@ -43,7 +43,9 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
   EECORE_RUN(embed_tokens, params, token_ids);
 }
 
-EECORE_IMPL(embed_tokens, embed_tokens)
+EECORE_OP(embed_tokens,
+          "Tensor token_ids, Tensor weight, Tensor? scale, Tensor? previous, Tensor? sources, "
+          "Tensor(a!) out, Tensor? table=None")
 
 }  // namespace
 }  // namespace eecore

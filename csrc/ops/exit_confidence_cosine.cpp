@@ -33,7 +33,11 @@ void exit_confidence_cosine(const Tensor& previous, const Tensor& hidden, Tensor
 #endif
 }
 
-EECORE_IMPL(exit_confidence_cosine, exit_confidence_cosine)
+EECORE_OP(exit_confidence_cosine,
+          "Tensor previous, Tensor hidden, Tensor(a!) confidence, Tensor? thresholds=None, "
+          "int layer=0, Tensor(b!)? status=None, Tensor(c!)? exit_layer=None, "
+          "Tensor(d!)? survivors=None, Tensor(e!)? num_survivors=None, "
+          "Tensor(f!)? all_accepted=None")
 
 }  // namespace
 }  // namespace eecore

@@ -52,7 +52,11 @@ void exit_confidence_mlp(const Tensor& hidden, const Tensor& weight1,
 #endif
 }
 
-EECORE_IMPL(exit_confidence_mlp, exit_confidence_mlp)
+EECORE_OP(exit_confidence_mlp,
+          "Tensor hidden, Tensor weight1, Tensor? bias1, Tensor? weight2, Tensor? bias2, "
+          "Tensor(a!) confidence, Tensor? thresholds=None, int layer=0, Tensor(b!)? status=None, "
+          "Tensor(c!)? exit_layer=None, Tensor(d!)? survivors=None, "
+          "Tensor(e!)? num_survivors=None, Tensor(f!)? all_accepted=None")
 
 }  // namespace
 }  // namespace eecore

@@ -51,7 +51,10 @@ void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& 
   EECORE_RUN(exit_confidence_softmax, params, hidden);
 }
 
-EECORE_IMPL(exit_confidence_softmax, exit_confidence_softmax)
+EECORE_OP(exit_confidence_softmax,
+          "Tensor hidden, Tensor? norm_weight, Tensor lm_head, Tensor? lm_head_scale, float eps, "
+          "Tensor(a!) confidence, Tensor(b!) token, Tensor(c!)? logsumexp, Tensor(d!)? top_logit, "
+          "Tensor? lm_head_table=None")
 
 }  // namespace
 }  // namespace eecore

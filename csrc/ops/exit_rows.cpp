@@ -95,7 +95,14 @@ void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>&
   EECORE_RUN(exit_rows, params, hidden);
 }
 
-EECORE_IMPL(exit_rows, exit_rows)
+EECORE_OP(exit_rows,
+          "Tensor hidden, int layer, Tensor? confidence, Tensor? token, Tensor? top_logit, "
+          "Tensor? logsumexp, Tensor? thresholds, Tensor? asked, bool decide, Tensor leave_after, "
+          "Tensor together, Tensor fills, Tensor kind, Tensor(a!) accepted, Tensor(b!) gone, "
+          "Tensor(c!) exit_layer, Tensor(d!) fill_from, Tensor(e!) measured_at, "
+          "Tensor(f!) final_confidence, Tensor(g!) final_token, Tensor(h!) final_logprob, "
+          "Tensor(i!) token_at, Tensor(j!) pending, Tensor(k!) final_hidden, Tensor(l!) all_gone, "
+          "Tensor row, Tensor(m!) slot_mapping, Tensor(n!) seq_lens")
 
 }  // namespace
 }  // namespace eecore

@@ -51,7 +51,9 @@ void gather_states(const Tensor& states, const Tensor& last, const Tensor& seque
   EECORE_RUN(gather_states, params, states);
 }
 
-EECORE_IMPL(gather_states, gather_states)
+EECORE_OP(gather_states,
+          "Tensor states, Tensor last, Tensor sequence, Tensor query_start_loc, "
+          "Tensor num_tokens, Tensor(a!) out")
 
 }  // namespace
 }  // namespace eecore

@@ -94,7 +94,11 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   EECORE_RUN(kv_fill, params, hidden);
 }
 
-EECORE_IMPL(kv_fill, kv_fill)
+EECORE_OP(kv_fill,
+          "Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
+          "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
+          "Tensor? cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+          "float eps, Tensor? kv_table=None")
 
 }  // namespace
 }  // namespace eecore

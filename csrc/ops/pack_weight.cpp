@@ -36,7 +36,7 @@ void pack_weight(const Tensor& blocks, const Text& format, int64_t offset, Tenso
   EECORE_RUN(pack_weight, params, blocks);
 }
 
-EECORE_IMPL(pack_weight, pack_weight)
+EECORE_OP(pack_weight, "Tensor blocks, str format, int offset, Tensor(a!) packed, Tensor(b!) table")
 
 }  // namespace
 }  // namespace eecore

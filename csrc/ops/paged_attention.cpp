@@ -79,7 +79,11 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   EECORE_RUN(paged_attention, params, q);
 }
 
-EECORE_IMPL(paged_attention, paged_attention)
+EECORE_OP(paged_attention,
+          "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
+          "Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, int sliding_window, "
+          "int fixed_split_size, Tensor? position_bias=None, int max_distance=128, "
+          "bool bidirectional=False")
 
 }  // namespace
 }  // namespace eecore

@@ -59,7 +59,11 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
   EECORE_RUN(place_head, params, confidence);
 }
 
-EECORE_IMPL(place_head, place_head)
+EECORE_OP(place_head,
+          "Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_logit, Tensor? index, "
+          "Tensor? kind, int wanted, Tensor? measured_at, Tensor? exit_layer, "
+          "bool as_probability, Tensor? vocabulary, Tensor(a!) out_token, "
+          "Tensor(b!) out_confidence, Tensor(c!) out_logprob")
 
 }  // namespace
 }  // namespace eecore

@@ -31,7 +31,7 @@ void quantise_weight(const Tensor& weight, const Text& format, Tensor blocks) {
   EECORE_RUN(quantise_weight, params, weight);
 }
 
-EECORE_IMPL(quantise_weight, quantise_weight)
+EECORE_OP(quantise_weight, "Tensor weight, str format, Tensor(a!) blocks")
 
 }  // namespace
 }  // namespace eecore

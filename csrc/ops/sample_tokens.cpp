@@ -148,7 +148,15 @@ void sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor
   EECORE_RUN(sample_tokens, params, logits);
 }
 
-EECORE_IMPL(sample_tokens, sample_tokens)
+EECORE_OP(sample_tokens,
+          "Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+          "Tensor repetition_penalty, Tensor seed, Tensor seen, Tensor? presence_penalty, "
+          "Tensor? frequency_penalty, Tensor? generated, Tensor? bias_ids, Tensor? bias, "
+          "Tensor? allowed, int purpose, Tensor positions, Tensor? index, Tensor? row, "
+          "Tensor? kind, int wanted, Tensor? round_tokens, Tensor? first_position, "
+          "bool as_probability, int probs_by_step, Tensor(a!) token, Tensor(b!) confidence, "
+          "Tensor(c!) logprob, Tensor(d!) logsumexp, Tensor(e!)? probs, Tensor(f!)? uniform, "
+          "Tensor(g!)? top_ids, Tensor(h!)? top_logprobs")
 
 }  // namespace
 }  // namespace eecore

@@ -44,7 +44,9 @@ void select_rows(const Tensor& hidden, const std::optional<Tensor>& row,
   EECORE_RUN(select_rows, params, hidden);
 }
 
-EECORE_IMPL(select_rows, select_rows)
+EECORE_OP(select_rows,
+          "Tensor hidden, Tensor? row, Tensor? kind, int wanted, Tensor? thresholds, "
+          "Tensor? accepted, Tensor(a!) index, Tensor(b!) count, Tensor(c!) states")
 
 }  // namespace
 }  // namespace eecore

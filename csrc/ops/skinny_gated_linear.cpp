@@ -49,7 +49,9 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   EECORE_RUN(skinny_gated_linear, params, x);
 }
 
-EECORE_IMPL(skinny_gated_linear, skinny_gated_linear)
+EECORE_OP(skinny_gated_linear,
+          "Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? weight_scale, "
+          "Tensor? bias, Tensor(a!) out, str activation='silu', Tensor? weight_table=None")
 
 }  // namespace
 }  // namespace eecore

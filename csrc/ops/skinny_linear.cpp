@@ -53,7 +53,10 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   EECORE_RUN(skinny_linear, params, x);
 }
 
-EECORE_IMPL(skinny_linear, skinny_linear)
+EECORE_OP(skinny_linear,
+          "Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? weight_scale, "
+          "Tensor? bias, Tensor? residual, Tensor(a!) out, str? activation=None, "
+          "Tensor? weight_table=None, bool constant_weight=False")
 
 }  // namespace
 }  // namespace eecore

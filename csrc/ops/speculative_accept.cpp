@@ -100,7 +100,10 @@ void speculative_accept(const Tensor& draft_tokens, const Tensor& draft_start_lo
   EECORE_RUN(speculative_accept, params, draft_tokens);
 }
 
-EECORE_IMPL(speculative_accept, speculative_accept)
+EECORE_OP(speculative_accept,
+          "Tensor draft_tokens, Tensor draft_start_loc, Tensor? target_tokens, "
+          "Tensor? draft_probs, Tensor? target_probs, Tensor? uniform, Tensor(a!) num_accepted, "
+          "Tensor(b!) next_token")
 
 }  // namespace
 }  // namespace eecore

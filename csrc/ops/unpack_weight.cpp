@@ -18,7 +18,7 @@ void unpack_weight(const Tensor& packed, const Tensor& table, Tensor out) {
   EECORE_RUN(unpack_weight, params, packed);
 }
 
-EECORE_IMPL(unpack_weight, unpack_weight)
+EECORE_OP(unpack_weight, "Tensor packed, Tensor table, Tensor(a!) out")
 
 }  // namespace
 }  // namespace eecore

@@ -3,6 +3,9 @@
 // Strides are in elements. A pointer that says "may be null" switches a feature off. Slots number
 // the rows of one layer's cache: slot = page * page_size + offset. Layers count from 0, exit layer
 // E means "the first E layers have run".
+//
+// Behind each struct a `row_counts`: which of its numbers count rows. A recorded call is replayed
+// with as many as there are by then; an op without one cannot be recorded.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +25,15 @@ constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2
 constexpr int64_t kMaxHeadDim = 512;           // of append_kv
 constexpr int64_t kMaxAttentionHeadDim = 256;  // of paged_attention and decoder_layers
 
+// Null where there are fewer.
+struct RowCounts {
+  int64_t* tokens[4];
+  int64_t* seqs[2];
+  bool runs_empty = false;  // without tokens too: it writes how many there are
+};
+template <typename Params>
+RowCounts row_counts(Params& params) = delete;
+
 // Sticky acceptance of rows at one exit point, and the list of rows that go on.
 struct AcceptMaskParams {
   const float* confidence;  // [num_seqs]
@@ -34,6 +46,7 @@ struct AcceptMaskParams {
   int64_t num_seqs;
   int32_t layer;  // the number of layers that have run
 };
+inline RowCounts row_counts(AcceptMaskParams& p) { return {{&p.num_seqs}, {}}; }
 
 // Final norm + LM head + gap of the two largest probabilities + argmax, logits never in memory.
 struct ExitConfidenceSoftmaxParams {
@@ -52,6 +65,7 @@ struct ExitConfidenceSoftmaxParams {
   DType dtype;
   void* workspace;  // CUDA only, [exit_confidence_softmax_workspace bytes]; may be null on the CPU
 };
+inline RowCounts row_counts(ExitConfidenceSoftmaxParams& p) { return {{&p.num_seqs}, {}}; }
 
 // Cosine of the hidden states of two consecutive layers, per row; a zero vector has confidence 0.
 struct ExitConfidenceCosineParams {
@@ -63,6 +77,7 @@ struct ExitConfidenceCosineParams {
   AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
   DType dtype;
 };
+inline RowCounts row_counts(ExitConfidenceCosineParams& p) { return {{&p.num_seqs}, {}}; }
 
 // softmax(.)[1] of a linear classifier, or of one with a ReLU hidden layer, on the un-normed state.
 struct ExitConfidenceMlpParams {
@@ -78,6 +93,7 @@ struct ExitConfidenceMlpParams {
   DType dtype;
   void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
 };
+inline RowCounts row_counts(ExitConfidenceMlpParams& p) { return {{&p.num_seqs}, {}}; }
 
 // Rows of an embedding table, by token.
 struct EmbedTokensParams {
@@ -92,6 +108,7 @@ struct EmbedTokensParams {
   int64_t weight_stride, out_stride;           // in bytes
   DType dtype;                                 // of out
 };
+inline RowCounts row_counts(EmbedTokensParams& p) { return {{&p.num_tokens}, {}}; }
 
 // Rows that are measured after a layer, and those that leave there: what they leave with is kept,
 // and they are masked in what follows. Active row i is row[i] of the num_rows.
@@ -128,6 +145,7 @@ struct ExitRowsParams {
   int32_t layer;                               // the number of layers that have run
   bool decide;                                 // false: rows are measured, and none leaves
 };
+inline RowCounts row_counts(ExitRowsParams& p) { return {{&p.num_active}, {&p.num_asked}, true}; }
 
 // ExitRowsParams::kind of a row whose token is made from logits, and then its ::pending. Of other
 // rows that is 0 where the head has run on the state that they left with, else 1.
@@ -147,6 +165,7 @@ struct SelectRowsParams {
   int64_t hidden_stride, states_stride;  // in bytes
   int32_t wanted;                        // kind
 };
+inline RowCounts row_counts(SelectRowsParams& p) { return {{&p.num_active}, {}, true}; }
 
 // Active rows that stay move up to where others leave.
 struct CompactRowsParams {
@@ -167,6 +186,7 @@ struct CompactRowsParams {
   int64_t page_table_stride, cross_page_table_stride;
   int64_t hidden_stride;  // in bytes
 };
+inline RowCounts row_counts(CompactRowsParams& p) { return {{&p.num_active}, {}}; }
 
 // What the head gives of some rows, put to where all rows have theirs.
 struct PlaceHeadParams {
@@ -186,6 +206,7 @@ struct PlaceHeadParams {
   int32_t wanted;       // kind
   bool as_probability;  // the confidence is the token's probability
 };
+inline RowCounts row_counts(PlaceHeadParams& p) { return {{&p.num_selected}, {}}; }
 
 // Where each row of a round of self-speculation starts, and how far it may draft. Rows without a
 // round, padding among them, may draft -1 tokens.
@@ -216,6 +237,7 @@ struct BeginRoundParams {
   int32_t* seq_lens;             // [num_rows]; 1 where a row drafts nothing
   int64_t num_rows, num_steps, max_pages, page_table_stride, page_size;
 };
+inline RowCounts row_counts(BeginRoundParams& p) { return {{&p.num_rows}, {}, true}; }
 
 // One drafted token of each active row that drafts, and what its next one starts from.
 struct AppendDraftsParams {
@@ -241,6 +263,7 @@ struct AppendDraftsParams {
   int64_t hidden_stride, states_row_stride, states_step_stride;  // in bytes
   int64_t step;                                                  // drafts before this one
 };
+inline RowCounts row_counts(AppendDraftsParams& p) { return {{&p.num_active}, {}, true}; }
 
 // The rows of a verification: each row's last token alone, and, ragged, all tokens of its round.
 struct BeginVerificationParams {
@@ -262,6 +285,7 @@ struct BeginVerificationParams {
   int32_t* num_tokens;            // [1]
   int64_t num_rows, num_steps, max_tokens;
 };
+inline RowCounts row_counts(BeginVerificationParams& p) { return {{&p.num_rows}, {}, true}; }
 
 // States of the drafted tokens, and of each row's last one, as the ragged rows of a verification.
 struct GatherStatesParams {
@@ -276,6 +300,7 @@ struct GatherStatesParams {
   int64_t states_row_stride, states_step_stride;  // in bytes
   int64_t last_stride, out_stride;                // in bytes
 };
+inline RowCounts row_counts(GatherStatesParams& p) { return {{&p.max_tokens}, {&p.num_seqs}}; }
 
 // The accepted prefix of each row's drafts, and where its text goes on.
 struct AcceptRoundParams {
@@ -299,6 +324,7 @@ struct AcceptRoundParams {
                                    // round; may be null
   int64_t num_rows, num_steps, vocab_size;
 };
+inline RowCounts row_counts(AcceptRoundParams& p) { return {{&p.num_rows}, {}}; }
 
 // Elements from one page, one slot and one kv head of a layer's cache to the next: in any order,
 // with any gaps. The elements of a head lie side by side.
@@ -326,6 +352,7 @@ struct AppendKvParams {
   float eps;
   DType dtype;
 };
+inline RowCounts row_counts(AppendKvParams& p) { return {{&p.num_tokens}, {}}; }
 
 // T5's buckets of relative positions r = key position - query position. Of num_sided buckets on one
 // side the first half hold one distance each, the others reach further and further, up to
@@ -362,6 +389,7 @@ struct PagedAttentionParams {
   DType dtype;
   void* workspace;  // CUDA only, [paged_attention_workspace bytes]; may be null on the CPU
 };
+inline RowCounts row_counts(PagedAttentionParams& p) { return {{&p.num_tokens}, {&p.num_seqs}}; }
 
 // One state per row through norm, K/V projection, k-norm, rotary of every layer >= exit_layer[row].
 struct KvFillParams {
@@ -391,6 +419,7 @@ struct KvFillParams {
   DType dtype;
   void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU
 };
+inline RowCounts row_counts(KvFillParams& p) { return {{&p.num_tokens}, {}}; }
 
 // out = norm(x) weight^T + bias + residual; for few rows of x weight is read once.
 struct SkinnyLinearParams {
@@ -411,6 +440,7 @@ struct SkinnyLinearParams {
   DType dtype;
   void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU
 };
+inline RowCounts row_counts(SkinnyLinearParams& p) { return {{&p.num_tokens}, {}}; }
 
 // out = activation(gate) * up of the two halves of norm(x) weight^T + bias.
 struct SkinnyGatedLinearParams {
@@ -428,6 +458,7 @@ struct SkinnyGatedLinearParams {
   DType dtype;
   void* workspace;  // CUDA only, [skinny_gated_linear_workspace bytes]; may be null on the CPU
 };
+inline RowCounts row_counts(SkinnyGatedLinearParams& p) { return {{&p.num_tokens}, {}}; }
 
 // A linear layer of every layer of a decoder.
 struct StackedLinear {
@@ -472,6 +503,10 @@ struct DecoderLayersParams {
   float eps;
   DType dtype;
 };
+inline RowCounts row_counts(DecoderLayersParams& p) {
+  return {{&p.num_tokens, &p.append.num_tokens, &p.attend.num_tokens, &p.cross.num_tokens},
+          {&p.attend.num_seqs, &p.cross.num_seqs}};
+}
 
 // A weight in floats into a file's blocks.
 struct QuantiseWeightParams {
@@ -481,6 +516,7 @@ struct QuantiseWeightParams {
   BlockFormat format;
   DType dtype;
 };
+inline RowCounts row_counts(QuantiseWeightParams&) { return {}; }
 
 // A weight in a file's blocks into panels, and where its rows came to lie.
 struct PackWeightParams {
@@ -491,6 +527,7 @@ struct PackWeightParams {
   int64_t offset;  // in packed, a multiple of 64
   BlockFormat format;
 };
+inline RowCounts row_counts(PackWeightParams&) { return {}; }
 
 // Rows of a packed weight as float32.
 struct UnpackWeightParams {
@@ -499,6 +536,7 @@ struct UnpackWeightParams {
   float* out;            // [num_rows, columns], row stride out_stride
   int64_t num_rows, columns, out_stride;
 };
+inline RowCounts row_counts(UnpackWeightParams&) { return {}; }
 
 // A token for each row of logits: drawn from the distribution that its request asks for, or the
 // most probable one. A row of logits j writes row w = index[j] of the outputs, for request r =
@@ -547,6 +585,7 @@ struct SampleTokensParams {
   DType dtype;
   void* workspace;  // CUDA only, [sample_tokens_workspace bytes]; may be null on the CPU
 };
+inline RowCounts row_counts(SampleTokensParams& p) { return {{&p.num_rows}, {}}; }
 
 // Tokens fall to top-p once those before them have this share of it: sums of float32 probabilities
 // that should be equal to top_p may miss it by less than what is left.
@@ -568,6 +607,7 @@ struct SpeculativeAcceptParams {
   int64_t* next_token;             // [num_seqs]; -1 when no token has a positive probability
   int64_t num_seqs, num_drafts, vocab_size;
 };
+inline RowCounts row_counts(SpeculativeAcceptParams&) { return {}; }
 
 }  // namespace eecore
 

@@ -14,8 +14,9 @@ import torch
 from eecore.builtin import model_directory
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.async_engine import AsyncEngine
+from eecore.engine.client import Client
 from eecore.engine.engine import Engine, RunProgram
-from eecore.engine.shared import Client, SharedEngine
+from eecore.engine.shared import SharedEngine
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.free_memory import free_memory

@@ -17,7 +17,7 @@ from bench.tables import WITH_REPORTS
 BENCH = ROOT / "bench"
 # What everybody may look at, and what those above may: a benchmark looks at no other benchmark.
 SHARED = ("harness", "decode")
-# Beside these: what is drawn and shown together, and the ops' rows that a GPU is timed on too.
+# Beside these: what is drawn and shown together, and the ops' cases that a GPU is timed on.
 ALSO = {"tables": None, "overview": (), "__main__": (), "ops": ("gpu",)}
 
 

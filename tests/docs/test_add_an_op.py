@@ -6,26 +6,30 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import random_calls
 import test_house
+from bench.gpu import case
 
 ROOT = test_house.ROOT
 PAGE = ROOT / "docs" / "extending" / "add-an-op.md"
 NAMES = (
     "params",
-    "row_counts",
-    "schema",
     "boundary",
     "cpu",
     "kernel",
     "launch",
     "wrapper",
-    "calls",
+    "tests",
+    "bench",
 )
 
 
@@ -53,7 +57,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end, opening = "\n}  // namespace eecore\n", "#define EECORE_FOR_EACH_OP(X) \\\n"
     edit("include/eecore/params.h", lambda text: text.replace(end, f"\n{struct}{end}"))
     edit("include/eecore/params.h", lambda text: text.replace(opening, f"{opening}  X({line}"))
-    edit("csrc/tape_rows.h", lambda text: text.replace(end, f"\n{shown['row_counts']}{end}"))
     for name in ("ops", "cpu"):
         block = shown["boundary" if name == "ops" else name]
         (folder / "csrc" / name / "count_flags.cpp").write_text(block)
@@ -89,18 +92,46 @@ def test_the_kernel_for_cuda_compiles(tree: Path) -> None:
     check_syntax(tree, "csrc/cuda/count_flags.cu", "-Wno-unknown-pragmas", *defined, *emulated)
 
 
+def run(block: str, **given: Any) -> dict[str, Any]:
+    """The names that a block of Python defines, with the imports that it has not."""
+    module = {"torch": torch, "Tensor": torch.Tensor, **given}
+    exec(compile(code()[block], str(PAGE), "exec"), module)
+    return module
+
+
+def count(flags: torch.Tensor, count: torch.Tensor) -> None:
+    """What the compiled op does."""
+    count.copy_(flags.sum())
+
+
+def wrapper() -> Callable[..., torch.Tensor]:
+    made: Callable[..., torch.Tensor] = run("wrapper", compiled=lambda _: count)["count_flags"]
+    return made
+
+
 def test_the_schema_is_that_of_the_wrapper() -> None:
-    schema, wrapper = code()["schema"], code()["wrapper"]
-    assert re.search(
-        r'm\.def\("count_flags\(Tensor flags, Tensor\(a!\) count\) -> \(\)"\);', schema
-    )
+    assert 'EECORE_OP(count_flags, "Tensor flags, Tensor(a!) count")' in code()["boundary"]
+    assert 'compiled("count_flags")' in code()["wrapper"]
+    counted = wrapper()(torch.tensor([True, False, True]))
+    assert counted.dtype == torch.int32
+    assert counted.tolist() == [2]
 
-    def compiled(op: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        assert op == "count_flags"
-        return lambda flags, count: count.copy_(flags.sum())
 
-    module: dict[str, Any] = {"compiled": compiled, "torch": torch, "Tensor": torch.Tensor}
-    exec(compile(wrapper, str(PAGE), "exec"), module)
-    count = module["count_flags"](torch.tensor([True, False, True]))
-    assert count.dtype == torch.int32
-    assert count.tolist() == [2]
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fuzzed_call_holds_the_op_to_the_reference(seed: int) -> None:
+    module = run("tests", **vars(random_calls))
+    given, check = module["fuzzed_call"](random_calls.Maker(Random(seed)))
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    count(**given)
+    check(before, given)
+    given["count"] += 1
+    with pytest.raises(AssertionError, match="count"):
+        check(before, given)
+
+
+def test_the_cases_for_a_gpu_run() -> None:
+    ops = SimpleNamespace(count_flags=wrapper())
+    made = run("bench", **{**vars(case), "partial": partial, "pytest": pytest, "ops": ops})
+    cases = list(made["gpu_cases"](case.CPU))
+    assert {each.op for each in cases} == {"count_flags"}
+    assert all(0 <= each.make().call().item() <= each.moved_bytes - 4 for each in cases)

@@ -29,6 +29,7 @@ from eecore import (
 from eecore.decoding.iterate import Iterations
 from eecore.engine import shared
 from eecore.engine.async_engine import AsyncStream
+from eecore.engine.client import READ_AHEAD
 from eecore.errors import EngineClosedError
 from tiny_models import random_prompts
 
@@ -464,10 +465,10 @@ def test_a_slow_reader_holds_up_itself_alone(engine: AsyncEngine) -> None:
         others = [await collect(engine.stream(PROMPTS[1], sampling=LONG)) for _ in range(2)]
         assert engine.engine.num_held == 1
         (client,) = engine._shared._busy
-        assert client.mail.qsize() <= shared.READ_AHEAD + 1
+        assert client.mail.qsize() <= READ_AHEAD + 1
         async for step in slow:
             got += step.token_ids
-            assert client.mail.qsize() <= shared.READ_AHEAD + 1
+            assert client.mail.qsize() <= READ_AHEAD + 1
         assert others[0] == others[1]
         return got, others[0]
 

@@ -29,8 +29,9 @@ from eecore import (
 )
 from eecore.decoding.iterate import Iterations
 from eecore.engine import shared as module
+from eecore.engine.client import READ_AHEAD, Client
 from eecore.engine.engine import Engine
-from eecore.engine.shared import READ_AHEAD, Client, SharedEngine
+from eecore.engine.shared import SharedEngine
 from eecore.models import KVCache
 from tiny_models import random_prompts
 

@@ -37,6 +37,7 @@ from eecore import (
     generation,
 )
 from eecore.engine import async_engine
+from eecore.engine import client as calls
 from eecore.engine import shared as driver
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
@@ -367,7 +368,7 @@ def one(random: Random) -> bool:
 def _one(random: Random) -> bool:
     model = random.choice(MODELS)
     shared = model.shared_engine()
-    driver.READ_AHEAD = random.choice((1, 3, 16))
+    calls.READ_AHEAD = random.choice((1, 3, 16))
     driver.LINGER_S = random.choice((0.0, 5.0))
     driver.LOOK_S = random.choice((0.005, 1.0))
     callers = [Caller(random) for _ in range(random.choice((1, 2, 3, 4)))]

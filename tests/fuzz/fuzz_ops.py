@@ -1,6 +1,6 @@
 """Calls of all ops at all capabilities: right answers, or a refusal that has written nothing.
 
-Half of the inputs are calls that have to succeed, held to the oracles of :mod:`reference`. In the
+Half of the inputs are calls that have to succeed, held to the oracles of the ops' tests. In the
 others something is changed: a dtype, a shape, strides, a device, memory that is shared, a number
 beyond all bounds, an index, values that are not finite. Such a call is refused with a RuntimeError
 and has changed no byte, or it runs and has written where it may and nowhere else.

@@ -41,7 +41,8 @@ MOST_FINDINGS = 20
 
 FOLDER = Path(__file__).parent
 # Fuzzers make use of what tests have, however they are started; a child gets the same path.
-sys.path += [str(place) for place in (FOLDER, FOLDER.parent) if str(place) not in sys.path]
+PLACES = (FOLDER, FOLDER.parent, FOLDER.parent / "ops")
+sys.path += [str(place) for place in PLACES if str(place) not in sys.path]
 
 
 def classes() -> list[str]:

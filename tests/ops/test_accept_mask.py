@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
-from cases import BATCH_SIZES
+from cases import BATCH_SIZES, Tolerance
 from eecore import ops
+from random_calls import EXACT, Arguments, Checked, Maker, assert_close, compare
 
 
 def random_rows(num_seqs: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -106,3 +108,55 @@ def test_opcheck(device: torch.device) -> None:
         torch.ops.eecore.accept_mask.default,
         (rows["confidence"], rows["thresholds"], 3, rows["status"], rows["exit_layer"], *outputs),
     )
+
+
+def acceptance(m: Maker, rows: int) -> Arguments:
+    """What accepts rows of any confidence."""
+    return {
+        "thresholds": m.placed(m.one_of(m.uniform(rows), torch.ones(rows))),
+        "layer": m.random.randint(1, 40),
+        "status": m.flags(rows),
+        "exit_layer": m.placed(m.whole(9, rows).int()),
+        "survivors": m.placed(m.whole(9, rows).int()),
+        "num_survivors": m.placed(torch.full((1,), -3, dtype=torch.int32)),
+        "all_accepted": m.flags(1),
+    }
+
+
+def accepted(before: Arguments, confidence: Tensor) -> dict[str, Tensor]:
+    """What is written of an acceptance."""
+    status, exit_layer, survivors = reference.accept_mask(
+        confidence, *(before[n] for n in ("thresholds", "layer", "status", "exit_layer"))
+    )
+    rows = torch.full_like(exit_layer, -1)
+    rows[: len(survivors)] = survivors
+    return {
+        "status": status,
+        "exit_layer": exit_layer,
+        "survivors": rows,
+        "num_survivors": torch.tensor([len(survivors)]),
+        "all_accepted": torch.tensor([len(survivors) == 0]),
+    }
+
+
+def measured(m: Maker, given: Arguments, oracle: Callable[[Arguments], Tensor]) -> Checked:
+    """A call that measures ``hidden``, and accepts rows by that or does not."""
+    rows = len(given["hidden"])
+    given["confidence"] = m.placed(m.uniform(rows))
+    accepts = m.chance()
+    if accepts:
+        given |= acceptance(m, rows)
+
+    def check(before: Arguments, after: Arguments) -> None:
+        got = after["confidence"]
+        assert_close(got, oracle(before), Tolerance(1e-4, 1e-5), "confidence")
+        for name, want in accepted(before, got).items() if accepts else ():
+            assert_close(after[name], want, EXACT, name)
+
+    return given, check
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows = m.size(70)
+    given = {"confidence": m.placed(m.uniform(rows)), **acceptance(m, rows)}
+    return given, compare(lambda before: accepted(before, before["confidence"]))

@@ -11,8 +11,17 @@ from torch import Tensor
 
 import reference
 from cases import BATCH_SIZES
-from draft_rounds import VOCAB_SIZE, Rounds, assert_same, copies, unchanged
+from draft_rounds import (
+    VOCAB_SIZE,
+    Rounds,
+    assert_same,
+    copies,
+    random_verification,
+    round_in,
+    unchanged,
+)
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 
 class Verified:
@@ -270,3 +279,39 @@ def test_opcheck(greedy: bool, device: torch.device) -> None:
             verified.last_row,
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, steps, vocab = m.size(9), m.size(5), m.size(40, 1)
+    given, verification = random_verification(m, rows, steps)
+    tokens = len(verification.token_ids)
+    given["tokens"].clamp_(max=vocab - 1)
+    del given["round_slots"]
+    samples = m.chance()
+    given |= {
+        "query_start_loc": m.placed(verification.query_start_loc),
+        "target": m.placed(m.whole(min(vocab, 3), tokens)),
+        "next_token": m.placed(m.whole(9, rows)),
+        "next_position": m.placed(m.whole(9, rows)),
+        "next_left": m.placed(m.whole(9, rows)),
+        "num_accepted": m.placed(m.whole(9, rows)),
+        "last_row": m.maybe(lambda: m.placed(m.whole(9, rows))),
+        "sampled": m.flags(rows) if samples else None,
+        "draft_probs": m.placed(m.normal(rows * steps, vocab).softmax(-1)) if samples else None,
+        "target_probs": m.placed(m.normal(tokens, vocab).softmax(-1)) if samples else None,
+        "uniform": m.placed(m.uniform(tokens, 2)) if samples else None,
+    }
+    given["tokens"].clamp_(min=0)
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        names = ("sampled", "draft_probs", "target_probs", "uniform")
+        ended, accepted, last_row = reference.accept_round(
+            round_in(before),
+            verification,
+            before["target"],
+            **{n: before[n] for n in names},
+        )
+        new = {**ended._asdict(), "num_accepted": accepted}
+        return new if before["last_row"] is None else {**new, "last_row": last_row}
+
+    return given, compare(oracle)

@@ -11,8 +11,20 @@ from torch import Tensor
 import emulated
 import reference
 from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
-from draft_rounds import PAGE_SIZE, VOCAB_SIZE, Rounds, assert_same, copies, unchanged
+from draft_rounds import (
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    Rounds,
+    active_in,
+    arguments_of_active,
+    assert_same,
+    copies,
+    random_round,
+    round_in,
+    unchanged,
+)
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 
 class Drafting:
@@ -185,3 +197,42 @@ def test_opcheck(device: torch.device) -> None:
             *(active.positions, active.slot_mapping, active.seq_lens),
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, steps, size = m.size(9), m.size(6, 1), m.size(20)
+    active = m.size(rows)
+    dtype, keeps = m.dtype(), m.chance()
+    states = m.normal(rows, steps + 1, size).to(dtype)
+    given = {
+        "hidden": m.states(active, size, dtype) if keeps else None,
+        "token": m.placed(m.whole(9, active) - 1),
+        "confidence": m.placed(m.uniform(active)),
+        "step": m.random.randrange(steps),
+        "thresholds": m.placed(m.uniform(rows) / 2),
+        "stop_tokens": m.placed(m.whole(9, rows, m.size(3)) - 1),
+        "states": m.placed(states, 1) if keeps else None,
+        **random_round(m, rows, steps),
+        "confidences": m.placed(m.uniform(rows, steps)),
+        "row": m.placed(m.shuffled(rows)[:active].sort().values.int()),
+        "active_token_ids": m.placed(m.whole(9, active)),
+        "positions": m.placed(m.whole(9, active)),
+        "slot_mapping": m.placed(m.whole(9, active)),
+        "seq_lens": m.placed(m.whole(9, active).int()),
+    }
+    for name in ("first_position", "left"):
+        del given[name]
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        made, active = reference.append_drafts(
+            *(before[n] for n in ("hidden", "token", "confidence", "step")),
+            round_in(before),
+            active_in(before),
+        )
+        names = ("tokens", "confidences", "num_drafted", "done", "all_done")
+        new = {name: getattr(made, name) for name in names}
+        if made.states is not None:
+            new["states"] = made.states
+        return {**new, **arguments_of_active(active)}
+
+    return given, compare(oracle)

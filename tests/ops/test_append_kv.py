@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
 from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import APPEND_KV_CASES, DTYPES, TOLERANCES, AppendKvCase
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare, looser
 
 MAX_POSITION = 50
 SMALL = AppendKvCase(6, 4, 2, 64, 8, rotary_dim=32, norm=True)
@@ -229,3 +231,36 @@ def test_compiles_as_one_graph() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q.clone())
     torch.testing.assert_close(compiled, step(q.clone()))
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    tokens, heads, width, dtype = m.size(12), m.size(4), m.size(130, 1), m.dtype()
+    cache = (m.size(4, 1), m.size(9, 1), heads, width)
+    k_cache, v_cache = m.caches(*cache, dtype=dtype)
+    rotates = m.chance()
+    given = {
+        "q": m.maybe(lambda: m.placed(m.normal(tokens, m.size(5), width).to(dtype), 1)),
+        "k": m.placed(m.normal(tokens, heads, width).to(dtype), 1),
+        "v": m.placed(m.normal(tokens, heads, width).to(dtype), 1),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "positions": m.placed(m.whole(30, tokens)) if rotates else None,
+        "cos_sin": m.rotary(30, width) if rotates else None,
+        "q_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(width) / 8).to(dtype))),
+        "k_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(width) / 8).to(dtype))),
+        "eps": 1e-6,
+    }
+    tokens = min(tokens, cache[0] * cache[1])
+    if m.chance(0.3) and given["q"] is not None:  # of one projection
+        heads_of = {name: given[name].shape[1] for name in "qkv"}
+        qkv = m.placed(torch.cat([given[name] for name in heads_of], 1), 1)
+        given |= dict(zip(heads_of, qkv.split(list(heads_of.values()), 1), strict=True))
+    for name in ("q", "k", "v", "positions"):
+        given[name] = None if given[name] is None else given[name][:tokens]
+    given["slot_mapping"] = m.slots(tokens, k_cache)
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        q, k_cache, v_cache = reference.append_kv(**before)
+        return {"k_cache": k_cache, "v_cache": v_cache, **({} if q is None else {"q": q})}
+
+    return given, compare(oracle, looser(dtype))

@@ -6,11 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
 from cases import BATCH_SIZES
-from draft_rounds import PAGE_SIZE, Rounds, assert_same, copies, unchanged
+from draft_rounds import (
+    PAGE_SIZE,
+    Rounds,
+    active_in,
+    arguments_of_active,
+    arguments_of_round,
+    assert_same,
+    copies,
+    random_round,
+    round_in,
+    unchanged,
+)
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 
 @pytest.mark.parametrize("follows", [False, True])
@@ -147,3 +160,55 @@ def test_opcheck(device: torch.device) -> None:
             active.seq_lens,
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, steps, page_size, pages = m.size(9), m.size(6), m.size(9, 1), m.size(5, 1)
+    room = pages * page_size
+    start = m.whole(room, rows)
+    most = torch.minimum(m.whole(steps + 3, rows) - 1, room - 1 - start)
+    ended, is_given = m.chance(), m.chance()
+    num_ended = m.size(5, 1)
+    given = {
+        "token_ids": m.placed(m.whole(9, rows) - 1),
+        "start": m.placed(start),
+        "tokens_left": m.placed(m.whole(2 * steps + 2, rows)),
+        "max_drafts": m.placed(most),
+        "page_table": m.placed(m.whole(50, rows, pages).int(), 1),
+        "page_size": page_size,
+        "sources": None,
+        "next_token": None,
+        "next_position": None,
+        "next_left": None,
+        "drafts": m.placed(m.whole(9, rows, steps)) if is_given else None,
+        "num_given": m.placed(m.whole(steps + 3, rows) - 1) if is_given else None,
+        **random_round(m, rows, steps),
+        "row": m.placed(m.whole(9, rows).int()),
+        "active_token_ids": m.placed(m.whole(9, rows)),
+        "positions": m.placed(m.whole(9, rows)),
+        "slot_mapping": m.placed(m.whole(9, rows)),
+        "seq_lens": m.placed(m.whole(9, rows).int()),
+    }
+    if ended:
+        # Whoever goes on has room for a draft more than there may be.
+        deep = max(room - steps - 4, 1)
+        given |= {
+            "sources": m.placed(
+                torch.where(most > room - deep - 1, -1, m.whole(num_ended, rows)).int()
+            ),
+            "next_token": m.placed(m.whole(9, num_ended) - 1),
+            "next_position": m.placed(m.whole(deep, num_ended)),
+            "next_left": m.placed(m.whole(steps + 2, num_ended)),
+        }
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        following = None
+        if before["sources"] is not None:
+            fields = ("next_token", "next_position", "next_left")
+            following = ops.EndedRound(*(before[n] for n in fields))
+        made, active = reference.begin_round(
+            round_in(before), active_in(before), page_size, following, before["sources"]
+        )
+        return {**arguments_of_round(made), **arguments_of_active(active), "row": active.row}
+
+    return given, compare(oracle)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
 from cases import BATCH_SIZES
-from draft_rounds import Rounds, assert_same, copies, unchanged
+from draft_rounds import Rounds, assert_same, copies, random_drafted, round_in, unchanged
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 
 @pytest.mark.parametrize("num_steps", [1, 6])
@@ -84,3 +86,32 @@ def test_opcheck(device: torch.device) -> None:
             *(given.most, *rounds.verification()),
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, steps = m.size(9), m.size(6)
+    given = random_drafted(m, rows, steps)
+    tokens = rows * (steps + 1) + m.size(3)
+    del given["left"]
+    given |= {
+        name: m.placed(m.whole(9, count).to(dtype))
+        for name, count, dtype in (
+            ("last_tokens", rows, torch.int64),
+            ("last_positions", rows, torch.int64),
+            ("last_slots", rows, torch.int64),
+            ("last_seq_lens", rows, torch.int32),
+            ("token_ids", tokens, torch.int64),
+            ("positions", tokens, torch.int64),
+            ("slot_mapping", tokens, torch.int64),
+            ("sequence", tokens, torch.int32),
+            ("seq_lens", rows, torch.int32),
+            ("query_start_loc", rows + 1, torch.int32),
+            ("num_tokens", 1, torch.int32),
+        )
+    }
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        made = reference.begin_verification(round_in(before), tokens)
+        return made._asdict()
+
+    return given, compare(oracle)

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-import reference
 from cases import BATCH_SIZES
 from eecore import ops
+from random_calls import EXACT, Arguments, Checked, Maker, assert_close
+
+
+def compact_rows(leaving: Tensor, active: ops.ActiveRows) -> Tensor:
+    """The indices of the rows that stay; see eecore.ops.compact_rows."""
+    return (~leaving[active.row.long()]).nonzero().flatten()
 
 
 def active_rows(num_active: int, num_rows: int, *, everything: bool = True) -> ops.ActiveRows:
@@ -44,7 +50,7 @@ def test_matches_the_reference(
     leaving = torch.rand(num_active + 3, generator=generator) < share
     hidden = torch.randn(num_active, 36, device=device)[:, 1:34] if everything else None
     given = [None if tensor is None else tensor.clone() for tensor in (*active, hidden)]
-    stay = reference.compact_rows(leaving, active)
+    stay = compact_rows(leaving, active)
 
     ops.compact_rows(leaving, active, hidden)
     assert active.num_active.item() == len(stay)
@@ -93,3 +99,31 @@ def test_opcheck(everything: bool, device: torch.device) -> None:
         torch.ops.eecore.compact_rows.default,
         (leaving, *active_rows(4, 5, everything=everything), hidden),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    active = m.size(20)
+    rows = active + m.size(4)
+    pages, cross_pages = m.size(6), m.size(4)
+    given = {
+        "leaving": m.flags(rows, share=m.one_of(0.0, 0.5, 1.0)),
+        "row": m.placed(m.shuffled(rows)[:active].sort().values.int()),
+        "positions": m.placed(m.whole(99, active)),
+        "slot_mapping": m.placed(m.whole(99, active)),
+        "seq_lens": m.placed(m.whole(99, active).int()),
+        "page_table": m.placed(m.whole(99, active, pages).int(), 1),
+        "num_active": m.placed(m.whole(9, 1).int()),
+        "token_ids": m.maybe(lambda: m.placed(m.whole(99, active))),
+        "cross_page_table": m.maybe(lambda: m.placed(m.whole(99, active, cross_pages).int(), 1)),
+        "cross_seq_lens": m.maybe(lambda: m.placed(m.whole(99, active).int())),
+        "hidden": m.maybe(lambda: m.states(active, m.size(30), m.dtype())),
+    }
+
+    def check(before: Arguments, after: Arguments) -> None:
+        stay = (~before["leaving"][before["row"].long()]).nonzero().flatten()
+        assert after["num_active"].item() == len(stay)
+        for name in given.keys() - {"leaving", "num_active"}:
+            if before[name] is not None:
+                assert_close(after[name][: len(stay)], before[name][stay], EXACT, name)
+
+    return given, check

@@ -11,12 +11,15 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
 from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
-from cases import DECODER_LAYERS_CASES, DTYPES, TOLERANCES, DecoderLayersCase
+from cases import DECODER_LAYERS_CASES, DTYPES, TOLERANCES, DecoderLayersCase, Tolerance
 from eecore import ops
 from eecore.models.int8 import quantise_rows
+from random_calls import Arguments, Checked, Maker, compare
+from random_pages import fill_keys, places_of_keys, random_pages, starts
 
 MAX_POSITION = 1024
 SMALL = DecoderLayersCase((2, 1), (9, 20), bias=True, qk_norm=True)
@@ -685,3 +688,110 @@ def test_compiles(case: DecoderLayersCase) -> None:
     expected = ops.decoder_layers(**with_own_caches(call))
     compiled = torch.compile(ops.decoder_layers, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**call), expected)
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    layers, dtype = m.size(3, 1), torch.float32
+    heads, group, width = m.size(2, 1), m.size(3, 1), 8 * m.size(4, 1)
+    size, inner, page_size = m.columns(40), m.columns(40), m.size(9, 1)
+    lengths = [m.size(30, 1) for _ in range(m.size(3))]
+    queries = [m.size(min(length, 4), 1) for length in lengths]
+    tokens = sum(queries)
+    has_cross = m.chance(0.3)
+    cross_lens = [m.size(20) for _ in lengths] if has_cross else []
+    total, table = random_pages(m, [*lengths, *cross_lens], page_size)
+    table, cross_table = table[: len(lengths)], table[len(lengths) :]
+    k_cache, v_cache = m.caches(layers, total, page_size, heads, width, dtype=dtype)
+    slots, positions = [], []
+    for row, length, count in zip(table.tolist(), lengths, queries, strict=True):
+        for key in range(length - count, length):
+            positions.append(key)
+            slots.append(row[key // page_size] * page_size + key % page_size)
+    for cache in (k_cache, v_cache):
+        fill_keys(m, cache, list(places_of_keys(lengths, table, page_size)))
+        fill_keys(m, cache, list(places_of_keys(cross_lens, cross_table, page_size)))
+    q_size, kv_size = group * heads * width, heads * width
+    relu = m.chance(0.3)
+
+    def matrix(name: str, rows: int, columns: int) -> Arguments:
+        made = m.weight(dtype, layers, rows, columns)
+        bias = m.maybe(lambda: m.placed(m.normal(layers, rows)))
+        parts = made._replace(bias=bias)._asdict()
+        return {f"{name}_{part}": value for part, value in parts.items()}
+
+    def norm(columns: int) -> Tensor:
+        return m.placed(1 + m.normal(layers, columns) / 8)
+
+    rotates = m.chance()
+    begin = m.random.randint(0, layers)
+    hidden = m.states(tokens, size, dtype)
+    given = {
+        "hidden": hidden,
+        "attention_norm": norm(size),
+        **matrix("qkv", q_size + 2 * kv_size, size),
+        "q_norm": m.maybe(lambda: norm(width)),
+        "k_norm": m.maybe(lambda: norm(width)),
+        **matrix("o", size, q_size),
+        "mlp_norm": norm(size),
+        **matrix("gate_up", inner if relu else 2 * inner, size),
+        **matrix("down", size, inner),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slot_mapping": m.placed(torch.tensor(slots, dtype=torch.int64)),
+        "positions": m.placed(torch.tensor(positions, dtype=torch.int64)) if rotates else None,
+        "cos_sin": m.rotary(30, width) if rotates else None,
+        "page_table": m.placed(table, 1),
+        "seq_lens": m.placed(torch.tensor(lengths, dtype=torch.int32)),
+        "query_start_loc": m.placed(starts(queries)),
+        "sliding_window": m.maybe(lambda: m.placed(m.whole(20, layers).int())),
+        "skip_attention": m.maybe(lambda: m.flags(layers)),
+        "skip_mlp": m.maybe(lambda: m.flags(layers)),
+        "out": hidden if m.chance(0.3) else m.states(tokens, size, dtype),
+        "begin_layer": begin,
+        "end_layer": m.random.randint(begin, layers),
+        "scale": width**-0.5,
+        "eps": 1e-5,
+        "fixed_split_size": m.one_of(0, 16),
+        "position_bias": m.maybe(lambda: m.placed(m.normal(8, heads * group))),
+        "max_distance": 30,
+        "activation": "relu" if relu else m.one_of("silu", "gelu_tanh"),
+    }
+    if has_cross:
+        given |= {
+            "cross_norm": norm(size),
+            **matrix("cross_q", q_size, size),
+            **matrix("cross_o", size, q_size),
+            "cross_page_table": m.placed(cross_table, 1),
+            "cross_seq_lens": m.placed(torch.tensor(cross_lens, dtype=torch.int32)),
+        }
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        made = dict(before)
+        parts = {
+            name: ops.Matrix(*(made.pop(f"{name}_{part}") for part in ops.Matrix._fields))
+            for name in ("qkv", "o", "gate_up", "down", *(("cross_q", "cross_o") * has_cross))
+        }
+        weights = ops.DecoderWeights(
+            made.pop("attention_norm"),
+            parts["qkv"],
+            made.pop("q_norm"),
+            made.pop("k_norm"),
+            parts["o"],
+            made.pop("mlp_norm"),
+            parts["gate_up"],
+            parts["down"],
+        )
+        cross = None
+        if has_cross:
+            names = ("cross_norm", "cross_page_table", "cross_seq_lens")
+            norms, pages, lens = (made.pop(name) for name in names)
+            cross = ops.CrossAttention(norms, parts["cross_q"], parts["cross_o"], pages, lens)
+        for name in ("out", "fixed_split_size"):
+            del made[name]
+        caches = {name: made[name] for name in ("k_cache", "v_cache")}
+        return {"out": reference.decoder_layers(**made, weights=weights, cross=cross), **caches}
+
+    tables = given.keys() - {"page_table", "cross_page_table"}
+    packed = any(given[name] is not None for name in tables if name.endswith("_table"))
+    # A step of 8 bits, taken where the oracle does not, goes through the layers behind it.
+    return given, compare(oracle, Tolerance(0.1, 0.2) if packed else Tolerance(4e-4, 4e-4))

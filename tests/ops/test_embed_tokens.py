@@ -6,14 +6,36 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import emulated
-import reference
 from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
 from eecore import ops
 from eecore.models.int8 import dequantise_rows, quantise_rows
+from random_calls import Arguments, Checked, Maker, compare
 
 VOCAB_SIZE, NUM_PREVIOUS = 50, 4
+
+
+def embed_tokens(
+    token_ids: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    table: Tensor | None = None,
+    previous: Tensor | None = None,
+    sources: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Indexing; see eecore.ops.embed_tokens."""
+    if previous is not None and sources is not None:
+        given = sources < 0
+        looked_up = previous[sources.clamp(min=0).long()] if len(previous) else token_ids
+        token_ids = torch.where(given, token_ids, looked_up)
+    if table is not None:
+        return ops.unpack_weight(weight, table[token_ids]).to(dtype)
+    if scale is None:
+        return weight[token_ids]
+    return (weight[token_ids] * scale[token_ids, None]).to(dtype)
 
 
 def table(hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -41,7 +63,7 @@ def test_matches_the_reference(hidden_size: int, dtype: torch.dtype, device: tor
     if not emulated.supports(device, dtype):
         pytest.skip("float16 is for CUDA")
     weight, given = table(hidden_size, dtype, device), tokens(7, device)
-    expected = reference.embed_tokens(weight=weight, **given)
+    expected = embed_tokens(weight=weight, **given)
     assert torch.equal(ops.embed_tokens(weight=weight, **given), expected)
 
 
@@ -52,7 +74,7 @@ def test_any_batch(num_tokens: int, device: torch.device) -> None:
     assert torch.equal(ops.embed_tokens(token_ids, weight), weight[token_ids])
     wide = torch.full((num_tokens, 70), 9.0, device=device)
     out = ops.embed_tokens(weight=weight, **given, out=wide[:, :64])
-    assert torch.equal(out, reference.embed_tokens(weight=weight, **given))
+    assert torch.equal(out, embed_tokens(weight=weight, **given))
     assert (wide[:, 64:] == 9).all()
 
 
@@ -68,7 +90,7 @@ def test_int8_rows_are_the_dequantised_bit_for_bit(
     scale[3] = torch.nan
     given["token_ids"][given["sources"] < 0] = 3
     out = ops.embed_tokens(weight=weight, scale=scale, dtype=dtype, **given)
-    expected = reference.embed_tokens(weight=weight, scale=scale, dtype=dtype, **given)
+    expected = embed_tokens(weight=weight, scale=scale, dtype=dtype, **given)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     every = torch.arange(VOCAB_SIZE, device=device)
     torch.testing.assert_close(
@@ -146,3 +168,26 @@ def test_opcheck(device: torch.device, int8: bool) -> None:
         torch.ops.eecore.embed_tokens.default,
         (token_ids, weight, scale, previous, sources, out),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    tokens, vocab, size, dtype = m.size(20), m.size(60, 1), m.columns(70), m.dtype()
+    matrix = m.weight(dtype, vocab, size)
+    follows = m.chance()
+    previous = m.size(5, 1)
+    given = {
+        "token_ids": m.placed(m.whole(vocab, tokens)),
+        "weight": matrix.weight,
+        "scale": matrix.scale,
+        "previous": m.placed(m.whole(vocab, previous)) if follows else None,
+        "sources": m.placed((m.whole(previous + 1, tokens) - 1).int()) if follows else None,
+        "out": m.states(tokens, size, dtype),
+        "table": matrix.table,
+    }
+    names = ("token_ids", "weight", "scale", "previous", "sources", "table")
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        given = {n: before[n] for n in names}
+        return {"out": embed_tokens(**given, dtype=dtype).view(tokens, size)}
+
+    return given, compare(oracle)

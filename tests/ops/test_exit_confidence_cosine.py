@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_accept_mask import assert_accepts, random_rows
+from test_accept_mask import assert_accepts, measured, random_rows
+from torch import Tensor
 
-import reference
 from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES, TOLERANCES
 from eecore import ops
+from random_calls import Checked, Maker
+
+
+def exit_confidence_cosine(previous: Tensor, hidden: Tensor) -> Tensor:
+    """Cosine per row in float64, 0 for a zero vector; see eecore.ops.exit_confidence_cosine."""
+    previous, hidden = previous.double(), hidden.double()
+    norms = previous.norm(dim=-1) * hidden.norm(dim=-1)
+    cosine = (previous * hidden).sum(dim=-1) / norms
+    return torch.where(norms == 0, 0.0, cosine).float()
 
 
 def random_states(
@@ -23,7 +32,7 @@ def random_states(
 
 
 def assert_matches(previous: torch.Tensor, hidden: torch.Tensor) -> None:
-    expected = reference.exit_confidence_cosine(previous, hidden)
+    expected = exit_confidence_cosine(previous, hidden)
     tolerance = TOLERANCES[torch.float32]  # the result is float32 whatever the states are
     torch.testing.assert_close(
         ops.exit_confidence_cosine(previous, hidden),
@@ -200,3 +209,13 @@ def test_compiles_without_a_graph_break(device: torch.device) -> None:
     previous, hidden = random_states(3, 20, torch.float32, device)
     compiled = torch.compile(ops.exit_confidence_cosine, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(previous, hidden), ops.exit_confidence_cosine(previous, hidden))
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, size, dtype = m.size(9), m.size(300), m.dtype()
+    given = {"previous": m.states(rows, size, dtype), "hidden": m.states(rows, size, dtype)}
+    return measured(
+        m,
+        given,
+        lambda before: exit_confidence_cosine(before["previous"], before["hidden"]),
+    )

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_accept_mask import assert_accepts, random_rows
+from test_accept_mask import assert_accepts, measured, random_rows
 from torch import Tensor
 
-import reference
 from cases import BATCH_SIZES, CLASSIFIER_INNER_SIZES, DTYPES, HIDDEN_SIZES, TOLERANCES
 from eecore import ops
+from random_calls import Checked, Maker
+
+
+def exit_confidence_mlp(
+    hidden: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None = None,
+    weight2: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> Tensor:
+    """Probability of class 1 in float64; see eecore.ops.exit_confidence_mlp."""
+    out = hidden.double() @ weight1.double().T
+    if bias1 is not None:
+        out = out + bias1.double()
+    if weight2 is not None:
+        out = out.relu() @ weight2.double().T
+        if bias2 is not None:
+            out = out + bias2.double()
+    return out.softmax(dim=-1)[:, 1].float()
 
 
 def random_classifier(
@@ -42,7 +60,7 @@ def assert_matches(hidden: Tensor, weights: dict[str, Tensor]) -> None:
     tolerance = TOLERANCES[torch.float32]  # float32 arithmetic and result for every dtype
     torch.testing.assert_close(
         ops.exit_confidence_mlp(hidden, **weights),
-        reference.exit_confidence_mlp(hidden, **weights),
+        exit_confidence_mlp(hidden, **weights),
         rtol=tolerance.rtol,
         atol=tolerance.atol,
     )
@@ -212,3 +230,18 @@ def test_compiles_without_a_graph_break(device: torch.device) -> None:
     hidden, weights = random_states(3, 20, torch.float32, device), random_classifier(20, 6, device)
     compiled = torch.compile(ops.exit_confidence_mlp, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(hidden, **weights), ops.exit_confidence_mlp(hidden, **weights))
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, size = m.size(40), m.size(100, 1)
+    deep = m.chance()
+    inner = m.size(90, 1) if deep else 2
+    given = {
+        "hidden": m.states(rows, size, m.dtype()),
+        "weight1": m.placed(m.normal(inner, size) * size**-0.5),
+        "bias1": m.maybe(lambda: m.placed(m.normal(inner))),
+        "weight2": m.placed(m.normal(2, inner) * inner**-0.5) if deep else None,
+        "bias2": m.maybe(lambda: m.placed(m.normal(2))) if deep else None,
+    }
+    names = tuple(given)
+    return measured(m, given, lambda before: exit_confidence_mlp(*(before[n] for n in names)))

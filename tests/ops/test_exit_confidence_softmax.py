@@ -15,9 +15,11 @@ from cases import (
     LM_HEADS,
     SKINNY_BATCH_SIZES,
     TOLERANCES,
+    Tolerance,
 )
 from eecore import ops
 from eecore.ops import exits
+from random_calls import Arguments, Checked, Maker, assert_close
 
 NAN, INF = float("nan"), float("inf")
 
@@ -288,3 +290,39 @@ def test_compiles() -> None:
     compiled = torch.compile(measure, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(**case), measure(**case), strict=True):
         assert torch.equal(got, expected)
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, size, vocab = m.size(40), m.columns(90), m.size(700, 2)
+    dtype = m.dtype()
+    head = m.weight(dtype, vocab, size)
+    given = {
+        "hidden": m.inputs(head, rows, size, dtype, 3.0),
+        "norm_weight": m.maybe(lambda: m.norm_of(head, dtype, size)),
+        "lm_head": head.weight,
+        "lm_head_scale": head.scale,
+        "eps": 1e-5,
+        "confidence": m.placed(m.uniform(rows)),
+        "token": m.placed(m.whole(9, rows)),
+        "logsumexp": m.maybe(lambda: m.placed(m.uniform(rows))),
+        "top_logit": m.maybe(lambda: m.placed(m.uniform(rows))),
+        "lm_head_table": head.table,
+    }
+
+    def check(before: Arguments, after: Arguments) -> None:
+        confidence, logsumexp, logits = reference.exit_confidence_softmax(
+            *(before[n] for n in ("hidden", "norm_weight", "lm_head", "eps")),
+            lm_head_scale=before["lm_head_scale"],
+            lm_head_table=before["lm_head_table"],
+        )
+        loose = Tolerance(2e-3, 2e-3)
+        assert_close(after["confidence"], confidence, loose, "confidence")
+        token = after["token"]
+        assert ((token >= 0) & (token < vocab)).all()
+        chosen = logits.gather(1, token[:, None])[:, 0]
+        assert_close(chosen, logits.max(1).values, loose, "token")
+        for name, want in (("logsumexp", logsumexp), ("top_logit", logits.max(1).values)):
+            if after[name] is not None:
+                assert_close(after[name], want, loose, name)
+
+    return given, check

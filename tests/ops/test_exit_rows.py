@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import emulated
-import reference
-from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
+from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES, Tolerance
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 LAYER = 4
 INF = float("inf")
+
+
+def exit_rows(
+    hidden: Tensor,
+    layer: int,
+    given: ops.ExitingRows,
+    active: ops.ActiveRows,
+    thresholds: Tensor | None = None,
+    confidence: Tensor | None = None,
+    head: ops.SoftmaxConfidence | None = None,
+    asked: Tensor | None = None,
+    decide: bool = True,
+) -> tuple[ops.ExitingRows, Tensor, Tensor]:
+    """New rows, slot mapping and lengths, row by row; see eecore.ops.exit_rows."""
+    rows = ops.ExitingRows(*(tensor.clone() for tensor in given))
+    slot_mapping, seq_lens = active.slot_mapping.clone(), active.seq_lens.clone()
+    if confidence is None and head is not None:
+        confidence = head.confidence
+    if confidence is not None and thresholds is not None:
+        measured = range(len(hidden)) if asked is None else asked.tolist()
+        for j, i in enumerate(measured):
+            r, threshold = int(active.row[i]), float(thresholds[int(active.row[i])])
+            if rows.gone[r] or not threshold < float("inf") or (head and rows.accepted[r]):
+                continue
+            rows.confidence[r], rows.measured_at[r] = confidence[j], layer
+            if head is not None:
+                rows.token[r], rows.token_at[r] = head.token[j], layer
+                rows.logprob[r] = head.top_logit[j] - head.logsumexp[j]
+            if threshold < 1 and float(confidence[j]) >= threshold:
+                rows.accepted[r] = True
+    if not decide:
+        return rows, slot_mapping, seq_lens
+    held_back = bool((given.together & ~given.gone & ~rows.accepted).any())
+    for i, r in enumerate(active.row.tolist()):
+        accepted = bool(rows.accepted[r]) and not (held_back and given.together[r])
+        if given.gone[r] or not (accepted or int(given.leave_after[r]) <= layer):
+            continue
+        rows.hidden[r], rows.exit_layer[r], rows.gone[r] = hidden[i], layer, True
+        if given.fills[r]:
+            rows.fill_from[r] = layer
+        rows.pending[r] = 2 if given.kind[r] == 2 else int(rows.token_at[r] != layer)
+        slot_mapping[i], seq_lens[i] = -1, 1
+    rows.all_gone.fill_(bool(rows.gone.all()))
+    return rows, slot_mapping, seq_lens
 
 
 class Point:
@@ -88,7 +134,7 @@ class Point:
     def check(self, **given: Any) -> None:
         """That the op does what the reference says."""
         arguments = self.hidden, LAYER, self.rows, self.active
-        *expected, slots, lens = _flat(reference.exit_rows(*arguments, **given))
+        *expected, slots, lens = _flat(exit_rows(*arguments, **given))
         ops.exit_rows(*arguments, **given)
         for name, want, got in zip(self.rows._fields, expected, self.rows, strict=True):
             assert torch.equal(got, want), name
@@ -241,3 +287,68 @@ def test_opcheck(device: torch.device, with_head: bool) -> None:
             *(*point.rows, active.row, active.slot_mapping, active.seq_lens),
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    active, size, dtype = m.size(12), m.size(40), m.dtype()
+    rows = active + m.size(4)
+    layer = 5
+    asked = m.maybe(lambda: m.placed(m.shuffled(active)[: m.size(active)].int()))
+    measured = active if asked is None else len(asked)
+    has_confidence = m.chance(0.7)
+    has_head = has_confidence and m.chance()
+    limits = torch.tensor([0.0, 0.5, 0.7, 1.0, math.inf])
+    given = {
+        "hidden": m.states(active, size, dtype),
+        "layer": layer,
+        "confidence": m.placed(m.uniform(measured)) if has_confidence else None,
+        "token": m.placed(m.whole(99, measured)) if has_head else None,
+        "top_logit": m.placed(m.uniform(measured)) if has_head else None,
+        "logsumexp": m.placed(m.uniform(measured) + 1) if has_head else None,
+        "thresholds": m.placed(limits[m.whole(5, rows)]),
+        "asked": asked,
+        "decide": m.chance(0.8),
+        "leave_after": m.placed(torch.where(m.uniform(rows) < 0.3, layer, layer + 2).int()),
+        "together": m.flags(rows, share=0.4),
+        "fills": m.flags(rows),
+        "kind": m.placed((m.whole(2, rows) + 1).int()),
+        "accepted": m.flags(rows, share=0.3),
+        "gone": m.flags(rows, share=0.3),
+        **{
+            name: m.placed(m.whole(4, rows).int())
+            for name in ("exit_layer", "fill_from", "measured_at")
+        },
+        "final_confidence": m.placed(m.uniform(rows)),
+        "final_token": m.placed(m.whole(99, rows)),
+        "final_logprob": m.placed(-m.uniform(rows)),
+        "token_at": m.placed((m.whole(2, rows) + layer - 1).int()),
+        "pending": m.placed(m.whole(3, rows).int()),
+        "final_hidden": m.states(rows, size, dtype),
+        "all_gone": m.flags(1),
+        "row": m.placed(m.shuffled(rows)[:active].sort().values.int()),
+        "slot_mapping": m.placed(m.whole(99, active)),
+        "seq_lens": m.placed(m.whole(99, active).int()),
+    }
+    names = (
+        *("leave_after", "together", "fills", "kind", "accepted", "gone", "exit_layer"),
+        *("fill_from", "measured_at", "final_confidence", "final_token", "final_logprob"),
+        *("token_at", "pending", "final_hidden", "all_gone"),
+    )
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        head = None
+        if before["token"] is not None:
+            fields = (before[n] for n in ("confidence", "token", "logsumexp", "top_logit"))
+            head = ops.SoftmaxConfidence(*fields)
+        new, slot_mapping, seq_lens = exit_rows(
+            before["hidden"],
+            before["layer"],
+            ops.ExitingRows(*(before[n] for n in names)),
+            ops.ActiveRows(*map(before.get, ops.ActiveRows._fields)),
+            *(before["thresholds"], before["confidence"], head, before["asked"]),
+            before["decide"],
+        )
+        changed = dict(zip(names, new, strict=True))
+        return {**changed, "slot_mapping": slot_mapping, "seq_lens": seq_lens}
+
+    return given, compare(oracle, Tolerance(1e-6, 1e-6))

@@ -9,8 +9,9 @@ from torch import Tensor
 import emulated
 import reference
 from cases import BATCH_SIZES, DTYPES, HIDDEN_SIZES
-from draft_rounds import Rounds
+from draft_rounds import Rounds, random_verification
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 
 def drafted_states(
@@ -98,3 +99,24 @@ def test_opcheck(device: torch.device) -> None:
             *(verification.num_tokens, torch.zeros(17, 8, device=device)),
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    rows, steps, size, dtype = m.size(9), m.size(6), m.size(40), m.dtype()
+    _, verification = random_verification(m, rows, steps)
+    tokens = len(verification.token_ids)
+    given = {
+        "states": m.placed(m.normal(rows, steps + 1, size).to(dtype), 1),
+        "last": m.states(rows, size, dtype),
+        "sequence": m.placed(verification.sequence),
+        "query_start_loc": m.placed(verification.query_start_loc),
+        "num_tokens": m.placed(verification.num_tokens),
+        "out": m.states(tokens, size, dtype),
+    }
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        out = reference.gather_states(before["states"], before["last"], verification)
+        count = int(verification.num_tokens)
+        return {"out": torch.cat((out[:count], before["out"][count:]))}
+
+    return given, compare(oracle)

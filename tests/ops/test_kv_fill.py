@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import emulated
 import reference
 from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
 from cases import DTYPES, KV_FILL_CASES, TOLERANCES, KvFillCase
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare, looser
 
 NAN = float("nan")
 MAX_POSITION = 40
@@ -305,3 +307,36 @@ def test_compiles() -> None:
     compiled = torch.compile(ops.kv_fill, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(filled(compiled, call), expected, strict=True):
         assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    layers, heads, width, size = m.size(3), m.size(2, 1), m.size(40, 1), m.columns(70)
+    dtype, rotates = m.dtype(), m.chance()
+    cache = (layers, m.size(5, 1), m.size(9, 1), heads, width)
+    k_cache, v_cache = m.caches(*cache, dtype=dtype)
+    tokens = min(m.size(40), cache[1] * cache[2])
+    kv = m.weight(dtype, layers, 2 * heads * width, size)
+    given = {
+        "hidden": m.inputs(kv, tokens, size, dtype, 3.0),
+        "exit_layer": m.placed(m.whole(layers + 1, tokens).int()),
+        "norm_weight": m.norm_of(kv, dtype, layers, size),
+        "kv_weight": kv.weight,
+        "kv_bias": m.maybe(lambda: m.placed(m.normal(layers, 2 * heads * width).to(dtype), 1)),
+        "kv_scale": kv.scale,
+        "kv_table": kv.table,
+        "k_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(layers, width) / 8).to(dtype), 1)),
+        "positions": m.placed(m.whole(30, tokens)) if rotates else None,
+        "cos_sin": m.rotary(30, width) if rotates else None,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slot_mapping": m.slots(tokens, k_cache),
+        "eps": 1e-5,
+    }
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        made = dict(before)
+        parts = [made.pop(f"kv_{part}") for part in ops.Matrix._fields]
+        reference.kv_fill(**made, kv=ops.Matrix(*parts))
+        return {name: before[name] for name in ("k_cache", "v_cache")}
+
+    return given, compare(oracle, looser(dtype, 8.0))

@@ -9,7 +9,8 @@ import torch
 
 import reference
 from eecore import ops
-from packed_blocks import block_sizes, random_blocks
+from packed_blocks import SCALES, block_sizes, random_blocks
+from random_calls import EXACT, Arguments, Checked, Maker, assert_close
 
 SHAPES = ((1, 256), (16, 512), (5, 768), (37, 256), (64, 1024))
 
@@ -136,3 +137,27 @@ def test_opcheck(device: torch.device) -> None:
         "table": torch.zeros(3, dtype=torch.int64, device=device),
     }
     torch.library.opcheck(torch.ops.eecore.pack_weight.default, (), call)
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    format = m.one_of(*SCALES)
+    block = block_sizes(format)[0]
+    rows, columns = m.size(40), block * m.size(3, 1)
+    blocks = random_blocks(format, rows, columns, seed=m.random.getrandbits(30))
+    offset = 64 * m.size(3)
+    room = offset + ops.packed_bytes(format, rows, columns) + m.size(70)
+    given = {
+        "blocks": m.placed(blocks, 1),
+        "format": format,
+        "offset": offset,
+        "packed": m.placed(m.whole(256, room).to(torch.uint8)),
+        "table": m.placed(m.whole(9, rows)),
+    }
+
+    def check(before: Arguments, after: Arguments) -> None:
+        assert torch.equal(before["packed"][:offset], after["packed"][:offset])
+        if rows > 0:
+            got = ops.unpack_weight(after["packed"], after["table"])
+            assert_close(got, reference.pack_weight(before["blocks"], format), EXACT, "packed")
+
+    return given, check

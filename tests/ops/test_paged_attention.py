@@ -16,6 +16,8 @@ import reference
 from cache_layouts import LAYOUTS, laid_out
 from cases import ATTENTION_CASES, DTYPES, TOLERANCES, AttentionCase
 from eecore import ops
+from random_calls import Checked, Maker, compare, looser, out_of
+from random_pages import random_caches, starts
 
 GARBAGE = 2**31 - 1
 SMALL = AttentionCase((1, 3), (20, 9), 4, 2, 64, 8)
@@ -428,3 +430,33 @@ def test_compiles_as_one_graph() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(call["q"])
     torch.testing.assert_close(compiled, step(call["q"]))
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    dtype, group, heads = m.dtype(), m.size(4, 1), m.size(3, 1)
+    width = 8 * m.size(m.one_of(4, 12, 32), 1)
+    causal = m.chance(0.7)
+    bidirectional = not causal and m.chance()
+    most = m.one_of(12, 70, 300)
+    lengths = [m.size(most) for _ in range(m.size(4))]
+    queries = [m.size(12 if m.chance(0.2) else min(length, 12)) for length in lengths]
+    page_size = m.size(17, 1)
+    paged = random_caches(m, lengths, page_size, (heads, width), dtype)
+    buckets = 2 * m.size(20, 2)
+    tokens = sum(queries)
+    given = {
+        "q": m.placed(m.normal(tokens, heads * group, width).to(dtype), 1),
+        **paged,
+        "seq_lens": m.placed(torch.tensor(lengths, dtype=torch.int32)),
+        "query_start_loc": m.placed(starts(queries)),
+        "out": m.placed(m.normal(tokens, heads * group, width).to(dtype), 1),
+        "scale": width**-0.5,
+        "causal": causal,
+        "sliding_window": m.one_of(0, 0, m.size(most), most, 2**31, 2**63 - 1),
+        "fixed_split_size": m.one_of(0, 0, m.size(100, 1), 2**31 - 1),
+        "position_bias": m.maybe(lambda: m.placed(m.normal(buckets, heads * group))),
+        "max_distance": buckets + m.size(200),
+        "bidirectional": bidirectional,
+    }
+    oracle = out_of(reference.paged_attention, "fixed_split_size")
+    return given, compare(oracle, looser(dtype))

@@ -6,10 +6,37 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-import reference
-from cases import BATCH_SIZES
+from cases import BATCH_SIZES, Tolerance
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
+
+
+def place_head(
+    head: ops.SoftmaxConfidence,
+    given: ops.HeadRows,
+    index: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    measured_at: Tensor | None = None,
+    exit_layer: Tensor | None = None,
+    as_probability: bool = False,
+    vocabulary: Tensor | None = None,
+) -> ops.HeadRows:
+    """New rows, one by one; see eecore.ops.place_head."""
+    out = ops.HeadRows(*(tensor.clone() for tensor in given))
+    for j, i in enumerate(range(len(head.token)) if index is None else index.tolist()):
+        if kind is not None and int(kind[i]) != wanted:
+            continue
+        logprob = head.top_logit[j] - head.logsumexp[j]
+        token = int(head.token[j])
+        if vocabulary is not None and token >= 0:
+            token = int(vocabulary[token])
+        out.token[i], out.logprob[i] = token, logprob
+        if measured_at is None or exit_layer is None or measured_at[i] != exit_layer[i]:
+            out.confidence[i] = logprob.exp() if as_probability else head.confidence[j]
+    return out
 
 
 class Placing:
@@ -37,7 +64,7 @@ class Placing:
 
     def check(self, **given: Any) -> None:
         """That the op does what the reference says."""
-        expected = reference.place_head(self.head, self.out, **given)
+        expected = place_head(self.head, self.out, **given)
         ops.place_head(self.head, self.out, **given)
         assert torch.equal(self.out.token, expected.token)
         assert torch.equal(self.out.logprob, expected.logprob)
@@ -122,3 +149,39 @@ def test_opcheck(device: torch.device) -> None:
             *(*placing.measured.values(), True, placing.vocabulary, *placing.out),
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    selected = m.size(12)
+    rows = selected + m.size(4)
+    measures = m.chance()
+    given = {
+        "confidence": m.placed(m.uniform(selected)),
+        "token": m.placed(m.whole(100, selected) - 1),
+        "logsumexp": m.placed(m.uniform(selected) + 1),
+        "top_logit": m.placed(m.uniform(selected)),
+        "index": m.maybe(lambda: m.placed(m.shuffled(rows)[:selected].int())),
+        "kind": m.maybe(lambda: m.placed(m.whole(3, rows).int())),
+        "wanted": m.one_of(0, 1, 2),
+        "measured_at": m.placed(m.whole(3, rows).int()) if measures else None,
+        "exit_layer": m.placed(m.whole(3, rows).int()) if measures else None,
+        "as_probability": m.chance(),
+        "vocabulary": m.maybe(lambda: m.placed(m.shuffled(99))),
+        "out_token": m.placed(m.whole(9, rows)),
+        "out_confidence": m.placed(m.uniform(rows)),
+        "out_logprob": m.placed(m.uniform(rows)),
+    }
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        names = ("index", "kind", "wanted", "measured_at", "exit_layer", "as_probability")
+        names = (*names, "vocabulary")
+        outputs = ("out_token", "out_confidence", "out_logprob")
+        head = (before[n] for n in ("confidence", "token", "logsumexp", "top_logit"))
+        new = place_head(
+            ops.SoftmaxConfidence(*head),
+            ops.HeadRows(*(before[n] for n in outputs)),
+            **{n: before[n] for n in names},
+        )
+        return dict(zip(outputs, new, strict=True))
+
+    return given, compare(oracle, Tolerance(1e-5, 1e-6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor
 
 import emulated
 import reference
-from cases import DTYPES, SAMPLE_VOCAB_SIZES
+from cases import DTYPES, SAMPLE_VOCAB_SIZES, Tolerance
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, assert_close
 
 OFF = {
     "temperature": 1.0,
@@ -704,3 +706,99 @@ def test_a_tape_samples_the_rows_that_are_there_by_then() -> None:
     tape.replay()
     assert out.token[:3].tolist() == expected.token[:3].tolist()
     assert out.token[3] == -7
+
+
+def check_samples(before: Arguments, after: Arguments) -> None:
+    """Tokens are the reference's, or those of a draw or a filter that is off by a rounding."""
+    rows = ops.SamplingRows(*(before[name] for name in ops.SamplingRows._fields))
+    given = ops.SampledRows(*(before[name] for name in ops.SampledRows._fields))
+    rest = {
+        name: value
+        for name, value in before.items()
+        if name not in (*rows._fields, *given._fields, "logits")
+    }
+    want = reference.sample_tokens(before["logits"], rows, given, **rest)
+    doubted = after["token"] != want.token
+    for i in doubted.nonzero().flatten().tolist():
+        assert nearly_drawn(before, after, rows, given, rest, i), f"token {i}"
+    if doubted.any():
+        return
+    for name, value in want._asdict().items():
+        if value is not None:
+            assert_close(after[name], value, Tolerance(2e-4, 2e-5), name)
+
+
+def nearly_drawn(
+    before: Arguments,
+    after: Arguments,
+    rows: ops.SamplingRows,
+    given: ops.SampledRows,
+    rest: Arguments,
+    output: int,
+) -> bool:
+    """Whether the reference gives an output's token with parameters that differ a little."""
+    for p, low, warm in itertools.product((-1e-5, 1e-5), (-1e-5, 1e-5), (-1e-5, 1e-5)):
+        near = rows._replace(
+            top_p=torch.where(rows.top_p < 1, rows.top_p + p, rows.top_p),
+            min_p=torch.where(rows.min_p > 0, rows.min_p + low, rows.min_p),
+            temperature=rows.temperature * (1 + warm),
+        )
+        token = reference.sample_tokens(before["logits"], near, given, **rest).token[output]
+        if token == after["token"][output]:
+            return True
+    return False
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    requests, vocab = m.size(6, 1), m.size(400, 1)
+    outputs = m.size(requests)
+    rows = m.size(outputs)
+    by_index, by_row, by_round = m.chance(), m.chance(), m.chance()
+    step = m.whole(4, outputs)
+    request_of = m.shuffled(requests)[:outputs] if by_row else torch.arange(outputs)
+    first = m.whole(50, requests)
+    width, num_top = m.size(5, 1), m.size(6)
+    tops, probs_by_step = m.chance(), 4 if by_round and m.chance() else 0
+    num_probs = (requests * probs_by_step if probs_by_step else outputs) + m.size(2)
+    biases, num_bias = m.chance(), m.size(min(vocab, 5))
+    bias_ids = torch.stack([m.shuffled(vocab)[:num_bias] for _ in range(requests)])
+    masks, words = m.size(4, 1) if by_round else 1, -(-vocab // 32)
+    given = {
+        "logits": m.states(rows, vocab, m.dtype(), 3.0),
+        "temperature": m.placed(
+            torch.where(m.uniform(requests) < 0.4, 0.0, m.uniform(requests) + 0.3)
+        ),
+        "top_k": m.placed((m.whole(2, requests) * m.whole(vocab + 2, requests)).int()),
+        "top_p": m.placed(torch.where(m.uniform(requests) < 0.5, 1.0, m.uniform(requests))),
+        "min_p": m.placed(torch.where(m.uniform(requests) < 0.5, 0.0, m.uniform(requests) / 3)),
+        "repetition_penalty": m.placed(
+            torch.where(m.uniform(requests) < 0.5, 1.0, m.uniform(requests) + 0.7)
+        ),
+        "seed": m.placed(m.whole(1 << 62, requests)),
+        "seen": m.placed(m.whole(vocab + 5, requests, m.size(5)) - 2),
+        "presence_penalty": m.maybe(lambda: m.placed(m.normal(requests))),
+        "frequency_penalty": m.maybe(lambda: m.placed(m.normal(requests))),
+        "generated": m.maybe(lambda: m.placed(m.whole(vocab + 5, requests, m.size(9)) - 2)),
+        "bias_ids": m.placed(bias_ids) if biases else None,
+        "bias": m.placed(m.normal(*bias_ids.shape)) if biases else None,
+        "allowed": m.maybe(lambda: m.placed(m.whole(1 << 32, requests, masks, words).int())),
+        "purpose": m.one_of(0, 1, 3, 2**32 - 1),
+        "positions": m.placed(first[request_of] + step),
+        "index": m.placed(m.shuffled(outputs)[:rows].int()) if by_index else None,
+        "row": m.placed(request_of.int()) if by_row else None,
+        "kind": m.maybe(lambda: m.placed(m.whole(2, requests).int())),
+        "wanted": 0,
+        "round_tokens": m.placed(m.whole(vocab, requests, width + 4)) if by_round else None,
+        "first_position": m.placed(first) if by_round else None,
+        "as_probability": m.chance(),
+        "probs_by_step": probs_by_step,
+        "token": m.placed(m.whole(9, outputs)),
+        "confidence": m.placed(m.uniform(outputs)),
+        "logprob": m.placed(m.uniform(outputs)),
+        "logsumexp": m.placed(m.uniform(outputs)),
+        "probs": m.maybe(lambda: m.placed(m.uniform(num_probs, vocab))),
+        "uniform": m.maybe(lambda: m.placed(m.uniform(outputs, 2))),
+        "top_ids": m.placed(m.whole(9, outputs, num_top)) if tops else None,
+        "top_logprobs": m.placed(m.uniform(outputs, num_top)) if tops else None,
+    }
+    return given, check_samples

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-import reference
 from cases import BATCH_SIZES
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 INF = float("inf")
+
+
+def select_rows(
+    num_active: int,
+    row: Tensor | None = None,
+    kind: Tensor | None = None,
+    wanted: int = 0,
+    thresholds: Tensor | None = None,
+    accepted: Tensor | None = None,
+) -> Tensor:
+    """The indices of the rows picked; see eecore.ops.select_rows."""
+    rows = torch.arange(num_active) if row is None else row.long()
+    picked = torch.ones(num_active, dtype=torch.bool)
+    if kind is not None:
+        picked &= kind[rows] == wanted
+    if thresholds is not None:
+        picked &= thresholds[rows] < float("inf")
+    if accepted is not None:
+        picked &= ~accepted[rows]
+    return picked.nonzero().flatten().to(torch.int32)
 
 
 def given_rows(num_active: int, num_rows: int) -> dict[str, Any]:
@@ -40,7 +62,7 @@ def test_matches_the_reference(
     if not with_row:
         del given["row"]
     hidden = torch.randn(num_active, 36).to(dtype)[:, 1:34]
-    expected = reference.select_rows(num_active, wanted=2, **given)
+    expected = select_rows(num_active, wanted=2, **given)
     states = torch.full((num_active, 40), 9.0, dtype=dtype)
     selected = ops.select_rows(
         hidden.to(device),
@@ -112,3 +134,32 @@ def test_opcheck(device: torch.device) -> None:
             *(torch.zeros(5).int(), torch.zeros(1).int(), torch.zeros(5, 16)),
         ),
     )
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    active, size, dtype = m.size(20), m.size(40), m.dtype()
+    has_row = m.chance()
+    rows = active + m.size(4) if has_row else active
+    hidden = m.states(active, size, dtype)
+    limits = torch.tensor([0.5, 2.0, math.inf])
+    given = {
+        "hidden": hidden,
+        "row": m.placed(m.shuffled(rows)[:active].sort().values.int()) if has_row else None,
+        "kind": m.maybe(lambda: m.placed(m.whole(3, rows).int())),
+        "wanted": m.one_of(0, 1, 2),
+        "thresholds": m.maybe(lambda: m.placed(limits[m.whole(3, rows)])),
+        "accepted": m.maybe(lambda: m.flags(rows)),
+        "index": m.placed(m.whole(9, active).int()),
+        "count": m.placed(m.whole(9, 1).int()),
+        "states": hidden if m.chance(0.3) else m.states(active, size, dtype),
+    }
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        names = ("row", "kind", "wanted", "thresholds", "accepted")
+        picked = select_rows(active, **{n: before[n] for n in names})
+        index, states = before["index"].clone(), before["states"].clone()
+        index[: len(picked)] = picked
+        states[: len(picked)] = before["hidden"][picked.long()]
+        return {"index": index, "count": torch.tensor([len(picked)]), "states": states}
+
+    return given, compare(oracle)

@@ -12,6 +12,7 @@ import torch
 import reference
 from cases import DTYPES, LARGE_BATCH_SIZES, SKINNY_BATCH_SIZES, SKINNY_LINEARS, TOLERANCES
 from eecore import ops
+from random_calls import Checked, Maker, compare, looser, out_of
 
 OPTIONS = ("plain", "all")
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -199,3 +200,12 @@ def test_compiles() -> None:
     call = {**random_call(3, 40, 9), "activation": "gelu_tanh"}
     compiled = torch.compile(ops.skinny_gated_linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**call), ops.skinny_gated_linear(**call))
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    tokens, inner, dtype = m.size(40), m.size(40), m.dtype()
+    given = {
+        **m.product(tokens, 2 * inner, dtype, ("silu", "gelu_tanh")),
+        "out": m.states(tokens, inner, dtype),
+    }
+    return given, compare(out_of(reference.skinny_gated_linear), looser(dtype, 12.0))

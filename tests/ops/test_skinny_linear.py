@@ -11,6 +11,7 @@ import torch
 import reference
 from cases import DTYPES, LARGE_BATCH_SIZES, SKINNY_BATCH_SIZES, SKINNY_LINEARS, TOLERANCES
 from eecore import ops
+from random_calls import Checked, Maker, compare, looser, out_of
 
 OPTIONS = ("plain", "all")
 
@@ -237,3 +238,15 @@ def test_compiles() -> None:
     call = {**random_call(3, 40, 9), "activation": "relu"}
     compiled = torch.compile(ops.skinny_linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**call), ops.skinny_linear(**call))
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    tokens, rows, dtype = m.size(40), m.size(70), m.dtype()
+    residual = m.maybe(lambda: m.states(tokens, rows, dtype))
+    own = residual is None or m.chance()
+    given = {
+        **m.product(tokens, rows, dtype, (None, "relu")),
+        "residual": residual,
+        "out": m.states(tokens, rows, dtype) if own else residual,
+    }
+    return given, compare(out_of(reference.skinny_linear), looser(dtype, 8.0))

@@ -12,6 +12,7 @@ from torch import Tensor
 import reference
 from cases import ACCEPT_VOCAB_SIZES, DRAFT_LENGTHS
 from eecore import ops
+from random_calls import Arguments, Checked, Maker, compare
 
 
 def start_loc(lengths: tuple[int, ...]) -> Tensor:
@@ -343,3 +344,32 @@ def test_compiles_without_a_graph_break(device: torch.device) -> None:
     got, expected = compiled(**case), ops.speculative_accept(**case)
     assert torch.equal(got.num_accepted, expected.num_accepted)
     assert torch.equal(got.next_token, expected.next_token)
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    lengths = [m.size(6) for _ in range(m.size(6))]
+    drafts, seqs, vocab = sum(lengths), len(lengths), m.size(300, 1)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    greedy = m.chance()
+    given = {
+        "draft_tokens": m.placed(m.whole(2 if greedy else vocab, drafts)),
+        "draft_start_loc": m.placed(starts),
+        "target_tokens": m.placed(m.whole(2, drafts + seqs)) if greedy else None,
+        "draft_probs": None if greedy else m.placed(m.normal(drafts, vocab).softmax(-1)),
+        "target_probs": None if greedy else m.placed(m.normal(drafts + seqs, vocab).softmax(-1)),
+        "uniform": None if greedy else m.placed(m.uniform(drafts + seqs)),
+        "num_accepted": m.placed(m.whole(9, seqs).int()),
+        "next_token": m.placed(m.whole(9, seqs)),
+    }
+    names = ("target_tokens", "draft_probs", "target_probs", "uniform")
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        accepted, tokens = reference.speculative_accept(
+            before["draft_tokens"], before["draft_start_loc"], **{n: before[n] for n in names}
+        )
+        return {
+            "num_accepted": torch.tensor(accepted, dtype=torch.int32),
+            "next_token": torch.tensor(tokens, dtype=torch.int64),
+        }
+
+    return given, compare(oracle)

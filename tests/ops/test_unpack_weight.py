@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
 from eecore import ops
-from packed_blocks import random_blocks
+from packed_blocks import SCALES, block_sizes, random_blocks
+from random_calls import Arguments, Checked, Maker, compare
+
+
+def unpack_weight(blocks: Tensor, format: str, rows: Tensor) -> Tensor:
+    """Some rows of the same."""
+    return reference.pack_weight(blocks, format)[rows]
 
 
 @pytest.mark.parametrize("format", ops.BLOCK_FORMATS)
@@ -17,7 +24,7 @@ def test_matches_the_reference(format: str, device: torch.device) -> None:
     for rows in ([3], [99, 0, 50, 50], list(range(100)), list(range(20, 40))):
         index = torch.tensor(rows, device=device)
         got = ops.unpack_weight(packed.weight, packed.table[index])
-        assert torch.equal(got, reference.unpack_weight(blocks, format, index))
+        assert torch.equal(got, unpack_weight(blocks, format, index))
 
 
 def test_rows_of_several_weights(device: torch.device) -> None:
@@ -92,3 +99,22 @@ def test_opcheck(device: torch.device) -> None:
         "out": torch.zeros(3, 64, device=device),
     }
     torch.library.opcheck(torch.ops.eecore.unpack_weight.default, (), call)
+
+
+def fuzzed_call(m: Maker) -> Checked:
+    format = m.one_of(*SCALES)
+    rows, columns = m.size(40, 1), block_sizes(format)[0] * m.size(3, 1)
+    blocks = random_blocks(format, rows, columns, seed=m.random.getrandbits(30))
+    packed = ops.pack_weight(blocks, format)
+    assert packed.table is not None
+    some = m.shuffled(rows)[: m.size(rows)]
+    given = {
+        "packed": m.placed(packed.weight),
+        "table": m.placed(packed.table[some]),
+        "out": m.placed(m.normal(len(some), columns), 1),
+    }
+
+    def oracle(_: Arguments) -> dict[str, Tensor]:
+        return {"out": unpack_weight(blocks, format, some)}
+
+    return given, compare(oracle)

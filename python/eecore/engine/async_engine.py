@@ -11,8 +11,9 @@ from types import TracebackType
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from eecore.config import SamplingParams
+from eecore.engine.client import Client
 from eecore.engine.engine import Engine
-from eecore.engine.shared import Client, SharedEngine
+from eecore.engine.shared import SharedEngine
 from eecore.engine.sharing import EngineView, Sharing
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit

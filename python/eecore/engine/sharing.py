@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
+from eecore.engine.client import Client
 from eecore.exits import Exit
 from eecore.models.source import ModelSource
 from eecore.output import StepOutput
 from eecore.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from eecore.engine.shared import Client
 
 __all__ = ["EngineView", "ModelFacts", "Sharing"]
 

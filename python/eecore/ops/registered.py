@@ -31,7 +31,7 @@ OP_NAMES = tuple(
         if name.startswith("eecore::")
     )
 )
-"""All that ``csrc/register.cpp`` has a schema for."""
+"""All that ``csrc/ops`` has a schema for."""
 _cpu_only: set[str] = set()
 
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from eecore.engine.async_engine import Prepared
+from eecore.engine.client import Client
 from eecore.engine.faults import LOGGER, described
-from eecore.engine.shared import Client
 from eecore.engine.text import TextStream
 from eecore.errors import EngineLostError
 from eecore.output import StepOutput

@@ -5,16 +5,14 @@ It ends with the server, however that ends: the channel between them closes then
 
 from __future__ import annotations
 
-import os
-import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable
 
-from eecore.serving.channel import Channel, Message
+from eecore.serving.channel import Channel
+from eecore.serving.ear import Ear
 
-__all__ = ["Ear", "main"]
+__all__ = ["main"]
 
 
 def main(end: int) -> None:
@@ -30,19 +28,3 @@ def main(end: int) -> None:
     from eecore.serving.stepping import run_engine
 
     run_engine(ear)
-
-
-class Ear:
-    """Listens to the server; when that goes, the process does."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.does: Callable[[Message], None] = self.heard.put
-        """What is done with a message."""
-
-    def listen(self) -> None:
-        """As long as there is anything to hear."""
-        while (message := self.channel.receive()) is not None:
-            self.does(message)
-        os._exit(0)  # in the middle of a step, too

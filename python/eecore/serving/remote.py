@@ -18,9 +18,9 @@ import torch
 
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.async_engine import AsyncEngine, Prepared
+from eecore.engine.client import Client
 from eecore.engine.faults import LOGGER
 from eecore.engine.intake import Intake
-from eecore.engine.shared import Client
 from eecore.errors import EngineLostError, RequestError
 from eecore.exits import Exit
 from eecore.guide import Guide

@@ -22,7 +22,7 @@ from eecore.engine.async_engine import Prepared
 from eecore.engine.engine import Engine
 from eecore.output import StepOutput
 from eecore.serving.channel import Channel, Message
-from eecore.serving.engine_process import Ear
+from eecore.serving.ear import Ear
 from eecore.serving.wire import Loaded, Occupancy, Start, Wire, plain_error
 
 __all__ = ["run_engine"]

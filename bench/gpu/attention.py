@@ -1,0 +1,222 @@
+"""paged_attention on a GPU: the shapes, and torch's SDPA, flashinfer and flash-attn beside it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bench.gpu.case import PAGE_SIZE, Work, is_installed
+from bench.gpu.timing import Call
+from eecore import ops
+from eecore.models.attention import keys_per_split
+from tests.cases import LLAMA_8B, SMOLLM2_135M
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    num_seqs: int
+    num_queries: int
+    seq_len: int
+    num_q_heads: int = LLAMA_8B.num_q_heads
+    num_kv_heads: int = LLAMA_8B.num_kv_heads
+    head_dim: int = LLAMA_8B.head_dim
+    causal: bool = True
+    num_buckets: int = 0  # of a T5 position bias, on both sides where the call is not causal
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        ways = ("" if self.causal else ", not causal") + (", T5 bias" if self.num_buckets else "")
+        return f"B={self.num_seqs} m={self.num_queries} L={self.seq_len}, {heads}{ways}"
+
+
+ATTENTION_SHAPES = (
+    AttentionShape(8, 1, 4096),
+    AttentionShape(32, 1, 4096),
+    AttentionShape(1, 1, 32768),
+    AttentionShape(128, 1, 1024),
+    AttentionShape(16, 1, 4096, 32, 32),
+    AttentionShape(64, 1, 4096, *SMOLLM2_135M.heads),
+    AttentionShape(8, 8, 4096),
+    AttentionShape(32, 8, 4096),
+    AttentionShape(4, 512, 4096),
+    # T5-base: its decoder against its own keys and against its encoder's, and its encoder.
+    AttentionShape(8, 1, 512, 12, 12, 64, num_buckets=32),
+    AttentionShape(64, 1, 512, 12, 12, 64, num_buckets=32),
+    AttentionShape(8, 1, 512, 12, 12, 64, causal=False),
+    AttentionShape(8, 8, 512, 12, 12, 64, causal=False),
+    AttentionShape(8, 512, 512, 12, 12, 64, causal=False, num_buckets=32),
+)
+TINY_ATTENTION_SHAPES = (
+    AttentionShape(2, 1, 40, 4, 2, 64),
+    AttentionShape(2, 3, 40, 4, 2, 64),
+    AttentionShape(2, 1, 40, 4, 4, 64, num_buckets=32),
+    AttentionShape(2, 50, 40, 4, 4, 64, causal=False),
+    AttentionShape(2, 40, 40, 4, 4, 64, causal=False, num_buckets=32),
+)
+MAX_DISTANCE = 128
+
+
+def attention_mask(shape: AttentionShape, bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """What torch adds to the scores, or which it keeps: [num_q_heads or 1, num_queries, seq_len].
+
+    Causality is between the last queries alone: torch's is_causal means another corner.
+    """
+    positions = torch.arange(shape.num_queries)[:, None] + (shape.seq_len - shape.num_queries)
+    relative = torch.arange(shape.seq_len) - positions
+    seen = relative <= 0
+    if bias is None:
+        return seen[None].to(q.device) if shape.causal and shape.num_queries > 1 else None
+    # On the CPU: on a GPU logarithms of whole powers are rounded otherwise.
+    num_sided = shape.num_buckets if shape.causal else shape.num_buckets // 2
+    exact = num_sided // 2
+    distance = -relative.clamp(max=0) if shape.causal else relative.abs()
+    steps = torch.log(distance.clamp(min=1) / exact) / math.log(MAX_DISTANCE / exact)
+    far = (exact + (steps * (num_sided - exact)).long()).clamp(max=num_sided - 1)
+    bucket = torch.where(distance < exact, distance, far)
+    if not shape.causal:
+        bucket += num_sided * (relative > 0)
+    added = bias.cpu()[bucket].permute(2, 0, 1)
+    return (added.masked_fill(~seen, -math.inf) if shape.causal else added).to(q)
+
+
+def contiguous_call(
+    num_queries: int,
+    seq_len: int,
+    num_seqs: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """Arguments of ops.paged_attention for sequences of equal length, their pages in any order."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    pages = -(-seq_len // PAGE_SIZE)
+    cache_shape = (pages * num_seqs, PAGE_SIZE, num_kv_heads, head_dim)
+    starts = list(itertools.accumulate([num_queries] * num_seqs, initial=0))
+    pages_in_order = torch.randperm(pages * num_seqs, device=device).int()
+    return {
+        "q": torch.randn(num_seqs * num_queries, num_q_heads, head_dim, device=device).to(dtype),
+        "k_cache": torch.randn(cache_shape, device=device).to(dtype),
+        "v_cache": torch.randn(cache_shape, device=device).to(dtype),
+        "page_table": pages_in_order.view(num_seqs, pages),
+        "seq_lens": torch.full((num_seqs,), seq_len, dtype=torch.int32, device=device),
+        "query_start_loc": torch.tensor(starts, dtype=torch.int32, device=device),
+        "scale": head_dim**-0.5,
+    }
+
+
+def attention_work(
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    fixed_split_size: int | None = None,
+) -> Work:
+    """With splits as a model asks for them, unless they are given."""
+    split = keys_per_split(device) if fixed_split_size is None else fixed_split_size
+    heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+    call = contiguous_call(shape.num_queries, shape.seq_len, shape.num_seqs, heads, dtype, device)
+    q, k_cache, v_cache, page_table = (
+        call[name] for name in ("q", "k_cache", "v_cache", "page_table")
+    )
+    bias = torch.randn(shape.num_buckets, shape.num_q_heads, device=device)
+    position_bias = bias if shape.num_buckets else None
+    call |= {
+        "causal": shape.causal,
+        "position_bias": position_bias,
+        "max_distance": MAX_DISTANCE,
+        "bidirectional": not shape.causal,
+        "fixed_split_size": split,
+        "out": torch.empty_like(q),
+    }
+
+    def attend() -> Tensor:
+        return ops.paged_attention(**call)
+
+    def gathered(cache: Tensor) -> Tensor:
+        """[num_seqs, num_kv_heads, seq_len, head_dim]"""
+        rows = cache[page_table.long()].flatten(1, 2)[:, : shape.seq_len]
+        return rows.transpose(1, 2).contiguous()
+
+    k, v = gathered(k_cache), gathered(v_cache)
+    by_seq = q.unflatten(0, (shape.num_seqs, shape.num_queries)).transpose(1, 2)
+    mask = attention_mask(shape, position_bias, q)
+
+    def sdpa() -> Tensor:
+        attention = functional.scaled_dot_product_attention
+        return attention(by_seq, k, v, attn_mask=mask, scale=call["scale"], enable_gqa=True)
+
+    peers: dict[str, Call] = {"torch SDPA": sdpa}
+    results: dict[str, Call] = {"torch SDPA": lambda: sdpa().transpose(1, 2).reshape(q.shape)}
+    # The others know no such bias.
+    if device.type == "cuda" and dtype != torch.float32 and position_bias is None:
+        if is_installed("flashinfer"):
+            peers["flashinfer"] = results["flashinfer"] = flashinfer_call(
+                shape, q, k_cache, v_cache, page_table, call["query_start_loc"]
+            )
+        if is_installed("flash_attn"):
+            peers["flash-attn"] = flash_attention_call(shape, q, k_cache, v_cache, page_table)
+            results["flash-attn"] = lambda: peers["flash-attn"]().view(q.shape)  # type: ignore[attr-defined]
+    return Work(attend, peers, attend, lambda name: results[name]())  # type: ignore[return-value, arg-type]
+
+
+def flashinfer_call(
+    shape: AttentionShape,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_start_loc: Tensor,
+) -> Call:
+    """flashinfer's paged kernels on the same pages, planned outside the timing."""
+    import flashinfer
+
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+    num_pages = page_table.shape[1]
+    indptr = torch.arange(shape.num_seqs + 1, dtype=torch.int32, device=q.device) * num_pages
+    last = (shape.seq_len - 1) % PAGE_SIZE + 1
+    last_page_len = torch.full((shape.num_seqs,), last, dtype=torch.int32, device=q.device)
+    heads = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim, PAGE_SIZE)
+    if shape.num_queries == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True
+        )
+        wrapper.plan(indptr, page_table.flatten(), last_page_len, *heads, q_data_type=q.dtype)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(
+            query_start_loc,
+            indptr,
+            page_table.flatten(),
+            last_page_len,
+            *heads,
+            causal=shape.causal,
+            q_data_type=q.dtype,
+        )
+    return lambda: wrapper.run(q, (k_cache, v_cache))
+
+
+def flash_attention_call(
+    shape: AttentionShape, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor
+) -> Call:
+    """flash-attn on the same numbers, in pages of its own size where it does not take 16."""
+    from flash_attn import flash_attn_with_kvcache
+
+    page_size = 256
+    if shape.seq_len % page_size:
+        raise ValueError(f"expected lengths in whole pages of {page_size}, got {shape.seq_len}")
+    k, v = (
+        cache[page_table.long()].flatten(1, 2).unflatten(1, (-1, page_size)).flatten(0, 1)
+        for cache in (k_cache, v_cache)
+    )
+    table = torch.arange(len(k), dtype=torch.int32, device=q.device).view(shape.num_seqs, -1)
+    seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32, device=q.device)
+    split = q.unflatten(0, (shape.num_seqs, shape.num_queries))
+    return lambda: flash_attn_with_kvcache(
+        split, k, v, cache_seqlens=seq_lens, block_table=table, causal=shape.causal
+    )
