@@ -79,7 +79,10 @@ def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[Kern
                 "position_bias": call.bytes_of("position_bias"),
             },
             # Each tile reads what its rows see, each block its queries.
-            repeats=(tiles - 1) * kv * seen / keys + (min(blocks, rounds) - 1) * nbytes(q),
+            repeats={
+                "k_cache, v_cache": (tiles - 1) * kv * seen / keys,
+                "q": (min(blocks, rounds) - 1) * nbytes(q),
+            },
             writes=0 if partial else out,
             workspace=partial,
             flops=4.0 * num_seqs * num_kv_heads * padded * seen * head_dim,

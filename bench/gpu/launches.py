@@ -17,7 +17,7 @@ class KernelLaunch:
         kernel: its name in include/eecore, without template arguments.
         grid: blocks in x and y.
         reads: bytes of global memory by operand, each byte once.
-        repeats: bytes that blocks read once more, which the L2 cache gives.
+        repeats: bytes by operand that blocks read once more, which the L2 cache gives.
         writes: bytes written to global memory.
         workspace: bytes that it leaves to the next kernel of its call, or was left. The L2 cache
             keeps them where they fit.
@@ -28,7 +28,7 @@ class KernelLaunch:
     kernel: str
     grid: tuple[int, int]
     reads: Mapping[str, float] = field(default_factory=dict)
-    repeats: float = 0.0
+    repeats: Mapping[str, float] = field(default_factory=dict)
     writes: float = 0.0
     workspace: float = 0.0
     flops: float = 0.0
@@ -66,7 +66,7 @@ def work_seconds(gpu: Gpu, launch: KernelLaunch) -> float:
     if busy == 0.0:
         return 0.0
     spilt = launch.workspace if launch.workspace > gpu.l2_bytes / 2 else 0.0
-    through_l2 = launch.moved_bytes + launch.workspace + launch.repeats
+    through_l2 = launch.moved_bytes + launch.workspace + sum(launch.repeats.values())
     return max(
         (launch.moved_bytes + spilt) / gpu.memory_rate,
         through_l2 / (gpu.l2_rate * busy),

@@ -71,7 +71,10 @@ def exit_confidence_mlp(call: Call, _: int, __: Known) -> list[KernelLaunch]:
             "exit_confidence_mlp_kernel",
             (tiles, slices),
             {"hidden": nbytes(hidden), "weight": weights},
-            repeats=(tiles - 1) * weights + (slices - 1) * nbytes(hidden),
+            repeats={
+                "weight": (tiles - 1) * weights,
+                "hidden": (slices - 1) * nbytes(hidden),
+            },
             writes=0 if parts else out,
             workspace=parts,
         )

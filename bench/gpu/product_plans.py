@@ -57,7 +57,7 @@ def rms_norm(rows: Rows, norm_bytes: int) -> KernelLaunch:
         "rms_norm_kernel",
         (rows.count, 1),
         {"x": rows.count * rows.size * rows.dtype.itemsize, "norm_weight": norm_bytes},
-        repeats=(rows.count - 1) * norm_bytes,
+        repeats={"norm_weight": (rows.count - 1) * norm_bytes},
         workspace=rows.count * rows.row_bytes,
     )
 
@@ -89,6 +89,7 @@ def product(
     weight_rows: int,
     weight_bytes: int,
     tiles: int,
+    tile_rows: int,
     blocks: int,
     n_tiles: int,
     *,
@@ -99,19 +100,24 @@ def product(
 ) -> KernelLaunch:
     """A pass over the weight for each group of rows, all of which every tile reads.
 
-    L1 keeps them from one tile of a block to the next where there is room for them.
+    The last tile reads the last row of the weight in place of those that it lacks. L1 keeps rows of
+    x from one tile of a block to the next where there is room for them.
     """
     groups = ceil_div(rows.count, 8 * n_tiles)
+    read_rows = tiles * tile_rows
     x = rows.count * rows.row_bytes
     readers = blocks if min(rows.count, 8 * n_tiles) * rows.row_bytes <= L1_BYTES else tiles
     return KernelLaunch(
         kernel,
         (blocks, groups),
         {"weight": weight_bytes, "x": 0 if made_rows else x, **(reads or {})},
-        repeats=(groups - 1) * weight_bytes + (readers - 1) * x,
+        repeats={
+            "weight": groups * read_rows * weight_bytes / weight_rows - weight_bytes,
+            "x": (readers - 1) * x,
+        },
         writes=writes,
         workspace=workspace + (x if made_rows else 0),
-        flops=2.0 * groups * 8 * n_tiles * weight_rows * rows.size,
+        flops=2.0 * groups * 8 * n_tiles * read_rows * rows.size,
     )
 
 
@@ -150,6 +156,7 @@ def skinny_linear(call: Call, multiprocessors: int, _: Known) -> list[KernelLaun
             out_features,
             weight_bytes_of(call, out_features),
             tiles,
+            tile_rows(m_tiles),
             min(tiles, (2 if m_tiles == 1 else 1) * multiprocessors),
             n_tiles,
             made_rows=made_rows,
@@ -179,6 +186,7 @@ def skinny_gated_linear(call: Call, multiprocessors: int, _: Known) -> list[Kern
             2 * inner,
             weight_bytes_of(call, 2 * inner),
             tiles,
+            2 * 16 * (WARPS // slices),
             min(tiles, multiprocessors),
             rows.tiles(8),
             made_rows=made_rows,
@@ -208,6 +216,7 @@ def exit_confidence_softmax(call: Call, multiprocessors: int, _: Known) -> list[
             head.shape[0],
             nbytes(head),
             tiles,
+            16 * HEAD_M_TILES * WARPS,
             blocks,
             rows.tiles(8),
             made_rows=made_rows,
@@ -231,19 +240,19 @@ def kv_fill(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch
     needed = [num_layers - min(max(layer, 0), num_layers) for layer in exits]
     filled, deepest = sum(needed), max(needed)  # pairs of a row and a layer, layers
     item = rows.dtype.itemsize
-    norm = deepest * rows.size * item
+    row = rows.size * item
     order = KernelLaunch(
         "kv_fill_rows_kernel",
         (rows.count, num_layers),
-        {"x": len([n for n in needed if n]) * rows.size * item, "norm_weight": norm},
-        repeats=filled * 2 * rows.size * item,
+        {"x": sum(n > 0 for n in needed) * row, "norm_weight": deepest * row},
+        repeats={"x": filled * 2 * row, "norm_weight": (filled - deepest) * row},
         workspace=filled * rows.row_bytes,
     )
     # A head is cut into tiles of 16 rows; where a tile has fewer than 8 warps, they share it.
     n_tiles = 1 if rows.dtype == torch.float32 else rows.tiles(4)
     groups = ceil_div(rows.count, 8 * n_tiles)
     blocks = min(num_layers * num_heads, 2 * multiprocessors)
-    weights = deepest * kv_size * rows.size * item
+    weights = deepest * kv_size * row
     passes = sum(
         max(sorted(needed, reverse=True)[group * 8 * n_tiles], 0) for group in range(groups)
     )
@@ -252,8 +261,10 @@ def kv_fill(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch
         "kv_fill_kernel",
         (blocks, groups),
         {"weight": weights, "cos_sin": angles},
-        repeats=(passes - deepest) * kv_size * rows.size * item
-        + filled * rows.row_bytes * (num_heads - 1),
+        repeats={
+            "weight": (passes - deepest) * kv_size * row,
+            "x": filled * rows.row_bytes * (num_heads - 1),
+        },
         writes=filled * num_heads * head_dim * item,
         workspace=filled * rows.row_bytes,
         flops=2.0 * passes * 8 * n_tiles * kv_size * rows.size,

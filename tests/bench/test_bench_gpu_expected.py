@@ -102,7 +102,13 @@ def test_rows_fill_from_the_layer_each_left_at() -> None:
     assert bytes_filled((6, 6, 9)) == (0, 0)
 
 
-MORE = {"repeats": 1e9, "writes": 1e8, "workspace": 1e9, "flops": 1e12, "reads": {"weight": 1e9}}
+MORE = {
+    "repeats": {"x": 1e9},
+    "writes": 1e8,
+    "workspace": 1e9,
+    "flops": 1e12,
+    "reads": {"weight": 1e9},
+}
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
