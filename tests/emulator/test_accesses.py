@@ -18,7 +18,9 @@ from test_skinny_linear import random_call as linear_call
 
 import emulated
 from bench.gpu.calls import Known
+from bench.gpu.cases import cases
 from bench.gpu.launches import KernelLaunch, kernels
+from bench.gpu.plans import PLANS
 from bench.gpu.trace import nodes_of
 from cases import AttentionCase, KvFillCase
 from eecore import ops
@@ -86,6 +88,21 @@ def test_nothing_is_counted_unasked() -> None:
     with emulated.counting() as counted:
         pass
     assert counted == []
+
+
+# Kernels and grids
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_op_launches_what_its_plan_says(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the tiny shapes of the benchmark of a GPU."""
+    planned_ops = set()
+    for case in cases(dtype, CPU, tiny=True):
+        Checked(monkeypatch, case.make().call)
+        planned_ops.add(case.op)
+    assert planned_ops == set(PLANS)
 
 
 # Bytes of global memory
@@ -233,8 +250,9 @@ def test_the_plan_knows_the_keys_of_a_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Of every kernel with a ring, a tile or an exchange in shared memory."""
-    made: dict[str, Callable[[], object]] = {}
+    """Of every op; those with a ring, a tile or an exchange in shared memory in more shapes."""
+    torch.manual_seed(0)
+    made = {f"{case.op} {case.name}": case.make().call for case in cases(dtype, CPU, tiny=True)}
     for tokens in (1, 9, 20, 40):
         for features in ((64, 512), (576, 192)):
             call = linear_call(tokens, *features, "all", dtype)
@@ -292,6 +310,11 @@ def test_shared_memory_is_reached_without_more_conflicts_than_are_known(
     assert {name: known.get(name, 1) for name in found} == found, places
 
 
+# Times the sectors that would do, where float32 is read beside 16-bit elements: 32 bytes a lane, in
+# two accesses of which the second finds its half of each sector in L1.
+WIDE_BESIDE_NARROW = {"append_kv_kernel": 1.3, "exit_confidence_mlp_kernel": 1.9}
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_sectors_of_global_memory_are_taken_whole(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -305,4 +328,7 @@ def test_sectors_of_global_memory_are_taken_whole(
             if launch.least_sectors:
                 share = launch.sectors / launch.least_sectors
                 worst[launch.name] = max(worst.get(launch.name, 0.0), share)
-    assert {name: share for name, share in worst.items() if share > 1.0} == {}
+    known = {} if dtype == torch.float32 else WIDE_BESIDE_NARROW
+    allowed = {name: known.get(name, 1.05) for name in worst}  # a row may begin within a sector
+    assert {name: share for name, share in worst.items() if share > allowed[name]} == {}
+    assert all(worst[name] > 1.1 for name in known)
