@@ -62,8 +62,11 @@ def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[Kern
         rounds = rounds_of(keys)
         partials = ceil_div(keys, split) if blocks > 1 else 0
 
-    kv = 2 * num_seqs * keys * num_kv_heads * head_dim * item
-    seen = keys - ((queries - 1) / 2 if call["causal"] else 0)  # by a query on the average
+    # Keys that the queries of a sequence see together, and one of them on the average.
+    window = call["sliding_window"]
+    used = min(keys, window + queries - 1) if window > 0 else keys
+    seen = used - ((queries - 1) / 2 if call["causal"] else 0)
+    kv = 2 * num_seqs * used * num_kv_heads * head_dim * item
     out = num_tokens * num_q_heads * head_dim * item
     partial = partials * num_tokens * num_q_heads * (head_dim + 2) * 4
     padded = ceil_div(rows, warp_rows) * warp_rows
@@ -80,7 +83,7 @@ def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[Kern
             },
             # Each tile reads what its rows see, each block its queries.
             repeats={
-                "k_cache, v_cache": (tiles - 1) * kv * seen / keys,
+                "k_cache, v_cache": (tiles - 1) * kv * seen / max(used, 1),
                 "q": (min(blocks, rounds) - 1) * nbytes(q),
             },
             writes=0 if partial else out,

@@ -231,8 +231,12 @@ def test_attention_reads_each_key_and_value_once(
         assert (total == distinct) is (tiles == 1)
 
 
-def test_the_plan_knows_the_keys_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = AttentionCase((1, 1, 1), (96, 96, 96), 8, 2, 64, 16)
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_the_plan_knows_the_keys_of_a_call(
+    queries: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = AttentionCase((queries,) * 3, (96, 96, 96), 8, 2, 64, 16, sliding_window=window)
     call = attention_call(case, torch.bfloat16, CPU)
     checked = Checked(
         monkeypatch,
