@@ -34,6 +34,7 @@ BENCHMARKS = {
     "gpu-first": "bench.gpu.first",
     "gpu": "bench.gpu.gpu",
     "gpu-decode": "bench.gpu.decode",
+    "gpu-expected": "bench.gpu.expected",
     "peers": "bench.harness.peers",
     "coder-files": "bench.harness.coder_files",
 }

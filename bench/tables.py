@@ -36,6 +36,7 @@ WITH_REPORTS = (
     "serving.tables",
     "ops.table",
     "fuzz.tables",
+    "gpu.expected",
 )
 
 

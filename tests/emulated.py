@@ -7,8 +7,12 @@ date on first use.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -61,6 +65,62 @@ def route(monkeypatch: pytest.MonkeyPatch) -> None:
         home = sys.modules[getattr(ops, name).__module__]
         monkeypatch.setattr(home, f"_{name}", getattr(torch.ops.eecore_emulated, name).default)
     monkeypatch.setattr(sys.modules[__name__], "_is_routed", True)
+
+
+@dataclass(frozen=True)
+class CountedLaunch:
+    """What one launch touched.
+
+    Args:
+        kernel: its name, template arguments included.
+        grid: blocks in x and y.
+        starts_early: whether it may start before the kernel ahead has ended.
+        watched: bytes read of each watched tensor, and how many of them are different. Reads of
+            single elements are not seen.
+        sectors: of 32 bytes, that the 16-byte accesses of its warps to global memory take.
+        least_sectors: as few as the bytes of each access would take.
+        bank_ways: the most words of one bank of shared memory that lanes ask for at once.
+        bank_place: where that is in the library, for addr2line, and what was asked for there.
+    """
+
+    kernel: str
+    grid: tuple[int, int]
+    starts_early: bool
+    watched: dict[str, tuple[int, int]]
+    sectors: int
+    least_sectors: int
+    bank_ways: int
+    bank_place: str
+
+    @property
+    def name(self) -> str:
+        """The kernel's, without template arguments."""
+        return self.kernel.partition("<")[0]
+
+
+@contextmanager
+def counting(**watched: torch.Tensor) -> Iterator[list[CountedLaunch]]:
+    """What is launched inside, in a list that is filled at the end; slower than without."""
+    counted: list[CountedLaunch] = []
+    counts = library()
+    counts.eecore_emulator_count_accesses(1)
+    for name, tensor in watched.items():
+        # From its first element to its last, whatever lies between.
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = ctypes.c_uint64((last + 1) * tensor.element_size())
+        counts.eecore_emulator_watch(name.encode(), ctypes.c_void_p(tensor.data_ptr()), size)
+    try:
+        yield counted
+        counts.eecore_emulator_counted_launches.restype = ctypes.c_uint64
+        needed = counts.eecore_emulator_counted_launches(None, ctypes.c_uint64(0))
+        text = ctypes.create_string_buffer(needed + 1)
+        counts.eecore_emulator_counted_launches(text, ctypes.c_uint64(len(text)))
+        for each in json.loads(text.value):
+            seen = {name: (total, distinct) for name, (total, distinct) in each["watched"].items()}
+            rest = {**each, "grid": tuple(each["grid"]), "watched": seen}
+            counted.append(CountedLaunch(**rest))
+    finally:
+        counts.eecore_emulator_count_accesses(0)
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

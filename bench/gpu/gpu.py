@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from bench.gpu.cases import Case, cases
+from bench.gpu.devices import LEAST, MOST, contradicts, known_gpu
+from bench.gpu.expected import expected_cases
 from bench.gpu.timing import copy_rate, matmul_rate, sets_needed, time_calls
 from bench.harness.places import ROOT
 from bench.harness.results import write_json
 from eecore import ops
 
-COLUMNS = ("op", "case", "dtype", "us", "GB/s", "of copy", "of matmul")
+COLUMNS = ("op", "case", "dtype", "us", "expected", "GB/s", "of copy", "of matmul")
 COLUMNS += ("best peer", "times as fast", "target")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -128,27 +130,43 @@ def table(result: dict[str, Any]) -> str:
         about,
         "",
         f"| {' | '.join(COLUMNS)} |",
-        "|---|---|---|---:|---:|---:|---:|---|---:|---|",
+        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---|",
     ]
     for row in result["rows"]:
         if "error" in row:
             lines.append(
-                f"| {row['op']} | {row['case']} | {row['dtype']} | {row['error']} ||||||| |"
+                f"| {row['op']} | {row['case']} | {row['dtype']} | {row['error']} |||||||| |"
             )
             continue
         faster = f"{row['over best peer']:.2f}" if "over best peer" in row else ""
         multiply = f"{row['of matmul']:.2f}" if "of matmul" in row else ""
+        expected = f"{row['expected']:.1f}" if "expected" in row else ""
         lines.append(
             f"| {row['op']} | {row['case']} | {row['dtype']} | {row['microseconds']:.1f} "
-            f"| {row['GB/s']:.0f} | {row['of copy']:.2f} | {multiply} "
+            f"| {expected} | {row['GB/s']:.0f} | {row['of copy']:.2f} | {multiply} "
             f"| {row.get('best peer', '')} | {faster} | {target_text(row)} |"
         )
     wrong = [
         f"- {row['op']} {row['case']}: {row['wrong']}" for row in result["rows"] if "wrong" in row
     ]
-    return "\n".join(
-        [*lines, *(["", "Results that differ from a peer's:", *wrong] if wrong else [])]
-    )
+    if wrong:
+        lines += ["", "Results that differ from a peer's:", *wrong]
+    found = [
+        f"- {row['op']} {row['case']}: {row['microseconds']:.1f} us, expected {row['expected']:.1f}"
+        for row in result["rows"]
+        if row.get("finding")
+    ]
+    if found:
+        lines += ["", f"Findings: not {LEAST} to {MOST} times what the model expects.", *found]
+    return "\n".join(lines)
+
+
+def compare(row: dict[str, Any], expected_seconds: float | None) -> None:
+    """Put what the model of time expects beside what was measured; a contradiction is a finding."""
+    if expected_seconds is None:
+        return
+    row["expected"] = expected_seconds * 1e6
+    row["finding"] = contradicts(row["microseconds"], row["expected"])
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -176,8 +194,10 @@ def main(words: Sequence[str]) -> int:
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []
     not_run = 0
+    gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     for name in arguments.dtype or ["bfloat16"]:
         dtype = getattr(torch, name)
+        expected = {} if gpu is None else expected_cases(gpu, dtype, arguments.tiny)
         for case in cases(dtype, device, arguments.tiny):
             if arguments.only and case.op not in arguments.only:
                 continue
@@ -186,6 +206,7 @@ def main(words: Sequence[str]) -> int:
                 continue
             try:
                 rows.append(measure(case, dtype, device, arguments.rounds))
+                compare(rows[-1], expected.get((case.op, case.name)))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
                 rows.append({"op": case.op, "case": case.name, "dtype": name, "error": text})

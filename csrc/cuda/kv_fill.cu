@@ -6,9 +6,9 @@
 namespace eecore::cuda {
 namespace {
 
-// Bytes of order and counts, and where the normed rows begin.
+// Bytes of order and counts, and where the normed rows begin: at a whole cache line.
 int64_t order_bytes(const KvFillParams& params) {
-  return ceil_div((params.num_tokens + params.num_layers) * int64_t{sizeof(int32_t)}, 16) * 16;
+  return ceil_div((params.num_tokens + params.num_layers) * int64_t{sizeof(int32_t)}, 128) * 128;
 }
 
 template <typename T>

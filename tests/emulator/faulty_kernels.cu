@@ -47,6 +47,23 @@ __global__ void missing_second_barrier(float* out) {
   out[threadIdx.x] = sum;
 }
 
+// A column of a matrix of which the rows have 32 words: all of them lie in one bank.
+template <bool kFaulty>
+__global__ void strided_banks(float* out) {
+  constexpr int kStride = kFaulty ? 32 : 33;
+  EECORE_SHARED(float, matrix, 32 * kStride + 2);
+  const int at = threadIdx.x % 32 * kStride + threadIdx.x / 32;
+  matrix[at] = static_cast<float>(threadIdx.x);
+  out[threadIdx.x] = matrix[at];
+}
+
+// Half of each sector is asked for.
+template <bool kFaulty>
+__global__ void scattered_sectors(const float* from, float* out) {
+  const int pack = kFaulty ? threadIdx.x * 2 % kThreads : threadIdx.x;
+  out[threadIdx.x] = load16(from + pack * 4).values[0];
+}
+
 // Copies by cp.async in two groups; the second has to be there too.
 template <bool kFaulty>
 __global__ void missing_wait_group(const float* from, float* out) {
@@ -220,6 +237,8 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(missing_named_barrier, out)
   EECORE_FAULT(miscounted_named_barrier, out)
   EECORE_FAULT(divergent_shuffle, out)
+  EECORE_FAULT(strided_banks, out)
+  EECORE_FAULT(scattered_sectors, static_cast<const float*>(data), out)
   EECORE_FAULT(unaligned_access, static_cast<const float*>(data), out)
   EECORE_FAULT(global_out_of_bounds, out)
   shape.shared_bytes = 8 * kThreads * sizeof(float);

@@ -1,5 +1,6 @@
 #include "emulator/machine.h"
 
+#include <emulator/accesses.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -358,6 +359,7 @@ int capability() {
 }
 
 int lane() { return block.running->number % 32; }
+int thread_number() { return block.running->number; }
 
 void fail(const std::string& message) {
   block.error = "thread " + text(block.running->index) + " " + message;
@@ -572,18 +574,21 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
   for (int64_t i = 0; i < num_blocks; ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), random_source);
   bool waited = false;
+  if (counts_accesses) begin_counted_launch(config);
   for (const int64_t number : order) {
     const auto n = static_cast<uint64_t>(number);
     blockIdx = {static_cast<unsigned>(n % config.grid.x),
                 static_cast<unsigned>(n / config.grid.x % config.grid.y),
                 static_cast<unsigned>(n / config.grid.x / config.grid.y)};
     run_block();
+    if (counts_accesses) end_counted_block();
     waited |= block.waited;
     if (!block.error.empty()) {
       refuse("block " + text(blockIdx) + ": " + block.error + " (seed " +
              std::to_string(seed_in_use) + ", launch " + std::to_string(launches - 1) + ")");
     }
   }
+  if (counts_accesses) end_counted_launch();
   if (config.starts_early && !waited) {
     refuse("launched to start early, but no block waits for the kernel before it");
   }

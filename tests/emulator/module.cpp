@@ -1,6 +1,9 @@
 // What the emulated build of the CUDA ops needs beside their sources.
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
+#include "emulator/accesses.h"
 #include "emulator/machine.h"
 
 namespace {
@@ -24,4 +27,22 @@ extern "C" __attribute__((visibility("default"))) uint64_t eecore_emulator_early
 
 extern "C" __attribute__((visibility("default"))) void eecore_emulator_set_seed(uint64_t seed) {
   emulator::set_seed(seed);
+}
+
+extern "C" __attribute__((visibility("default"))) void eecore_emulator_count_accesses(int on) {
+  emulator::count_accesses(on != 0);
+}
+
+extern "C" __attribute__((visibility("default"))) void eecore_emulator_watch(const char* name,
+                                                                             const void* begin,
+                                                                             uint64_t bytes) {
+  emulator::watch(name, begin, bytes);
+}
+
+// The length of the list; as much of it as fits goes to `out`.
+extern "C" __attribute__((visibility("default"))) uint64_t
+eecore_emulator_counted_launches(char* out, uint64_t size) {
+  const std::string text = emulator::counted_launches();
+  if (size > 0) out[text.copy(out, std::min<uint64_t>(text.size(), size - 1))] = 0;
+  return text.size();
 }

@@ -24,8 +24,9 @@ constexpr size_t kMaxDynamicSharedBytes = 227 * 1024;
 constexpr int kMaxThreads = 1024;
 int capability();
 
-// Of the running thread, within its warp.
+// Of the running thread, within its warp and within its block.
 int lane();
+int thread_number();
 
 // Ends the launch; the message is put behind the kernel, block and thread. Called in a fiber.
 [[noreturn]] void fail(const std::string& message);

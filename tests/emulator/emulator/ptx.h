@@ -56,31 +56,34 @@ inline void check_alignment(const void* address) {
 }
 
 template <typename T>
-Pack<T> load16(const T* from) {
+EMULATOR_INLINE Pack<T> load16(const T* from) {
   check_alignment(from);
+  ::emulator::touch_global(from, 16);
   return *reinterpret_cast<const Pack<T>*>(from);
 }
 
 template <typename T>
-Pack<T> load16_once(const T* from) {
+EMULATOR_INLINE Pack<T> load16_once(const T* from) {
   return load16(from);
 }
 
 template <typename T>
-void store16(T* to, const Pack<T>& pack) {
+EMULATOR_INLINE void store16(T* to, const Pack<T>& pack) {
   check_alignment(to);
   *reinterpret_cast<Pack<T>*>(to) = pack;
 }
 
 template <typename T>
-auto shared_load16(const ::emulator::Shared<T>& from) {
+EMULATOR_INLINE auto shared_load16(const ::emulator::Shared<T>& from) {
   Pack<std::remove_const_t<T>> pack;
+  ::emulator::touch_shared(from.offset(), 16);
   std::memcpy(&pack, ::emulator::read_shared(from.checked(16, 16), 16), 16);
   return pack;
 }
 
 template <typename T>
-void shared_store16(const ::emulator::Shared<T>& to, const Pack<T>& pack) {
+EMULATOR_INLINE void shared_store16(const ::emulator::Shared<T>& to, const Pack<T>& pack) {
+  ::emulator::touch_shared(to.offset(), 16);
   std::memcpy(::emulator::write_shared(to.checked(16, 16), 16), &pack, 16);
 }
 
@@ -98,15 +101,18 @@ inline void named_barrier_arrive(int id, int num_threads, EMULATOR_SITE) {
 // ---- Asynchronous copies ----
 
 template <typename T>
-void cp_async16(const ::emulator::Shared<T>& to, const T* from, int bytes = 16) {
+EMULATOR_INLINE void cp_async16(const ::emulator::Shared<T>& to, const T* from, int bytes = 16) {
   if (bytes < 0 || bytes > 16)
     ::emulator::fail("starts a cp.async of " + std::to_string(bytes) + " bytes");
   check_alignment(from);
+  if (bytes > 0) ::emulator::touch_global(from, bytes);
+  ::emulator::touch_shared(to.offset(), 16);
   ::emulator::start_copy(to.checked(16, 16), from, bytes, 16 - bytes);
 }
 
 template <typename T>
-void cp_async16_cached(const ::emulator::Shared<T>& to, const T* from, int bytes = 16) {
+EMULATOR_INLINE void cp_async16_cached(const ::emulator::Shared<T>& to, const T* from,
+                                       int bytes = 16) {
   cp_async16(to, from, bytes);
 }
 
@@ -121,10 +127,11 @@ void cp_async_wait() {
 
 // Element `column` of row `row` of matrix i, from the addresses that the lanes gave.
 template <typename T>
-void load_matrices(uint32_t (&out)[4], const ::emulator::Shared<T>& row, bool transposed,
-                   const std::source_location& site) {
+EMULATOR_INLINE void load_matrices(uint32_t (&out)[4], const ::emulator::Shared<T>& row,
+                                   bool transposed, const std::source_location& site) {
   static_assert(sizeof(T) == 2);
   const uint32_t mine = row.checked(16, 16);
+  ::emulator::touch_shared(mine, 16);
   const auto all = ::emulator::gather(0xffffffffu, "ldmatrix", &mine, sizeof mine, false, site);
   const int group = ::emulator::lane() / 4, pair = ::emulator::lane() % 4;
   for (int matrix = 0; matrix < 4; ++matrix) {
@@ -141,14 +148,16 @@ void load_matrices(uint32_t (&out)[4], const ::emulator::Shared<T>& row, bool tr
 }
 
 template <typename T>
-void ldmatrix_x4(uint32_t (&out)[4], const ::emulator::Shared<T>& row,
-                 const std::source_location& site = std::source_location::current()) {
+EMULATOR_INLINE void ldmatrix_x4(
+    uint32_t (&out)[4], const ::emulator::Shared<T>& row,
+    const std::source_location& site = std::source_location::current()) {
   load_matrices(out, row, false, site);
 }
 
 template <typename T>
-void ldmatrix_x4_transposed(uint32_t (&out)[4], const ::emulator::Shared<T>& row,
-                            const std::source_location& site = std::source_location::current()) {
+EMULATOR_INLINE void ldmatrix_x4_transposed(
+    uint32_t (&out)[4], const ::emulator::Shared<T>& row,
+    const std::source_location& site = std::source_location::current()) {
   load_matrices(out, row, true, site);
 }
 

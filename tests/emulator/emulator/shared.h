@@ -2,6 +2,7 @@
 // checked. See eecore/shared.cuh for what it stands for.
 #pragma once
 
+#include <emulator/accesses.h>
 #include <emulator/machine.h>
 
 #include <cstring>
@@ -19,20 +20,30 @@ class Shared {
    public:
     explicit Element(uint32_t offset) : offset_(offset) {}
     Element(const Element&) = default;
-    operator Value() const {  // NOLINT: stands for the element
+    EMULATOR_INLINE operator Value() const {  // NOLINT: stands for the element
       Value value;
+      touch_shared(offset_, sizeof(T));
       std::memcpy(&value, read_shared(offset_, sizeof(T)), sizeof(T));
       return value;
     }
-    const Element& operator=(const Value& value) const {
+    EMULATOR_INLINE const Element& operator=(const Value& value) const {
       static_assert(!std::is_const_v<T>, "the element is read only");
+      touch_shared(offset_, sizeof(T));
       std::memcpy(write_shared(offset_, sizeof(T)), &value, sizeof(T));
       return *this;
     }
-    const Element& operator=(const Element& other) const { return *this = Value(other); }
-    const Element& operator+=(const Value& value) const { return *this = Value(*this) + value; }
-    const Element& operator-=(const Value& value) const { return *this = Value(*this) - value; }
-    const Element& operator*=(const Value& value) const { return *this = Value(*this) * value; }
+    EMULATOR_INLINE const Element& operator=(const Element& other) const {
+      return *this = Value(other);
+    }
+    EMULATOR_INLINE const Element& operator+=(const Value& value) const {
+      return *this = Value(*this) + value;
+    }
+    EMULATOR_INLINE const Element& operator-=(const Value& value) const {
+      return *this = Value(*this) - value;
+    }
+    EMULATOR_INLINE const Element& operator*=(const Value& value) const {
+      return *this = Value(*this) * value;
+    }
 
    private:
     uint32_t offset_;

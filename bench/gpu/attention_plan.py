@@ -1,0 +1,99 @@
+"""What paged_attention launches: the splits of csrc/cuda/paged_attention.cu in short."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.gpu.calls import Call, Known, ceil_div, nbytes
+from bench.gpu.launches import KernelLaunch
+
+WARPS = 4  # of a block
+
+
+def nearly_busy(units: int, resident: int, least: int, most: int) -> int:
+    """The fewest blocks of a unit that keep nearly as many of the resident ones busy as any."""
+    most = min(most, max(4 * resident // units, 1))
+    least = min(least, most)
+
+    def busy(blocks: int) -> float:
+        return units * blocks / (ceil_div(units * blocks, resident) * resident)
+
+    best = max(busy(blocks) for blocks in range(least, most + 1))
+    return next(n for n in range(least, most + 1) if busy(n) >= 0.95 * best)
+
+
+def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch]:
+    q, cache, table = call["q"], call["k_cache"], call["page_table"]
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_seqs, num_kv_heads = table.shape[0], cache.shape[2]
+    if num_tokens == 0 or num_seqs == 0:
+        return []
+    item, group = q.element_size(), num_q_heads // num_kv_heads
+    max_keys = table.shape[1] * cache.shape[1]
+    keys = min(known.seq_len or max_keys, max_keys)
+    warp_rows = 4 if q.dtype == torch.float32 else 16
+    tile_rows = WARPS * warp_rows
+
+    # Of each sequence, if all have equally many queries.
+    queries = ceil_div(num_tokens, num_seqs)
+    rows = queries * group
+    tiles = ceil_div(rows, tile_rows)
+    team_warps = 1 if rows <= warp_rows else 2 if rows <= 2 * warp_rows else 4
+    teams = WARPS // team_warps
+    units = tiles * min(num_seqs, num_tokens) * num_kv_heads
+    resident = 2 * multiprocessors
+
+    def rounds_of(keys: int) -> int:
+        return min(ceil_div(max(ceil_div(keys, split), 1), teams), 256)
+
+    split = call["fixed_split_size"]
+    partials = 0  # of each row
+    if split == 0:
+        most = min(max(max_keys // 512, 1), 256)
+        blocks = nearly_busy(units, resident, max(ceil_div(max_keys, 16384), 1), most)
+        rounds = blocks
+        partials = blocks if blocks > 1 else 0
+    else:
+        partial_bytes = ceil_div(max_keys, split) * num_tokens * num_q_heads * (head_dim + 2) * 4
+        is_busy = units / (ceil_div(units, resident) * resident) >= 0.8
+        blocks = 1
+        if not is_busy and partial_bytes <= 256 << 20:
+            blocks = nearly_busy(units, resident, 1, rounds_of(max_keys))
+        rounds = rounds_of(keys)
+        partials = ceil_div(keys, split) if blocks > 1 else 0
+
+    # Keys that the queries of a sequence see together, and one of them on the average.
+    window = call["sliding_window"]
+    used = min(keys, window + queries - 1) if window > 0 else keys
+    seen = used - ((queries - 1) / 2 if call["causal"] else 0)
+    kv = 2 * num_seqs * used * num_kv_heads * head_dim * item
+    out = num_tokens * num_q_heads * head_dim * item
+    partial = partials * num_tokens * num_q_heads * (head_dim + 2) * 4
+    padded = ceil_div(rows, warp_rows) * warp_rows
+    bound = num_tokens * group // tile_rows + num_seqs  # tiles that any lengths have
+    launches = [
+        KernelLaunch(
+            "paged_attention_kernel",
+            (bound * num_kv_heads, blocks),
+            {
+                "k_cache, v_cache": kv,
+                "q": nbytes(q),
+                "page_table": num_seqs * ceil_div(keys, cache.shape[1]) * 4,
+                "position_bias": call.bytes_of("position_bias"),
+            },
+            # Each tile reads what its rows see, each block its queries.
+            repeats={
+                "k_cache, v_cache": (tiles - 1) * kv * seen / max(used, 1),
+                "q": (min(blocks, rounds) - 1) * nbytes(q),
+            },
+            writes=0 if partial else out,
+            workspace=partial,
+            flops=4.0 * num_seqs * num_kv_heads * padded * seen * head_dim,
+        )
+    ]
+    if blocks > 1:
+        pieces = num_q_heads * head_dim // (16 // item)
+        grid = (num_tokens, ceil_div(pieces, 128))
+        name = "paged_attention_combine_kernel"
+        launches.append(KernelLaunch(name, grid, writes=out, workspace=partial))
+    return launches

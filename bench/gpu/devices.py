@@ -1,0 +1,128 @@
+"""What the model of time knows of a GPU: a few constants, each with where it comes from.
+
+No GPU has been at hand, so that none of them was measured here. ``bench gpu`` measures the
+bandwidth of a copy and the rate of a product in the same run; these are for before there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEAST, MOST = 0.7, 1.4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates are bytes and operations a second that a good kernel reaches; times are seconds."""
+
+    name: str
+    """As torch calls it, in part."""
+    capability: int
+    num_multiprocessors: int
+    l2_bytes: int
+    memory_rate: float
+    l2_rate: float
+    """From the L2 cache to all multiprocessors; each takes its share of it."""
+    tensor_rate: float
+    """bfloat16 products through mma.sync, sums in float32."""
+    boundary: float
+    """From the end of a kernel to the first work of the next, which depends on it, in a graph."""
+    early_boundary: float
+    """The same where the next one may start before."""
+
+    def __post_init__(self) -> None:
+        if self.early_boundary > self.boundary:
+            raise ValueError(
+                f"early_boundary: expected at most boundary={self.boundary}, got "
+                f"{self.early_boundary}"
+            )
+
+
+# Multiprocessors and L2 cache: NVIDIA's data sheets and white papers, of all four.
+#
+# A boundary inside a graph: 1.3 us on an H100 for kernels that do nothing, from "Look Ma, No
+# Bubbles! Designing a Low-Latency Megakernel for Llama-1B" (Hazy Research, 27 May 2025). Of the
+# others no such figure was found, and the same is assumed; a chain of empty nodes on a laptop's RTX
+# 5070 Ti takes 0.58 us each (github.com/ahrefs/ocannl, issue 488), so that it is no lower bound.
+_BOUNDARY = 1.3e-6
+# With programmatic dependent launch, where capability is 90 or more: no published figure was found.
+# An assumption: the launch itself is hidden, what is left is the end of the kernel ahead and a trip
+# to memory.
+_EARLY_BOUNDARY = 0.8e-6
+# From L2: an assumption of the order of Chips and Cheese's plots ("Nvidia's H100: Funny L2, and
+# Tons of Bandwidth", 2 July 2023; "Microbenchmarking Nvidia's RTX 4090", 2 November 2022). Of the
+# A100 the white paper says 5120 bytes a clock, 7.2 TB/s at 1.41 GHz; two thirds of it is assumed.
+_HOPPER_L2, _ADA_L2, _AMPERE_L2 = 5.5e12, 5.0e12, 4.8e12
+# Data sheet of the H100 SXM and H200: 989 TFLOP/s without sparsity, through wgmma. mma.sync, which
+# these kernels use, reaches less there: three fifths are assumed.
+_HOPPER_MMA = 0.6 * 989e12
+
+GPUS = (
+    Gpu(
+        "H200",
+        capability=90,
+        num_multiprocessors=132,
+        l2_bytes=50 << 20,
+        # Data sheet: 4.8 TB/s. An assumption: the share of it that the H100 reaches.
+        memory_rate=0.92 * 4.8e12,
+        l2_rate=_HOPPER_L2,
+        tensor_rate=_HOPPER_MMA,
+        boundary=_BOUNDARY,
+        early_boundary=_EARLY_BOUNDARY,
+    ),
+    Gpu(
+        "H100",  # SXM
+        capability=90,
+        num_multiprocessors=132,
+        l2_bytes=50 << 20,
+        # STREAM triad of 1 GB on an H100 80GB HBM3, median; the data sheet says 3.35 TB/s
+        # (github.com/RightNow-AI/AutoMegaKernel, paper/results/full_h100.json).
+        memory_rate=3.08e12,
+        l2_rate=_HOPPER_L2,
+        tensor_rate=_HOPPER_MMA,
+        boundary=_BOUNDARY,
+        early_boundary=_EARLY_BOUNDARY,
+    ),
+    Gpu(
+        "A100-80GB",  # SXM4
+        capability=80,
+        num_multiprocessors=108,
+        l2_bytes=40 << 20,
+        # Data sheet: 2.039 TB/s, of which 0.89 is assumed: what an A800 80GB PCIe reaches of its
+        # 1.935 (github.com/mli/transformers-benchmarks, issue 4) and an A100-SXM4-40GB of its 1.555
+        # (AutoMegaKernel, paper/results/pro_a100.json).
+        memory_rate=0.89 * 2.039e12,
+        l2_rate=_AMPERE_L2,
+        # Data sheet: 312 TFLOP/s, of which 0.69 is assumed: 215 for n=8192 on the same A800.
+        tensor_rate=0.69 * 312e12,
+        boundary=_BOUNDARY,
+        early_boundary=_BOUNDARY,
+    ),
+    Gpu(
+        "RTX 4090",
+        capability=89,
+        num_multiprocessors=128,
+        l2_bytes=72 << 20,
+        # clpeak, float16 vectors, at 248 W; the data sheet says 1.008 TB/s
+        # (github.com/krrishnarraj/clpeak, issue 106).
+        memory_rate=0.921e12,
+        l2_rate=_ADA_L2,
+        # n=8192 in float16 (mli/transformers-benchmarks, issue 4); the data sheet says 165.
+        tensor_rate=159e12,
+        boundary=_BOUNDARY,
+        early_boundary=_BOUNDARY,
+    ),
+)
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """The one that torch calls so, "NVIDIA A100-SXM4-80GB"; None where there are no constants."""
+    for gpu in GPUS:
+        if all(word in device_name for word in gpu.name.split("-")):
+            return gpu
+    return None
+
+
+def contradicts(measured: float, expected: float) -> bool:
+    """Whether a time is not what the model says, in either direction."""
+    return not LEAST * expected <= measured <= MOST * expected

@@ -1,0 +1,99 @@
+"""Kernels as the model of time sees them: grid, bytes, operations; how long they should take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bench.gpu.devices import Gpu
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel of a call.
+
+    Args:
+        kernel: its name in include/eecore, without template arguments.
+        grid: blocks in x and y.
+        reads: bytes of global memory by operand, each byte once.
+        repeats: bytes by operand that blocks read once more, which the L2 cache gives.
+        writes: bytes written to global memory.
+        workspace: bytes that it leaves to the next kernel of its call, or was left. The L2 cache
+            keeps them where they fit.
+        flops: operations of the matrix instructions, padding included.
+        starts_early: it asks to start before the kernel ahead has ended (Launch::kAfterPrevious).
+    """
+
+    kernel: str
+    grid: tuple[int, int]
+    reads: Mapping[str, float] = field(default_factory=dict)
+    repeats: Mapping[str, float] = field(default_factory=dict)
+    writes: float = 0.0
+    workspace: float = 0.0
+    flops: float = 0.0
+    starts_early: bool = True
+
+    @property
+    def blocks(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def moved_bytes(self) -> float:
+        """To and from memory, the workspace left out."""
+        return sum(self.reads.values()) + self.writes
+
+
+def set_condition() -> KernelLaunch:
+    """What runs ahead of an IF node."""
+    return KernelLaunch("set_condition_kernel", (1, 1), {"flag": 1}, starts_early=False)
+
+
+@dataclass(frozen=True)
+class IfNode:
+    """A node of a graph that has a body, or passes over it."""
+
+
+Node = KernelLaunch | IfNode
+
+
+def work_seconds(gpu: Gpu, launch: KernelLaunch) -> float:
+    """A kernel without its boundary: the longest of what memory, L2 and tensor cores take.
+
+    Fewer blocks than multiprocessors have their share of L2 and of the tensor cores alone.
+    """
+    busy = min(1.0, launch.blocks / gpu.num_multiprocessors)
+    if busy == 0.0:
+        return 0.0
+    spilt = launch.workspace if launch.workspace > gpu.l2_bytes / 2 else 0.0
+    through_l2 = launch.moved_bytes + launch.workspace + sum(launch.repeats.values())
+    return max(
+        (launch.moved_bytes + spilt) / gpu.memory_rate,
+        through_l2 / (gpu.l2_rate * busy),
+        launch.flops / (gpu.tensor_rate * busy),
+    )
+
+
+def seconds(gpu: Gpu, nodes: Sequence[Node]) -> float:
+    """Kernels one behind the other in a graph.
+
+    A kernel starts early only right behind another one, and an IF node is taken to cost a boundary
+    of its own: csrc/cuda/device.cu, may_start_early.
+    """
+    total = 0.0
+    behind_kernel = True  # replays follow each other
+    for node in nodes:
+        if isinstance(node, IfNode):
+            total += gpu.boundary
+            behind_kernel = False
+            continue
+        early = node.starts_early and behind_kernel and gpu.capability >= 90
+        total += gpu.early_boundary if early else gpu.boundary
+        total += work_seconds(gpu, node)
+        behind_kernel = True
+    return total
+
+
+def kernels(nodes: Iterable[Node]) -> list[KernelLaunch]:
+    """Those of the nodes that are one."""
+    return [node for node in nodes if isinstance(node, KernelLaunch)]

@@ -1,0 +1,189 @@
+"""What an op launches on CUDA, from its arguments' shapes: the launchers of csrc/cuda in short.
+
+A grid depends on the number of multiprocessors. Values on the device are not looked at: a call is
+taken to use all that its shapes have room for, unless ``Known`` says otherwise. The tests hold
+grids and bytes to what the emulator counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from bench.gpu.attention_plan import paged_attention
+from bench.gpu.calls import Call, Known, Plan, ceil_div, nbytes
+from bench.gpu.launches import KernelLaunch
+from bench.gpu.product_plans import (
+    exit_confidence_softmax,
+    kv_fill,
+    skinny_gated_linear,
+    skinny_linear,
+)
+
+MLP_UNITS, MLP_MAX_ROWS, MLP_FINISH_ROWS = 4, 8, 8
+
+
+def append_kv(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+    k, cos_sin = call["k"], call["cos_sin"]
+    num_tokens, num_kv_heads, head_dim = k.shape
+    heads = call["q"].shape[1] if call["q"] is not None else 0
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    pack = 16 // k.element_size()
+    rest = ceil_div(ceil_div(head_dim - rotary, 2), pack)
+    items = ceil_div(rotary // 2, pack) + rest
+    lanes = 4
+    while lanes < 32 and lanes < items:
+        lanes *= 2
+    all_heads = heads + 2 * num_kv_heads
+    moved = num_tokens * all_heads * head_dim * k.element_size()
+    reads = {
+        "q, k, v": moved,
+        "cos_sin": num_tokens * rotary * 4,
+        "weights": call.bytes_of("q_norm_weight", "k_norm_weight"),
+        "slots": call.bytes_of("slot_mapping", "positions"),
+    }
+    grid = (num_tokens, ceil_div(all_heads, 128 // lanes))
+    return [KernelLaunch("append_kv_kernel", grid, reads, writes=moved)]
+
+
+def embed_tokens(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+    out = nbytes(call["out"])
+    reads = {"weight": out, "token_ids": call.bytes_of("token_ids", "sources")}
+    return [KernelLaunch("embed_tokens_kernel", (call["out"].shape[0], 1), reads, writes=out)]
+
+
+def exit_confidence_mlp(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+    hidden, weight1, weight2 = call["hidden"], call["weight1"], call["weight2"]
+    num_seqs, accepts = hidden.shape[0], call["num_survivors"] is not None
+    inner, size = weight1.shape[0], weight1.shape[0]
+    if weight2 is not None and inner * hidden.shape[1] * 4 > 256 << 10:
+        size = ceil_div(ceil_div(inner, MLP_UNITS), 512) * MLP_UNITS
+    slices = ceil_div(inner, size)
+    in_one_block = accepts and 1 <= num_seqs <= (MLP_MAX_ROWS if slices == 1 else 32)
+    one_by_one = num_seqs == 1 or (weight2 is None and not (in_one_block and slices == 1))
+    tiles = ceil_div(num_seqs, 1 if one_by_one else MLP_MAX_ROWS)
+    weights = call.bytes_of("weight1", "bias1", "weight2", "bias2")
+    parts = 0 if slices == 1 else slices * num_seqs * 8
+    out = call.bytes_of("confidence")
+    launches = [
+        KernelLaunch(
+            "exit_confidence_mlp_kernel",
+            (tiles, slices),
+            {"hidden": nbytes(hidden), "weight": weights},
+            repeats={
+                "weight": (tiles - 1) * weights,
+                "hidden": (slices - 1) * nbytes(hidden),
+            },
+            writes=0 if parts else out,
+            workspace=parts,
+        )
+    ]
+    if slices > 1:
+        grid = (ceil_div(num_seqs, num_seqs if in_one_block else MLP_FINISH_ROWS), 1)
+        name = "exit_confidence_mlp_finish_kernel"
+        launches.append(KernelLaunch(name, grid, writes=out, workspace=parts))
+    if accepts and not in_one_block:
+        launches.append(_accept_mask(call))
+    return launches
+
+
+def _accept_mask(call: Call) -> KernelLaunch:
+    names = ("confidence", "thresholds", "status", "exit_layer")
+    written = ("status", "exit_layer", "survivors", "num_survivors", "all_accepted")
+    reads = {"rows": call.bytes_of(*names)}
+    return KernelLaunch("accept_mask_kernel", (1, 1), reads, writes=call.bytes_of(*written))
+
+
+def exit_confidence_cosine(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+    num_seqs, accepts = call["hidden"].shape[0], call["num_survivors"] is not None
+    rows = num_seqs if accepts and 1 <= num_seqs <= 8 else 1
+    reads = {"states": call.bytes_of("hidden", "previous")}
+    name, out = "exit_confidence_cosine_kernel", call.bytes_of("confidence")
+    launches = [KernelLaunch(name, (ceil_div(num_seqs, rows), 1), reads, writes=out)]
+    if accepts and rows == 1:
+        launches.append(_accept_mask(call))
+    return launches
+
+
+def exit_rows(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+    """Every row leaves, with its state."""
+    rows = {n: nbytes(x) for n, x in call.arguments.items() if isinstance(x, Tensor)}
+    states = rows.pop("hidden"), rows.pop("final_hidden")
+    written = sum(size for name, size in rows.items() if name in call.written)
+    reads = {"hidden": states[0], "rows": sum(rows.values())}
+    return [KernelLaunch("exit_rows_kernel", (1, 1), reads, writes=states[0] + written)]
+
+
+def one_block(_: Call) -> int:
+    return 1
+
+
+def one_pass(
+    blocks: Callable[[Call], int],
+    kernel: str | None = None,
+    *,
+    parts: Mapping[str, str] | None = None,
+) -> Plan:
+    """A kernel that reads all its tensors, and writes those that it changes.
+
+    ``parts``: tensors of which it touches as many bytes as another one has.
+    """
+    sizes_of = parts or {}
+
+    def plan(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+        sizes = {
+            name: call.bytes_of(sizes_of.get(name, name))
+            for name, value in call.arguments.items()
+            if isinstance(value, Tensor)
+        }
+        reads = {name: size for name, size in sizes.items() if name not in call.written}
+        writes = sum(size for name, size in sizes.items() if name in call.written)
+        name = kernel or f"{call.op}_kernel"
+        return [KernelLaunch(name, (blocks(call), 1), reads, writes=writes)]
+
+    return plan
+
+
+def greedy_or_sampled(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch]:
+    """A warp for each sequence that is greedy, a block for each that samples."""
+    num_seqs = call["draft_start_loc"].shape[0] - 1
+    if call["target_tokens"] is not None:
+        made = one_pass(lambda _: ceil_div(num_seqs, 4), "speculative_accept_greedy_kernel")
+    else:
+        made = one_pass(lambda _: num_seqs, "speculative_accept_sampling_kernel")
+    return made(call, multiprocessors, known)
+
+
+PLANS: dict[str, Plan] = {
+    "accept_mask": one_pass(one_block),
+    "accept_round": one_pass(lambda call: call["num_drafted"].shape[0]),
+    "append_drafts": one_pass(lambda call: 1 + call["hidden"].shape[0], parts={"states": "hidden"}),
+    "append_kv": append_kv,
+    "begin_round": one_pass(one_block),
+    "begin_verification": one_pass(one_block),
+    "embed_tokens": embed_tokens,
+    "exit_confidence_cosine": exit_confidence_cosine,
+    "exit_confidence_mlp": exit_confidence_mlp,
+    "exit_confidence_softmax": exit_confidence_softmax,
+    "exit_rows": exit_rows,
+    "gather_states": one_pass(lambda call: call["out"].shape[0], parts={"states": "out"}),
+    "kv_fill": kv_fill,
+    "paged_attention": paged_attention,
+    "place_head": one_pass(lambda call: ceil_div(call["token"].shape[0], 128)),
+    "sample_tokens": one_pass(lambda call: call["logits"].shape[0]),
+    "skinny_gated_linear": skinny_gated_linear,
+    "skinny_linear": skinny_linear,
+    "speculative_accept": greedy_or_sampled,
+}
+
+
+def plan(call: Call, multiprocessors: int, known: Known | None = None) -> list[KernelLaunch]:
+    """The kernels of a call.
+
+    Raises:
+        NotImplementedError: there is no plan of this op, or of what it is asked for.
+    """
+    if call.op not in PLANS:
+        raise NotImplementedError(f"{call.op}: no launch plan; bench/gpu/plans.py needs one")
+    return PLANS[call.op](call, multiprocessors, known or Known())

@@ -1,0 +1,138 @@
+"""The kernels of a call or of a whole iteration, found by running it on tensors without memory.
+
+The ops are asked for, not run: what they would launch comes from bench/gpu/plans.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.gpu.calls import Call, Known
+from bench.gpu.launches import IfNode, Node, set_condition
+from bench.gpu.plans import plan
+from eecore.config import ModelConfig
+from eecore.decoding.control import OnHost
+from eecore.decoding.exit_step import ExitKind, ExitStep
+from eecore.decoding.memory import power_of_two
+from eecore.decoding.route import Check
+from eecore.decoding.sampling import HeadSizes
+from eecore.decoding.step import Sizes
+from eecore.models import KVCache, LlamaModel
+from eecore.models.llama import LlamaWeights
+from eecore.models.weights import NewWeights
+
+META = torch.device("meta")
+PAGE_SIZE = 16
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the calls of eecore's ops, which write their results into their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Call | Node] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace != "eecore":
+            return function(*args, **(kwargs or {}))
+        schema = function._schema
+        given = dict(zip([each.name for each in schema.arguments], args, strict=False))
+        arguments = {
+            each.name: (kwargs or {}).get(each.name, given.get(each.name, each.default_value))
+            for each in schema.arguments
+        }
+        written = frozenset(
+            each.name
+            for each in schema.arguments
+            if each.alias_info is not None and each.alias_info.is_write
+        )
+        self.nodes.append(Call(schema.name.removeprefix("eecore::"), arguments, written))
+        return None
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Tensors on the meta device, of which copies to the host have no values either."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def nodes_of(run: Callable[[], object], multiprocessors: int, known: Known) -> list[Node]:
+    """What a call of ops would launch; its tensors are on the meta device."""
+    with _Recorder() as recorder:
+        run()
+    return _planned(recorder, multiprocessors, known)
+
+
+def _planned(recorder: _Recorder, multiprocessors: int, known: Known) -> list[Node]:
+    nodes: list[Node] = []
+    for node in recorder.nodes:
+        nodes += plan(node, multiprocessors, known) if isinstance(node, Call) else [node]
+    return nodes
+
+
+class _Passing(OnHost):
+    """A control under which flags are as told: all bodies run, or none."""
+
+    def __init__(self, recorder: _Recorder, runs: bool) -> None:
+        self._recorder, self._runs = recorder, runs
+
+    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:  # noqa: ARG002
+        """See :class:`eecore.decoding.control.Control`."""
+        self._recorder.nodes += [set_condition(), IfNode()]
+        if self._runs:
+            body()
+
+
+def model_without_memory(config: ModelConfig) -> LlamaModel:
+    """Of bfloat16 weights on the meta device."""
+    return LlamaModel(config, LlamaWeights.empty(config, NewWeights(META, torch.bfloat16)))
+
+
+def iteration(
+    model: LlamaModel,
+    batch: int,
+    seq_len: int,
+    multiprocessors: int,
+    *,
+    leaves: bool | None = None,
+    exit_layer: int | None = None,
+) -> list[Node]:
+    """The graph of a decoding step: full depth, or with a softmax check behind a layer.
+
+    Args:
+        model: on the meta device.
+        batch: rows, a power of two.
+        seq_len: keys of each row.
+        multiprocessors: of the GPU.
+        leaves: None: full depth, without a check. Else whether all rows, which are checked behind
+            a layer, leave there, and their keys and values are filled.
+        exit_layer: that layer; half of them when None.
+    """
+    num_layers = model.config.num_layers
+    checks = leaves is not None
+    at = num_layers // 2 if exit_layer is None else exit_layer
+    points: tuple[tuple[int, tuple[Check, ...]], ...] = ((num_layers, ()),)
+    if checks:
+        points = ((at, (Check("softmax"),)), *points)
+    pages = power_of_two(-(-seq_len // PAGE_SIZE))
+    sizes = Sizes(batch, pages, 0, HeadSizes(), follows=False)
+    kind = ExitKind(points, fills=checks, sizes=sizes)
+    kv = KVCache.allocate(
+        model.config, batch * pages, PAGE_SIZE, device=model.device, dtype=model.dtype
+    )
+    model.prepare(kv)
+    program = ExitStep(model, kv, kind)
+    filled_from = at if leaves else num_layers
+    with _Recorder() as recorder:
+        program.run(_Passing(recorder, runs=not leaves))
+    return _planned(recorder, multiprocessors, Known(seq_len, (filled_from,) * batch))

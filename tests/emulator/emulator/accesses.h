@@ -1,0 +1,44 @@
+// What launches touch, counted while a test asks for it: bytes of watched memory, the 32-byte
+// sectors of a warp's accesses to global memory, and the banks of those to shared memory.
+//
+// The threads of a warp are fibers, so that what they do at once has to be put together: the n-th
+// access of each lane at one place of the compiled code is taken for one instruction. Where lanes
+// come to a place differently often that is wrong.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace emulator {
+
+struct LaunchConfig;
+
+extern bool counts_accesses;
+
+// The call that returns to the running kernel is the place.
+void count_global(const void* address, size_t bytes);
+void count_shared(uint32_t offset, size_t bytes);
+
+#define EMULATOR_INLINE inline __attribute__((always_inline))
+
+EMULATOR_INLINE void touch_global(const void* address, size_t bytes) {
+  if (counts_accesses) count_global(address, bytes);
+}
+EMULATOR_INLINE void touch_shared(uint32_t offset, size_t bytes) {
+  if (counts_accesses) count_shared(offset, bytes);
+}
+
+// Of launch(), one behind the other.
+void begin_counted_launch(const LaunchConfig& config);
+void end_counted_block();
+void end_counted_launch();
+
+// Counts what is launched from here on; nothing is watched. Off: what was counted is forgotten.
+void count_accesses(bool on);
+// Tells, by this name, how many bytes each launch reads of it, and how many of them are different.
+void watch(const std::string& name, const void* begin, size_t bytes);
+// A JSON list of the launches since counting began.
+std::string counted_launches();
+
+}  // namespace emulator

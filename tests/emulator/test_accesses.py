@@ -1,0 +1,338 @@
+"""What kernels touch is what the plans of their launches promise, and in as few steps as they can.
+
+The plans are those of the model of time (bench/gpu/plans.py), so that each holds the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_emulator import run_fault
+from test_kv_fill import packed
+from test_kv_fill import random_call as fill_call
+from test_paged_attention import random_call as attention_call
+from test_skinny_linear import random_call as linear_call
+
+import emulated
+from bench.gpu.calls import Known
+from bench.gpu.cases import cases
+from bench.gpu.launches import KernelLaunch, kernels
+from bench.gpu.plans import PLANS
+from bench.gpu.trace import nodes_of
+from cases import AttentionCase, KvFillCase
+from eecore import ops
+
+MULTIPROCESSORS = 3  # of the emulator
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+class Checked:
+    """A call, as it was planned and as it ran."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        run: Callable[[], object],
+        known: Known | None = None,
+        **watched: torch.Tensor,
+    ) -> None:
+        self.planned = kernels(nodes_of(run, MULTIPROCESSORS, known or Known()))
+        with monkeypatch.context() as routed:
+            emulated.route(routed)
+            with emulated.counting(**watched) as counted:
+                run()
+        self.ran = counted
+        assert [(each.kernel, each.grid) for each in self.planned] == [
+            (each.name, each.grid) for each in self.ran
+        ]
+        # On the emulator's stream nothing is ahead that is not a kernel.
+        early = [each.starts_early for each in self.planned]
+        assert early == [each.starts_early for each in self.ran]
+
+    def of(self, kernel: str) -> tuple[KernelLaunch, emulated.CountedLaunch]:
+        """The only one of this name."""
+        (found,) = (
+            pair for pair in zip(self.planned, self.ran, strict=True) if pair[1].name == kernel
+        )
+        return found
+
+
+# The counters themselves
+
+
+@pytest.mark.parametrize(
+    ("fault", "of"),
+    [
+        ("strided_banks", lambda launch: launch.bank_ways),
+        ("scattered_sectors", lambda launch: launch.sectors / launch.least_sectors),
+    ],
+)
+def test_wasteful_accesses_are_counted(
+    fault: str, of: Callable[[emulated.CountedLaunch], float]
+) -> None:
+    counts = {}
+    for faulty in (False, True):
+        with emulated.counting() as counted:
+            assert run_fault(fault, faulty)[0] == ""
+        (launch,) = counted
+        counts[faulty] = of(launch)
+    assert counts == {False: 1, True: {"strided_banks": 32, "scattered_sectors": 2}[fault]}
+
+
+def test_nothing_is_counted_unasked() -> None:
+    run_fault("strided_banks", faulty=True)
+    with emulated.counting() as counted:
+        pass
+    assert counted == []
+
+
+# Kernels and grids
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_op_launches_what_its_plan_says(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the tiny shapes of the benchmark of a GPU."""
+    planned_ops = set()
+    for case in cases(dtype, CPU, tiny=True):
+        Checked(monkeypatch, case.make().call)
+        planned_ops.add(case.op)
+    assert planned_ops == set(PLANS)
+
+
+# Bytes of global memory
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("num_tokens", [1, 9, 20, 70])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 512), (576, 1024), (192, 96)])
+def test_skinny_linear_reads_each_weight_once_for_a_group_of_rows(
+    in_features: int,
+    out_features: int,
+    num_tokens: int,
+    options: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = linear_call(num_tokens, in_features, out_features, options, dtype)
+    checked = Checked(monkeypatch, lambda: ops.skinny_linear(**call), weight=call["weight"])
+    planned, ran = checked.of("skinny_linear_kernel")
+    total, distinct = ran.watched["weight"]
+    assert distinct == planned.reads["weight"] == call["weight"].nbytes
+    assert total == distinct + planned.repeats["weight"]
+    if out_features % 256 == 0:  # whole tiles, however they are cut
+        assert total == planned.grid[1] * distinct
+    assert len(checked.ran) == (2 if options == "all" or in_features % 64 else 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 9, 33])
+@pytest.mark.parametrize("inner_size", [256, 300])
+def test_skinny_gated_linear_reads_each_weight_once_for_a_group_of_rows(
+    inner_size: int, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(num_tokens, 128).to(dtype), torch.randn(2 * inner_size, 128).to(dtype)
+    norm = torch.rand(128).to(dtype)
+    checked = Checked(
+        monkeypatch,
+        lambda: ops.skinny_gated_linear(x, weight, norm_weight=norm, eps=1e-5),
+        weight=weight,
+    )
+    planned, ran = checked.of("skinny_gated_linear_kernel")
+    total, distinct = ran.watched["weight"]
+    assert distinct == planned.reads["weight"] == weight.nbytes
+    assert total == distinct + planned.repeats["weight"]
+    assert (total == planned.grid[1] * distinct) is (inner_size % 256 == 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("num_seqs", [1, 9, 33])
+def test_the_head_is_read_once_for_a_group_of_rows(
+    num_seqs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, head = torch.randn(num_seqs, 128).to(dtype), torch.randn(1280, 128).to(dtype)
+    norm = torch.rand(128).to(dtype)
+    checked = Checked(
+        monkeypatch, lambda: ops.exit_confidence_softmax(hidden, norm, head, 1e-5), head=head
+    )
+    planned, ran = checked.of("exit_confidence_softmax_kernel")
+    total, distinct = ran.watched["head"]
+    assert distinct == planned.reads["weight"] == head.nbytes
+    assert total == planned.grid[1] * distinct == distinct + planned.repeats["weight"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("exits", [(0, 0, 0), (2, 1, 2), (3, 2, 3), (1,) * 9, (3, 3)])
+def test_kv_fill_reads_the_layers_that_a_row_skipped(
+    exits: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = fill_call(KvFillCase(len(exits), hidden_size=128), dtype)
+    call["exit_layer"] = torch.tensor(exits, dtype=torch.int32)
+    call["slot_mapping"] = torch.arange(len(exits))
+    weight = call["kv_weight"]
+    checked = Checked(
+        monkeypatch,
+        lambda: ops.kv_fill(**packed(call)),
+        Known(exit_layers=exits),
+        weight=weight,
+    )
+    planned, ran = checked.of("kv_fill_kernel")
+    total, distinct = ran.watched["weight"]
+    if min(exits) == len(weight):  # what was under way before the rows were known is for nothing
+        assert planned.reads["weight"] == 0
+        assert total <= weight[-1].numel() * weight.element_size()
+        return
+    assert distinct == planned.reads["weight"]
+    assert distinct == (len(weight) - min(exits)) * weight[0].numel() * weight.element_size()
+    assert total == distinct + planned.repeats["weight"]
+    assert total == planned.grid[1] * distinct
+
+
+ATTENTION = {
+    "decode": AttentionCase((1, 1, 1), (300, 40, 64), 8, 2, 64, 16),
+    "decode, splits": AttentionCase((1, 1), (700, 700), 4, 2, 64, 16, fixed_split_size=128),
+    "one long": AttentionCase((1,), (2000,), 4, 2, 128, 16, fixed_split_size=128),
+    "verify": AttentionCase((5, 5), (200, 133), 8, 2, 128, 16),
+    "float heads": AttentionCase((1, 1), (90, 90), 3, 3, 256, 8),
+    "window": AttentionCase((1,), (600,), 4, 2, 64, 16, sliding_window=100),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_reads_each_key_and_value_once(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ATTENTION[name]
+    call = attention_call(case, dtype, CPU)
+    checked = Checked(
+        monkeypatch,
+        lambda: ops.paged_attention(**call),
+        k=call["k_cache"],
+        v=call["v_cache"],
+    )
+    _, ran = checked.of("paged_attention_kernel")
+    seen = [min(length, case.sliding_window or length) for length in case.seq_lens]
+    row = case.num_kv_heads * case.head_dim * dtype.itemsize
+    group = case.num_q_heads // case.num_kv_heads
+    tile = 16 if dtype == torch.float32 else 64
+    tiles = math.ceil(case.num_queries[0] * group / tile)
+    for cache in "kv":
+        total, distinct = ran.watched[cache]
+        assert distinct == sum(seen) * row
+        # A second tile sees no key that the last query does not.
+        assert distinct <= total <= tiles * distinct
+        assert (total == distinct) is (tiles == 1)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_the_plan_knows_the_keys_of_a_call(
+    queries: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = AttentionCase((queries,) * 3, (96, 96, 96), 8, 2, 64, 16, sliding_window=window)
+    call = attention_call(case, torch.bfloat16, CPU)
+    checked = Checked(
+        monkeypatch,
+        lambda: ops.paged_attention(**call),
+        Known(seq_len=96),
+        k=call["k_cache"],
+        v=call["v_cache"],
+    )
+    planned, ran = checked.of("paged_attention_kernel")
+    read = sum(distinct for _, distinct in ran.watched.values())
+    assert planned.reads["k_cache, v_cache"] == read
+
+
+# Steps of memory
+
+
+def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Of every op; those with a ring, a tile or an exchange in shared memory in more shapes."""
+    torch.manual_seed(0)
+    made = {f"{case.op} {case.name}": case.make().call for case in cases(dtype, CPU, tiny=True)}
+    for tokens in (1, 9, 20, 40):
+        for features in ((64, 512), (576, 192)):
+            call = linear_call(tokens, *features, "all", dtype)
+            made[f"linear {tokens} {features}"] = lambda c=call: ops.skinny_linear(**c)
+        fill = fill_call(KvFillCase(tokens, hidden_size=128, head_dim=128, rotary_dim=128), dtype)
+        fill["exit_layer"].fill_(1)
+        made[f"fill {tokens}"] = lambda c=fill: ops.kv_fill(**packed(c))
+        x = torch.randn(tokens, 128).to(dtype)
+        weight, norm = torch.randn(512, 128).to(dtype), torch.rand(128).to(dtype)
+        made[f"gated {tokens}"] = lambda x=x, w=weight, n=norm: ops.skinny_gated_linear(
+            x, w, norm_weight=n, eps=1e-5
+        )
+        made[f"head {tokens}"] = lambda x=x, w=weight, n=norm: ops.exit_confidence_softmax(
+            x, n, w, 1e-5
+        )
+    for head_dim in (64, 128, 256):
+        for queries in (1, 6):
+            case = AttentionCase((queries,) * 2, (200, 64), 8, 2, head_dim, 16)
+            call = attention_call(case, dtype, CPU)
+            call["q"] = call["q"].contiguous()
+            made[f"attention {head_dim} {queries}"] = lambda c=call: ops.paged_attention(**c)
+    return made
+
+
+# Words of one bank that lanes ask for at once, where it is more than one.
+CONFLICTS = {
+    # The exchange of slices: written without a conflict, but read as two columns of 16 rows, which
+    # share four banks.
+    "skinny_linear_kernel": 2,
+    "skinny_gated_linear_kernel": 2,
+    # Once a block, its warps' summaries, 16 bytes each read word by word: of up to 64 rows.
+    "exit_confidence_softmax_kernel": 4,
+    # The results of a round, 32 bytes a lane, read as two halves.
+    "paged_attention_kernel": 2,
+}
+# In float32 the head takes 16 rows at most, and a lane of attention 16 bytes.
+CONFLICTS_IN_FLOAT = {**CONFLICTS, "exit_confidence_softmax_kernel": 2, "paged_attention_kernel": 1}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_shared_memory_is_reached_without_more_conflicts_than_are_known(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, int] = {}
+    places: dict[str, str] = {}
+    emulated.route(monkeypatch)
+    for name, run in calls(dtype).items():
+        with emulated.counting() as counted:
+            run()
+        for launch in counted:
+            if launch.bank_ways > found.get(launch.name, 0):
+                found[launch.name] = launch.bank_ways
+                places[launch.name] = f"{name}: {launch.bank_place}"
+    known = CONFLICTS_IN_FLOAT if dtype == torch.float32 else CONFLICTS
+    assert {name: known.get(name, 1) for name in found} == found, places
+
+
+# Times the sectors that would do, where float32 is read beside 16-bit elements: 32 bytes a lane, in
+# two accesses of which the second finds its half of each sector in L1.
+WIDE_BESIDE_NARROW = {"append_kv_kernel": 1.3, "exit_confidence_mlp_kernel": 1.9}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sectors_of_global_memory_are_taken_whole(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated.route(monkeypatch)
+    worst: dict[str, float] = {}
+    for run in calls(dtype).values():
+        with emulated.counting() as counted:
+            run()
+        for launch in counted:
+            if launch.least_sectors:
+                share = launch.sectors / launch.least_sectors
+                worst[launch.name] = max(worst.get(launch.name, 0.0), share)
+    known = {} if dtype == torch.float32 else WIDE_BESIDE_NARROW
+    allowed = {name: known.get(name, 1.05) for name in worst}  # a row may begin within a sector
+    assert {name: share for name, share in worst.items() if share > allowed[name]} == {}
+    assert all(worst[name] > 1.1 for name in known)
