@@ -39,7 +39,7 @@ def rounded(directory: Path, into: Path) -> Path:
 
 
 @pytest.fixture(params=["emulated", "cuda"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A GPU, or the emulator on the CPU's memory: where that is so, models have no blocks."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
@@ -66,7 +66,7 @@ MODES += [("smollm2", mode) for mode in ("full", "softmax_each", "speculative")]
 
 @pytest.mark.parametrize(("family", "mode"), MODES)
 def test_every_mode_gives_the_tokens_of_the_rounded_weights(
-    family: str, mode: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    family: str, mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The longest prompt has more rows than the skinny products take."""
     assert max(map(len, PROMPTS)) > MAX_SKINNY_ROWS
@@ -75,7 +75,7 @@ def test_every_mode_gives_the_tokens_of_the_rounded_weights(
     if mode == "head":
         whole = eecore.load(directory, device="cpu")
         pack = write_pack(tmp_path / "pack", whole, taps=(2,), vocabulary_size=300)
-    int8 = load_int8(directory, device, exits=pack)
+    int8 = load_int8(directory, backend, exits=pack)
     got = eecore.generate(int8, PROMPTS, exit=policy, max_tokens=6)
     monkeypatch.undo()
     heads_in_floats(monkeypatch)
@@ -87,10 +87,10 @@ def test_every_mode_gives_the_tokens_of_the_rounded_weights(
 
 @pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative"])
 def test_a_t5_gives_the_tokens_of_the_rounded_weights(
-    mode: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     directory, policy = write_t5(tmp_path / "model"), POLICIES[mode]
-    got = eecore.generate(load_int8(directory, device), PROMPTS, exit=policy, max_tokens=5)
+    got = eecore.generate(load_int8(directory, backend), PROMPTS, exit=policy, max_tokens=5)
     monkeypatch.undo()
     same = eecore.load(rounded(directory, tmp_path / "rounded"), device="cpu")
     expected = eecore.generate(same, PROMPTS, exit=policy, max_tokens=5)
@@ -99,11 +99,11 @@ def test_a_t5_gives_the_tokens_of_the_rounded_weights(
 
 @pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative"])
 def test_a_seed_draws_the_tokens_of_the_rounded_weights(
-    mode: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     directory = write_model(tmp_path / "model")
     sampling = SamplingParams(max_tokens=5, temperature=0.9, seed=3, prompt_logprobs=1)
-    int8 = load_int8(directory, device)
+    int8 = load_int8(directory, backend)
     got = eecore.generate(int8, PROMPTS, exit=POLICIES[mode], sampling=sampling)
     monkeypatch.undo()
     same = eecore.load(rounded(directory, tmp_path / "rounded"), device="cpu")
