@@ -79,11 +79,6 @@ class Checker {
                       const std::optional<Tensor>& scale, const char* scale_name,
                       std::initializer_list<Dim> scale_shape);
 
-  // Throws where there is a scale: the CUDA kernels have no int8 weights.
-  void no_int8(const std::optional<Tensor>& scale, const char* name) const {
-    require(!scale.has_value(), name, ": expected none on CUDA, int8 weights run on the CPU");
-  }
-
   // Binds a size that no tensor has as a dimension of its own, "num_drafts + num_seqs" for one.
   void bind(const char* dim_name, int64_t size);
 

@@ -33,6 +33,8 @@ def fits_the_emulator(parameters: Mapping[str, object]) -> bool:
     """
     if parameters.get("inner_size") == 1000:  # of a classifier: one width will do
         return parameters.get("hidden_size") == 576
+    if parameters.get("columns") == (1 << 20) + 33:  # of int8 weights
+        return False
     if "max_distance" in parameters:  # of a position bias: each with the usual other will do
         return parameters["max_distance"] == 128 or parameters.get("num_buckets") == 32
     return parameters.get("num_seqs") != 257 or "hidden_size" not in parameters

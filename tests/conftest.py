@@ -30,6 +30,8 @@ CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_mod
 # What differs with matrix tiles, the machine's or those of a model in software.
 TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
 TILED += ("decoder_layers", "rows_alone", "tiles")
+# What runs on CUDA too: ops, and what is tested across them.
+ON_CUDA = cases.CUDA_OPS | {"int8_weights"}
 # opcheck is about what torch sees of an op, which is the same in front of all of the CPU's kernels.
 ALIKE_AT_THE_BOUNDARY = tuple(f"cpu-{name}" for name in CPU_CAPABILITIES if name != "portable")
 
@@ -116,10 +118,10 @@ def pytest_collection_modifyitems(
         if backend == "emulated":
             # opcheck is about torch.ops.eecore.
             fits = "opcheck" not in item.name and cases.fits_the_emulator(parameters)
-            (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
+            (kept if op in ON_CUDA and fits else left_out).append(item)
         elif backend == "cuda":
             fits = "EECORE_REDUCED_CASES" not in os.environ or cases.fits_the_emulator(parameters)
-            (kept if op in cases.CUDA_OPS and fits else left_out).append(item)
+            (kept if op in ON_CUDA and fits else left_out).append(item)
         elif parameters.get("dtype") == torch.float16 or (
             backend in ALIKE_AT_THE_BOUNDARY and "opcheck" in item.name
         ):

@@ -21,8 +21,12 @@ STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_kernel"
 
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
-SKINNY = r"skinny_linear_kernel<(\w+), (\d+), (\d+)> "
-GATED = r"skinny_gated_linear_kernel<(\w+), (\d+)> "
+INT8 = "signed char"  # of a weight's elements, which are the last argument
+# Of the permutations that put int8 below an exponent: selectors and exponents, either of which a
+# register may hold.
+SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
+SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
+GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (\w+|{INT8})> "
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,11 @@ def place_of(code: Code, opcode: str) -> int:
     return next(i for i, instruction in enumerate(code.lines) if instruction.opcode == opcode)
 
 
+def last_of(code: Code, name: str) -> int:
+    """The place of the last such instruction, whatever its modifiers."""
+    return max(i for i, instruction in enumerate(code.lines) if instruction.name == name)
+
+
 def waits_early(kernels: dict[str, Code]) -> list[tuple[str, Code]]:
     """Kernels that may start before the one ahead has ended."""
     return [(name, code) for name, code in kernels.items() if "ACQBULK" in names_of(code)]
@@ -95,7 +104,8 @@ def test_nothing_but_weights_is_read_before_the_wait(kernels: dict[str, Code]) -
     for name, code in waits_early(kernels):
         weights = set()
         if re.match(STREAMS_WEIGHTS, name):
-            weights = {"LDGSTS", "LDG.E" if "float" in name else "LDG.E.U16"}
+            element = "LDG.E.U8" if INT8 in name else "LDG.E" if "float" in name else "LDG.E.U16"
+            weights = {"LDGSTS", element}
         touched = {line for line in code.before("ACQBULK") if line.name in GLOBAL_ACCESSES}
         others = {line for line in touched if not {line.name, line.opcode} & weights}
         assert not others, name
@@ -108,6 +118,17 @@ def test_a_batch_of_partial_results_is_loaded_before_the_first_is_merged(
         loads = [i for i, line in enumerate(code.lines) if line.opcode == "LDG.E.128"]
         assert len(loads) == 8 * (1 if match[1] == "float" else 2), match.string
         assert loads[-1] < place_of(code, "MUFU.EX2"), match.string
+
+
+def skinny_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
+    """With the numbers of tiles of 16 rows of the weight and of 8 rows of x."""
+    linear = [(m, int(m[2]), int(m[3]), code) for m, code in of(kernels, SKINNY)]
+    return linear + [(m, 2, int(m[2]), code) for m, code in of(kernels, GATED)]
+
+
+def is_int8(match: re.Match[str]) -> bool:
+    """Whether a product's weight is."""
+    return match[match.re.groups] == INT8
 
 
 def check_counts(code: Code, exact: bool, name: str, **expected: int) -> None:
@@ -142,16 +163,47 @@ def test_attention_multiplies_and_copies_as_its_tile_says(
 def test_the_skinny_products_multiply_and_copy_as_their_tiles_say(
     kernels: dict[str, Code], is_recorded_compiler: bool
 ) -> None:
-    linear = [(m, int(m[2]), int(m[3]), code) for m, code in of(kernels, SKINNY)]
-    gated = [(m, 2, int(m[2]), code) for m, code in of(kernels, GATED)]
-    for match, m_tiles, n_tiles, code in linear + gated:
+    for match, m_tiles, n_tiles, code in skinny_products(kernels):
+        pieces = 2 if is_int8(match) and n_tiles <= 4 else 1  # of x, written out, to one of W
         check_counts(
             code,
             is_recorded_compiler,
             match.string,
-            HMMA=0 if match[1] == "float" else 4 * m_tiles * n_tiles,  # of a chunk
+            HMMA=0 if match[1] == "float" else 4 * pieces * m_tiles * n_tiles,  # of a chunk
             LDGSTS=2 * 4 * m_tiles,  # when the stream begins and as it goes on
         )
+
+
+def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:
+    """By a permutation of bytes and one subtraction; conversions take four times as long."""
+    found = 0
+    for match, m_tiles, n_tiles, code in skinny_products(kernels):
+        if not is_int8(match) or match[1] == "float":
+            continue
+        found += 1
+        loop = code.lines[place_of(code, "LDG.E.128") : last_of(code, "HMMA")]
+        pieces = 2 if n_tiles <= 4 else 1  # of a row, written out
+        pairs = 2 * m_tiles * pieces * 16 // 2
+        operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
+        assert sum(bool(SPREADS & set(those)) for those in operands) == pairs, match.string
+        assert not [line for line in loop if line.name == "I2F"], match.string
+    assert found > 0
+
+
+def test_rows_of_x_are_on_their_way_before_a_weight_is_waited_for(
+    kernels: dict[str, Code],
+) -> None:
+    """With few rows all that a chunk needs of them."""
+    found = 0
+    for match, _, n_tiles, code in skinny_products(kernels):
+        if match[1] == "float" or n_tiles > 2:
+            continue
+        found += 1
+        first = place_of(code, "LDG.E.128")
+        wait = next(i for i in range(first, len(code.lines)) if code.lines[i].name == "DEPBAR")
+        loads = [line for line in code.lines[first:wait] if line.opcode == "LDG.E.128"]
+        assert len(loads) == (4 if is_int8(match) else 2) * n_tiles, match.string
+    assert found > 0
 
 
 def test_instructions_are_read_with_and_without_a_predicate() -> None:

@@ -8,6 +8,7 @@ bench/gpu.sh runs it. Every result is compared with its peers' before it is time
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from bench.gpu.cases import Case, cases
 from bench.gpu.devices import LEAST, MOST, contradicts, known_gpu
 from bench.gpu.expected import expected_cases
+from bench.gpu.int8_cases import int8_cases
 from bench.gpu.timing import copy_rate, matmul_rate, sets_needed, time_calls
 from bench.harness.places import ROOT
 from bench.harness.results import write_json
@@ -198,7 +200,8 @@ def main(words: Sequence[str]) -> int:
     for name in arguments.dtype or ["bfloat16"]:
         dtype = getattr(torch, name)
         expected = {} if gpu is None else expected_cases(gpu, dtype, arguments.tiny)
-        for case in cases(dtype, device, arguments.tiny):
+        given = (dtype, device, arguments.tiny)
+        for case in itertools.chain(cases(*given), int8_cases(*given)):
             if arguments.only and case.op not in arguments.only:
                 continue
             if time.monotonic() - begin > arguments.seconds:

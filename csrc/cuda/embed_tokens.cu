@@ -1,14 +1,20 @@
-// embed_tokens on CUDA: a block for each row.
+// embed_tokens on CUDA: a block for each row, copied, or made of int8.
+#include "dispatch.h"
 #include "eecore/embed_tokens.cuh"
 #include "launch.cuh"
 
 namespace eecore::cuda {
 
 void run_embed_tokens(const EmbedTokensParams& params, Stream stream) {
-  launch("embed_tokens", embed_tokens_kernel,
-         {dim3(static_cast<unsigned>(params.num_tokens)), dim3(kEmbedTokensThreads), 0,
-          Launch::kAfterPrevious},
-         stream, params);
+  const LaunchShape shape{dim3(static_cast<unsigned>(params.num_tokens)), dim3(kEmbedTokensThreads),
+                          0, Launch::kAfterPrevious};
+  if (params.scale == nullptr) {
+    return launch("embed_tokens", embed_tokens_kernel, shape, stream, params);
+  }
+  dispatch_dtype(params.dtype, "embed_tokens", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch("embed_tokens", embed_int8_tokens_kernel<T>, shape, stream, params);
+  });
 }
 
 }  // namespace eecore::cuda

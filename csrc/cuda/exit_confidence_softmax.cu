@@ -18,15 +18,18 @@ int64_t summary_bytes(const ExitConfidenceSoftmaxParams& params, int device) {
   return params.num_seqs * num_blocks(params, device) * int64_t{sizeof(LogitSummary)};
 }
 
-bool makes_rows(const ExitConfidenceSoftmaxParams& params) {
-  return needs_rows(params.hidden, params.hidden_stride, params.hidden_size, params.norm_weight,
-                    params.dtype);
+RowForm row_form(const ExitConfidenceSoftmaxParams& params) {
+  return {params.hidden_size, params.dtype, params.lm_head_scale != nullptr};
 }
 
-template <typename T, int kNTiles>
+bool makes_rows(const ExitConfidenceSoftmaxParams& params) {
+  return needs_rows(row_form(params), params.hidden, params.hidden_stride, params.norm_weight);
+}
+
+template <typename T, typename W, int kNTiles>
 void measure(const ExitConfidenceSoftmaxParams& params, LogitSummary* summaries, bool early_weight,
              Stream stream) {
-  SkinnyPlan plan = make_plan<T>(params.lm_head, params.lm_head_stride, params.hidden_size);
+  SkinnyPlan plan = make_plan<W>(params.lm_head, params.lm_head_stride, params.hidden_size);
   plan.early_weight = early_weight;
   plan.num_tiles = static_cast<int>(ceil_div(params.vocab_size, kTileRows));
   const int64_t blocks = num_blocks(params, stream.device);
@@ -34,7 +37,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, LogitSummary* summaries,
              stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_seqs, 8 * kNTiles)));
-  launch("exit_confidence_softmax", exit_confidence_softmax_kernel<T, kNTiles>,
+  launch("exit_confidence_softmax", exit_confidence_softmax_kernel<T, kNTiles, W>,
          {grid, dim3(kSkinnyThreads), static_cast<size_t>(skinny_ring_bytes(plan, kHeadMTiles)),
           Launch::kAfterPrevious},
          stream, params, plan, summaries);
@@ -44,8 +47,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, LogitSummary* summaries,
 
 // Summaries, then rows.
 int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& params, int device) {
-  const int64_t rows =
-      makes_rows(params) ? rows_bytes(params.num_seqs, params.hidden_size, params.dtype) : 0;
+  const int64_t rows = makes_rows(params) ? params.num_seqs * row_form(params).padded_bytes() : 0;
   return summary_bytes(params, device) + rows;
 }
 
@@ -56,12 +58,15 @@ void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stre
     using T = typename decltype(tag)::type;
     ExitConfidenceSoftmaxParams ready = params;
     if (makes_rows(params)) {
-      make_rows<T>(params.num_seqs, params.hidden_size, params.norm_weight, params.eps,
+      make_rows<T>(row_form(params), params.num_seqs, params.norm_weight, params.eps,
                    static_cast<char*>(params.workspace) + summary_bytes(params, stream.device),
                    ready.hidden, ready.hidden_stride, stream);
     }
-    dispatch_tokens<T, 8>(params.num_seqs, [&](auto n_tiles) {
-      measure<T, n_tiles()>(ready, summaries, makes_rows(params), stream);
+    dispatch_weight<T>(params.lm_head_scale, [&](auto weight_tag) {
+      using W = typename decltype(weight_tag)::type;
+      dispatch_tokens<T, 8>(params.num_seqs, [&](auto n_tiles) {
+        measure<T, W, n_tiles()>(ready, summaries, makes_rows(params), stream);
+      });
     });
   });
   const dim3 grid(static_cast<unsigned>(ceil_div(params.num_seqs, kSummaryWarps)));

@@ -11,22 +11,26 @@ int64_t order_bytes(const KvFillParams& params) {
   return ceil_div((params.num_tokens + params.num_layers) * int64_t{sizeof(int32_t)}, 128) * 128;
 }
 
+RowForm row_form(const KvFillParams& params) {
+  return {params.hidden_size, params.dtype, params.kv_scale != nullptr};
+}
+
 template <typename T>
 KvFillRows rows_in_workspace(const KvFillParams& params) {
   KvFillRows rows{};
   rows.order = static_cast<int32_t*>(params.workspace);
   rows.counts = rows.order + params.num_tokens;
   rows.normed = static_cast<char*>(params.workspace) + order_bytes(params);
-  rows.padded_size = padded_row_size(params.hidden_size, params.dtype);
+  rows.padded_size = row_form(params).padded_size();
   rows.hidden_aligned = is_aligned(params.hidden, params.hidden_stride, sizeof(T));
   rows.norm_weight_aligned = is_aligned(params.norm_weight, params.norm_layer_stride, sizeof(T));
   return rows;
 }
 
-template <typename T, int kNTiles>
+template <typename T, typename W, int kNTiles>
 void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
-  SkinnyPlan plan = make_plan<T>(params.kv_weight, params.weight_row_stride, params.hidden_size);
-  plan.aligned = plan.aligned && params.weight_layer_stride * int64_t{sizeof(T)} % 16 == 0;
+  SkinnyPlan plan = make_plan<W>(params.kv_weight, params.weight_row_stride, params.hidden_size);
+  plan.aligned = plan.aligned && params.weight_layer_stride * int64_t{sizeof(W)} % 16 == 0;
   HeadPlan cut{};
   cut.row_tiles = static_cast<int>(ceil_div(params.head_dim, 16));
   plan.num_slices = std::clamp(kSkinnyWarps / cut.row_tiles, 1, plan.num_chunks);
@@ -39,7 +43,7 @@ void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   set_stages(plan, 1, blocks, products_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
-  launch("kv_fill", kv_fill_kernel<T, kNTiles>,
+  launch("kv_fill", kv_fill_kernel<T, kNTiles, W>,
          {grid, dim3(kSkinnyThreads),
           static_cast<size_t>(skinny_ring_bytes(plan, 1) + products_bytes), Launch::kAfterPrevious},
          stream, params, rows, plan, cut);
@@ -49,7 +53,7 @@ void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
 
 int64_t kv_fill_workspace(const KvFillParams& params, int) {
   return order_bytes(params) +
-         params.num_layers * rows_bytes(params.num_tokens, params.hidden_size, params.dtype);
+         params.num_layers * params.num_tokens * row_form(params).padded_bytes();
 }
 
 void run_kv_fill(const KvFillParams& params, Stream stream) {
@@ -61,12 +65,15 @@ void run_kv_fill(const KvFillParams& params, Stream stream) {
                     static_cast<unsigned>(params.num_layers));
     launch("kv_fill", kv_fill_rows_kernel<T>,
            {grid, dim3(kRmsNormThreads), 0, Launch::kAfterPrevious}, stream, params, rows);
-    if constexpr (std::is_same_v<T, float>) {
-      fill<T, 1>(params, rows, stream);
-    } else {
-      dispatch_tokens<T, 4>(params.num_tokens,
-                            [&](auto n_tiles) { fill<T, n_tiles()>(params, rows, stream); });
-    }
+    dispatch_weight<T>(params.kv_scale, [&](auto weight_tag) {
+      using W = typename decltype(weight_tag)::type;
+      if constexpr (std::is_same_v<T, float>) {
+        fill<T, W, 1>(params, rows, stream);
+      } else {
+        dispatch_tokens<T, 4>(params.num_tokens,
+                              [&](auto n_tiles) { fill<T, W, n_tiles()>(params, rows, stream); });
+      }
+    });
   });
 }
 

@@ -6,9 +6,9 @@
 namespace eecore::cuda {
 namespace {
 
-template <typename T, int kNTiles>
+template <typename T, typename W, int kNTiles>
 void multiply(const SkinnyGatedLinearParams& params, bool early_weight, Stream stream) {
-  SkinnyPlan plan = make_plan<T>(params.weight, params.weight_stride, params.in_features);
+  SkinnyPlan plan = make_plan<W>(params.weight, params.weight_stride, params.in_features);
   plan.num_slices = choose_slices(params.inner_size, plan.num_chunks, stream.device);
   plan.early_weight = early_weight;
   plan.num_tiles = static_cast<int>(ceil_div(params.inner_size, skinny_tile_rows(plan, 1)));
@@ -19,7 +19,7 @@ void multiply(const SkinnyGatedLinearParams& params, bool early_weight, Stream s
   set_stages(plan, kGatedMTiles, blocks, exchange_bytes, stream.device);
   const dim3 grid(static_cast<unsigned>(blocks),
                   static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
-  launch("skinny_gated_linear", skinny_gated_linear_kernel<T, kNTiles>,
+  launch("skinny_gated_linear", skinny_gated_linear_kernel<T, kNTiles, W>,
          {grid, dim3(kSkinnyThreads),
           static_cast<size_t>(skinny_ring_bytes(plan, kGatedMTiles) + exchange_bytes),
           Launch::kAfterPrevious},
@@ -36,12 +36,13 @@ void run_skinny_gated_linear(const SkinnyGatedLinearParams& params, Stream strea
   check_activation("skinny_gated_linear", params.activation,
                    {Activation::kSilu, Activation::kGeluTanh});
   if (params.num_tokens == 0 || params.inner_size == 0) return;
-  with_ready_rows(
-      "skinny_gated_linear", params, stream,
-      [&](auto tag, auto n_tiles, const SkinnyGatedLinearParams& ready, bool makes_rows) {
-        using T = typename decltype(tag)::type;
-        multiply<T, n_tiles()>(ready, makes_rows, stream);
-      });
+  with_ready_rows("skinny_gated_linear", params, stream,
+                  [&](auto tag, auto weight_tag, auto n_tiles, const SkinnyGatedLinearParams& ready,
+                      bool makes_rows) {
+                    using T = typename decltype(tag)::type;
+                    using W = typename decltype(weight_tag)::type;
+                    multiply<T, W, n_tiles()>(ready, makes_rows, stream);
+                  });
 }
 
 }  // namespace eecore::cuda

@@ -33,33 +33,38 @@ inline void check_activation(const char* op, Activation activation,
 
 // ---- Rows of x ----
 
-// Elements of a row in the workspace.
-inline int64_t padded_row_size(int64_t row_size, DType dtype) {
-  const int64_t chunk = dtype == DType::kFloat32 ? kChunkSize<float> : kChunkSize<BFloat16>;
-  return ceil_div(row_size, chunk) * chunk;
-}
-inline int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+// Rows of x as the products with a weight take them: whole chunks of it.
+struct RowForm {
+  int64_t size;  // elements
+  DType dtype;
+  bool is_int8;  // the weight
+
+  // Elements in the workspace.
+  int64_t padded_size() const {
+    const int64_t chunk = is_int8                    ? kChunkSize<int8_t>
+                          : dtype == DType::kFloat32 ? kChunkSize<float>
+                                                     : kChunkSize<BFloat16>;
+    return ceil_div(size, chunk) * chunk;
+  }
+  int64_t padded_bytes() const { return padded_size() * size_of(dtype); }
+};
 
 // Whether the products cannot read x where it is.
-inline bool needs_rows(const void* x, int64_t stride, int64_t row_size, const void* norm_weight,
-                       DType dtype) {
-  return norm_weight != nullptr || !is_aligned(x, stride, element_bytes(dtype)) ||
-         padded_row_size(row_size, dtype) != row_size;
-}
-
-inline int64_t rows_bytes(int64_t num_rows, int64_t row_size, DType dtype) {
-  return num_rows * padded_row_size(row_size, dtype) * element_bytes(dtype);
+inline bool needs_rows(const RowForm& form, const void* x, int64_t stride,
+                       const void* norm_weight) {
+  return norm_weight != nullptr || !is_aligned(x, stride, size_of(form.dtype)) ||
+         form.padded_size() != form.size;
 }
 
 // Makes rows of x ready in `out`, and points x there.
 template <typename T>
-void make_rows(int64_t num_rows, int64_t row_size, const void* norm_weight, float eps, void* out,
+void make_rows(const RowForm& form, int64_t num_rows, const void* norm_weight, float eps, void* out,
                const void*& x, int64_t& x_stride, Stream stream) {
-  const int64_t padded_size = ceil_div(row_size, kChunkSize<T>) * kChunkSize<T>;
+  const int64_t padded_size = form.padded_size();
   const RmsNormRows rows{x,
                          norm_weight,
                          out,
-                         row_size,
+                         form.size,
                          padded_size,
                          x_stride,
                          eps,
@@ -113,14 +118,14 @@ inline int choose_slices(int64_t num_rows, int num_chunks, int device) {
   return slices;
 }
 
-// For a weight [.., row_size]. What depends on the op is still to be set.
-template <typename T>
+// For a weight [.., row_size] of elements W. What depends on the op is still to be set.
+template <typename W>
 SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size) {
   SkinnyPlan plan{};
   plan.row_size = static_cast<int>(row_size);
-  plan.num_chunks = static_cast<int>(ceil_div(row_size, kChunkSize<T>));
+  plan.num_chunks = static_cast<int>(ceil_div(row_size, kChunkSize<W>));
   plan.num_slices = 1;
-  plan.aligned = is_aligned(weight, weight_stride, sizeof(T));
+  plan.aligned = is_aligned(weight, weight_stride, sizeof(W));
   return plan;
 }
 
@@ -140,28 +145,45 @@ void dispatch_tokens(int64_t num_tokens, Body&& body) {
   }
 }
 
-// Bytes of workspace of a product whose Params has x, norm_weight and in_features: its rows, where
-// they must be made ready.
-template <typename Params>
-int64_t ready_rows_bytes(const Params& params) {
-  const bool makes_rows =
-      needs_rows(params.x, params.x_stride, params.in_features, params.norm_weight, params.dtype);
-  return makes_rows ? rows_bytes(params.num_tokens, params.in_features, params.dtype) : 0;
+// body(TypeTag<W>{}) for the elements of a weight that meets an x of type T: int8 where it has
+// scales.
+template <typename T, typename Body>
+void dispatch_weight(const float* scale, Body&& body) {
+  if (scale != nullptr) return body(TypeTag<int8_t>{});
+  body(TypeTag<T>{});
 }
 
-// multiply(TypeTag<T>{}, n_tiles, params, makes_rows) with the rows of x ready, made in the
-// workspace where they must be, and the number of 8-row tiles of x as a constant.
+// Rows of x of a product whose Params has x, norm_weight, in_features and weight_scale.
+template <typename Params>
+RowForm row_form(const Params& params) {
+  return {params.in_features, params.dtype, params.weight_scale != nullptr};
+}
+
+// Bytes of workspace of it: its rows, where they must be made ready.
+template <typename Params>
+int64_t ready_rows_bytes(const Params& params) {
+  const RowForm form = row_form(params);
+  return needs_rows(form, params.x, params.x_stride, params.norm_weight)
+             ? params.num_tokens * form.padded_bytes()
+             : 0;
+}
+
+// multiply(TypeTag<T>{}, TypeTag<W>{}, n_tiles, params, makes_rows) with the rows of x ready, made
+// in the workspace where they must be, and the number of 8-row tiles of x as a constant.
 template <typename Params, typename Multiply>
 void with_ready_rows(const char* op, Params params, Stream stream, Multiply&& multiply) {
   const bool makes_rows = ready_rows_bytes(params) > 0;
   dispatch_dtype(params.dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (makes_rows) {
-      make_rows<T>(params.num_tokens, params.in_features, params.norm_weight, params.eps,
+      make_rows<T>(row_form(params), params.num_tokens, params.norm_weight, params.eps,
                    params.workspace, params.x, params.x_stride, stream);
     }
-    dispatch_tokens<T, 8>(params.num_tokens,
-                          [&](auto n_tiles) { multiply(tag, n_tiles, params, makes_rows); });
+    dispatch_weight<T>(params.weight_scale, [&](auto weight_tag) {
+      dispatch_tokens<T, 8>(params.num_tokens, [&](auto n_tiles) {
+        multiply(tag, weight_tag, n_tiles, params, makes_rows);
+      });
+    });
   });
 }
 

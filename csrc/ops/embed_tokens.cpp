@@ -35,9 +35,7 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
   params.row_bytes = params.hidden_size * element;
   params.weight_stride = weight.stride(0) * (scale.has_value() ? 1 : element);
   params.out_stride = out.stride(0) * element;
-#ifdef EECORE_BACKEND_CUDA
-  check.no_int8(scale, "scale");
-#else
+#ifndef EECORE_BACKEND_CUDA
   check_tokens(check, params, has_previous ? check["num_previous"] : 0, check["vocab_size"]);
 #endif
   EECORE_RUN(embed_tokens, params, token_ids);

@@ -43,7 +43,6 @@ void exit_confidence_softmax(const Tensor& hidden, const std::optional<Tensor>& 
   params.eps = static_cast<float>(eps);
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
-  check.no_int8(lm_head_scale, "lm_head_scale");
   const Tensor memory = workspace(
       hidden, cuda::exit_confidence_softmax_workspace(params, current_stream(hidden).device));
   params.workspace = data<void>(memory);

@@ -86,7 +86,6 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   params.eps = static_cast<float>(eps);
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
-  check.no_int8(kv_scale, "kv_scale");
   const Tensor memory =
       workspace(hidden, cuda::kv_fill_workspace(params, current_stream(hidden).device));
   params.workspace = data<void>(memory);

@@ -41,7 +41,6 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
       check, activation, {{"silu", Activation::kSilu}, {"gelu_tanh", Activation::kGeluTanh}});
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
-  check.no_int8(weight_scale, "weight_scale");
   const Tensor memory =
       workspace(x, cuda::skinny_gated_linear_workspace(params, current_stream(x).device));
   params.workspace = data<void>(memory);

@@ -45,7 +45,6 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
                                  : Activation::kNone;
   params.constant_weight = constant_weight;
 #ifdef EECORE_BACKEND_CUDA
-  check.no_int8(weight_scale, "weight_scale");
   const Tensor memory =
       workspace(x, cuda::skinny_linear_workspace(params, current_stream(x).device));
   params.workspace = data<void>(memory);

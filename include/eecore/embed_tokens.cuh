@@ -2,20 +2,52 @@
 #pragma once
 
 #include "eecore/copy_row.cuh"
+#include "eecore/element.cuh"
 #include "eecore/params.h"
 
 namespace eecore::cuda {
 
 constexpr int kEmbedTokensThreads = 128;
 
+// Of a row: where it is not its own, a step before has made it.
+__device__ __forceinline__ int64_t token_of_row(const EmbedTokensParams& params, int64_t row) {
+  const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
+  return source < 0 ? params.token_ids[row] : params.previous[source];
+}
+
+// Grid: num_tokens. A table of int8, whose rows have a scale each.
+template <typename T>
+__global__ void __launch_bounds__(kEmbedTokensThreads)
+    embed_int8_tokens_kernel(EmbedTokensParams params) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t row = blockIdx.x, token = token_of_row(params, row);
+  const float scale = params.scale[token];
+  const int8_t* from = static_cast<const int8_t*>(params.weight) + token * params.weight_stride;
+  T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
+  // Elements of a thread whose loads are under way together.
+  constexpr int kBatch = 8;
+  for (int64_t i = threadIdx.x; i < params.hidden_size; i += kBatch * kEmbedTokensThreads) {
+    int8_t batch[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int64_t at = i + j * kEmbedTokensThreads;
+      batch[j] = at < params.hidden_size ? from[at] : int8_t{0};
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int64_t at = i + j * kEmbedTokensThreads;
+      if (at < params.hidden_size) to[at] = from_float<T>(static_cast<float>(batch[j]) * scale);
+    }
+  }
+}
+
 // Grid: num_tokens.
 __global__ void __launch_bounds__(kEmbedTokensThreads)
     embed_tokens_kernel(EmbedTokensParams params) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int64_t row = blockIdx.x;
-  const int32_t source = params.sources == nullptr ? -1 : params.sources[row];
-  const int64_t token = source < 0 ? params.token_ids[row] : params.previous[source];
+  const int64_t row = blockIdx.x, token = token_of_row(params, row);
   copy_row(static_cast<const char*>(params.weight) + token * params.weight_stride,
            static_cast<char*>(params.out) + row * params.out_stride, params.row_bytes, threadIdx.x,
            kEmbedTokensThreads);

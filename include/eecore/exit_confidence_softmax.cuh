@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_summary(Shared<float> to, const LogitSumma
 // Grid: (blocks that share the tiles of the vocabulary, groups of 8 * kNTiles rows). The number of
 // blocks must not depend on the rows: it is part of the order of the sums. params.hidden holds rows
 // as SkinnyRows wants them. Writes summaries: [num_seqs, blocks]. Dynamic shared memory: the ring.
-template <typename T, int kNTiles>
+template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     exit_confidence_softmax_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
                                    LogitSummary* summaries) {
@@ -96,16 +96,16 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
            lane.group * (16 * kHeadMTiles) + lane.row;
   };
-  const auto rows_of = [&](int tile, const T*(&rows)[2 * kHeadMTiles]) {
+  const auto rows_of = [&](int tile, const W*(&rows)[2 * kHeadMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2 * kHeadMTiles; ++i) {
       int64_t row = first_row(tile) + 8 * i;
       if (row >= params.vocab_size) row = params.vocab_size - 1;
-      rows[i] = static_cast<const T*>(params.lm_head) + row * params.lm_head_stride;
+      rows[i] = static_cast<const W*>(params.lm_head) + row * params.lm_head_stride;
     }
   };
 
-  WeightStream<T, kHeadMTiles> weight(plan, lane, my_tiles);
+  WeightStream<W, kHeadMTiles> weight(plan, lane, my_tiles);
   start_stream(plan, weight, rows_of);
 
   // Each warp's summaries of its rows of the head, [columns] of four numbers: the lanes of row 0
@@ -118,13 +118,24 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kHeadMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
+    float scales[2 * kHeadMTiles];
+    if constexpr (kHasScales<W>) {
+#pragma unroll
+      for (int i = 0; i < 2 * kHeadMTiles; ++i) {
+        const int64_t row = first_row(tile) + 8 * i;
+        scales[i] = params.lm_head_scale[row < params.vocab_size ? row : params.vocab_size - 1];
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float logits[2 * kHeadMTiles];
 #pragma unroll
-        for (int i = 0; i < 2 * kHeadMTiles; ++i) logits[i] = sums[i / 2][n][i % 2 * 2 + j];
+        for (int i = 0; i < 2 * kHeadMTiles; ++i) {
+          logits[i] = sums[i / 2][n][i % 2 * 2 + j];
+          if constexpr (kHasScales<W>) logits[i] = __fmul_rn(logits[i], scales[i]);  // no fma
+        }
         LogitSummary summary = summary_of(logits, first_row(tile), params.vocab_size);
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {

@@ -71,7 +71,7 @@ __host__ __device__ inline int head_floats(const SkinnyPlan& plan, const HeadPla
 
 // Finishes one head of one row and writes it to its slot. values: [head_dim], with `num_slices`
 // sums still to be added that lie `slice_stride` apart. The lanes of a warp share the head.
-template <typename T>
+template <typename T, typename W>
 __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t layer, int head,
                                            CacheSlot slot, int64_t position, Shared<float> values,
                                            int num_slices, int slice_stride) {
@@ -81,6 +81,10 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
   const T* bias = static_cast<const T*>(params.kv_bias);
   if (bias != nullptr) bias += layer * params.bias_layer_stride + head * params.head_dim;
+  const float* row_scales = nullptr;  // of int8 weights
+  if constexpr (kHasScales<W>) {
+    row_scales = params.kv_scale + layer * params.scale_layer_stride + head * params.head_dim;
+  }
   const bool is_key = head < num_kv_heads;
   T* out = is_key ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
                         cache_offset(params.k_cache_strides, slot, head)
@@ -90,11 +94,12 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   // The projection, rounded as a model of dtype T rounds it; what follows is rounded at the store.
   float squares = 0.0f;
   for (int first = lane; first < head_dim; first += 32 * kBatch) {
-    float biases[kBatch];
+    float biases[kBatch], scales[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int i = first + 32 * j;
       biases[j] = bias != nullptr && i < head_dim ? to_float(bias[i]) : 0.0f;
+      if constexpr (kHasScales<W>) scales[j] = i < head_dim ? row_scales[i] : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -102,7 +107,11 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
       if (i >= head_dim) break;
       float value = values[i];
       for (int slice = 1; slice < num_slices; ++slice) value += values[slice * slice_stride + i];
-      if (bias != nullptr) value += biases[j];
+      if constexpr (kHasScales<W>) {
+        value = fmaf(value, scales[j], biases[j]);
+      } else if (bias != nullptr) {
+        value += biases[j];
+      }
       const T result = from_float<T>(value);
       if (is_key) {
         value = to_float(result);
@@ -155,7 +164,7 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
 
 // Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
 // the ring, then the products of a head.
-template <typename T, int kNTiles>
+template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 2)
     kv_fill_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadPlan cut) {
   const SkinnyLane lane(plan);
@@ -170,9 +179,9 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
     return num_layers * num_heads - 1 - static_cast<int>(blockIdx.x) -
            i * static_cast<int>(gridDim.x);
   };
-  const auto rows_of = [&](int tile, const T*(&weight_rows)[2]) {
+  const auto rows_of = [&](int tile, const W*(&weight_rows)[2]) {
     const int head = head_at(tile / cut.num_parts);
-    const T* weight = static_cast<const T*>(params.kv_weight) +
+    const W* weight = static_cast<const W*>(params.kv_weight) +
                       head / num_heads * params.weight_layer_stride +
                       head % num_heads * params.head_dim * params.weight_row_stride;
     const int first = (tile % cut.num_parts * cut.group_tiles + lane.group) * 16 + lane.row;
@@ -184,7 +193,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   };
 
   const bool works = lane.group < cut.group_tiles;
-  WeightStream<T, 1> weight(plan, lane,
+  WeightStream<W, 1> weight(plan, lane,
                             works ? tiles_of_block(num_layers * num_heads) * cut.num_parts : 0);
   // How many of the heads are needed is known when the rows are in order. Blocks that begin in the
   // last layer have its weight on the way before: the kernel ahead, which orders the rows, has
@@ -239,8 +248,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
     }
     __syncthreads();
     for (int column = threadIdx.x / 32; column < x.count; column += kSkinnyWarps) {
-      write_head<T>(params, layer, head, slots[column], positions[column],
-                    products + column * cut.column, plan.num_slices, slice_stride);
+      write_head<T, W>(params, layer, head, slots[column], positions[column],
+                       products + column * cut.column, plan.num_slices, slice_stride);
     }
     __syncthreads();  // the products are read before those of the next head are written
   }

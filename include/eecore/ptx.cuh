@@ -71,6 +71,29 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return out;
 }
 
+// The bytes that the four hex digits of `selector` name, the lowest first: 0 to 3 of `first`, 4 to
+// 7 of `second`.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t first, uint32_t second,
+                                                  uint32_t selector) {
+  return __byte_perm(first, second, selector);
+}
+
+// a * b + c, rounded once, of the two elements of each.
+template <typename T>
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c);
+template <>
+__device__ __forceinline__ uint32_t fma_pair<BFloat16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+template <>
+__device__ __forceinline__ uint32_t fma_pair<Float16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
 // ---- 16-byte accesses; addresses are multiples of 16 ----
 
 // Global memory that others in the block, or later kernels, read again.

@@ -19,7 +19,7 @@ __device__ __forceinline__ float gate_activation(float x, bool is_gelu) {
 
 // Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). params.x holds
 // rows as SkinnyRows wants them. Dynamic shared memory: the ring, then the exchange.
-template <typename T, int kNTiles>
+template <typename T, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     skinny_gated_linear_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan) {
   const SkinnyLane lane(plan);
@@ -28,17 +28,17 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   const auto first_row = [&](int tile) {
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows + lane.group * 16;
   };
-  const auto rows_of = [&](int tile, const T*(&rows)[2 * kGatedMTiles]) {
+  const auto rows_of = [&](int tile, const W*(&rows)[2 * kGatedMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int64_t row = first_row(tile) + 8 * i + lane.row;
       if (row >= params.inner_size) row = params.inner_size - 1;
-      rows[i] = static_cast<const T*>(params.weight) + row * params.weight_stride;
+      rows[i] = static_cast<const W*>(params.weight) + row * params.weight_stride;
       rows[2 + i] = rows[i] + params.inner_size * params.weight_stride;
     }
   };
 
-  WeightStream<T, kGatedMTiles> weight(plan, lane, my_tiles);
+  WeightStream<W, kGatedMTiles> weight(plan, lane, my_tiles);
   start_stream(plan, weight, rows_of);
 
   const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
@@ -57,7 +57,14 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
                        const int64_t row = first_row(tile) + row_in_tile;
                        if (column >= x.count || row >= params.inner_size) return;
                        float gate = values[0], up = values[1];
-                       if (bias != nullptr) {
+                       if constexpr (kHasScales<W>) {
+                         const float* scale = params.weight_scale + row;
+                         const float gate_scale = scale[0], up_scale = scale[params.inner_size];
+                         const bool biased = bias != nullptr;
+                         gate = fmaf(gate, gate_scale, biased ? to_float(bias[row]) : 0.0f);
+                         up = fmaf(up, up_scale,
+                                   biased ? to_float(bias[params.inner_size + row]) : 0.0f);
+                       } else if (bias != nullptr) {
                          gate += to_float(bias[row]);
                          up += to_float(bias[params.inner_size + row]);
                        }

@@ -7,6 +7,10 @@
 // Each thread copies its own pieces of W through slots of shared memory that only it reads, many
 // chunks ahead and across the ends of tiles: the stream of the weight never waits for a barrier.
 //
+// W may be of the type of x, or int8 with a scale for each row: whole numbers that every type of x
+// holds exactly. Those become elements of that type in registers, right before they are multiplied;
+// the sums are scaled when they are whole.
+//
 // A row's result depends on the number of slices that its products are summed in and on nothing
 // else: neither on the other rows of x nor on kMTiles, kNTiles or the number of stages.
 #pragma once
@@ -30,6 +34,10 @@ template <typename T>
 constexpr int kPieceSize = 16 / static_cast<int>(sizeof(T));
 template <typename T>
 constexpr int kChunkSize = 8 * kPieceSize<T>;
+
+// Whether a weight of such elements has a scale for each row.
+template <typename W>
+constexpr bool kHasScales = std::is_same_v<W, int8_t>;
 
 // How the warps of a block share a product; the same for every block of a launch.
 struct SkinnyPlan {
@@ -75,7 +83,7 @@ __device__ __forceinline__ int tiles_of_block(int num_tiles) {
 // This thread's pieces of W, chunk after chunk and tile after tile. `rows_of(i, rows)` gives the
 // rows of the block's tile i that the thread takes pieces of: rows[2 * m] and rows[2 * m + 1] are
 // its rows lane / 4 and lane / 4 + 8 of the warp's 16 rows m.
-template <typename T, int kMTiles>
+template <typename W, int kMTiles>
 class WeightStream {
  public:
   static constexpr int kRows = 2 * kMTiles;
@@ -110,7 +118,7 @@ class WeightStream {
       const int chunk = lane_.slice + i * plan_.num_slices;
       if (chunk >= plan_.num_chunks) break;
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) prefetch_l2(rows_[row] + chunk * kChunkSize<T>);
+      for (int row = 0; row < kRows; ++row) prefetch_l2(rows_[row] + chunk * kChunkSize<W>);
     }
   }
 
@@ -148,18 +156,18 @@ class WeightStream {
   }
 
   __device__ __forceinline__ void copy_chunk() {
-    const int first = chunk_ * kChunkSize<T> + lane_.piece * kPieceSize<T>;
+    const int first = chunk_ * kChunkSize<W> + lane_.piece * kPieceSize<W>;
     if (plan_.aligned) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = first + half * (kChunkSize<T> / 2);
+        const int at = first + half * (kChunkSize<W> / 2);
         int count = plan_.row_size - at;
-        count = count < 0 ? 0 : count > kPieceSize<T> ? kPieceSize<T> : count;
+        count = count < 0 ? 0 : count > kPieceSize<W> ? kPieceSize<W> : count;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const T* from = rows_[i] + (count > 0 ? at : 0);
+          const W* from = rows_[i] + (count > 0 ? at : 0);
           cp_async16(slot(write_, i, half), reinterpret_cast<const uint32_t*>(from),
-                     count * static_cast<int>(sizeof(T)));
+                     count * static_cast<int>(sizeof(W)));
         }
       }
       return;
@@ -167,11 +175,11 @@ class WeightStream {
     // Element by element, of rows that start anywhere; only this thread reads the slot back.
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int at = first + piece % 2 * (kChunkSize<T> / 2);
-      const Shared<T> to = shared_as<T>(slot(write_, piece / 2, piece % 2));
+      const int at = first + piece % 2 * (kChunkSize<W> / 2);
+      const Shared<W> to = shared_as<W>(slot(write_, piece / 2, piece % 2));
 #pragma unroll 1
-      for (int i = 0; i < kPieceSize<T>; ++i) {
-        to[i] = at + i < plan_.row_size ? rows_[piece / 2][at + i] : from_float<T>(0.0f);
+      for (int i = 0; i < kPieceSize<W>; ++i) {
+        to[i] = at + i < plan_.row_size ? rows_[piece / 2][at + i] : W{};
       }
     }
   }
@@ -179,7 +187,7 @@ class WeightStream {
   const SkinnyPlan& plan_;
   const SkinnyLane& lane_;
   Shared<uint32_t> slots_;
-  const T* rows_[kRows];  // of the tile that is being copied
+  const W* rows_[kRows];  // of the tile that is being copied
   int num_tiles_;
   int tile_ = 0, chunk_;       // to be copied next
   int write_ = -1, read_ = 0;  // stages
@@ -187,9 +195,9 @@ class WeightStream {
 
 // Starts the stream and waits for the previous kernel: after it where W cannot be its work, before
 // it where it can. Then W is brought as far as the L2 cache meanwhile.
-template <typename T, int kMTiles, typename RowsOf>
+template <typename W, int kMTiles, typename RowsOf>
 __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
-                                             WeightStream<T, kMTiles>& weight,
+                                             WeightStream<W, kMTiles>& weight,
                                              const RowsOf& rows_of) {
   if (!plan.early_weight) {
     weight.prefetch(rows_of);
@@ -200,7 +208,7 @@ __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
   let_next_kernel_start();
 }
 
-// Rows of x, each at a multiple of 16 bytes and a whole number of chunks long.
+// Rows of x, each at a multiple of 16 bytes and a whole number of chunks of W long.
 template <typename T>
 struct SkinnyRows {
   const T* data;
@@ -216,16 +224,61 @@ __device__ __forceinline__ SkinnyRows<T> skinny_rows(const T* x, int64_t stride,
   return {x + first * stride, stride, left < 8 * kNTiles ? static_cast<int>(left) : 8 * kNTiles};
 }
 
+// Two whole numbers as elements of a 16-bit type, exactly: bytes 2 * pair and 2 * pair + 1 of four.
+// They become the lowest bits of a power of two that is so large that these bits are its ones; then
+// that power is taken from it. Conversions of single bytes would take four times as long.
+template <typename T>
+__device__ __forceinline__ uint32_t whole_pair(uint32_t bytes, int pair) {
+  const uint32_t selector = pair == 0 ? 0x4140u : 0x4342u;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    constexpr uint32_t k128 = 0x43434343u, kOne = 0x3f803f80u;
+    const uint32_t spread = permute_bytes(bytes, k128, selector);
+    // 128 and seven bits, of which 256 is taken where the byte is negative: there is no eighth.
+    return fma_pair<T>(spread & 0xff7fff7fu, kOne, (spread & 0xff80ff80u) | 0x80008000u);
+  } else {
+    constexpr uint32_t k1024 = 0x64646464u, kOne = 0x3c003c00u, kMinus1152 = 0xe480e480u;
+    // 1024 and a byte that is 128 too large.
+    const uint32_t spread = permute_bytes(bytes ^ 0x80808080u, k1024, selector);
+    return fma_pair<T>(spread, kOne, kMinus1152);
+  }
+}
+
+// Elements of W as they are multiplied with 16 bytes of x, of which a piece of W holds kXPieces.
+template <typename T, typename W>
+constexpr int kXPieces = static_cast<int>(sizeof(T) / sizeof(W));
+template <typename T, typename W>
+__device__ __forceinline__ Pack<uint32_t> widened(const Pack<uint32_t>& piece, int part) {
+  if constexpr (!kHasScales<W>) {
+    return piece;
+  } else {
+    Pack<uint32_t> wide;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (std::is_same_v<T, float>) {
+        const auto byte = static_cast<int8_t>(piece.values[part] >> 8 * i);
+        wide.values[i] = float_to_bits(static_cast<float>(byte));
+      } else {
+        wide.values[i] = whole_pair<T>(piece.values[2 * part + i / 2], i % 2);
+      }
+    }
+    return wide;
+  }
+}
+
 // The products of this warp's rows of its next tile with the rows of x, over the warp's chunks:
 // sums[m][n] is laid out as the sums of mma_m16n8k16.
-template <typename T, int kMTiles, int kNTiles, typename RowsOf>
+template <typename T, typename W, int kMTiles, int kNTiles, typename RowsOf>
 __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
-                                              WeightStream<T, kMTiles>& weight,
+                                              WeightStream<W, kMTiles>& weight,
                                               const RowsOf& rows_of, const SkinnyRows<T>& x,
                                               float (&sums)[kMTiles][kNTiles][4]) {
-  constexpr int kRows = 2 * kMTiles;
-  const T* from = x.data + lane.slice * kChunkSize<T> + lane.piece * kPieceSize<T>;
-  const int step = plan.num_slices * kChunkSize<T>;
+  constexpr int kRows = 2 * kMTiles, kParts = kXPieces<T, W>;
+  const T* from = x.data + lane.slice * kChunkSize<W> + lane.piece * kPieceSize<W>;
+  const int step = plan.num_slices * kChunkSize<W>;
+  // Where in a chunk the piece of x is that goes with a part of a half of it.
+  const auto offset = [](int half, int part) {
+    return half * (kChunkSize<W> / 2) + part * kPieceSize<T>;
+  };
 
   if constexpr (std::is_same_v<T, float>) {
     // Each thread sums its pieces' part of the products of its rows with all rows of x.
@@ -238,22 +291,33 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
     }
     for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices, from += step) {
       weight.advance(rows_of);
-#pragma unroll
+#pragma unroll(kParts == 1 ? 2 : 1)
       for (int half = 0; half < 2; ++half) {
-        Pack<uint32_t> w[kRows];
+        Pack<uint32_t> pieces[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) w[i] = weight.piece(i, half);
-        const float* row = from + half * (kChunkSize<T> / 2);
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-          const Pack<float> piece = load16(row);
-          if (column + 1 < x.count) row += x.stride;
+        for (int i = 0; i < kRows; ++i) pieces[i] = weight.piece(i, half);
+        // A part at a time: x for all of them would not fit into the registers.
+#pragma unroll 1
+        for (int part = 0; part < kParts; ++part) {
+          Pack<uint32_t> w[kRows];
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
+            w[i] = widened<T, W>(pieces[i], 0);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              parts[i][column] =
-                  fmaf(bits_to_float(w[i].values[j]), piece.values[j], parts[i][column]);
+            for (int j = 1; j < kParts; ++j) pieces[i].values[j - 1] = pieces[i].values[j];
+          }
+          const float* row = from + offset(half, part);
+#pragma unroll
+          for (int column = 0; column < kColumns; ++column) {
+            const Pack<float> piece = load16(row);
+            if (column + 1 < x.count) row += x.stride;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                parts[i][column] =
+                    fmaf(bits_to_float(w[i].values[j]), piece.values[j], parts[i][column]);
+              }
             }
           }
         }
@@ -279,39 +343,47 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
       }
     }
-    // With many rows of x, the second half of a chunk is loaded late: registers are scarce.
-    constexpr int kAhead = kNTiles <= 4 ? 2 : 1;
+    // With many rows of x, the later pieces of a chunk are loaded late: registers are scarce.
+    constexpr int kAhead = kNTiles > 4 ? 1 : kNTiles > 2 ? 2 : 2 * kParts;
+    constexpr bool kIsLoop = kNTiles > 4 && kParts > 1;  // for the same reason
     for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices) {
       Pack<uint32_t> b[kAhead][kNTiles];
 #pragma unroll
-      for (int half = 0; half < kAhead; ++half) {
+      for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
-          b[half][n] =
-              load16(reinterpret_cast<const uint32_t*>(columns[n] + half * (kChunkSize<T> / 2)));
+          b[i][n] = load16(
+              reinterpret_cast<const uint32_t*>(columns[n] + offset(i / kParts, i % kParts)));
         }
       }
       weight.advance(rows_of);
-#pragma unroll
+#pragma unroll(kIsLoop ? 1 : 2)
       for (int half = 0; half < 2; ++half) {
-        Pack<uint32_t> w[kRows];
+        Pack<uint32_t> pieces[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) w[i] = weight.piece(i, half);
+        for (int i = 0; i < kRows; ++i) pieces[i] = weight.piece(i, half);
 #pragma unroll
-        for (int n = 0; n < kNTiles; ++n) {
-          if (half >= kAhead) {
-            b[0][n] = load16(reinterpret_cast<const uint32_t*>(columns[n] + (kChunkSize<T> / 2)));
-          }
-          const Pack<uint32_t>& piece = b[half < kAhead ? half : 0][n];
+        for (int part = 0; part < kParts; ++part) {
+          Pack<uint32_t> w[kRows];
 #pragma unroll
-          for (int quarter = 0; quarter < 2; ++quarter) {
-            const uint32_t x_part[2] = {piece.values[2 * quarter], piece.values[2 * quarter + 1]};
+          for (int i = 0; i < kRows; ++i) w[i] = widened<T, W>(pieces[i], part);
+          const int turn = half * kParts + part;
 #pragma unroll
-            for (int m = 0; m < kMTiles; ++m) {
-              const uint32_t w_part[4] = {
-                  w[2 * m].values[2 * quarter], w[2 * m + 1].values[2 * quarter],
-                  w[2 * m].values[2 * quarter + 1], w[2 * m + 1].values[2 * quarter + 1]};
-              mma_m16n8k16<T>(sums[m][n], w_part, x_part);
+          for (int n = 0; n < kNTiles; ++n) {
+            Pack<uint32_t>& piece = b[turn % kAhead][n];
+            if (turn >= kAhead) {
+              piece = load16(reinterpret_cast<const uint32_t*>(columns[n] + offset(half, part)));
+            }
+#pragma unroll
+            for (int quarter = 0; quarter < 2; ++quarter) {
+              const uint32_t x_part[2] = {piece.values[2 * quarter], piece.values[2 * quarter + 1]};
+#pragma unroll
+              for (int m = 0; m < kMTiles; ++m) {
+                const uint32_t w_part[4] = {
+                    w[2 * m].values[2 * quarter], w[2 * m + 1].values[2 * quarter],
+                    w[2 * m].values[2 * quarter + 1], w[2 * m + 1].values[2 * quarter + 1]};
+                mma_m16n8k16<T>(sums[m][n], w_part, x_part);
+              }
             }
           }
         }

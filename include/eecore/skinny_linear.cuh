@@ -9,7 +9,7 @@ namespace eecore::cuda {
 
 // Grid: (blocks that share the tiles of out_features, groups of 8 * kNTiles tokens). params.x holds
 // rows as SkinnyRows wants them. Dynamic shared memory: the ring, then the exchange.
-template <typename T, int kMTiles, int kNTiles>
+template <typename T, int kMTiles, int kNTiles, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
     skinny_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan) {
   const SkinnyLane lane(plan);
@@ -19,16 +19,16 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
            lane.group * (16 * kMTiles);
   };
-  const auto rows_of = [&](int tile, const T*(&rows)[2 * kMTiles]) {
+  const auto rows_of = [&](int tile, const W*(&rows)[2 * kMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; ++i) {
       int64_t row = first_row(tile) + 8 * i + lane.row;
       if (row >= params.out_features) row = params.out_features - 1;
-      rows[i] = static_cast<const T*>(params.weight) + row * params.weight_stride;
+      rows[i] = static_cast<const W*>(params.weight) + row * params.weight_stride;
     }
   };
 
-  WeightStream<T, kMTiles> weight(plan, lane, my_tiles);
+  WeightStream<W, kMTiles> weight(plan, lane, my_tiles);
   start_stream(plan, weight, rows_of);
 
   const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
@@ -50,13 +50,18 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
                        for (int m = 0; m < kMTiles; ++m) {
                          const int64_t row = first_row(tile) + 16 * m + row_in_tile;
                          if (row >= params.out_features) break;
-                         // Both loads at once: their latency ends the kernel.
+                         // All loads at once: their latency ends the kernel.
                          const float addend = bias == nullptr ? 0.0f : to_float(bias[row]);
                          const float before =
                              residual == nullptr
                                  ? 0.0f
                                  : to_float(residual[token * params.residual_stride + row]);
-                         float sum = bias == nullptr ? values[m] : values[m] + addend;
+                         float sum;
+                         if constexpr (kHasScales<W>) {
+                           sum = fmaf(values[m], params.weight_scale[row], addend);
+                         } else {
+                           sum = bias == nullptr ? values[m] : values[m] + addend;
+                         }
                          // Compared so that NaN stays NaN.
                          if (params.activation == Activation::kRelu && sum < 0.0f) sum = 0.0f;
                          T result = from_float<T>(sum);

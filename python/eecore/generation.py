@@ -101,9 +101,9 @@ def load(
             None.
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to 8.5
             bits a number, or to 5 but for those of keys, values and the LM head, see
-            :func:`eecore.ops.quantise_weight`: so many fewer bytes to read for each token. States
-            and the KV cache keep ``dtype``. On the CPU only; every exit mode works with it.
-            Quantised models have their own.
+            :func:`eecore.ops.quantise_weight`: so many fewer bytes to read for each token. On a GPU
+            only ``int8``, a scale for each row. States and the KV cache keep ``dtype``; every exit
+            mode works with it. Quantised models have their own.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
             ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.

@@ -14,6 +14,7 @@ from test_skinny_linear import random_call
 import emulated
 from cases import KvFillCase
 from eecore import ops
+from eecore.models.int8 import quantise_rows
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,11 @@ def early_copies(run: Callable[[], object]) -> int:
     return int(ask())
 
 
-def test_a_weight_that_is_constant_does_not_wait() -> None:
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_weight_that_is_constant_does_not_wait(is_int8: bool) -> None:
     call = random_call(3, 128, 64, "plain")  # x is read where it is
+    if is_int8:
+        call["weight"], call["weight_scale"] = quantise_rows(call["weight"])
     call["residual"] = torch.randn(3, 64)
     results = {}
     copies = {

@@ -62,7 +62,7 @@ Dtype = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        help="int8, int4: quantised as they are read (CPU).", show_default="those of the dtype"
+        help="int8, int4 (CPU): quantised as they are read.", show_default="those of the dtype"
     ),
 ]
 Threads = Annotated[

@@ -23,7 +23,14 @@ from eecore.errors import (
 from eecore.json_fields import JsonFields
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
-from eecore.models.weights import CodedForms, Coding, Filling, NewWeights, WeightView
+from eecore.models.weights import (
+    BLOCK_DEVICES,
+    CodedForms,
+    Coding,
+    Filling,
+    NewWeights,
+    WeightView,
+)
 from eecore.readable import kind_of
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
@@ -242,7 +249,8 @@ def load_weights(
         config = config.first_layers(num_layers)
     embeddings = embeddings_name(config, checkpoint)
     try:
-        new = NewWeights(device, dtype, CodedForms(coding))
+        forms = CodedForms(coding, has_blocks=device.type in BLOCK_DEVICES)
+        new = NewWeights(device, dtype, forms)
         weights, views = empty_weights(config, embeddings, new)
     except RuntimeError as error:  # of torch, which is out of memory
         size = config.num_parameters * dtype.itemsize / 2**30

@@ -25,5 +25,9 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., num_rows, n] in ``dtype``, of int8 rows [..., num_rows, n] times ``scale``."""
-    return (weight * scale[..., None]).to(dtype)  # the product is in float32
+    """[..., num_rows, n] in ``dtype``, of int8 rows [..., num_rows, n] times ``scale``.
+
+    The products are in float32 and rounded once; on a GPU without a copy of them all.
+    """
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    return torch.mul(weight, scale[..., None], out=out)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eecore import ops
+from eecore.models.int8 import dequantise_rows
 from eecore.ops import Matrix
 
 # Rows that eecore's products take on a GPU: those of more are bound by multiplying, and torch's are
@@ -47,7 +48,8 @@ class Linear:
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-        ``few``: by eecore's product, however many rows there are.
+        ``few``: by eecore's product, however many rows there are. Of others int8 weights become
+        floats of x's dtype first, rounded to it.
         """
         weight, bias, scale, table = matrix
         if few or self.is_skinny(x):
@@ -64,6 +66,8 @@ class Linear:
             )
         if norm is not None:
             x = self.normed(x, norm)
+        if scale is not None:
+            weight = dequantise_rows(weight, scale, x.dtype)
         out = functional.linear(x, weight, bias)
         return out if residual is None else out.add_(residual)
 

@@ -28,7 +28,7 @@ from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.tokenizer import Tokenizer
-from eecore.models.weights import Coding
+from eecore.models.weights import BLOCK_DEVICES, Coding
 from eecore.readable import kind_of, path_of
 
 CODINGS: dict[str, Coding] = {"int8": "int8", "int4": "int4"}
@@ -53,8 +53,8 @@ def load_model(
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to
             blocks of 32 numbers, see :func:`eecore.ops.quantise_weight`: of 8 bits, or of 4 but for
             keys of 5, and values and an LM head of 8. Rows that are no multiple of 32 become int8
-            with a scale of their own. States, the KV cache and norms stay in ``dtype``. On the CPU
-            only.
+            with a scale of their own, and so do all on a GPU, which has no ``int4``. States, the KV
+            cache and norms stay in ``dtype``.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
@@ -256,9 +256,9 @@ def choose_coding(weights: str | None, device: torch.device) -> Coding | None:
         raise ModelError(
             f"weights: expected {', '.join(CODINGS)} or None (those of the dtype), got {weights!r}"
         )
-    if device.type != "cpu":
+    if weights == "int4" and device.type not in BLOCK_DEVICES:
         raise ModelError(
-            f"weights: expected None on {device}, got {weights}: only the CPU has kernels"
+            f"weights: expected int8 or None on {device}, got int4: only the CPU multiplies blocks"
         )
     return CODINGS[weights]
 

@@ -27,6 +27,8 @@ BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
 }
 """Of matrices whose rows the blocks' columns fill; others get a scale per row of int8."""
 BLOCK_COLUMNS = 32
+BLOCK_DEVICES = frozenset({"cpu"})
+"""The types of devices that multiply blocks."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,15 @@ class CodedForms:
     """Those that matrices are quantised to as they are read; None: all are floats."""
 
     coding: Coding | None
+    has_blocks: bool = True
+    """Whether the device multiplies blocks; without, int8 has a scale for each row."""
 
     def form(self, matrix: NewMatrix) -> Form:
         is_table = matrix.field == "embed_tokens" and not matrix.is_head
         if self.coding is None or is_table:
             return "floats"
-        return "int8" if matrix.shape[-1] % BLOCK_COLUMNS != 0 else "blocks"
+        fills = matrix.shape[-1] % BLOCK_COLUMNS == 0
+        return "blocks" if fills and self.has_blocks else "int8"
 
     def packed_bytes(self, matrix: NewMatrix) -> int:
         assert self.coding is not None

@@ -46,6 +46,36 @@ inline uint32_t pack_pair<Float16>(float first, float second) {
 
 inline float exp2_fast(float x) { return std::exp2(x); }
 
+inline uint32_t permute_bytes(uint32_t first, uint32_t second, uint32_t selector) {
+  const uint64_t both = first | uint64_t{second} << 32;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = selector >> 4 * i & 0xf;
+    if (digit > 7) ::emulator::fail("permutes bytes with a selector of digits other than 0 to 7");
+    out |= static_cast<uint32_t>(both >> 8 * digit & 0xff) << 8 * i;
+  }
+  return out;
+}
+
+template <typename T>
+float half_of(uint32_t pair, int which) {
+  const auto bits = static_cast<uint16_t>(pair >> 16 * which);
+  if constexpr (std::is_same_v<T, Float16>) {
+    return half_to_float(Float16{bits});
+  } else {
+    return bits_to_float(uint32_t{bits} << 16);
+  }
+}
+
+template <typename T>
+uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  float sums[2];
+  for (int i = 0; i < 2; ++i) {
+    sums[i] = std::fma(half_of<T>(a, i), half_of<T>(b, i), half_of<T>(c, i));
+  }
+  return pack_pair<T>(sums[0], sums[1]);
+}
+
 // ---- 16-byte accesses ----
 
 inline void check_alignment(const void* address) {
@@ -159,16 +189,6 @@ EMULATOR_INLINE void ldmatrix_x4_transposed(
     uint32_t (&out)[4], const ::emulator::Shared<T>& row,
     const std::source_location& site = std::source_location::current()) {
   load_matrices(out, row, true, site);
-}
-
-template <typename T>
-float half_of(uint32_t pair, int which) {
-  const auto bits = static_cast<uint16_t>(pair >> 16 * which);
-  if constexpr (std::is_same_v<T, Float16>) {
-    return half_to_float(Float16{bits});
-  } else {
-    return bits_to_float(uint32_t{bits} << 16);
-  }
 }
 
 template <typename T>

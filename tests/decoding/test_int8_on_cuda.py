@@ -1,0 +1,117 @@
+"""Models of int8 weights on the CUDA path: the tokens of the floats that the weights stand for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_cuda_path import POLICIES, PROMPTS
+
+import eecore
+import emulated
+from devices import as_on_cuda, heads_in_floats
+from eecore import SamplingParams
+from eecore.models import checkpoint
+from eecore.models.int8 import dequantise_rows, quantise_rows
+from eecore.models.linear import MAX_SKINNY_ROWS
+from eecore.models.load import choose_coding
+from head_packs import write_pack
+from tiny_models import write_model
+from tiny_t5 import write_t5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rounded(directory: Path, into: Path) -> Path:
+    """The model with linear layers as int8 keeps them, and a table that is one of them."""
+    shutil.copytree(directory, into)
+    tensors = load_file(directory / "model.safetensors")
+    untied = {"model.embed_tokens.weight", "shared.weight"} if "lm_head.weight" in tensors else {}
+    for name, tensor in tensors.items():
+        is_table = "relative_attention_bias" in name or name in untied
+        if tensor.dim() == 2 and not is_table:
+            tensors[name] = dequantise_rows(*quantise_rows(tensor), torch.float32)
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU, or the emulator on the CPU's memory: where that is so, models have no blocks."""
+    if request.param == "emulated":
+        emulated.route(monkeypatch)
+        heads_in_floats(monkeypatch)
+        monkeypatch.setattr(checkpoint, "BLOCK_DEVICES", frozenset())
+        return "cpu"
+    if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
+        pytest.skip("no GPU, or a build without eecore._cuda")
+    return "cuda"
+
+
+def load_int8(directory: Path, device: str, exits: Path | None = None) -> eecore.Model:
+    model = eecore.load(directory, device=device, weights="int8", kv_cache_tokens=512, exits=exits)
+    head = model.network.weights.lm_head
+    assert head.weight.dtype == torch.int8
+    assert head.scale is not None
+    return model if device == "cuda" else as_on_cuda(model)
+
+
+# Embeddings of their own, and such as are the LM head too.
+MODES = [("llama_biased", mode) for mode in POLICIES]
+MODES += [("smollm2", mode) for mode in ("full", "softmax_each", "speculative")]
+
+
+@pytest.mark.parametrize(("family", "mode"), MODES)
+def test_every_mode_gives_the_tokens_of_the_rounded_weights(
+    family: str, mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The longest prompt has more rows than the skinny products take."""
+    assert max(map(len, PROMPTS)) > MAX_SKINNY_ROWS
+    directory, policy = write_model(tmp_path / "model", family), POLICIES[mode]
+    pack = None
+    if mode == "head":
+        whole = eecore.load(directory, device="cpu")
+        pack = write_pack(tmp_path / "pack", whole, taps=(2,), vocabulary_size=300)
+    int8 = load_int8(directory, backend, exits=pack)
+    got = eecore.generate(int8, PROMPTS, exit=policy, max_tokens=6)
+    monkeypatch.undo()
+    heads_in_floats(monkeypatch)
+    same = eecore.load(rounded(directory, tmp_path / "rounded"), device="cpu", exits=pack)
+    expected = eecore.generate(same, PROMPTS, exit=policy, max_tokens=6)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
+
+
+@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative"])
+def test_a_t5_gives_the_tokens_of_the_rounded_weights(
+    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory, policy = write_t5(tmp_path / "model"), POLICIES[mode]
+    got = eecore.generate(load_int8(directory, backend), PROMPTS, exit=policy, max_tokens=5)
+    monkeypatch.undo()
+    same = eecore.load(rounded(directory, tmp_path / "rounded"), device="cpu")
+    expected = eecore.generate(same, PROMPTS, exit=policy, max_tokens=5)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+
+
+@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative"])
+def test_a_seed_draws_the_tokens_of_the_rounded_weights(
+    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path / "model")
+    sampling = SamplingParams(max_tokens=5, temperature=0.9, seed=3, prompt_logprobs=1)
+    int8 = load_int8(directory, backend)
+    got = eecore.generate(int8, PROMPTS, exit=POLICIES[mode], sampling=sampling)
+    monkeypatch.undo()
+    same = eecore.load(rounded(directory, tmp_path / "rounded"), device="cpu")
+    expected = eecore.generate(same, PROMPTS, exit=POLICIES[mode], sampling=sampling)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+
+
+def test_int4_is_for_the_cpu() -> None:
+    assert choose_coding("int8", torch.device("cuda:1")) == "int8"
+    with pytest.raises(eecore.ModelError, match="weights: expected int8 or None on cuda:1, got in"):
+        choose_coding("int4", torch.device("cuda:1"))
