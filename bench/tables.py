@@ -27,6 +27,7 @@ WITH_REPORTS = (
     "exits.drafts",
     "exits.draft_peers",
     "exits.auto",
+    "exits.trees",
     "intents.intents",
     "calm.tables",
     "quality.weights",

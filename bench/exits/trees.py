@@ -1,0 +1,234 @@
+"""Trees of drafts beside chains, counted on a model's own answers: would they pay?
+
+python -m bench trees [--prompts 6] [--tokens 64]
+
+SmolLM2-135M-Instruct's draft head behind every token of its greedy answers. A chain is the head's
+first choice, and its first choice behind that; a tree has second and third choices too, the
+likeliest paths first. Both grow until a path is less likely than a threshold. Counted are the rows
+to verify and the drafts that stand; what a round costs follows from what a row and a step of the
+head cost beside a pass of full depth. No time is measured. Writes bench/results/trees.json and its
+table in bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import eecore
+from bench.harness.command import parser, say
+from bench.harness.prompts import KINDS, prompts_of
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
+from eecore.evaluation.tables import markdown_table
+from eecore.exits import Full
+from eecore.models import LlamaModel
+from eecore.models.head_file import HeadFile
+from eecore.training.draft_head import TENSOR_NAMES, DraftHead, HeadSizes
+from eecore.training.frozen_model import RunningModel
+
+MOST_ROWS = 8
+CHOICES = 3
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8)
+ROW_COSTS, STEP_COST = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5), 0.06
+"""Of a row that is verified and of a step of the head, in passes of full depth."""
+
+
+class Path(NamedTuple):
+    """A draft and those before it."""
+
+    tokens: tuple[int, ...]
+    likely: float
+    """Probability that all of it stands, by the head."""
+
+
+@dataclass
+class Count:
+    """Of the rounds of one shape and threshold."""
+
+    rounds: int = 0
+    rows: int = 0
+    steps: int = 0
+    stood: int = 0
+
+    def add(self, paths: Sequence[Path], truth: Sequence[int]) -> None:
+        """One round: its drafts, and what the answer goes on with."""
+        self.rounds += 1
+        self.rows += len(paths)
+        self.steps += 1 + max((len(path.tokens) for path in paths), default=0)
+        self.stood += max(
+            (len(p.tokens) for p in paths if p.tokens == tuple(truth[: len(p.tokens)])), default=0
+        )
+
+    def speed(self, row_cost: float) -> float:
+        """Tokens a pass of full depth."""
+        passes = self.rounds + row_cost * self.rows + STEP_COST * self.steps
+        return (self.rounds + self.stood) / passes
+
+
+@dataclass
+class Grown:
+    """All that a round may draft behind one token, the likeliest first; chains stay within it."""
+
+    state: dict[tuple[int, ...], Tensor]
+    paths: list[Path] = field(default_factory=list)
+    open: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+
+    def take(self) -> Path | None:
+        """The likeliest path that is not taken yet."""
+        if not self.open or len(self.paths) == MOST_ROWS:
+            return None
+        likely, tokens = heapq.heappop(self.open)
+        self.paths.append(Path(tokens, -likely))
+        return self.paths[-1]
+
+
+class Head:
+    """A model's draft head in floats, which names more than its first choice."""
+
+    def __init__(self, model: eecore.Model) -> None:
+        network = model.network
+        assert isinstance(network, LlamaModel)
+        found = network.draft_head
+        if found is None:
+            raise SystemExit("expected a model with a draft head, got none")
+        settings = found.settings
+        file = HeadFile(found.path, settings)
+        sizes = HeadSizes(
+            hidden_size=settings.hidden_size,
+            num_taps=len(settings.taps),
+            intermediate_size=settings.intermediate_size,
+            num_blocks=settings.num_blocks,
+        )
+        eps = network.config.rms_norm_eps
+        self.network, self.taps = network, settings.taps
+        self._head = DraftHead(sizes, eps, network.weights.final_norm)
+        with torch.no_grad():
+            for name, stored in TENSOR_NAMES.items():
+                getattr(self._head, name).copy_(file.tensors[stored])
+        self._vocabulary = file.vocabulary
+        self._rows = network.weights.lm_head.weight[file.vocabulary].float()
+
+    def begin(self, taps: Tensor) -> Tensor:
+        """Of the taps' states [n, num_taps, hidden_size]."""
+        return self._head.begin(taps)
+
+    def step(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The states behind tokens, and the likeliest next ones: probabilities and ids."""
+        states = self._head.step(states, self.network.embed(torch.tensor(tokens)))
+        logits = functional.linear(self._head.output(states), self._rows)
+        best = logits.softmax(-1).topk(CHOICES)
+        return states, best.values, self._vocabulary[best.indices]
+
+
+def grown(head: Head, begun: Tensor, after: Sequence[int], choices: int) -> list[Grown]:
+    """What is drafted behind each of ``after``, from the states [n, hidden_size]."""
+    all_grown = [Grown({(): state}) for state in begun]
+    latest: list[tuple[Grown, Path]] = [(g, Path((), 1.0)) for g in all_grown]
+    while latest:
+        states, likely, ids = head.step(
+            torch.stack([g.state[path.tokens[:-1]] for g, path in latest]),
+            [path.tokens[-1] if path.tokens else after[i] for i, (_, path) in enumerate(latest)],
+        )
+        for row, (g, path) in enumerate(latest):
+            g.state[path.tokens] = states[row]
+            for p, token in zip(likely[row, :choices], ids[row, :choices], strict=True):
+                heapq.heappush(g.open, (-path.likely * float(p), (*path.tokens, int(token))))
+        taken = [(g, g.take()) for g in all_grown]
+        latest = [(g, path) for g, path in taken if path is not None]
+    return all_grown
+
+
+@torch.inference_mode()
+def count(model: eecore.Model, head: Head, kind: str, prompts: int, most: int) -> dict[Any, Count]:
+    """By shape and threshold."""
+    counts = {(s, t): Count() for s in ("chain", "tree") for t in THRESHOLDS}
+    running = RunningModel(head.network, model.tokenizer, model.config.eos_token_ids[0])
+    for text in prompts_of(kind, prompts):
+        prompt = chat(model, text)
+        if len(prompt) > LONGEST_PROMPT:
+            continue
+        (output,) = eecore.generate(model, [prompt], exit=Full(), max_tokens=most)
+        answer = output.token_ids
+        states = running.states({"input_ids": torch.tensor([[*prompt, *answer]])})
+        rows = slice(len(prompt) - 1, len(prompt) + len(answer) - 2)
+        begun = head.begin(torch.stack([states[tap - 1][0, rows] for tap in head.taps], 1).float())
+        for shape, choices in (("chain", 1), ("tree", CHOICES)):
+            for i, each in enumerate(grown(head, begun, answer[:-1], choices)):
+                truth = answer[i + 1 :]
+                for threshold in THRESHOLDS:
+                    paths = [path for path in each.paths if path.likely >= threshold]
+                    counts[shape, threshold].add(paths, truth)
+    return counts
+
+
+def row_of(kind: str, row_cost: float, counts: dict[Any, Count]) -> dict[str, Any]:
+    """Chains and trees, each with the threshold that is best for it."""
+    row: dict[str, Any] = {"kind": kind, "row_cost": row_cost}
+    for shape in ("chain", "tree"):
+        best = max(
+            (c for (s, _), c in counts.items() if s == shape), key=lambda c: c.speed(row_cost)
+        )
+        row[shape] = {
+            "speed": best.speed(row_cost),
+            "rows": best.rows / best.rounds,
+            "stood": best.stood / best.rounds,
+        }
+    return row
+
+
+def markdown(result: Figures) -> str:
+    head = ["prompts", "a row costs", "chain: rows", "stood", "speed-up"]
+    head += ["tree: rows", "stood", "speed-up", "tree / chain"]
+    lines = [
+        [
+            row["kind"],
+            f"{row['row_cost']:.2f}",
+            *(
+                cell
+                for shape in ("chain", "tree")
+                for cell in (
+                    f"{row[shape]['rows']:.2f}",
+                    f"{row[shape]['stood']:.2f}",
+                    f"{row[shape]['speed']:.2f}x",
+                )
+            ),
+            f"{row['tree']['speed'] / row['chain']['speed']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    about = (
+        f"SmolLM2-135M-Instruct and its draft head, {result['prompts']} prompts of each kind, "
+        f"greedy answers of at most {result['tokens']} tokens, drafts of the head alone behind "
+        f"each of their tokens: at most {MOST_ROWS} rows, {CHOICES} choices behind each. Costs in "
+        f"passes of full depth, a step of the head {STEP_COST}; of each shape the best threshold. "
+        "Counted, not timed. `python -m bench trees`"
+    )
+    return f"{markdown_table(head, lines)}\n\n{about}"
+
+
+REPORTS = (Report("trees", {"trees": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    made = parser("trees", __doc__, threads=2)
+    made.add_argument("--prompts", type=int, default=6, help="of each kind")
+    made.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    arguments = made.parse_args(words)
+    torch.set_num_threads(arguments.threads)
+    rows = []
+    with smollm2_file() as file:
+        model = loaded(file, "float32")
+    head = Head(model)
+    for kind in KINDS:
+        counts = count(model, head, kind, arguments.prompts, arguments.tokens)
+        rows += [row_of(kind, row_cost, counts) for row_cost in ROW_COSTS]
+        say(rows[-1])
+    result = {"prompts": arguments.prompts, "tokens": arguments.tokens, "rows": rows}
+    REPORTS[0].finish(result, arguments)
