@@ -31,7 +31,8 @@ TOOLS = {
 TORCH = "torch==2.10.0"
 """The last one whose wheel for this machine asks for nothing of CUDA."""
 TESTS = (
-    "pytest pytest-timeout pytest-xdist hypothesis scipy gguf llguidance regex pybind11 transformers"
+    "pytest pytest-timeout pytest-xdist hypothesis pybind11 "
+    "scipy gguf llguidance regex transformers"
 )
 PROCESSOR = "neoverse-n1"
 
