@@ -6,7 +6,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz sanitize soak lint format docs bench clean
+.PHONY: help demo test quick fuzz sanitize aarch64 soak lint format docs bench clean
 
 ARGS ?=
 MINUTES ?= 10
@@ -18,7 +18,7 @@ PYTHON_IN_VENV := .venv/bin/python
 CXX_SOURCES = $$(git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /make \1\t/' | expand -t 16
 
 demo:  ## a real model, streamed in every exit mode
 	@$(SETUP) gguf
@@ -41,6 +41,11 @@ sanitize:  ## ops under AddressSanitizer and UBSan: their tests, then fuzzing fo
 	@$(PYTHON_IN_VENV) tests/sanitized.py -m pytest tests/ops tests/across_ops/test_op_refusals.py \
 	  tests/across_ops/test_rows_alone.py -k "not emulated and not opcheck" -p no:cacheprovider $(ARGS)
 	@$(PYTHON_IN_VENV) tests/sanitized.py tests/fuzz/campaign.py ops --minutes $(MINUTES)
+
+aarch64:  ## ops on aarch64, as qemu runs it: Debian's cross compiler and qemu-user
+	@$(SETUP) test
+	@$(PYTHON_IN_VENV) tests/aarch64.py -m pytest -p no:cacheprovider -k "not emulated and not cuda" \
+	  $(or $(ARGS),tests/ops tests/across_ops $(SIDE_BY_SIDE))
 
 soak:  ## an engine for STEPS=1000000 steps: pages and memory stay where they are
 	@$(SETUP) test

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "python" / "eecore"
 
 
 @contextmanager
@@ -35,17 +36,49 @@ def build(name: str, target: str, *options: str) -> Path:
     return folder
 
 
-def _build(folder: Path, target: str, options: tuple[str, ...]) -> None:
+def build_package(name: str, *options: str) -> Path:
+    """The folder from which ``eecore`` is imported with a module that was built with options.
+
+    In build/<name>/package it is that of the sources, but for the module.
+
+    Raises:
+        RuntimeError: with the compiler's words.
+    """
+    with alone(name) as folder:
+        _build(folder, "_C", options)
+        package = folder / "package" / "eecore"
+        package.mkdir(parents=True, exist_ok=True)
+        sources = [path for path in PACKAGE.iterdir() if path.suffix != ".so"]
+        wanted = {path.name: path for path in (*sources, *folder.glob("_C*.so"))}
+        for link in package.iterdir():
+            if link.name not in wanted:
+                link.unlink()
+        for link_name, path in wanted.items():
+            if not (package / link_name).is_symlink():
+                (package / link_name).symlink_to(path)
+    return package.parent
+
+
+def _build(folder: Path, target: str, options: Sequence[str]) -> None:
     configure = [
         *("cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DEECORE_CUDA=OFF"),
         *(f"-DPython_EXECUTABLE={sys.executable}", *options),
     ]
-    make = ["cmake", "--build", str(folder), "--target", target]
     # The cmake and ninja of this interpreter's environment, activated or not.
     tools = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    for command in (configure, make):
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "PATH": tools}
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
+    run(*configure, PATH=tools)
+    run("cmake", "--build", str(folder), "--target", target, PATH=tools)
+
+
+def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
+    """What a command says, with this process's environment and what is given here.
+
+    Raises:
+        RuntimeError: it failed, with its words.
+    """
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
+    return done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -26,7 +27,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: a core for each, and fo
     torch.set_num_threads(1)
 
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
-CPU_CAPABILITIES = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_model")
+CPU_CAPABILITIES: tuple[str, ...] = ("portable",)
+if platform.machine() in ("x86_64", "AMD64"):
+    CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
 # What differs with matrix tiles, the machine's or those of a model in software.
 TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
 TILED += ("decoder_layers", "rows_alone", "tiles")

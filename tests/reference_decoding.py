@@ -135,11 +135,19 @@ class ReferenceModel:
             [[] for _ in range(self.num_layers)],
         )
         h = torch.empty(0)
-        for position, token in enumerate(prompt):
-            h = self.embed(token)
-            for layer in range(num_layers or self.num_layers):
-                h = self.layer(layer, h, position, sequence)
+        for position in range(len(prompt)):
+            h = self.through(sequence, position, num_layers)
         return sequence, h
+
+    def through(
+        self, sequence: ReferenceSequence, position: int = -1, num_layers: int | None = None
+    ) -> Tensor:
+        """The state of the token at a position, by default the last, after its layers."""
+        position %= len(sequence.tokens)
+        h = self.embed(sequence.tokens[position])
+        for layer in range(num_layers or self.num_layers):
+            h = self.layer(layer, h, position, sequence)
+        return h
 
     def generate(
         self, prompt: list[int], max_tokens: int, num_layers: int | None = None
@@ -150,9 +158,7 @@ class ReferenceModel:
             sequence.tokens.append(int(self.head(h).argmax()))
             if len(sequence.new_tokens) == max_tokens:
                 return sequence.new_tokens
-            h = self.embed(sequence.tokens[-1])
-            for layer in range(num_layers or self.num_layers):
-                h = self.layer(layer, h, len(sequence.tokens) - 1, sequence)
+            h = self.through(sequence, num_layers=num_layers)
 
     def confidence(
         self, policy: ConfidentExit, previous: Tensor, h: Tensor, *, is_last: bool = False

@@ -124,7 +124,4 @@ class ReferenceT5(ReferenceModel):
             name = f"decoder.block.{layer}.layer.1.EncDecAttention"
             k, v = (self.heads(states, f"{name}.{kind}") for kind in "kv")
             sequence.memory.append((k, v))
-        h = self.embed(sequence.tokens[0])
-        for layer in range(num_layers or self.num_layers):
-            h = self.layer(layer, h, 0, sequence)
-        return sequence, h
+        return sequence, self.through(sequence, num_layers=num_layers)

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import cmake_build
 
-PACKAGE = cmake_build.ROOT / "python" / "eecore"
-
 
 def runtimes() -> list[Path]:
     """What has to be in a process first; nothing where the compiler has no AddressSanitizer.
@@ -35,34 +33,14 @@ def runtimes() -> list[Path]:
     return found
 
 
-def build() -> Path:
-    """The folder from which ``eecore`` is imported with the sanitized module.
-
-    Raises:
-        RuntimeError: with the compiler's words.
-    """
-    folder = cmake_build.build("sanitized", "_C", "-DEECORE_SANITIZE=ON")
-    with cmake_build.alone("sanitized"):
-        package = folder / "package" / "eecore"
-        package.mkdir(parents=True, exist_ok=True)
-        sources = [path for path in PACKAGE.iterdir() if path.suffix != ".so"]
-        wanted = {path.name: path for path in (*sources, *folder.glob("_C*.so"))}
-        for link in package.iterdir():
-            if link.name not in wanted:
-                link.unlink()
-        for name, path in wanted.items():
-            if not (package / name).is_symlink():
-                (package / name).symlink_to(path)
-    return package.parent
-
-
 def environment() -> dict[str, str]:
     """What a process needs in its environment to run the sanitized eecore; it is built first.
 
     Raises:
         RuntimeError: with the compiler's words.
     """
-    path = [str(build()), *filter(None, sys.path)]
+    package = cmake_build.build_package("sanitized", "-DEECORE_SANITIZE=ON")
+    path = [str(package), *filter(None, sys.path)]
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "LD_PRELOAD": " ".join(map(str, runtimes())),

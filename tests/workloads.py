@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import eecore
 from eecore import (
     Auto,
     ConfidentExit,
@@ -56,6 +57,16 @@ def policies(classifier: ExitClassifier) -> list[Exit]:
         HeadDrafts(3, 0.01),
         Auto(3, exit_layers=(2,)),
     ]
+
+
+# For a model of five layers.
+LOSSLESS: list[Exit] = [
+    SelfSpeculative(1, 4),
+    SelfSpeculative(3, 7),
+    DraftAndVerify({1, 3}, {2}),
+    PromptLookup(6, min_ngram=1),
+    Auto(),
+]
 
 
 @dataclass(frozen=True)
@@ -239,6 +250,31 @@ def serve(engine: Engine, requests: Iterable[Request]) -> list[Output]:
         names.append(str(number))
     driver.finish()
     return [driver.outputs[name] for name in names]
+
+
+def tokens_of(outputs: Iterable[Output]) -> list[list[int]]:
+    """The tokens of each."""
+    return [output.token_ids for output in outputs]
+
+
+def check_company(model: eecore.Model, requests: list[Request], few_pages: Engine) -> None:
+    """Requests give alone what they give together, and where some have to begin again.
+
+    Args:
+        few_pages: an engine that has not the pages for all of them at once.
+    """
+
+    def generated(some: list[Request]) -> list[list[int]]:
+        prompts = [request.prompt for request in some]
+        exits = [request.exit for request in some]
+        sampling = [request.sampling for request in some]
+        return tokens_of(eecore.generate(model, prompts, exit=exits, sampling=sampling))
+
+    expected = [tokens for request in requests for tokens in generated([request])]
+    assert generated(requests) == expected
+    outputs = serve(few_pages, requests)
+    assert tokens_of(outputs) == expected
+    assert sum(output.stats.preemptions for output in outputs) > 0
 
 
 def numbers(request_ids: Iterable[str]) -> list[Any]:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 import test_exit_confidence_softmax
 import test_kv_fill
-import test_skinny_gated_linear
 import test_skinny_linear
 import torch
 
@@ -30,10 +28,18 @@ from cases import (
     TOLERANCES,
     KvFillCase,
 )
+from coded_calls import (
+    SKINNY_OPS,
+    Call,
+    check_fill,
+    check_head,
+    check_refusal,
+    check_rows_of_size,
+    check_stays_in_its_row,
+)
 from eecore import ops
 from eecore.models.int8 import dequantise_rows, quantise_rows
 
-Call = dict[str, Any]
 INT8_OPS = (
     "embed_tokens",
     "exit_confidence_softmax",
@@ -73,10 +79,7 @@ def check_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_skinny_linears_match_the_reference(
     num_tokens: int, options: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    for module, op in (
-        (test_skinny_linear, ops.skinny_linear),
-        (test_skinny_gated_linear, ops.skinny_gated_linear),
-    ):
+    for module, op in SKINNY_OPS:
         for sizes in SKINNY_LINEARS:
             call = with_int8(module.random_call(num_tokens, *sizes, options, dtype, device))
             oracle = as_floats(call) if emulated.is_cuda_kernel(device) else call
@@ -88,10 +91,7 @@ def test_skinny_linears_match_the_reference(
 def test_more_rows_than_a_tile_holds(
     num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    for module, op in (
-        (test_skinny_linear, ops.skinny_linear),
-        (test_skinny_gated_linear, ops.skinny_gated_linear),
-    ):
+    for module, op in SKINNY_OPS:
         call = with_int8(module.random_call(num_tokens, 272, 75, "all", dtype, device))
         oracle = as_floats(call) if emulated.is_cuda_kernel(device) else call
         check_close(op(**call), getattr(reference, op.__name__)(**oracle))
@@ -139,13 +139,7 @@ def test_softmax_confidence_matches_the_reference(
 ) -> None:
     call = test_exit_confidence_softmax.random_case(9, hidden_size, vocab_size, dtype, device)
     call = with_int8({**call, "eps": 1e-5}, "lm_head", "lm_head_scale")
-    got = ops.exit_confidence_softmax(**call)
-    oracle = as_floats(call) if emulated.is_cuda_kernel(device) else call
-    confidence, logsumexp, logits = reference.exit_confidence_softmax(**oracle)
-    close = {"rtol": 5e-5, "atol": 5e-5, "check_dtype": False}
-    torch.testing.assert_close(got.confidence, confidence, **close)
-    torch.testing.assert_close(got.logsumexp, logsumexp, **close)
-    torch.testing.assert_close(got.top_logit, logits.amax(-1), **close)
+    check_head(call, 5e-5, as_floats(call) if emulated.is_cuda_kernel(device) else call)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -154,10 +148,7 @@ def test_kv_fill_matches_the_reference(
     case: KvFillCase, dtype: torch.dtype, device: torch.device
 ) -> None:
     call = with_int8(test_kv_fill.random_call(case, dtype, device), "kv_weight", "kv_scale")
-    oracle = as_floats(call) if emulated.is_cuda_kernel(device) else call
-    expected = test_kv_fill.filled(reference.kv_fill, oracle)
-    for got, wanted in zip(test_kv_fill.filled(ops.kv_fill, call), expected, strict=True):
-        check_close(got, wanted)
+    check_fill(call, check_close, as_floats(call) if emulated.is_cuda_kernel(device) else call)
 
 
 def test_large_in_one_place_does_not_blur_the_rest(device: torch.device) -> None:
@@ -185,15 +176,7 @@ def test_the_largest_weights_fit_at_any_length(
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_in_its_row(value: float, device: torch.device) -> None:
     call = with_int8(test_skinny_linear.random_call(5, 70, 33, "plain", device=device))
-    expected = ops.skinny_linear(**call)
-    call["x"][2, 69] = value
-    got = ops.skinny_linear(**call)
-    if emulated.is_cuda_kernel(device):
-        assert not got[2].isfinite().any()
-    else:
-        assert got[2].isnan().all()
-    rest = [0, 1, 3, 4]
-    assert torch.equal(got[rest], expected[rest])
+    check_stays_in_its_row(call, value)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1e30, 3e38])
@@ -201,12 +184,8 @@ def test_rows_of_any_size(size: float, device: torch.device) -> None:
     if emulated.is_cuda_kernel(device):
         size = min(size, 1e33)  # unscaled sums have to be finite
     call = with_int8(test_skinny_linear.random_call(2, 70, 33, "plain", device=device))
-    call["x"] = call["x"].sign() * size
     wide = dequantise_rows(call["weight"], call["weight_scale"], torch.float64)
-    exact = (call["x"].double() @ wide.T).float()
-    torch.testing.assert_close(
-        ops.skinny_linear(**call), exact, rtol=1e-4, atol=size * 1e-3 + 1e-35
-    )
+    check_rows_of_size(call, wide, size, atol=size * 1e-3 + 1e-35)
 
 
 def test_strides(device: torch.device) -> None:
@@ -235,10 +214,7 @@ def test_bad_input_is_named_and_changes_nothing(
     if on_cuda:
         emulated.route(monkeypatch)
     call = with_int8(test_skinny_linear.random_call(2, 8, 6))
-    call = {**call, "out": torch.zeros(2, 6), **change}
-    with pytest.raises(RuntimeError, match=f"skinny_linear: {message}"):
-        ops.skinny_linear(**call)
-    assert not call["out"].any()
+    check_refusal(call, change, message)
 
 
 def test_quantised_rows_are_within_half_a_step() -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import test_decoder_layers
 import test_exit_confidence_softmax
 import test_kv_fill
-import test_skinny_gated_linear
 import test_skinny_linear
 import torch
 
 import emulated
 import reference
 from cases import DTYPES, DecoderLayersCase, KvFillCase
+from coded_calls import (
+    SKINNY_OPS,
+    Call,
+    check_fill,
+    check_head,
+    check_refusal,
+    check_rows_of_size,
+    check_stays_in_its_row,
+)
 from eecore import _C, ops
 from packed_blocks import SMALL_FORMATS, packed_layers, random_blocks
 
-Call = dict[str, Any]
 FORMATS = ops.BLOCK_FORMATS
 BATCH_SIZES = (0, 1, 2, 3, 7, 33)
 
@@ -48,10 +55,7 @@ def check_close(got: torch.Tensor, wanted: torch.Tensor, *, normed: bool) -> Non
 def test_skinny_linears_match_the_reference(
     format: str, options: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    for module, op in (
-        (test_skinny_linear, ops.skinny_linear),
-        (test_skinny_gated_linear, ops.skinny_gated_linear),
-    ):
+    for module, op in SKINNY_OPS:
         for num_tokens in BATCH_SIZES:
             call = module.random_call(num_tokens, 512, 70, options, dtype, device)
             call = with_packed(call, format)
@@ -138,23 +142,14 @@ def test_what_is_not_finite_stays_in_its_row(
     value: float, format: str, device: torch.device
 ) -> None:
     call = with_packed(test_skinny_linear.random_call(5, 256, 33, "plain", device=device), format)
-    expected = ops.skinny_linear(**call)
-    call["x"][2, 69] = value
-    got = ops.skinny_linear(**call)
-    assert got[2].isnan().all()
-    rest = [0, 1, 3, 4]
-    assert torch.equal(got[rest], expected[rest])
+    check_stays_in_its_row(call, value)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1e30, 1e36])
 def test_rows_of_any_size(size: float, device: torch.device) -> None:
     call = with_packed(test_skinny_linear.random_call(2, 64, 33, "plain", device=device), "Q4_1")
-    call["x"] = call["x"].sign() * size
     wide = ops.unpack_weight(call["weight"], call["weight_table"]).double()
-    exact = (call["x"].double() @ wide.T).float()
-    torch.testing.assert_close(
-        ops.skinny_linear(**call), exact, rtol=1e-4, atol=size * 1e-4 + 1e-35
-    )
+    check_rows_of_size(call, wide, size, atol=size * 1e-4 + 1e-35)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,12 +159,7 @@ def test_softmax_confidence_matches_the_reference(
 ) -> None:
     call = test_exit_confidence_softmax.random_case(9, 256, 1003, dtype, device)
     call = with_packed({**call, "eps": 1e-5}, format, "lm_head", "lm_head_table")
-    got = ops.exit_confidence_softmax(**call)
-    confidence, logsumexp, logits = reference.exit_confidence_softmax(**call)
-    close = {"rtol": 3e-3, "atol": 3e-3, "check_dtype": False}
-    torch.testing.assert_close(got.confidence, confidence, **close)
-    torch.testing.assert_close(got.logsumexp, logsumexp, **close)
-    torch.testing.assert_close(got.top_logit, logits.amax(-1), **close)
+    check_head(call, 3e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -185,9 +175,7 @@ def test_kv_fill_matches_the_reference(
               [("Q5_1", rows), ("Q5_1", rows)]]  # fmt: skip
     matrix = packed_layers(layers, 256, size=1 / 16)
     call |= {"kv_weight": matrix.weight, "kv_table": matrix.table}
-    expected = test_kv_fill.filled(reference.kv_fill, call)
-    for got, wanted in zip(test_kv_fill.filled(ops.kv_fill, call), expected, strict=True):
-        check_close(got, wanted, normed=True)
+    check_fill(call, partial(check_close, normed=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -267,19 +255,13 @@ def test_cross_attention_and_a_plain_mlp(device: torch.device) -> None:
 )  # fmt: skip
 def test_bad_input_is_named_and_changes_nothing(change: Call, message: str) -> None:
     call = with_packed(test_skinny_linear.random_call(2, 64, 6, "plain"), "Q4_1")
-    call = {**call, "out": torch.zeros(2, 6), **change}
-    with pytest.raises(RuntimeError, match=f"skinny_linear: {message}"):
-        ops.skinny_linear(**call)
-    assert not call["out"].any()
+    check_refusal(call, change, message)
 
 
 def test_cuda_has_no_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated.route(monkeypatch)
     refused = "expected none on CUDA, packed weights run on the CPU"
-    for module, op in (
-        (test_skinny_linear, ops.skinny_linear),
-        (test_skinny_gated_linear, ops.skinny_gated_linear),
-    ):
+    for module, op in SKINNY_OPS:
         call = with_packed(module.random_call(2, 64, 6, "plain"), "Q4_1")
         with pytest.raises(RuntimeError, match=f"{op.__name__}: weight_table: {refused}"):
             op(**call)

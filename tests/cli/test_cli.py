@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,17 @@ import pytest
 import torch
 
 import eecore
+from command_line import (
+    FAILED,
+    INTERRUPTED,
+    LONG,
+    MODEL,
+    NO_READER,
+    REQUEST,
+    USAGE,
+    error_of,
+    start,
+)
 from eecore.cli.app import run
 from eecore.cli.depth import DepthPainter, depth_style, runs
 from eecore.cli.exit_options import ExitOptions, parse_layers
@@ -25,8 +36,6 @@ from eecore.decoding.prefill import Prefill
 from eecore.scheduling.scheduler import Work
 from tiny_models import write_model
 
-FAILED, USAGE, MODEL, REQUEST, INTERRUPTED, NO_READER = 1, 2, 3, 4, 130, 141
-LONG = 20_000
 SKIPS = [
     {
         "skip_attention": [1],
@@ -39,57 +48,8 @@ SKIPS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("cli") / "tiny"))
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that still writes when a test has long made its point."""
-    directory = tmp_path_factory.mktemp("cli") / "endless"
-    return str(write_model(directory, max_position_embeddings=4 * LONG))
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Callable[[str, str], str]:
-    def write(name: str, text: str) -> str:
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
 def pipe_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-
-
-def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """The command in a process of its own, which heeds Ctrl-C whatever the shell said to pytest."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "eecore", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=options.pop("stdout", subprocess.PIPE),
-        stderr=options.pop("stderr", subprocess.PIPE),
-        text=True,
-        errors="replace",
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "",
-            **options.pop("env", {}),
-        },
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **options,
-    )
-
-
-def error_of(captured: Any) -> str:
-    """The one line on stderr."""
-    lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
-    assert "Traceback" not in captured.err
-    return lines[0]
 
 
 # What is asked for comes out

@@ -17,41 +17,20 @@ from typing import Any
 import pytest
 
 import eecore
+from command_line import (
+    FAILED,
+    INTERRUPTED,
+    LONG,
+    MODEL,
+    QUIET,
+    REQUEST,
+    TERMINATED,
+    USAGE,
+    error_of,
+    start,
+)
 from eecore.cli import signals
 from eecore.cli.app import run
-from tiny_models import write_model
-
-FAILED, USAGE, MODEL, REQUEST, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
-LONG = 20_000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("cli") / "tiny"))
-
-
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that still writes when a test has long made its point."""
-    directory = tmp_path_factory.mktemp("cli") / "endless"
-    return str(write_model(directory, max_position_embeddings=4 * LONG))
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> Callable[[str, str], str]:
-    def write(name: str, text: str) -> str:
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
-def error_of(captured: Any) -> str:
-    """The one line on stderr."""
-    said = captured.err.strip().splitlines()
-    assert len(said) == 1, captured.err
-    return str(said[0])
-
 
 # Streams that are closed, full, or cannot say a letter
 
@@ -66,7 +45,7 @@ def through_a_shell(
         capture_output=True,
         timeout=120,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **env},
+        env={**os.environ, **QUIET, **env},
     )
 
 
@@ -170,15 +149,9 @@ def test_any_width_of_a_terminal(
 )
 def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: float) -> None:
     """From the first import on: one line or none, and the exit code."""
-    marked = [sys.executable, "-c", "import eecore.cli; print(flush=True); eecore.cli.main()"]
-    command = subprocess.Popen(
-        [*marked, "generate", endless, "hi", "-n", str(LONG), "--ignore-eos"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    marked = ("-c", "import eecore.cli; print(flush=True); eecore.cli.main()")
+    arguments = ["generate", endless, "hi", "-n", str(LONG), "--ignore-eos"]
+    command = start(arguments, program=marked)
     assert command.stdout is not None
     command.stdout.readline()
     time.sleep(seconds)
@@ -186,10 +159,10 @@ def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: f
     _, error = command.communicate(timeout=60)
     if number == signal.SIGINT:
         assert command.returncode == INTERRUPTED, error
-        assert error in (b"interrupted\n", b"")
+        assert error in ("interrupted\n", "")
     else:
         assert command.returncode in (TERMINATED, -signal.SIGTERM), error
-        assert error == b""
+        assert error == ""
 
 
 def test_no_exception_is_raised_into_the_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from devices import engine_of, load
 from eecore import (
     Auto,
     ConfidentExit,
-    DraftAndVerify,
     EngineConfig,
     FixedExit,
     Full,
@@ -38,6 +37,7 @@ from reference_decoding import ReferenceModel
 from tiny_gguf import write_gguf
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
+from workloads import LOSSLESS, Request, check_company
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,13 +68,6 @@ GUIDES = {
     "lark": Guide.grammar('start: "(" start ")" | "x" | start "+" start'),
     "gbnf": Guide.grammar('root ::= "yes" ", " [a-c]+ ";"'),
 }
-LOSSLESS: list[Exit] = [
-    SelfSpeculative(1, 4),
-    SelfSpeculative(3, 7),
-    DraftAndVerify({1, 3}, {2}),
-    PromptLookup(6, min_ngram=1),
-    Auto(),
-]
 each_guide = pytest.mark.parametrize("guide", GUIDES.values(), ids=GUIDES.keys())
 
 
@@ -124,9 +117,7 @@ def test_greedy_output_is_the_reference(
                 reason = "stop"
                 break
             text += alphabet[token]
-            h = reference.embed(token)
-            for layer in range(reference.num_layers):
-                h = reference.layer(layer, h, len(sequence.tokens) - 1, sequence)
+            h = reference.through(sequence)
         if not any(regex.fullmatch(pattern, text + c, partial=True) for c in alphabet.values()):
             reason = "stop"
         assert (output.token_ids, output.finish_reason) == (sequence.new_tokens, reason)
@@ -209,23 +200,16 @@ def test_mixed_batches_and_preemptions(agreeing: eecore.Model) -> None:
         (Full(), None, 1.0),
     ]
     prompts = letters(4, 9, 2, 17, 1, 3, 6, seed=2)
-    exits = [policy for policy, _, _ in ways]
-    sampling = [
-        SamplingParams(max_tokens=25, temperature=heat, seed=i, guide=guide)
-        for i, (_, guide, heat) in enumerate(ways)
+    requests = [
+        Request(
+            prompt,
+            policy,
+            SamplingParams(max_tokens=25, temperature=heat, seed=i, guide=guide),
+        )
+        for i, (prompt, (policy, guide, heat)) in enumerate(zip(prompts, ways, strict=True))
     ]
-    expected = [
-        eecore.generate(agreeing, [prompt], exit=policy, sampling=way)[0].token_ids
-        for prompt, policy, way in zip(prompts, exits, sampling, strict=True)
-    ]
-    together = eecore.generate(agreeing, prompts, exit=exits, sampling=sampling)
-    assert [output.token_ids for output in together] == expected
-    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=80, page_size=4))
-    for prompt, policy, way in zip(prompts, exits, sampling, strict=True):
-        engine.add_request(prompt, exit=policy, sampling=way)
-    outputs = {s.request_id: s.output for s in engine.run() if s.output is not None}
-    assert [outputs[f"request-{i}"].token_ids for i in range(len(ways))] == expected
-    assert sum(output.stats.preemptions for output in outputs.values()) > 0
+    few_pages = engine_of(agreeing, EngineConfig(kv_cache_tokens=80, page_size=4))
+    check_company(agreeing, requests, few_pages)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -30,6 +30,7 @@ from eecore.models import AttentionBatch, DraftHead, KVCache
 from head_packs import reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
+from workloads import Request, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,10 +63,6 @@ def noisy(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.M
 def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.Output]:
     settings = {"max_tokens": 40, "ignore_eos": True, **settings}
     return eecore.generate(model, PROMPTS, exit=exit, **settings)
-
-
-def tokens_of(outputs: list[eecore.Output]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 def states_at_the_end(model: eecore.Model, tokens: list[int], ends: list[int]) -> list[Any]:
@@ -231,13 +228,11 @@ def test_all_policies_share_a_batch_and_pages_are_few(following: eecore.Model) -
         eecore.generate(following, prompts, exit=Full(), max_tokens=30, ignore_eos=True)
     )
     engine = engine_of(following, EngineConfig(kv_cache_tokens=100, page_size=4, max_num_seqs=4))
-    for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
-        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
-        engine.add_request(prompt, exit=policy, sampling=sampling, request_id=str(i))
-    outputs = {step.request_id: step.output for step in engine.run() if step.output is not None}
-    assert [outputs[str(i)].token_ids for i in range(len(policies))] == expected
-    assert sum(output.stats.preemptions for output in outputs.values()) > 0
-    assert engine.pages.num_free == engine.pages.num_pages
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+    requests = [Request(*asked, sampling) for asked in zip(prompts, policies, strict=True)]
+    outputs = serve(engine, requests)
+    assert tokens_of(outputs) == expected
+    assert sum(output.stats.preemptions for output in outputs) > 0
 
 
 @cpu_only

@@ -14,6 +14,7 @@ from eecore.decoding.ngrams import MOST_CANDIDATES, NgramIndex
 from eecore.decoding.proposal import NOTHING, Proposal
 from tiny_models import random_prompts, write_model
 from tiny_t5 import write_t5
+from workloads import Request, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,10 +71,6 @@ def test_nothing_is_behind_a_stop_token() -> None:
 def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.Output]:
     settings = {"max_tokens": 40, "ignore_eos": True, **settings}
     return eecore.generate(model, PROMPTS, exit=exit, **settings)
-
-
-def tokens_of(outputs: list[eecore.Output]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 POLICIES = [PromptLookup(), PromptLookup(1), PromptLookup(3, 4, 1), PromptLookup(40, 5, 5)]
@@ -156,11 +153,9 @@ def test_preempted_requests_go_on(tiny: eecore.Model, tokens: int) -> None:
     expected = tokens_of(outputs_of(tiny, Full()))
     engine = engine_of(tiny, EngineConfig(kv_cache_tokens=tokens, page_size=4))
     sampling = SamplingParams(max_tokens=33, ignore_eos=True)
-    names = [engine.add_request(p, exit=PromptLookup(6), sampling=sampling) for p in PROMPTS]
-    outputs = {s.request_id: s.output for s in engine.run() if s.output is not None}
-    assert tokens_of([outputs[name] for name in names]) == [ids[:33] for ids in expected]
-    assert sum(output.stats.preemptions for output in outputs.values()) > 0
-    assert engine.pages.num_free == engine.config.num_pages
+    outputs = serve(engine, [Request(prompt, PromptLookup(6), sampling) for prompt in PROMPTS])
+    assert tokens_of(outputs) == [ids[:33] for ids in expected]
+    assert sum(output.stats.preemptions for output in outputs) > 0
 
 
 def test_an_encoder_decoder(tmp_path: Any) -> None:

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 import eecore
 from devices import engine_of
 from eecore import (
-    Auto,
     ConfidentExit,
-    DraftAndVerify,
     EngineConfig,
     FixedExit,
     PromptLookup,
@@ -25,6 +23,7 @@ from eecore import (
 from eecore.exits import Exit
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts
+from workloads import LOSSLESS, Request, check_company
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,13 +40,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "logit_bias": {token: (token % 7) / 2 for token in range(0, 320, 3)},
     },
 }
-POLICIES: list[Exit] = [
-    SelfSpeculative(1, 4),
-    SelfSpeculative(3, 6),
-    DraftAndVerify({1, 3}, {2}),
-    PromptLookup(5, min_ngram=1),
-    Auto(),
-]
 
 
 def tokens_of(model: eecore.Model, **settings: Any) -> list[list[int]]:
@@ -77,14 +69,12 @@ def test_greedy_output_is_the_reference(
         for _ in range(24):
             logits = changed(reference.head(h), prompt, sequence.new_tokens, **settings)
             sequence.tokens.append(int(logits.argmax()))
-            h = reference.embed(sequence.tokens[-1])
-            for layer in range(reference.num_layers):
-                h = reference.layer(layer, h, len(sequence.tokens) - 1, sequence)
+            h = reference.through(sequence)
         assert got == sequence.new_tokens
     assert tokens_of(tiny, **settings) != tokens_of(tiny)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", LOSSLESS, ids=str)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_speculation_keeps_the_output(
     agreeing: eecore.Model, settings: dict[str, Any], policy: Exit
@@ -122,18 +112,9 @@ def test_in_mixed_batches_and_after_preemptions(agreeing: eecore.Model) -> None:
         SamplingParams(max_tokens=20, ignore_eos=True, seed=1, **settings)
         for settings in ({}, SETTINGS["all"], {"temperature": 1.0}, SETTINGS["reward"])
     ]
-    expected = [
-        eecore.generate(agreeing, [prompt], exit=policy, sampling=way)[0].token_ids
-        for prompt, policy, way in zip(PROMPTS, exits, ways, strict=True)
-    ]
-    together = eecore.generate(agreeing, PROMPTS, exit=exits, sampling=ways)
-    assert [output.token_ids for output in together] == expected
-    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=64, page_size=4))
-    for prompt, policy, way in zip(PROMPTS, exits, ways, strict=True):
-        engine.add_request(prompt, exit=policy, sampling=way)
-    outputs = {s.request_id: s.output for s in engine.run() if s.output is not None}
-    assert [outputs[name].token_ids for name in sorted(outputs)] == expected
-    assert sum(output.stats.preemptions for output in outputs.values()) > 0
+    requests = [Request(*asked) for asked in zip(PROMPTS, exits, ways, strict=True)]
+    few_pages = engine_of(agreeing, EngineConfig(kv_cache_tokens=64, page_size=4))
+    check_company(agreeing, requests, few_pages)
 
 
 def test_logprobs_are_of_the_logits_as_they_came(tiny: eecore.Model) -> None:

@@ -28,6 +28,7 @@ from eecore.decoding.memory import HostSide
 from eecore.decoding.step import Step
 from eecore.exits import Exit
 from tiny_models import random_prompts
+from workloads import Request, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -215,13 +216,12 @@ def test_a_seed_draws_the_same_after_a_preemption(agreeing: eecore.Model, policy
         for prompt, params in zip(PROMPTS, sampling, strict=True)
     ]
     config = EngineConfig(max_num_seqs=5, page_size=4, kv_cache_tokens=32)
-    engine = engine_of(agreeing, config)
-    for i, (prompt, params) in enumerate(zip(PROMPTS, sampling, strict=True)):
-        engine.add_request(prompt, exit=policy, sampling=params, request_id=str(i))
-    done = {step.request_id: step.output for step in engine.run() if step.output is not None}
-    assert sum(output.stats.preemptions for output in done.values()) > 0
-    for i, output in enumerate(alone):
-        assert done[str(i)].token_ids == output.token_ids
+    requests = [
+        Request(prompt, policy, params) for prompt, params in zip(PROMPTS, sampling, strict=True)
+    ]
+    outputs = serve(engine_of(agreeing, config), requests)
+    assert sum(output.stats.preemptions for output in outputs) > 0
+    assert tokens_of(outputs) == tokens_of(alone)
 
 
 @cpu_only

@@ -90,11 +90,9 @@ def expected_rows(reference: ReferenceModel, prompt: list[int], num_layers: int)
     """[prompt_len, vocab_size] log-probabilities by the plain model, one position at a time."""
     sequence, h = reference.start(prompt[:1], num_layers)
     rows = [reference.head(h)]
-    for position, token in enumerate(prompt[1:], 1):
-        h = reference.embed(token)
-        for layer in range(num_layers):
-            h = reference.layer(layer, h, position, sequence)
-        rows.append(reference.head(h))
+    for token in prompt[1:]:
+        sequence.tokens.append(token)
+        rows.append(reference.head(reference.through(sequence, num_layers=num_layers)))
     return torch.stack(rows).log_softmax(-1)
 
 

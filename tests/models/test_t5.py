@@ -27,6 +27,7 @@ from eecore.models.linear import MAX_SKINNY_ROWS
 from reference_t5 import ReferenceT5
 from tiny_models import random_prompts, write_model
 from tiny_t5 import FAMILIES, write_t5
+from workloads import tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,10 +58,6 @@ def of_transformers(directory: Path) -> Any:
     from transformers import AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def tokens_of(outputs: list[eecore.Output]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 # The forward pass
