@@ -18,13 +18,14 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "Tensor(a!) first_position, Tensor(b!) left, "
       "Tensor(c!) round_slots, Tensor(d!) tokens, Tensor(e!) num_drafted, Tensor(f!) most, "
       "Tensor(g!) done, Tensor(h!) all_done, Tensor(i!) row, Tensor(j!) active_token_ids, "
-      "Tensor(k!) positions, Tensor(l!) slot_mapping, Tensor(m!) seq_lens) -> ()");
+      "Tensor(k!) positions, Tensor(l!) slot_mapping, Tensor(m!) seq_lens, "
+      "int? condition=None) -> ()");
   m.def(
       "append_drafts(Tensor? hidden, Tensor token, Tensor confidence, int step, "
       "Tensor thresholds, Tensor stop_tokens, Tensor most, Tensor round_slots, Tensor row, "
       "Tensor(a!)? states, Tensor(b!) tokens, Tensor(c!) confidences, Tensor(d!) num_drafted, "
       "Tensor(e!) done, Tensor(f!) all_done, Tensor(g!) active_token_ids, Tensor(h!) positions, "
-      "Tensor(i!) slot_mapping, Tensor(j!) seq_lens) -> ()");
+      "Tensor(i!) slot_mapping, Tensor(j!) seq_lens, int? condition=None) -> ()");
   m.def(
       "begin_verification(Tensor first_position, Tensor round_slots, Tensor tokens, "
       "Tensor num_drafted, Tensor most, Tensor(a!) last_tokens, Tensor(b!) last_positions, "
@@ -49,18 +50,25 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "embed_tokens(Tensor token_ids, Tensor weight, Tensor? scale, Tensor? previous, "
       "Tensor? sources, Tensor(a!) out, Tensor? table=None) -> ()");
   m.def(
-      "exit_rows(Tensor hidden, int layer, Tensor? confidence, Tensor? token, Tensor? top_logit, "
-      "Tensor? logsumexp, Tensor? thresholds, Tensor? asked, bool decide, Tensor leave_after, "
+      "exit_rows(Tensor hidden, int layer, Tensor(o!)? confidence, Tensor(p!)? token, "
+      "Tensor(q!)? top_logit, Tensor(r!)? logsumexp, Tensor? thresholds, Tensor? asked, "
+      "bool decide, Tensor leave_after, "
       "Tensor together, Tensor fills, Tensor kind, Tensor(a!) accepted, Tensor(b!) gone, "
       "Tensor(c!) exit_layer, Tensor(d!) fill_from, Tensor(e!) measured_at, "
       "Tensor(f!) final_confidence, Tensor(g!) final_token, Tensor(h!) final_logprob, "
       "Tensor(i!) token_at, Tensor(j!) pending, Tensor(k!) final_hidden, Tensor(l!) all_gone, "
-      "Tensor row, Tensor(m!) slot_mapping, Tensor(n!) seq_lens) -> ()");
+      "Tensor row, Tensor(m!) slot_mapping, Tensor(n!) seq_lens, Tensor? previous=None, "
+      "Tensor? weight1=None, Tensor? bias1=None, Tensor? weight2=None, Tensor? bias2=None, "
+      "Tensor? norm_weight=None, Tensor? lm_head=None, Tensor? lm_head_scale=None, "
+      "Tensor? lm_head_table=None, float eps=0., int? condition=None) -> ()");
   m.def(
-      "place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_logit, "
+      "place_head(Tensor(d!) confidence, Tensor(e!) token, Tensor(f!) logsumexp, "
+      "Tensor(g!) top_logit, "
       "Tensor? index, Tensor? kind, int wanted, Tensor? measured_at, Tensor? exit_layer, "
       "bool as_probability, Tensor? vocabulary, Tensor(a!) out_token, "
-      "Tensor(b!) out_confidence, Tensor(c!) out_logprob) -> ()");
+      "Tensor(b!) out_confidence, Tensor(c!) out_logprob, Tensor? hidden=None, "
+      "Tensor? norm_weight=None, Tensor? lm_head=None, Tensor? lm_head_scale=None, "
+      "Tensor? lm_head_table=None, float eps=0.) -> ()");
   m.def(
       "select_rows(Tensor hidden, Tensor? row, Tensor? kind, int wanted, Tensor? thresholds, "
       "Tensor? accepted, Tensor(a!) index, Tensor(b!) count, Tensor(c!) states) -> ()");

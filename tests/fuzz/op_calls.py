@@ -384,16 +384,41 @@ class _Calls:
 
     @staticmethod
     def exit_rows(m: Maker) -> Checked:
-        active, size, dtype = m.size(12), m.size(40), m.dtype()
+        measure = m.one_of("softmax", "cosine", "mlp") if m.chance(0.3) else None
+        active, dtype = m.size(12), m.dtype()
+        size = m.size(40) if measure is None else m.columns(40)
         rows = active + m.size(4)
         layer = 5
         asked = m.maybe(lambda: m.placed(m.shuffled(active)[: m.size(active)].int()))
+        if measure is not None:
+            asked = None
         measured = active if asked is None else len(asked)
-        has_confidence = m.chance(0.7)
-        has_head = has_confidence and m.chance()
+        has_confidence = measure is not None or m.chance(0.7)
+        has_head = has_confidence and (measure == "softmax" or m.chance())
         limits = torch.tensor([0.0, 0.5, 0.7, 1.0, math.inf])
+        hidden, measuring = m.states(active, size, dtype), {}
+        if measure == "softmax":
+            head = m.weight(dtype, m.size(90, 2), size)
+            hidden = m.inputs(head, active, size, dtype, 3.0)
+            measuring = {
+                "norm_weight": m.maybe(lambda: m.norm_of(head, dtype, size)),
+                "lm_head": head.weight,
+                "eps": 1e-5,
+                "lm_head_scale": head.scale,
+                "lm_head_table": head.table,
+            }
+        elif measure == "cosine":
+            measuring = {"previous": m.states(active, size, dtype)}
+        elif measure == "mlp":
+            inner = m.size(20, 1)
+            measuring = {
+                "weight1": m.placed(m.normal(inner, size)),
+                "bias1": m.maybe(lambda: m.placed(m.normal(inner))),
+                "weight2": m.placed(m.normal(2, inner)),
+                "bias2": m.maybe(lambda: m.placed(m.normal(2))),
+            }
         given = {
-            "hidden": m.states(active, size, dtype),
+            "hidden": hidden,
             "layer": layer,
             "confidence": m.placed(m.uniform(measured)) if has_confidence else None,
             "token": m.placed(m.whole(99, measured)) if has_head else None,
@@ -422,6 +447,7 @@ class _Calls:
             "row": m.placed(m.shuffled(rows)[:active].sort().values.int()),
             "slot_mapping": m.placed(m.whole(99, active)),
             "seq_lens": m.placed(m.whole(99, active).int()),
+            **measuring,
         }
         names = (
             *("leave_after", "together", "fills", "kind", "accepted", "gone", "exit_layer"),
@@ -430,19 +456,32 @@ class _Calls:
         )
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
-            head = None
+            head, confidence = None, before["confidence"]
+            fields = ("confidence", "token", "logsumexp", "top_logit")
             if before["token"] is not None:
-                fields = (before[n] for n in ("confidence", "token", "logsumexp", "top_logit"))
-                head = ops.SoftmaxConfidence(*fields)
+                head = ops.SoftmaxConfidence(*(before[n] for n in fields))
+            # Measured before, by the op itself: on a threshold every bit counts.
+            measured_with = {name: before[name] for name in measuring}
+            if measure == "softmax":
+                head = ops.SoftmaxMeasure(**measured_with)(before["hidden"])
+                confidence = head.confidence
+            elif measure == "cosine":
+                confidence = ops.CosineMeasure(**measured_with)(before["hidden"])
+            elif measure == "mlp":
+                confidence = ops.MlpMeasure(**measured_with)(before["hidden"])
             new, slot_mapping, seq_lens = reference.exit_rows(
                 before["hidden"],
                 before["layer"],
                 ops.ExitingRows(*(before[n] for n in names)),
                 _active(before),
-                *(before["thresholds"], before["confidence"], head, before["asked"]),
+                *(before["thresholds"], confidence, head, before["asked"]),
                 before["decide"],
             )
             changed = dict(zip(names, new, strict=True))
+            if confidence is not None:
+                changed["confidence"] = confidence
+            if head is not None:
+                changed |= {name: getattr(head, name) for name in fields[1:]}
             return {**changed, "slot_mapping": slot_mapping, "seq_lens": seq_lens}
 
         return given, _compare(oracle, Tolerance(1e-6, 1e-6))
@@ -511,6 +550,18 @@ class _Calls:
         selected = m.size(12)
         rows = selected + m.size(4)
         measures = m.chance()
+        running, cut = {}, 99
+        if m.chance(0.3):
+            dtype, size, cut = m.dtype(), m.columns(40), m.size(90, 2)
+            weight = m.weight(dtype, cut, size)
+            running = {
+                "hidden": m.inputs(weight, selected, size, dtype, 3.0),
+                "norm_weight": m.maybe(lambda: m.norm_of(weight, dtype, size)),
+                "lm_head": weight.weight,
+                "eps": 1e-5,
+                "lm_head_scale": weight.scale,
+                "lm_head_table": weight.table,
+            }
         given = {
             "confidence": m.placed(m.uniform(selected)),
             "token": m.placed(m.whole(100, selected) - 1),
@@ -522,23 +573,29 @@ class _Calls:
             "measured_at": m.placed(m.whole(3, rows).int()) if measures else None,
             "exit_layer": m.placed(m.whole(3, rows).int()) if measures else None,
             "as_probability": m.chance(),
-            "vocabulary": m.maybe(lambda: m.placed(m.shuffled(99))),
+            "vocabulary": m.maybe(lambda: m.placed(m.shuffled(cut))),
             "out_token": m.placed(m.whole(9, rows)),
             "out_confidence": m.placed(m.uniform(rows)),
             "out_logprob": m.placed(m.uniform(rows)),
+            **running,
         }
 
         def oracle(before: Arguments) -> dict[str, Tensor]:
             names = ("index", "kind", "wanted", "measured_at", "exit_layer", "as_probability")
             names = (*names, "vocabulary")
             outputs = ("out_token", "out_confidence", "out_logprob")
-            head = (before[n] for n in ("confidence", "token", "logsumexp", "top_logit"))
+            fields = ("confidence", "token", "logsumexp", "top_logit")
+            head = ops.SoftmaxConfidence(*(before[n] for n in fields))
+            if running:
+                names_of_head = running.keys() - {"hidden"}
+                measure = ops.SoftmaxMeasure(**{n: before[n] for n in names_of_head})
+                head = measure(before["hidden"])
             new = reference.place_head(
-                ops.SoftmaxConfidence(*head),
+                head,
                 ops.HeadRows(*(before[n] for n in outputs)),
                 **{n: before[n] for n in names},
             )
-            return dict(zip(outputs, new, strict=True))
+            return dict(zip(outputs, new, strict=True)) | head._asdict()
 
         return given, _compare(oracle, Tolerance(1e-5, 1e-6))
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+import emulated
 import reference
-from cases import BATCH_SIZES
+from cases import BATCH_SIZES, DTYPES
 from eecore import ops
 
 
@@ -66,6 +67,31 @@ def test_matches_the_reference(
     placing.check(index=placing.index, vocabulary=placing.vocabulary)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_selected", [0, 1, 4, 5, 33, 70])
+def test_rows_of_a_head_that_runs_here_are_placed_like_those_of_one_before(
+    num_selected: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    placing, other = (Placing(num_selected, num_selected + 3, device) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    hidden, norm, weight = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((num_selected, 40), (40,), (1000, 40))
+    )
+    measure = ops.SoftmaxMeasure(norm, weight, 1e-5)
+    for given in (
+        {"kind": placing.kind, "wanted": 1, **placing.measured},
+        {"vocabulary": placing.vocabulary, "as_probability": True},
+    ):
+        both: dict[str, Any] = {"index": placing.index, **given}
+        ops.place_head(None, placing.out, measure=measure, hidden=hidden, **both)
+        ops.place_head(measure(hidden), other.out, **both)
+        for got, want in zip(placing.out, other.out, strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("num_selected", [0, 1, 7])
 def test_rows_in_their_places(num_selected: int, device: torch.device) -> None:
     """Without an index, of all rows or the first few."""
@@ -111,6 +137,45 @@ def test_more_rows_than_there_are_places_for() -> None:
     out = ops.HeadRows(*(tensor[:3] for tensor in placing.out))
     with pytest.raises(RuntimeError, match=r"token: expected at most num_rows=3 rows .* got 4"):
         ops.place_head(placing.head, out)
+
+
+def test_a_head_runs_here_or_before() -> None:
+    placing = Placing(4, 4, None)
+    measure = ops.SoftmaxMeasure(None, torch.ones(9, 8), 1e-5)
+    hidden = torch.ones(4, 8)
+    given: dict[str, Any]
+    for head, given in (
+        (None, {}),
+        (None, {"measure": measure}),
+        (placing.head, {"measure": measure, "hidden": hidden}),
+    ):
+        with pytest.raises(ValueError, match="place_head: expected a head, or measure and hidden"):
+            ops.place_head(head, placing.out, **given)
+    for given, message in (
+        ({"index": torch.zeros(3).int()}, r"index: expected int32 \[num_selected=4\], got .*3"),
+        ({"vocabulary": torch.arange(8)}, r"vocabulary: expected int64 \[vocab_size=9\]"),
+        ({"hidden": hidden[:, :7]}, r"lm_head: expected .*hidden_size=7\], got .*\[9, 8\]"),
+    ):
+        with pytest.raises(RuntimeError, match=f"place_head: {message}"):
+            ops.place_head(None, placing.out, **({"measure": measure, "hidden": hidden} | given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden": 1}, "hidden: expected it with lm_head, or neither, got one"),
+        ({"lm_head": 1}, "hidden: expected it with lm_head, or neither, got one"),
+        ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
+    ],
+)
+def test_parts_of_a_head_come_together(given: dict[str, Any], message: str) -> None:
+    """At the boundary, where other callers are."""
+    placing = Placing(4, 4, None)
+    with pytest.raises(RuntimeError, match=f"place_head: {message}"):
+        torch.ops.eecore.place_head.default(
+            *(*placing.head, None, None, 0, None, None, False, None, *placing.out),
+            **{name: torch.ones(4, 4) for name in given},
+        )
 
 
 def test_opcheck(device: torch.device) -> None:
