@@ -319,7 +319,8 @@ class ExitStep(Step):
         """Measure the rows that ask for it; those that may leave do when ``decide``."""
         rows, active, model = self._rows, self._active, self._model
         thresholds = self._given.device["thresholds"][self._checks.index((end, check))]
-        measure = asked = head = confidence = None
+        measure: ops.SoftmaxMeasure | ops.CosineMeasure | ops.MlpMeasure | None = None
+        asked = head = confidence = None
         count = active.num_active
         if control.compacts and check.measure == "softmax":
             asked, count, states = ops.select_rows(
