@@ -87,8 +87,11 @@ def only_when(
 ) -> Iterator[None]:
     """``ops.captured_body``, on an emulated stream."""
     body = Body(stream, flag, when, condition)
-    yield
-    body.end()
+    try:
+        yield
+        body.end()
+    finally:
+        del body  # before its stream, whatever has failed
 
 
 def new_condition(stream: ctypes.c_void_p) -> int:

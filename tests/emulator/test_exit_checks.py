@@ -17,7 +17,7 @@ import emulated
 from devices import as_on_cuda
 from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative, ops
 from eecore.decoding.capture import CallByCall
-from eecore.decoding.control import OnHost, Program
+from eecore.decoding.control import Always, OnHost, Program
 from eecore.exits import Exit
 from emulated_graphs import Graph, new_condition, new_stream, only_when, take_captured
 from tiny_models import random_prompts
@@ -64,17 +64,22 @@ class Captured(CallByCall):
         """Of each program with decisions."""
 
     def __call__(self, program: Program) -> None:
-        super().__call__(program)  # a capture loads no kernel
+        program.run(Always())  # a capture loads no kernel
         kernels = self.of(partial(program.run, InEmulatedGraph(self._stream)))
         if "if" in kernels:
             self.kernels.append(kernels)
+        program.send()
+        super().__call__(program)
 
     def of(self, work: Callable[[], None]) -> list[str]:
         """The kernels of some work that has been done before."""
         take_captured()
         graph = Graph(self._stream)
-        work()
-        graph.end()
+        try:
+            work()
+            graph.end()
+        finally:
+            del graph  # before its stream, whatever has failed
         return take_captured()
 
 
@@ -107,9 +112,9 @@ def test_kernels_of_a_check(
     policies = [policy] * num_rows
     if mode == "fixed":  # beside one that goes on
         policies.append(Full())
-    eecore.generate(
-        model, random_prompts(*range(1, len(policies) + 1)), exit=policies, max_tokens=2
-    )
+    prompts = random_prompts(*range(1, len(policies) + 1))
+    outputs = eecore.generate(model, prompts, exit=policies, max_tokens=2)
+    assert [len(output.token_ids) for output in outputs] == [2] * len(prompts)
     assert captured.kernels
     for kernels in captured.kernels:
         checks = kernels_of_checks(kernels)
