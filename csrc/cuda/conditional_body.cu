@@ -31,6 +31,13 @@ cudaError_t capture_into(Stream stream, cudaGraph_t graph, const cudaGraphNode_t
                                        behind == nullptr ? 0 : 1, cudaStreamCaptureModeRelaxed);
 }
 
+// Captures a kernel that sets a condition from a flag.
+cudaGraphConditionalHandle condition_of(Stream stream, const uint8_t* flag, bool when) {
+  const cudaGraphConditionalHandle condition = make_condition(stream);
+  launch("set_condition", set_condition_kernel, {dim3(1), dim3(1)}, stream, condition, flag, when);
+  return condition;
+}
+
 // Bodies that are open. A capture that goes on behind one inside has another id: whose it is learns
 // it here.
 std::vector<ConditionalBody*> open_bodies;
@@ -45,9 +52,22 @@ void load_condition_kernel(int device) {
              "cudaFuncGetAttributes of set_condition");
 }
 
-ConditionalBody::ConditionalBody(Stream stream, const uint8_t* flag, bool when) : stream_(stream) {
+cudaGraphConditionalHandle make_condition(Stream stream) {
   DeviceGuard guard(stream.device);
-  capture_if_node(flag, when);
+  cudaGraphConditionalHandle condition{};
+  check_cuda(cudaGraphConditionalHandleCreate(&condition, capture_of(stream).graph, 0,
+                                              cudaGraphCondAssignDefault),
+             "cudaGraphConditionalHandleCreate");
+  return condition;
+}
+
+ConditionalBody::ConditionalBody(Stream stream, const uint8_t* flag, bool when)
+    : ConditionalBody(stream, condition_of(stream, flag, when)) {}
+
+ConditionalBody::ConditionalBody(Stream stream, cudaGraphConditionalHandle condition)
+    : stream_(stream) {
+  DeviceGuard guard(stream.device);
+  capture_if_node(condition);
   around_id_ = capture_of(stream).id;
   check_cuda(cudaStreamEndCapture(handle_of(stream), &around_),
              "cudaStreamEndCapture before a conditional body");
@@ -105,17 +125,11 @@ cudaError_t ConditionalBody::go_on_around() {
   return status;
 }
 
-// Captures the kernel that sets the condition, and adds the node behind it.
-void ConditionalBody::capture_if_node(const uint8_t* flag, bool when) {
-  cudaGraphConditionalHandle handle{};
-  check_cuda(cudaGraphConditionalHandleCreate(&handle, capture_of(stream_).graph, 0,
-                                              cudaGraphCondAssignDefault),
-             "cudaGraphConditionalHandleCreate");
-  launch("set_condition", set_condition_kernel, {dim3(1), dim3(1)}, stream_, handle, flag, when);
-
+// Adds the node behind what has been captured.
+void ConditionalBody::capture_if_node(cudaGraphConditionalHandle condition) {
   cudaGraphNodeParams params{};
   params.type = cudaGraphNodeTypeConditional;
-  params.conditional.handle = handle;
+  params.conditional.handle = condition;
   params.conditional.type = cudaGraphCondTypeIf;
   params.conditional.size = 1;
   check_cuda(add_node(capture_of(stream_), &params, &node_), "cudaGraphAddNode of a condition");

@@ -9,6 +9,10 @@
 
 namespace eecore::cuda {
 
+// Of an IF node that is to come in the graph that `stream` is captured into: what kernels launched
+// before it set, and it asks. It must get a node. Throws if `stream` is not captured.
+cudaGraphConditionalHandle make_condition(Stream stream);
+
 // Ends what `stream` has captured so far with an IF node; until end(), what is launched on it
 // becomes the node's body. Bodies nest. (The conditional nodes of CUDA 12.4.)
 //
@@ -26,6 +30,9 @@ class ConditionalBody {
   // The body runs where (*flag != 0) == when at the time that the graph comes there; `flag` is on
   // the device. Throws, and leaves the capture as it was or given up, if `stream` is not captured.
   ConditionalBody(Stream stream, const uint8_t* flag, bool when);
+  // The body runs where a kernel has set `condition` to 1: one that was captured behind
+  // make_condition, in the graph that is captured now.
+  ConditionalBody(Stream stream, cudaGraphConditionalHandle condition);
   // A body that end() has not closed is given up; the capture around it goes on.
   ~ConditionalBody();
   ConditionalBody(const ConditionalBody&) = delete;
@@ -34,7 +41,7 @@ class ConditionalBody {
   void end();
 
  private:
-  void capture_if_node(const uint8_t* flag, bool when);
+  void capture_if_node(cudaGraphConditionalHandle condition);
   bool is_captured() const;
   cudaError_t go_on_around();
   void close();

@@ -39,6 +39,14 @@ const DeviceProperties& device_properties(int device) {
   return known[device];
 }
 
+bool is_captured(Stream stream) {
+  DeviceGuard guard(stream.device);
+  Capture capture;
+  check_cuda(get_capture(static_cast<cudaStream_t>(stream.handle), &capture),
+             "cudaStreamGetCaptureInfo");
+  return capture.status == cudaStreamCaptureStatusActive;
+}
+
 bool may_start_early(Stream stream) {
   static const bool is_wanted = [] {
     const char* said = std::getenv("EECORE_EARLY_START");

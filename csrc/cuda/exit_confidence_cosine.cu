@@ -6,13 +6,14 @@
 namespace eecore::cuda {
 
 void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream stream) {
-  // A few rows fit one block, which can then accept them; else that is a launch of its own.
+  // A few rows fit one block, which can then go on with them; else that is a launch of its own.
   const bool accepts = params.accept.num_survivors != nullptr;
+  const bool leaves = params.leave.all_gone != nullptr;
   const bool in_one_block =
-      accepts && params.num_seqs >= 1 && params.num_seqs <= kCosineMaxRowsPerBlock;
+      (accepts || leaves) && params.num_seqs >= 1 && params.num_seqs <= kCosineMaxRowsPerBlock;
   const int64_t rows = in_one_block ? params.num_seqs : 1;
   ExitConfidenceCosineParams of_kernel = params;
-  if (!in_one_block) of_kernel.accept = {};
+  if (!in_one_block) of_kernel.accept = {}, of_kernel.leave = {};
   dispatch_dtype(params.dtype, "exit_confidence_cosine", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const LaunchShape shape = {dim3(static_cast<unsigned>(params.num_seqs / rows)),
@@ -20,7 +21,9 @@ void run_exit_confidence_cosine(const ExitConfidenceCosineParams& params, Stream
                                Launch::kAfterPrevious};
     launch("exit_confidence_cosine", exit_confidence_cosine_kernel<T>, shape, stream, of_kernel);
   });
-  if (accepts && !in_one_block) run_accept_mask(params.accept, stream);
+  if (in_one_block) return;
+  if (accepts) run_accept_mask(params.accept, stream);
+  if (leaves) run_exit_rows(params.leave, stream);
 }
 
 }  // namespace eecore::cuda

@@ -7,7 +7,7 @@
 namespace eecore::cuda {
 namespace {
 
-constexpr int64_t kFinishRows = 8;  // of a block of the second kernel
+constexpr int64_t kFinishRows = 8;  // that a block of the second kernel has warps for
 
 // Units of a block: all of them where one block reads their weights quickly. It depends on the
 // classifier alone, so that a row's result does not depend on its neighbours.
@@ -34,21 +34,23 @@ int64_t exit_confidence_mlp_workspace(const ExitConfidenceMlpParams& params, int
 
 void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream stream) {
   const int64_t slices = num_slices(params);
-  // Rows that one block measures, or finishes, it can also accept; else that is a launch of its
+  // With rows that one block measures, or finishes, it can also go on; else that is a launch of its
   // own.
   const bool accepts = params.accept.num_survivors != nullptr;
+  const bool leaves = params.leave.all_gone != nullptr;
   const int64_t rows_of_one_block = slices == 1 ? kMlpMaxRows : kMlpMaxFinishThreads / 32;
-  const bool in_one_block = accepts && params.num_seqs >= 1 && params.num_seqs <= rows_of_one_block;
+  const bool in_one_block =
+      (accepts || leaves) && params.num_seqs >= 1 && params.num_seqs <= rows_of_one_block;
+  const bool measures_in_one = in_one_block && slices == 1;
   ExitConfidenceMlpParams measuring = params, finishing = params;
-  if (!in_one_block || slices > 1) measuring.accept = {};
-  if (!in_one_block) finishing.accept = {};
+  if (!measures_in_one) measuring.accept = {}, measuring.leave = {};
+  if (!in_one_block) finishing.accept = {}, finishing.leave = {};
 
   float* parts = static_cast<float*>(params.workspace);
   dispatch_dtype(params.dtype, "exit_confidence_mlp", [&](auto tag) {
     using T = typename decltype(tag)::type;
     // A linear classifier's weights are few: more blocks pay more than reading them once.
-    const bool one_by_one = params.num_seqs == 1 || (params.weight2 == nullptr &&
-                                                     measuring.accept.num_survivors == nullptr);
+    const bool one_by_one = params.num_seqs == 1 || (params.weight2 == nullptr && !measures_in_one);
     const int64_t rows = one_by_one ? 1 : kMlpMaxRows;
     const LaunchShape shape = {dim3(static_cast<unsigned>((params.num_seqs + rows - 1) / rows),
                                     static_cast<unsigned>(slices)),
@@ -59,13 +61,15 @@ void run_exit_confidence_mlp(const ExitConfidenceMlpParams& params, Stream strea
         shape, stream, measuring, slice_size(params), parts);
   });
   if (slices > 1) {
-    const int64_t rows = in_one_block ? params.num_seqs : kFinishRows;
+    const int64_t rows = in_one_block ? std::max(params.num_seqs, kFinishRows) : kFinishRows;
     const LaunchShape shape = {dim3(static_cast<unsigned>((params.num_seqs + rows - 1) / rows)),
                                dim3(static_cast<unsigned>(32 * rows)), 0, Launch::kAfterPrevious};
     launch("exit_confidence_mlp_finish", exit_confidence_mlp_finish_kernel, shape, stream,
            finishing, slices, const_cast<const float*>(parts));
   }
-  if (accepts && !in_one_block) run_accept_mask(params.accept, stream);
+  if (in_one_block) return;
+  if (accepts) run_accept_mask(params.accept, stream);
+  if (leaves) run_exit_rows(params.leave, stream);
 }
 
 }  // namespace eecore::cuda

@@ -1,5 +1,6 @@
 // exit_confidence_softmax on CUDA: rows made ready where they must be, one pass over the LM head
-// for each group of rows, and one small kernel that merges what the blocks know.
+// for each group of rows, and one small kernel that merges what the blocks know. There rows
+// are placed too, and a few leave.
 #include "eecore/exit_confidence_softmax.cuh"
 #include "skinny_launch.cuh"
 
@@ -7,6 +8,7 @@ namespace eecore::cuda {
 namespace {
 
 constexpr int kTileRows = 16 * kHeadMTiles * kSkinnyWarps;
+constexpr int64_t kLeavingRows = 2 * kSummaryLeavingWarps;  // that one block merges summaries of
 
 // One block for each multiprocessor, whatever the rows.
 int64_t num_blocks(const ExitConfidenceSoftmaxParams& params, int device) {
@@ -52,7 +54,10 @@ int64_t exit_confidence_softmax_workspace(const ExitConfidenceSoftmaxParams& par
 }
 
 void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stream stream) {
-  if (params.num_seqs == 0) return;
+  if (params.num_seqs == 0) {
+    if (params.leave.all_gone != nullptr) run_exit_rows(params.leave, stream);
+    return;
+  }
   auto* summaries = static_cast<LogitSummary*>(params.workspace);
   dispatch_dtype(params.dtype, "exit_confidence_softmax", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -69,11 +74,19 @@ void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stre
       });
     });
   });
-  const dim3 grid(static_cast<unsigned>(ceil_div(params.num_seqs, kSummaryWarps)));
+  // Rows that one block gets done, it can also let leave; else that is a launch of its own.
+  const bool leaves = params.leave.all_gone != nullptr;
+  const bool in_one_block = leaves && params.num_seqs <= kLeavingRows;
+  ExitConfidenceSoftmaxParams ending = params;
+  if (!in_one_block) ending.leave = {};
+  const int64_t warps = in_one_block ? kSummaryLeavingWarps : kSummaryWarps;
+  const int64_t blocks = in_one_block ? 1 : ceil_div(params.num_seqs, warps);
   launch("exit_confidence_softmax", logit_summary_kernel,
-         {grid, dim3(32 * kSummaryWarps), 0, Launch::kAfterPrevious}, stream, params,
-         const_cast<const LogitSummary*>(summaries),
+         {dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(32 * warps)), 0,
+          Launch::kAfterPrevious},
+         stream, ending, const_cast<const LogitSummary*>(summaries),
          static_cast<int>(num_blocks(params, stream.device)));
+  if (leaves && !in_one_block) run_exit_rows(params.leave, stream);
 }
 
 }  // namespace eecore::cuda

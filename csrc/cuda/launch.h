@@ -23,6 +23,9 @@ struct DeviceProperties {
 // Of a device; asked for once and kept.
 const DeviceProperties& device_properties(int device);
 
+// Whether what is launched on a stream becomes part of a graph, and does not run yet.
+bool is_captured(Stream stream);
+
 // Of ops for the CPU alone there is none.
 #define EECORE_DECLARE_RUN(op, Params) void run_##op(const Params& params, Stream stream);
 EECORE_FOR_EACH_OP(EECORE_DECLARE_RUN)

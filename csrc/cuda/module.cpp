@@ -30,11 +30,23 @@ PYBIND11_MODULE(_cuda, module) {
             graph.launch(stream_of(stream, device));
           },
           py::arg("stream"), py::arg("device"));
+  // A handle of 64 bits, as ops take integers.
+  module.def(
+      "make_condition",
+      [](uintptr_t stream, int device) {
+        return static_cast<int64_t>(eecore::cuda::make_condition(stream_of(stream, device)));
+      },
+      py::arg("stream"), py::arg("device"));
   py::class_<ConditionalBody>(module, "ConditionalBody")
       .def(py::init([](uintptr_t stream, int device, uintptr_t flag, bool when) {
              return std::make_unique<ConditionalBody>(stream_of(stream, device),
                                                       reinterpret_cast<const uint8_t*>(flag), when);
            }),
            py::arg("stream"), py::arg("device"), py::arg("flag"), py::arg("when"))
+      .def(py::init([](uintptr_t stream, int device, int64_t condition) {
+             return std::make_unique<ConditionalBody>(stream_of(stream, device),
+                                                      static_cast<uint64_t>(condition));
+           }),
+           py::arg("stream"), py::arg("device"), py::arg("condition"))
       .def("end", &ConditionalBody::end);
 }

@@ -1,5 +1,6 @@
 // append_drafts: a drafted token of each active row that drafts, and what its next one starts from.
 #include "backend.h"
+#include "condition_argument.h"
 #include "index_checks.h"
 
 namespace eecore {
@@ -10,8 +11,8 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
                    const Tensor& stop_tokens, const Tensor& most, const Tensor& round_slots,
                    const Tensor& row, std::optional<Tensor> states, Tensor tokens,
                    Tensor confidences, Tensor num_drafted, Tensor done, Tensor all_done,
-                   Tensor active_token_ids, Tensor positions, Tensor slot_mapping,
-                   Tensor seq_lens) {
+                   Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
+                   std::optional<int64_t> condition) {
   Checker check("append_drafts");
   check(token, "token", Accept::kInt64, {"num_active"});
   check(confidence, "confidence", Accept::kFloat32, {"num_active"});
@@ -68,6 +69,7 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
   params.num_steps = num_steps;
   params.num_stop_tokens = check["num_stop_tokens"];
   params.step = step;
+  params.condition = condition_of(check, token, condition);
 #ifndef EECORE_BACKEND_CUDA
   check_range(check, "row", params.row, params.num_active, 0, check["num_rows"]);
 #endif
@@ -79,7 +81,7 @@ EECORE_OP(append_drafts,
           "Tensor stop_tokens, Tensor most, Tensor round_slots, Tensor row, Tensor(a!)? states, "
           "Tensor(b!) tokens, Tensor(c!) confidences, Tensor(d!) num_drafted, Tensor(e!) done, "
           "Tensor(f!) all_done, Tensor(g!) active_token_ids, Tensor(h!) positions, "
-          "Tensor(i!) slot_mapping, Tensor(j!) seq_lens")
+          "Tensor(i!) slot_mapping, Tensor(j!) seq_lens, int? condition=None")
 
 }  // namespace
 }  // namespace eecore

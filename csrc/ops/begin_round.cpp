@@ -1,5 +1,6 @@
 // begin_round: where each row of a round of self-speculation starts, and how far it may draft.
 #include "backend.h"
+#include "condition_argument.h"
 #include "index_checks.h"
 
 namespace eecore {
@@ -14,7 +15,8 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
                  const OptionalTensor& drafts, const OptionalTensor& num_given,
                  Tensor first_position, Tensor left, Tensor round_slots, Tensor tokens,
                  Tensor num_drafted, Tensor most, Tensor done, Tensor all_done, Tensor row,
-                 Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens) {
+                 Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
+                 std::optional<int64_t> condition) {
   Checker check("begin_round");
   check(token_ids, "token_ids", Accept::kInt64, {"num_rows"});
   check(start, "start", Accept::kInt64, {"num_rows"});
@@ -84,6 +86,7 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   params.max_pages = check["max_pages"];
   params.page_table_stride = page_table.stride(0);
   params.page_size = page_size;
+  params.condition = condition_of(check, token_ids, condition);
 #ifndef EECORE_BACKEND_CUDA
   if (given != 0) {
     check_range(check, "sources", params.sources, params.num_rows, -1, check["num_ended"]);
@@ -99,7 +102,7 @@ EECORE_OP(begin_round,
           "Tensor(a!) first_position, Tensor(b!) left, Tensor(c!) round_slots, Tensor(d!) tokens, "
           "Tensor(e!) num_drafted, Tensor(f!) most, Tensor(g!) done, Tensor(h!) all_done, "
           "Tensor(i!) row, Tensor(j!) active_token_ids, Tensor(k!) positions, "
-          "Tensor(l!) slot_mapping, Tensor(m!) seq_lens")
+          "Tensor(l!) slot_mapping, Tensor(m!) seq_lens, int? condition=None")
 
 }  // namespace
 }  // namespace eecore

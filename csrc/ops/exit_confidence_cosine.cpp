@@ -1,6 +1,7 @@
 // exit_confidence_cosine: cosine of the hidden states of two consecutive layers, per row.
 #include "accept_arguments.h"
 #include "backend.h"
+#include "measure_arguments.h"
 
 namespace eecore {
 namespace {
@@ -12,25 +13,15 @@ void exit_confidence_cosine(const Tensor& previous, const Tensor& hidden, Tensor
                             std::optional<Tensor> all_accepted) {
   Checker check("exit_confidence_cosine");
   check(hidden, "hidden", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
-  check(previous, "previous", Accept::kModel, {"num_seqs", "hidden_size"}, 1);
-  check.written(confidence, "confidence", Accept::kFloat32, {"num_seqs"});
-
-  ExitConfidenceCosineParams params{};
-  params.previous = previous.data_ptr();
-  params.hidden = hidden.data_ptr();
-  params.confidence = data<float>(confidence);
-  params.num_seqs = check["num_seqs"];
-  params.hidden_size = check["hidden_size"];
-  params.previous_stride = previous.stride(0);
-  params.hidden_stride = hidden.stride(0);
-  params.dtype = check.dtype();
+  ExitConfidenceCosineParams params =
+      cosine_params(check, "num_seqs", previous, hidden, confidence);
   params.accept =
       OptionalAccept{thresholds, layer, status, exit_layer, survivors, num_survivors, all_accepted}
           .params(check, confidence);
   EECORE_RUN(exit_confidence_cosine, params, hidden);
-#ifndef EECORE_BACKEND_CUDA  // whose launchers go on to it themselves
-  if (params.accept.num_survivors != nullptr) EECORE_RUN(accept_mask, params.accept, confidence);
-#endif
+  if (!kMeasuresGoOn && params.accept.num_survivors != nullptr) {
+    EECORE_RUN(accept_mask, params.accept, confidence);
+  }
 }
 
 EECORE_OP(exit_confidence_cosine,

@@ -1,20 +1,54 @@
 // exit_rows: rows measured after a layer, those that leave there, what they leave with, and what
 // masks them from then on.
 #include "backend.h"
+#include "condition_argument.h"
 #include "index_checks.h"
+#include "measure_arguments.h"
 
 namespace eecore {
 namespace {
 
-void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>& confidence,
-               const std::optional<Tensor>& token, const std::optional<Tensor>& top_logit,
-               const std::optional<Tensor>& logsumexp, const std::optional<Tensor>& thresholds,
+// What the rows are measured with before they leave, if they are here: one of the three at most.
+struct Measure {
+  std::optional<ExitConfidenceSoftmaxParams> softmax;
+  std::optional<ExitConfidenceCosineParams> cosine;
+  std::optional<ExitConfidenceMlpParams> mlp;
+
+  bool is_there() const { return softmax || cosine || mlp; }
+};
+
+// Measures the rows of `hidden`, and lets them leave.
+void run(Measure measure, const ExitRowsParams& params, const Tensor& hidden) {
+  if (measure.softmax) {
+    measure.softmax->leave = params;
+    run_softmax(*measure.softmax, hidden);
+  }
+  if (measure.cosine) {
+    measure.cosine->leave = params;
+    EECORE_RUN(exit_confidence_cosine, *measure.cosine, hidden);
+  }
+  if (measure.mlp) {
+    measure.mlp->leave = params;
+    run_mlp(*measure.mlp, hidden);
+  }
+  if (!kMeasuresGoOn || !measure.is_there()) EECORE_RUN(exit_rows, params, hidden);
+}
+
+void exit_rows(const Tensor& hidden, int64_t layer, std::optional<Tensor> confidence,
+               std::optional<Tensor> token, std::optional<Tensor> top_logit,
+               std::optional<Tensor> logsumexp, const std::optional<Tensor>& thresholds,
                const std::optional<Tensor>& asked, bool decide, const Tensor& leave_after,
                const Tensor& together, const Tensor& fills, const Tensor& kind, Tensor accepted,
                Tensor gone, Tensor exit_layer, Tensor fill_from, Tensor measured_at,
                Tensor final_confidence, Tensor final_token, Tensor final_logprob, Tensor token_at,
                Tensor pending, Tensor final_hidden, Tensor all_gone, const Tensor& row,
-               Tensor slot_mapping, Tensor seq_lens) {
+               Tensor slot_mapping, Tensor seq_lens, const std::optional<Tensor>& previous,
+               const std::optional<Tensor>& weight1, const std::optional<Tensor>& bias1,
+               const std::optional<Tensor>& weight2, const std::optional<Tensor>& bias2,
+               const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& lm_head,
+               const std::optional<Tensor>& lm_head_scale,
+               const std::optional<Tensor>& lm_head_table, double eps,
+               std::optional<int64_t> condition) {
   Checker check("exit_rows");
   check(hidden, "hidden", Accept::kModel, {"num_active", "hidden_size"}, 1);
   check.require(layer >= 1 && layer <= INT32_MAX,
@@ -24,14 +58,42 @@ void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>&
   check.written(seq_lens, "seq_lens", Accept::kInt32, {"num_active"});
   const bool has_asked = check(asked, "asked", Accept::kInt32, {"num_asked"});
   const char* measured = has_asked ? "num_asked" : "num_active";
-  const bool has_confidence = check(confidence, "confidence", Accept::kFloat32, {measured});
-  const int head = check(token, "token", Accept::kInt64, {measured}) +
-                   check(top_logit, "top_logit", Accept::kFloat32, {measured}) +
-                   check(logsumexp, "logsumexp", Accept::kFloat32, {measured});
+  const bool has_confidence = confidence.has_value();
+  const int head = token.has_value() + top_logit.has_value() + logsumexp.has_value();
   check.require(head == 0 || (head == 3 && has_confidence),
                 "token: expected all of token, top_logit and logsumexp, with a confidence, or "
                 "none, got ",
                 head, " of them");
+  const int measures = previous.has_value() + weight1.has_value() + lm_head.has_value();
+  check.require(measures <= 1, "previous: expected one of previous, weight1 and lm_head, got ",
+                measures, " of them");
+  check.require(
+      weight1.has_value() || !(bias1.has_value() || weight2.has_value() || bias2.has_value()),
+      "weight1: expected one with bias1, weight2 or bias2, got None");
+  require_head(check, lm_head, {&norm_weight, &lm_head_scale, &lm_head_table});
+  check.require(measures == 0 || (has_confidence && !has_asked),
+                "confidence: expected one of all active rows, to be measured here, got ",
+                has_asked ? "one of those asked" : "None");
+  check.require(!lm_head.has_value() || head == 3,
+                "token: expected token, top_logit and logsumexp with lm_head, got none of them");
+  Measure measure;
+  if (lm_head.has_value()) {
+    measure.softmax =
+        softmax_params(check, measured, {norm_weight, *lm_head, lm_head_scale, lm_head_table, eps},
+                       hidden, {*confidence, *token, logsumexp, top_logit});
+  } else {
+    if (previous.has_value()) {
+      measure.cosine = cosine_params(check, measured, *previous, hidden, *confidence);
+    } else if (weight1.has_value()) {
+      measure.mlp =
+          mlp_params(check, measured, {*weight1, bias1, weight2, bias2}, hidden, *confidence);
+    } else {
+      check.written(confidence, "confidence", Accept::kFloat32, {measured});
+    }
+    check.written(token, "token", Accept::kInt64, {measured});
+    check.written(top_logit, "top_logit", Accept::kFloat32, {measured});
+    check.written(logsumexp, "logsumexp", Accept::kFloat32, {measured});
+  }
   check(leave_after, "leave_after", Accept::kInt32, {"num_rows"});
   const bool has_thresholds = check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
   check.require(has_thresholds || !has_confidence,
@@ -51,6 +113,8 @@ void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>&
   check.written(pending, "pending", Accept::kInt32, {"num_rows"});
   check.written(final_hidden, "final_hidden", Accept::kModel, {"num_rows", "hidden_size"}, 1);
   check.written(all_gone, "all_gone", Accept::kBool, {1});
+  check.require(!condition.has_value() || decide,
+                "condition: expected None where nobody leaves, got one");
 
   const int64_t element = size_of(check.dtype());
   ExitRowsParams params{};
@@ -88,21 +152,26 @@ void exit_rows(const Tensor& hidden, int64_t layer, const std::optional<Tensor>&
   params.final_hidden_stride = final_hidden.stride(0) * element;
   params.layer = static_cast<int32_t>(layer);
   params.decide = decide;
+  params.condition = condition_of(check, hidden, condition);
 #ifndef EECORE_BACKEND_CUDA
   check_range(check, "row", params.row, params.num_active, 0, params.num_rows);
   if (has_asked) check_range(check, "asked", params.asked, params.num_asked, 0, params.num_active);
 #endif
-  EECORE_RUN(exit_rows, params, hidden);
+  run(measure, params, hidden);
 }
 
 EECORE_OP(exit_rows,
-          "Tensor hidden, int layer, Tensor? confidence, Tensor? token, Tensor? top_logit, "
-          "Tensor? logsumexp, Tensor? thresholds, Tensor? asked, bool decide, Tensor leave_after, "
-          "Tensor together, Tensor fills, Tensor kind, Tensor(a!) accepted, Tensor(b!) gone, "
-          "Tensor(c!) exit_layer, Tensor(d!) fill_from, Tensor(e!) measured_at, "
-          "Tensor(f!) final_confidence, Tensor(g!) final_token, Tensor(h!) final_logprob, "
-          "Tensor(i!) token_at, Tensor(j!) pending, Tensor(k!) final_hidden, Tensor(l!) all_gone, "
-          "Tensor row, Tensor(m!) slot_mapping, Tensor(n!) seq_lens")
+          "Tensor hidden, int layer, Tensor(o!)? confidence, Tensor(p!)? token, "
+          "Tensor(q!)? top_logit, Tensor(r!)? logsumexp, Tensor? thresholds, Tensor? asked, "
+          "bool decide, Tensor leave_after, Tensor together, Tensor fills, Tensor kind, "
+          "Tensor(a!) accepted, Tensor(b!) gone, Tensor(c!) exit_layer, Tensor(d!) fill_from, "
+          "Tensor(e!) measured_at, Tensor(f!) final_confidence, Tensor(g!) final_token, "
+          "Tensor(h!) final_logprob, Tensor(i!) token_at, Tensor(j!) pending, "
+          "Tensor(k!) final_hidden, Tensor(l!) all_gone, Tensor row, Tensor(m!) slot_mapping, "
+          "Tensor(n!) seq_lens, Tensor? previous=None, Tensor? weight1=None, Tensor? bias1=None, "
+          "Tensor? weight2=None, Tensor? bias2=None, Tensor? norm_weight=None, "
+          "Tensor? lm_head=None, Tensor? lm_head_scale=None, Tensor? lm_head_table=None, "
+          "float eps=0., int? condition=None")
 
 }  // namespace
 }  // namespace eecore

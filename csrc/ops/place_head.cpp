@@ -1,21 +1,36 @@
 // place_head: what the head gives of some rows, put to where all rows have theirs.
 #include "backend.h"
 #include "index_checks.h"
+#include "measure_arguments.h"
 
 namespace eecore {
 namespace {
 
-void place_head(const Tensor& confidence, const Tensor& token, const Tensor& logsumexp,
-                const Tensor& top_logit, const std::optional<Tensor>& index,
-                const std::optional<Tensor>& kind, int64_t wanted,
-                const std::optional<Tensor>& measured_at, const std::optional<Tensor>& exit_layer,
-                bool as_probability, const std::optional<Tensor>& vocabulary, Tensor out_token,
-                Tensor out_confidence, Tensor out_logprob) {
+void place_head(Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_logit,
+                const std::optional<Tensor>& index, const std::optional<Tensor>& kind,
+                int64_t wanted, const std::optional<Tensor>& measured_at,
+                const std::optional<Tensor>& exit_layer, bool as_probability,
+                const std::optional<Tensor>& vocabulary, Tensor out_token, Tensor out_confidence,
+                Tensor out_logprob, const std::optional<Tensor>& hidden,
+                const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& lm_head,
+                const std::optional<Tensor>& lm_head_scale,
+                const std::optional<Tensor>& lm_head_table, double eps) {
   Checker check("place_head");
-  check(confidence, "confidence", Accept::kFloat32, {"num_selected"});
-  check(token, "token", Accept::kInt64, {"num_selected"});
-  check(logsumexp, "logsumexp", Accept::kFloat32, {"num_selected"});
-  check(top_logit, "top_logit", Accept::kFloat32, {"num_selected"});
+  check.require(hidden.has_value() == lm_head.has_value(),
+                "hidden: expected it with lm_head, or neither, got one");
+  require_head(check, lm_head, {&norm_weight, &lm_head_scale, &lm_head_table});
+  std::optional<ExitConfidenceSoftmaxParams> measure;
+  if (hidden.has_value()) {
+    check(*hidden, "hidden", Accept::kModel, {"num_selected", "hidden_size"}, 1);
+    measure = softmax_params(check, "num_selected",
+                             {norm_weight, *lm_head, lm_head_scale, lm_head_table, eps}, *hidden,
+                             {confidence, token, logsumexp, top_logit});
+  } else {
+    check.written(confidence, "confidence", Accept::kFloat32, {"num_selected"});
+    check.written(token, "token", Accept::kInt64, {"num_selected"});
+    check.written(logsumexp, "logsumexp", Accept::kFloat32, {"num_selected"});
+    check.written(top_logit, "top_logit", Accept::kFloat32, {"num_selected"});
+  }
   const bool has_index = check(index, "index", Accept::kInt32, {"num_selected"});
   check.written(out_token, "out_token", Accept::kInt64, {"num_rows"});
   check.written(out_confidence, "out_confidence", Accept::kFloat32, {"num_rows"});
@@ -23,7 +38,8 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
   check(kind, "kind", Accept::kInt32, {"num_rows"});
   const bool has_measured = check(measured_at, "measured_at", Accept::kInt32, {"num_rows"});
   const bool has_exit_layer = check(exit_layer, "exit_layer", Accept::kInt32, {"num_rows"});
-  const bool is_cut = check(vocabulary, "vocabulary", Accept::kInt64, {"vocab_size"});
+  [[maybe_unused]] const bool is_cut =
+      check(vocabulary, "vocabulary", Accept::kInt64, {"vocab_size"});
   check.require(has_measured == has_exit_layer, has_measured ? "exit_layer" : "measured_at",
                 ": expected both measured_at and exit_layer, or none, got one of them");
   check.require(wanted >= INT32_MIN && wanted <= INT32_MAX,
@@ -52,18 +68,24 @@ void place_head(const Tensor& confidence, const Tensor& token, const Tensor& log
   if (has_index) {
     check_range(check, "index", params.index, params.num_selected, 0, check["num_rows"]);
   }
-  if (is_cut) {
+  if (is_cut && !measure) {
     check_range(check, "token", params.token, params.num_selected, -1, check["vocab_size"]);
   }
 #endif
-  EECORE_RUN(place_head, params, confidence);
+  if (measure) {
+    measure->place = params;
+    run_softmax(*measure, *hidden);
+  }
+  if (!kMeasuresGoOn || !measure) EECORE_RUN(place_head, params, confidence);
 }
 
 EECORE_OP(place_head,
-          "Tensor confidence, Tensor token, Tensor logsumexp, Tensor top_logit, Tensor? index, "
-          "Tensor? kind, int wanted, Tensor? measured_at, Tensor? exit_layer, "
+          "Tensor(d!) confidence, Tensor(e!) token, Tensor(f!) logsumexp, Tensor(g!) top_logit, "
+          "Tensor? index, Tensor? kind, int wanted, Tensor? measured_at, Tensor? exit_layer, "
           "bool as_probability, Tensor? vocabulary, Tensor(a!) out_token, "
-          "Tensor(b!) out_confidence, Tensor(c!) out_logprob")
+          "Tensor(b!) out_confidence, Tensor(c!) out_logprob, Tensor? hidden=None, "
+          "Tensor? norm_weight=None, Tensor? lm_head=None, Tensor? lm_head_scale=None, "
+          "Tensor? lm_head_table=None, float eps=0.")
 
 }  // namespace
 }  // namespace eecore

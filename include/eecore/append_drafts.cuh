@@ -3,6 +3,7 @@
 #pragma once
 
 #include "eecore/copy_row.cuh"
+#include "eecore/graph_condition.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
 
@@ -52,7 +53,9 @@ __global__ void __launch_bounds__(kAppendDraftsThreads)
     goes_on = append_draft(params, i) || goes_on;
   }
   goes_on = any_in_block<kAppendDraftsThreads>(goes_on);
-  if (threadIdx.x == 0) *params.all_done = !goes_on;
+  if (threadIdx.x != 0) return;
+  *params.all_done = !goes_on;
+  decide(params.condition, goes_on);
 }
 
 }  // namespace eecore::cuda

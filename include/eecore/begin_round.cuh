@@ -1,6 +1,7 @@
 // begin_round: one block, as somebody has to know whether any row drafts; a thread for each row.
 #pragma once
 
+#include "eecore/graph_condition.cuh"
 #include "eecore/params.h"
 #include "eecore/ptx.cuh"
 #include "eecore/reduce.cuh"
@@ -62,7 +63,9 @@ __global__ void __launch_bounds__(kBeginRoundThreads) begin_round_kernel(BeginRo
     drafts = begin_row(params, row) || drafts;
   }
   drafts = any_in_block<kBeginRoundThreads>(drafts);
-  if (threadIdx.x == 0) *params.all_done = !drafts;
+  if (threadIdx.x != 0) return;
+  *params.all_done = !drafts;
+  decide(params.condition, drafts);
 }
 
 }  // namespace eecore::cuda

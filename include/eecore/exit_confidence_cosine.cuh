@@ -2,8 +2,8 @@
 // comfortable range of float is summed again by one of them, in double.
 #pragma once
 
-#include "eecore/accept_rows.cuh"
 #include "eecore/element.cuh"
+#include "eecore/measured_rows.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
 
@@ -67,7 +67,8 @@ __device__ __forceinline__ bool is_comfortable(float squares) {
 }
 
 // Grid: rows by the block's. Block: kCosineThreadsPerRow threads for each of its rows. With
-// params.accept one block has all rows, and goes on to accept them.
+// params.accept, or params.leave, one block has all rows, and goes on to accept them, or to let
+// them leave.
 template <typename T>
 __global__ void __launch_bounds__(kCosineThreadsPerRow* kCosineMaxRowsPerBlock)
     exit_confidence_cosine_kernel(ExitConfidenceCosineParams params) {
@@ -122,9 +123,7 @@ __global__ void __launch_bounds__(kCosineThreadsPerRow* kCosineMaxRowsPerBlock)
       params.confidence[row] = cosine > 1.0f ? 1.0f : cosine < -1.0f ? -1.0f : cosine;
     }
   }
-  if (params.accept.num_survivors == nullptr) return;
-  __syncthreads();  // the confidences of all rows are written
-  accept_rows(params.accept);
+  go_on(params.accept, params.leave);
 }
 
 }  // namespace eecore::cuda

@@ -3,8 +3,8 @@
 // blocks have a row's units, their parts of its logits are added by a second kernel.
 #pragma once
 
-#include "eecore/accept_rows.cuh"
 #include "eecore/element.cuh"
+#include "eecore/measured_rows.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
 
@@ -104,7 +104,8 @@ struct MlpTile {
 
 // Grid: (tiles of kRows rows, slices of slice_size units). With one slice the confidence is
 // written, else each slice's part of the logits: parts [num_slices, num_seqs, 2]. With
-// params.accept one block has all rows and units, and goes on to accept the rows.
+// params.accept, or params.leave, one block has all rows and units, and goes on to accept the rows,
+// or to let them leave.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kMlpThreads)
     exit_confidence_mlp_kernel(ExitConfidenceMlpParams params, int64_t slice_size, float* parts) {
@@ -178,13 +179,11 @@ __global__ void __launch_bounds__(kMlpThreads)
       }
     }
   }
-  if (params.accept.num_survivors == nullptr) return;
-  __syncthreads();  // the confidences of all rows are written
-  accept_rows(params.accept);
+  go_on(params.accept, params.leave);
 }
 
 // Adds the parts of each row's logits, one warp a row. Grid: the rows by the block's warps. With
-// params.accept one block has all rows, and goes on to accept them.
+// params.accept, or params.leave, one block has all rows, and goes on as above.
 __global__ void __launch_bounds__(kMlpMaxFinishThreads)
     exit_confidence_mlp_finish_kernel(ExitConfidenceMlpParams params, int64_t num_slices,
                                       const float* parts) {
@@ -203,9 +202,7 @@ __global__ void __launch_bounds__(kMlpMaxFinishThreads)
     logit1 = reduce_lanes<32>(logit1);
     if (lane == 0) params.confidence[row] = softmax_of_second(logit0, logit1, params.bias2);
   }
-  if (params.accept.num_survivors == nullptr) return;
-  __syncthreads();  // the confidences of all rows are written
-  accept_rows(params.accept);
+  go_on(params.accept, params.leave);
 }
 
 }  // namespace eecore::cuda

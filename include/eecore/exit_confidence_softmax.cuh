@@ -2,7 +2,9 @@
 // summaries of tiles, warps and blocks are merged in an order that does not depend on the rows.
 #pragma once
 
+#include "eecore/leave_rows.cuh"
 #include "eecore/params.h"
+#include "eecore/place_row.cuh"
 #include "eecore/skinny_gemm.cuh"
 
 namespace eecore::cuda {
@@ -160,17 +162,11 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   summaries[(first_seq + column) * gridDim.x + blockIdx.x] = whole;
 }
 
-constexpr int kSummaryWarps = 4;
-
-// Grid: one warp for each row, kSummaryWarps of them in a block.
-__global__ void __launch_bounds__(32 * kSummaryWarps)
-    logit_summary_kernel(ExitConfidenceSoftmaxParams params, const LogitSummary* summaries,
-                         int num_summaries) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+// What is known of a row's logits, for its outputs, and placed where that is asked for. A warp
+// calls it.
+__device__ __forceinline__ void end_row(const ExitConfidenceSoftmaxParams& params, int64_t row,
+                                        const LogitSummary* summaries, int num_summaries) {
   const int lane = threadIdx.x % 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kSummaryWarps + threadIdx.x / 32;
-  if (row >= params.num_seqs) return;
   LogitSummary whole = LogitSummary::none();
   for (int i = lane; i < num_summaries; i += 32) {
     whole = merged(whole, summaries[row * num_summaries + i]);
@@ -191,6 +187,25 @@ __global__ void __launch_bounds__(32 * kSummaryWarps)
     params.logsumexp[row] = finite || not_a_number ? largest + logf(total) : largest;
   }
   if (params.top_logit != nullptr) params.top_logit[row] = not_a_number ? total : largest;
+  if (params.place.out_token != nullptr) place_row(params.place, row);
+}
+
+constexpr int kSummaryWarps = 4;          // of a block, one to a row
+constexpr int kSummaryLeavingWarps = 16;  // where one block has all rows
+
+// Grid: the rows by the block's warps. With params.leave one block has all rows, several to a warp
+// where they are more than those, and goes on to let them leave.
+__global__ void __launch_bounds__(32 * kSummaryLeavingWarps)
+    logit_summary_kernel(ExitConfidenceSoftmaxParams params, const LogitSummary* summaries,
+                         int num_summaries) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t num_warps = int64_t{gridDim.x} * (blockDim.x / 32);
+  int64_t row = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  for (; row < params.num_seqs; row += num_warps) end_row(params, row, summaries, num_summaries);
+  if (params.leave.all_gone == nullptr) return;
+  __syncthreads();  // what was measured of all rows is written
+  leave_rows(params.leave);
 }
 
 }  // namespace eecore::cuda

@@ -34,6 +34,13 @@ struct RowCounts {
 template <typename Params>
 RowCounts row_counts(Params& params) = delete;
 
+// What a kernel decides for an IF node behind it, in the CUDA graph that both are captured into.
+// Not set: there is no such node, or something else decides.
+struct GraphCondition {
+  uint64_t handle;
+  bool is_set;
+};
+
 // Sticky acceptance of rows at one exit point, and the list of rows that go on.
 struct AcceptMaskParams {
   const float* confidence;  // [num_seqs]
@@ -47,68 +54,6 @@ struct AcceptMaskParams {
   int32_t layer;  // the number of layers that have run
 };
 inline RowCounts row_counts(AcceptMaskParams& p) { return {{&p.num_seqs}, {}}; }
-
-// Final norm + LM head + gap of the two largest probabilities + argmax, logits never in memory.
-struct ExitConfidenceSoftmaxParams {
-  const void* hidden;            // [num_seqs, hidden_size], row stride hidden_stride
-  const void* norm_weight;       // [hidden_size]; may be null: hidden is normed already
-  const void* lm_head;           // [vocab_size, hidden_size], row stride lm_head_stride
-  const float* lm_head_scale;    // [vocab_size]; may be null, else the head is int8 times this
-  const int64_t* lm_head_table;  // [vocab_size]; may be null, else the head is packed
-  float* confidence;             // [num_seqs]
-  int64_t* token;                // [num_seqs], the lowest index among equal maxima
-  float* logsumexp;              // [num_seqs]; may be null
-  float* top_logit;              // [num_seqs]; may be null
-  int64_t num_seqs, hidden_size, vocab_size;
-  int64_t hidden_stride, lm_head_stride;
-  float eps;
-  DType dtype;
-  void* workspace;  // CUDA only, [exit_confidence_softmax_workspace bytes]; may be null on the CPU
-};
-inline RowCounts row_counts(ExitConfidenceSoftmaxParams& p) { return {{&p.num_seqs}, {}}; }
-
-// Cosine of the hidden states of two consecutive layers, per row; a zero vector has confidence 0.
-struct ExitConfidenceCosineParams {
-  const void* previous;  // [num_seqs, hidden_size], row stride previous_stride
-  const void* hidden;    // [num_seqs, hidden_size], row stride hidden_stride
-  float* confidence;     // [num_seqs]
-  int64_t num_seqs, hidden_size;
-  int64_t previous_stride, hidden_stride;
-  AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
-  DType dtype;
-};
-inline RowCounts row_counts(ExitConfidenceCosineParams& p) { return {{&p.num_seqs}, {}}; }
-
-// softmax(.)[1] of a linear classifier, or of one with a ReLU hidden layer, on the un-normed state.
-struct ExitConfidenceMlpParams {
-  const void* hidden;    // [num_seqs, hidden_size], row stride hidden_stride
-  const float* weight1;  // [inner_size, hidden_size]; inner_size is 2 when weight2 is null
-  const float* bias1;    // [inner_size]; may be null
-  const float* weight2;  // [2, inner_size]; may be null: one linear layer
-  const float* bias2;    // [2]; may be null
-  float* confidence;     // [num_seqs]
-  int64_t num_seqs, hidden_size, inner_size;
-  int64_t hidden_stride;
-  AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
-  DType dtype;
-  void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
-};
-inline RowCounts row_counts(ExitConfidenceMlpParams& p) { return {{&p.num_seqs}, {}}; }
-
-// Rows of an embedding table, by token.
-struct EmbedTokensParams {
-  const int64_t* token_ids;  // [num_tokens]
-  const int64_t* previous;   // [num_previous]; may be null, with sources
-  const int32_t* sources;    // [num_tokens], the token's place in previous; -1: token_ids has it
-  const void* weight;        // [vocab_size, hidden_size], row stride weight_stride
-  const float* scale;        // [vocab_size]; may be null, else the weight is int8 times this
-  const int64_t* table;      // [vocab_size]; may be null, else the weight is packed
-  void* out;                 // [num_tokens, hidden_size], row stride out_stride
-  int64_t num_tokens, hidden_size, row_bytes;  // row_bytes: of a row of out
-  int64_t weight_stride, out_stride;           // in bytes
-  DType dtype;                                 // of out
-};
-inline RowCounts row_counts(EmbedTokensParams& p) { return {{&p.num_tokens}, {}}; }
 
 // Rows that are measured after a layer, and those that leave there: what they leave with is kept,
 // and they are masked in what follows. Active row i is row[i] of the num_rows.
@@ -144,12 +89,99 @@ struct ExitRowsParams {
   int64_t hidden_stride, final_hidden_stride;  // in bytes
   int32_t layer;                               // the number of layers that have run
   bool decide;                                 // false: rows are measured, and none leaves
+  GraphCondition condition;                    // holds where a row stays
 };
 inline RowCounts row_counts(ExitRowsParams& p) { return {{&p.num_active}, {&p.num_asked}, true}; }
 
 // ExitRowsParams::kind of a row whose token is made from logits, and then its ::pending. Of other
 // rows that is 0 where the head has run on the state that they left with, else 1.
 constexpr int32_t kFromLogits = 2;
+
+// What the head gives of some rows, put to where all rows have theirs.
+struct PlaceHeadParams {
+  const float* confidence;     // [num_selected]
+  const int64_t* token;        // [num_selected]
+  const float* logsumexp;      // [num_selected]
+  const float* top_logit;      // [num_selected]
+  const int32_t* index;        // [num_selected], of the num_rows; may be null: 0, 1, ...
+  const int32_t* kind;         // [num_rows]; may be null: of any kind
+  const int32_t* measured_at;  // [num_rows]; may be null: every confidence is written
+  const int32_t* exit_layer;   // [num_rows]; where measured_at is this, the confidence stays
+  const int64_t* vocabulary;   // [vocab_size], the token of each row of a cut head; may be null
+  int64_t* out_token;          // [num_rows]
+  float* out_confidence;       // [num_rows]
+  float* out_logprob;          // [num_rows]
+  int64_t num_selected;
+  int32_t wanted;       // kind
+  bool as_probability;  // the confidence is the token's probability
+};
+inline RowCounts row_counts(PlaceHeadParams& p) { return {{&p.num_selected}, {}}; }
+
+// Final norm + LM head + gap of the two largest probabilities + argmax, logits never in memory.
+struct ExitConfidenceSoftmaxParams {
+  const void* hidden;            // [num_seqs, hidden_size], row stride hidden_stride
+  const void* norm_weight;       // [hidden_size]; may be null: hidden is normed already
+  const void* lm_head;           // [vocab_size, hidden_size], row stride lm_head_stride
+  const float* lm_head_scale;    // [vocab_size]; may be null, else the head is int8 times this
+  const int64_t* lm_head_table;  // [vocab_size]; may be null, else the head is packed
+  float* confidence;             // [num_seqs]
+  int64_t* token;                // [num_seqs], the lowest index among equal maxima
+  float* logsumexp;              // [num_seqs]; may be null
+  float* top_logit;              // [num_seqs]; may be null
+  int64_t num_seqs, hidden_size, vocab_size;
+  int64_t hidden_stride, lm_head_stride;
+  float eps;
+  ExitRowsParams leave;   // CUDA only, with what is measured here; all_gone null: nobody leaves
+  PlaceHeadParams place;  // CUDA only, of what is measured here; out_token null: nothing is placed
+  DType dtype;
+  void* workspace;  // CUDA only, [exit_confidence_softmax_workspace bytes]; may be null on the CPU
+};
+inline RowCounts row_counts(ExitConfidenceSoftmaxParams& p) { return {{&p.num_seqs}, {}}; }
+
+// Cosine of the hidden states of two consecutive layers, per row; a zero vector has confidence 0.
+struct ExitConfidenceCosineParams {
+  const void* previous;  // [num_seqs, hidden_size], row stride previous_stride
+  const void* hidden;    // [num_seqs, hidden_size], row stride hidden_stride
+  float* confidence;     // [num_seqs]
+  int64_t num_seqs, hidden_size;
+  int64_t previous_stride, hidden_stride;
+  AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
+  ExitRowsParams leave;     // CUDA only, with these confidences; all_gone null: nobody leaves
+  DType dtype;
+};
+inline RowCounts row_counts(ExitConfidenceCosineParams& p) { return {{&p.num_seqs}, {}}; }
+
+// softmax(.)[1] of a linear classifier, or of one with a ReLU hidden layer, on the un-normed state.
+struct ExitConfidenceMlpParams {
+  const void* hidden;    // [num_seqs, hidden_size], row stride hidden_stride
+  const float* weight1;  // [inner_size, hidden_size]; inner_size is 2 when weight2 is null
+  const float* bias1;    // [inner_size]; may be null
+  const float* weight2;  // [2, inner_size]; may be null: one linear layer
+  const float* bias2;    // [2]; may be null
+  float* confidence;     // [num_seqs]
+  int64_t num_seqs, hidden_size, inner_size;
+  int64_t hidden_stride;
+  AcceptMaskParams accept;  // of these confidences; num_survivors null: nobody is accepted
+  ExitRowsParams leave;     // CUDA only, with these confidences; all_gone null: nobody leaves
+  DType dtype;
+  void* workspace;  // CUDA only; may be null where exit_confidence_mlp_workspace is 0
+};
+inline RowCounts row_counts(ExitConfidenceMlpParams& p) { return {{&p.num_seqs}, {}}; }
+
+// Rows of an embedding table, by token.
+struct EmbedTokensParams {
+  const int64_t* token_ids;  // [num_tokens]
+  const int64_t* previous;   // [num_previous]; may be null, with sources
+  const int32_t* sources;    // [num_tokens], the token's place in previous; -1: token_ids has it
+  const void* weight;        // [vocab_size, hidden_size], row stride weight_stride
+  const float* scale;        // [vocab_size]; may be null, else the weight is int8 times this
+  const int64_t* table;      // [vocab_size]; may be null, else the weight is packed
+  void* out;                 // [num_tokens, hidden_size], row stride out_stride
+  int64_t num_tokens, hidden_size, row_bytes;  // row_bytes: of a row of out
+  int64_t weight_stride, out_stride;           // in bytes
+  DType dtype;                                 // of out
+};
+inline RowCounts row_counts(EmbedTokensParams& p) { return {{&p.num_tokens}, {}}; }
 
 // The active rows that a part of a program is for: their indices and states.
 struct SelectRowsParams {
@@ -188,26 +220,6 @@ struct CompactRowsParams {
 };
 inline RowCounts row_counts(CompactRowsParams& p) { return {{&p.num_active}, {}}; }
 
-// What the head gives of some rows, put to where all rows have theirs.
-struct PlaceHeadParams {
-  const float* confidence;     // [num_selected]
-  const int64_t* token;        // [num_selected]
-  const float* logsumexp;      // [num_selected]
-  const float* top_logit;      // [num_selected]
-  const int32_t* index;        // [num_selected], of the num_rows; may be null: 0, 1, ...
-  const int32_t* kind;         // [num_rows]; may be null: of any kind
-  const int32_t* measured_at;  // [num_rows]; may be null: every confidence is written
-  const int32_t* exit_layer;   // [num_rows]; where measured_at is this, the confidence stays
-  const int64_t* vocabulary;   // [vocab_size], the token of each row of a cut head; may be null
-  int64_t* out_token;          // [num_rows]
-  float* out_confidence;       // [num_rows]
-  float* out_logprob;          // [num_rows]
-  int64_t num_selected;
-  int32_t wanted;       // kind
-  bool as_probability;  // the confidence is the token's probability
-};
-inline RowCounts row_counts(PlaceHeadParams& p) { return {{&p.num_selected}, {}}; }
-
 // Where each row of a round of self-speculation starts, and how far it may draft. Rows without a
 // round, padding among them, may draft -1 tokens.
 struct BeginRoundParams {
@@ -236,6 +248,7 @@ struct BeginRoundParams {
   int64_t* slot_mapping;         // [num_rows]; -1 where a row drafts nothing
   int32_t* seq_lens;             // [num_rows]; 1 where a row drafts nothing
   int64_t num_rows, num_steps, max_pages, page_table_stride, page_size;
+  GraphCondition condition;  // holds where a row drafts
 };
 inline RowCounts row_counts(BeginRoundParams& p) { return {{&p.num_rows}, {}, true}; }
 
@@ -262,6 +275,7 @@ struct AppendDraftsParams {
   int64_t num_active, row_bytes, num_steps, num_stop_tokens;  // row_bytes: of hidden_size elements
   int64_t hidden_stride, states_row_stride, states_step_stride;  // in bytes
   int64_t step;                                                  // drafts before this one
+  GraphCondition condition;                                      // holds where a row drafts another
 };
 inline RowCounts row_counts(AppendDraftsParams& p) { return {{&p.num_active}, {}, true}; }
 

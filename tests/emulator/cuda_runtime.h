@@ -114,7 +114,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     throw std::runtime_error("kernel " + launch.kernel +
                              " may start early behind what is not a kernel");
   }
-  ::emulator::record(config->stream, run);
+  ::emulator::record(config->stream, launch.kernel, run);
   return cudaSuccess;
 }
 

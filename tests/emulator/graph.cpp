@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 struct EmulatedNode {
@@ -37,12 +38,14 @@ struct EmulatedStream {
 namespace {
 
 struct Condition {
+  cudaGraph_t graph = nullptr;  // in which its node is to be
   unsigned initial = 0, value = 0;
   bool has_node = false;
 };
 
 std::map<cudaGraphConditionalHandle, Condition> conditions;
 std::mt19937_64 order;
+std::string captured_names;
 uint64_t launches = 0;
 
 EmulatedStream* of(cudaStream_t stream) { return static_cast<EmulatedStream*>(stream); }
@@ -86,8 +89,9 @@ bool follows_kernels(void* stream) {
   });
 }
 
-bool record(void* stream, const std::function<void()>& work) {
+bool record(void* stream, const std::string& kernel, const std::function<void()>& work) {
   if (!is_captured(stream)) return false;
+  captured_names += kernel + "\n";
   EmulatedStream& captured = *of(stream);
   auto node = std::make_unique<EmulatedNode>();
   node->behind.insert(captured.dependencies.begin(), captured.dependencies.end());
@@ -96,6 +100,8 @@ bool record(void* stream, const std::function<void()>& work) {
   captured.graph->nodes.push_back(std::move(node));
   return true;
 }
+
+std::string take_captured() { return std::exchange(captured_names, {}); }
 
 void set_condition(unsigned long long handle, unsigned value) {
   conditions.at(handle).value = value;
@@ -157,6 +163,7 @@ cudaError_t cudaGraphConditionalHandleCreate(cudaGraphConditionalHandle* handle,
                                              unsigned initial, unsigned flags) {
   if (graph == nullptr || flags != cudaGraphCondAssignDefault) return cudaErrorInvalidValue;
   *handle = conditions.size() + 1;
+  conditions[*handle].graph = graph;
   conditions[*handle].initial = initial;
   return cudaSuccess;
 }
@@ -168,10 +175,11 @@ cudaError_t cudaGraphAddNode(cudaGraphNode_t* node, cudaGraph_t graph,
   const auto known = conditions.find(handle);
   if (params->type != cudaGraphNodeTypeConditional || params->conditional.size != 1 ||
       params->conditional.type != cudaGraphCondTypeIf || known == conditions.end() ||
-      known->second.has_node) {
+      known->second.graph != graph || known->second.has_node) {
     return cudaErrorInvalidValue;
   }
   known->second.has_node = true;
+  captured_names += "if\n";
   graph->bodies.push_back(std::make_unique<EmulatedGraph>());
   EmulatedGraph* body = graph->bodies.back().get();
   body->is_body = true;

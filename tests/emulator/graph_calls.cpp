@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "captured_graph.h"
 #include "conditional_body.h"
+#include "emulator/graph.h"
 #include "emulator/machine.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -65,6 +67,26 @@ EXPORTED void* eecore_emulator_new_body(void* stream, const uint8_t* flag, int w
   ConditionalBody* body = nullptr;
   guarded(message, message_size, [&] { body = new ConditionalBody({stream, 0}, flag, when != 0); });
   return body;
+}
+
+EXPORTED void* eecore_emulator_new_body_of(void* stream, unsigned long long condition,
+                                           char* message, int message_size) {
+  ConditionalBody* body = nullptr;
+  guarded(message, message_size, [&] { body = new ConditionalBody({stream, 0}, condition); });
+  return body;
+}
+
+EXPORTED unsigned long long eecore_emulator_make_condition(void* stream, char* message,
+                                                           int message_size) {
+  unsigned long long condition = 0;
+  guarded(message, message_size, [&] { condition = eecore::cuda::make_condition({stream, 0}); });
+  return condition;
+}
+
+// What was captured since the last call, one kernel a line; as much as there is room for.
+EXPORTED void eecore_emulator_take_captured(char* text, int size) {
+  const std::string names = emulator::take_captured();
+  text[names.copy(text, size - 1)] = '\0';
 }
 
 EXPORTED int eecore_emulator_end_body(void* body, char* message, int message_size) {

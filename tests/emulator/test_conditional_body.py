@@ -8,36 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from test_exit_rows import LAYER, Point, measure_of
 from torch import Tensor
 
 import emulated
 import reference
 from eecore import ops
 from eecore.ops import exits
+from emulated_graphs import NULL, Body, Graph, new_condition, new_stream, only_when
 
 NUM_LAYERS, NUM_SEQS = 12, 3
-NULL = ctypes.c_void_p(None)
-
-
-def call(name: str, *arguments: Any) -> Any:
-    """A function of graph_calls.cpp that gives a pointer or nothing."""
-    function = getattr(emulated.library(), f"eecore_emulator_{name}")
-    function.restype = ctypes.c_void_p
-    return function(*arguments)
-
-
-def call_guarded(name: str, *arguments: Any) -> Any:
-    """The same of one that may throw: RuntimeError with its message."""
-    message = ctypes.create_string_buffer(1000)
-    result = call(name, *arguments, message, len(message))
-    if message.value:
-        raise RuntimeError(message.value.decode())
-    return result
 
 
 @pytest.fixture
@@ -45,54 +29,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.c_void_p]:
     """An emulated stream that the ops launch on, of which one has been launched before."""
     emulated.route(monkeypatch)
     ExitChecks().check(0)
-    made = ctypes.c_void_p(call("new_stream"))
-    call("use_stream", made)
-    yield made
-    call("use_stream", NULL)
-    call("delete_stream", made)
-
-
-class Graph:
-    """A graph; its capture begins here."""
-
-    def __init__(self, stream: ctypes.c_void_p) -> None:
-        self._pointer: ctypes.c_void_p | None = None
-        self._stream = stream
-        self._pointer = ctypes.c_void_p(call_guarded("new_graph", stream))
-
-    def end(self) -> None:
-        call_guarded("end_graph", self._pointer)
-
-    def launch(self, seed: int = 0) -> None:
-        emulated.set_seed(seed)
-        call_guarded("launch_graph", self._pointer, self._stream)
-
-    def __del__(self) -> None:
-        if self._pointer is not None:
-            call("delete_graph", self._pointer)
-
-
-class Body:
-    """A conditional body that the ops are captured into."""
-
-    def __init__(self, stream: ctypes.c_void_p, flag: Tensor, when: bool) -> None:
-        self._pointer: ctypes.c_void_p | None = None
-        made = call_guarded("new_body", stream, ctypes.c_void_p(flag.data_ptr()), int(when))
-        self._pointer = ctypes.c_void_p(made)
-
-    def end(self) -> None:
-        call_guarded("end_body", self._pointer)
-
-    def __del__(self) -> None:
-        if self._pointer is not None:
-            call("delete_body", self._pointer)
-
-
-@contextmanager
-def only_when(stream: ctypes.c_void_p, flag: Tensor, when: bool) -> Iterator[None]:
-    body = Body(stream, flag, when)
-    yield
-    body.end()
+    with new_stream() as made:
+        yield made
 
 
 class ExitChecks:
@@ -278,3 +216,104 @@ def test_a_body_that_is_given_up_leaves_other_captures_alone(
     graph.end()
     graph.launch()
     assert checks.exit_layer.tolist() == [6] * NUM_SEQS
+
+
+class DecidingChecks:
+    """Exit checks whose op decides whether the body behind it runs, at three layers."""
+
+    def __init__(self, num_rows: int, kind: str | None) -> None:
+        self.point = Point(num_rows, 100)
+        self.states = [Point(num_rows, 100 + i).hidden[:, :100] for i in range(3)]
+        self.measures = [None if kind is None else measure_of(kind, h) for h in self.states]
+        self.confidence = torch.zeros(3, num_rows)
+        self.fresh = [tensor.clone() for tensor in self.point.rows]
+
+    def run(self, stream: ctypes.c_void_p | None, index: int = 0) -> None:
+        """Into a graph, or call by call without a stream."""
+        rows, measure = self.point.rows, self.measures[index]
+        is_last = index == 2
+        condition = None if is_last or stream is None else new_condition(stream)
+        ops.exit_rows(
+            *(self.states[index], LAYER + index, rows, self.point.active),
+            thresholds=self.point.thresholds,
+            confidence=self.confidence[index] if measure is None else None,
+            measure=measure,
+            condition=condition,
+        )
+        if is_last:
+            return
+        if stream is not None:
+            with only_when(stream, rows.all_gone, when=False, condition=condition):
+                self.run(stream, index + 1)
+        elif not rows.all_gone:
+            self.run(None, index + 1)
+
+    def reset(self, seed: int) -> None:
+        """Rows that are asked at all points, how sure they are, and how sure they have to be."""
+        generator = torch.Generator().manual_seed(seed)
+        for tensor, value in zip(self.point.rows, self.fresh, strict=True):
+            tensor.copy_(value)
+        rows, count = self.point.rows, len(self.fresh[0])
+        rows.gone.zero_()
+        rows.accepted.zero_()
+        rows.leave_after.fill_(LAYER + 2)
+        rows.together.fill_(seed % 2 == 1)
+        self.confidence.copy_(torch.rand(3, count, generator=generator))
+        said = self.confidence
+        if self.measures[0] is not None:
+            pairs = zip(self.measures, self.states, strict=True)
+            said = torch.stack([measure(states) for measure, states in pairs if measure])
+        least, most = said.aminmax(dim=0)
+        share = torch.rand(count, generator=generator) * 1.4 - 0.2
+        self.point.thresholds.copy_(torch.lerp(least, most, share))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 33])
+@pytest.mark.parametrize("kind", [None, "cosine", "linear"])  # those without a workspace
+def test_the_op_that_lets_rows_leave_decides_on_the_body(
+    stream: ctypes.c_void_p, monkeypatch: pytest.MonkeyPatch, kind: str | None, num_rows: int
+) -> None:
+    checks = DecidingChecks(num_rows, kind)
+    checks.reset(0)
+    checks.run(None)
+    kept: list[Tensor] = []  # what a graph writes stays where it is
+    empty = torch.empty
+
+    def keeping(*arguments: Any, **given: Any) -> Tensor:
+        kept.append(empty(*arguments, **given))
+        return kept[-1]
+
+    graph = Graph(stream)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", keeping)
+        checks.run(stream)
+    graph.end()
+    depths = set()
+    for seed in range(12):
+        checks.reset(seed)
+        checks.run(None)
+        expected = [tensor.clone() for tensor in checks.point.rows]
+        depths.add(int(expected[6].max()))
+        checks.reset(seed)
+        graph.launch(seed)
+        for name, want, got in zip(
+            checks.point.rows._fields, expected, checks.point.rows, strict=True
+        ):
+            assert torch.equal(got, want), name
+    if num_rows == 1:
+        assert len(depths) > 1
+
+
+def test_a_condition_belongs_to_the_graph_that_it_was_made_in(stream: ctypes.c_void_p) -> None:
+    flag = torch.zeros(1, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="expected a stream that is being captured, got one"):
+        new_condition(stream)
+    graph = Graph(stream)
+    outer, inner = new_condition(stream), new_condition(stream)
+    with only_when(stream, flag, when=False, condition=outer):
+        with pytest.raises(RuntimeError, match="cudaGraphAddNode of a condition: "):
+            Body(stream, flag, when=False, condition=inner)
+        with pytest.raises(RuntimeError, match="cudaGraphAddNode of a condition: "):
+            Body(stream, flag, when=False, condition=outer)
+    Body(stream, flag, when=False, condition=inner).end()
+    graph.end()

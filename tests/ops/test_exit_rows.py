@@ -238,6 +238,167 @@ def test_whole_rows_in_wide_accesses(device: torch.device) -> None:
     point.check()
 
 
+def measure_of(kind: str, hidden: torch.Tensor) -> Any:
+    """What rows are measured with; two linear layers whose work several blocks share on a GPU."""
+    size, generator = hidden.shape[1], torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(hidden.device) * size**-0.5
+
+    if kind == "softmax":
+        norm = 1 + normal(size).to(hidden.dtype)
+        return ops.SoftmaxMeasure(norm, 9 * normal(97, size).to(hidden.dtype), 1e-5)
+    if kind == "cosine":
+        return ops.CosineMeasure(hidden + (9 * normal(*hidden.shape)).to(hidden.dtype))
+    if kind == "linear":
+        return ops.MlpMeasure(normal(2, size), normal(2))
+    inner = 2**16 // size + 1
+    return ops.MlpMeasure(normal(inner, size), normal(inner), normal(2, inner), normal(2))
+
+
+MEASURES = ("softmax", "cosine", "linear", "mlp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_active", [0, 1, 7, 8, 9, 32, 33, 70])
+@pytest.mark.parametrize("kind", MEASURES)
+def test_rows_measured_here_leave_like_those_measured_before(
+    kind: str, num_active: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    point, other = (Point(num_active, 100, dtype, device) for _ in range(2))
+    measure = measure_of(kind, point.hidden)
+    said = measure(point.hidden)
+    before: dict[str, Any] = {"head": said} if kind == "softmax" else {"confidence": said}
+    if num_active:  # one row is as sure as it has to be, to the bit
+        confidence = said.confidence if kind == "softmax" else said
+        thresholds = torch.where(point.thresholds == 0.5, confidence.median(), point.thresholds)
+        point.thresholds.copy_(thresholds)
+        other.thresholds.copy_(thresholds)
+    for decide in (False, True):
+        ops.exit_rows(
+            *(point.hidden, LAYER, point.rows, point.active),
+            thresholds=point.thresholds,
+            measure=measure,
+            decide=decide,
+        )
+        ops.exit_rows(
+            *(other.hidden, LAYER, other.rows, other.active),
+            **(before | {"thresholds": other.thresholds, "decide": decide}),
+        )
+        for name, want, got in zip(other.rows._fields, other.rows, point.rows, strict=True):
+            assert torch.equal(got, want), name
+    assert torch.equal(point.active.slot_mapping, other.active.slot_mapping)
+    assert torch.equal(point.active.seq_lens, other.active.seq_lens)
+    if num_active >= 32:
+        asked = (point.rows.measured_at == LAYER) & (point.thresholds < 1)
+        assert set(point.rows.accepted[asked].tolist()) == {False, True}
+
+
+@pytest.mark.parametrize("kind", MEASURES)
+def test_all_of_many_rows_leave_together_where_they_are_measured(
+    kind: str, device: torch.device
+) -> None:
+    for num_active in (1, 33, 70):
+        point = Point(num_active, 100, device=device)
+        for flags, value in ((point.rows.together, True), (point.rows.gone, False)):
+            flags.fill_(value)
+        point.rows.accepted.zero_()
+        point.rows.leave_after.fill_(LAYER + 1)
+        measure = measure_of(kind, point.hidden)
+        said = measure(point.hidden)
+        least = (said.confidence if kind == "softmax" else said).min()
+        for threshold, leaves in ((least + 1e-3, False), (least, True)):
+            ops.exit_rows(
+                *(point.hidden, LAYER, point.rows, point.active),
+                thresholds=threshold.repeat(num_active),
+                measure=measure,
+            )
+            assert point.rows.gone.tolist() == [leaves] * num_active
+            assert point.rows.all_gone.item() is leaves
+
+
+@pytest.mark.parametrize(
+    ("measure", "message"),
+    [
+        (
+            ops.CosineMeasure(torch.zeros(4, 32)),
+            r"previous: expected float32 \[num_active=4, hidden_size=33\], got .*\[4, 32\]",
+        ),
+        (ops.MlpMeasure(torch.zeros(3, 33)), "weight1: expected inner_size=2 without weight2"),
+        (
+            ops.SoftmaxMeasure(None, torch.zeros(1, 33), 1e-5),
+            "lm_head: expected vocab_size of 2 to 2147483647, got 1",
+        ),
+        (ops.SoftmaxMeasure(None, torch.zeros(9, 33), -1.0), "eps: expected a number >= 0, got -1"),
+    ],
+)
+def test_a_bad_measure_is_named(measure: Any, message: str) -> None:
+    point = Point(4)
+    before = [tensor.clone() for tensor in point.rows]
+    with pytest.raises(RuntimeError, match=f"exit_rows: {message}"):
+        ops.exit_rows(
+            *(point.hidden, LAYER, point.rows, point.active),
+            thresholds=point.thresholds,
+            measure=measure,
+        )
+    for old, new in zip(before, point.rows, strict=True):
+        assert torch.equal(old, new)
+
+
+def test_rows_are_measured_here_or_before() -> None:
+    point = Point(4)
+    measure = ops.CosineMeasure(point.hidden)
+    arguments = point.hidden, LAYER, point.rows, point.active
+    given: dict[str, Any]
+    for given in ({"head": point.head}, {"confidence": point.head.confidence}):
+        with pytest.raises(ValueError, match="measure: expected None with a confidence or a head"):
+            ops.exit_rows(*arguments, thresholds=point.thresholds, measure=measure, **given)
+    with pytest.raises(RuntimeError, match="of all active rows, to be measured here, got one of"):
+        ops.exit_rows(
+            *arguments,
+            thresholds=point.thresholds,
+            asked=torch.zeros(1, dtype=torch.int32),
+            measure=measure,
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"previous": 1, "lm_head": 1}, "previous: expected one of .* got 2 of them"),
+        ({"bias1": 1}, "weight1: expected one with bias1, weight2 or bias2, got None"),
+        ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
+        ({"lm_head": 1}, "token: expected token, top_logit and logsumexp with lm_head"),
+        ({"previous": 1, "confidence": None}, "confidence: expected one .* got None"),
+    ],
+)
+def test_parts_of_a_measure_come_together(given: dict[str, Any], message: str) -> None:
+    """At the boundary, where other callers are."""
+    point = Point(4)
+    given = {name: point.hidden.clone() if value else None for name, value in given.items()}
+    given = {"confidence": point.head.confidence} | given
+    names = [argument.name for argument in torch.ops.eecore.exit_rows.default._schema.arguments]
+    values = (
+        *(point.hidden, LAYER, None, None, None, None, point.thresholds, None, True),
+        *(*point.rows, point.active.row, point.active.slot_mapping, point.active.seq_lens),
+    )
+    with pytest.raises(RuntimeError, match=f"exit_rows: {message}"):
+        torch.ops.eecore.exit_rows.default(**dict(zip(names, values, strict=False)) | given)
+
+
+def test_a_condition_is_for_captured_streams(device: torch.device) -> None:
+    point = Point(4, device=device)
+    arguments = point.hidden, LAYER, point.rows, point.active
+    got = "a stream that is not captured" if emulated.is_cuda_kernel(device) else "the CPU"
+    with pytest.raises(RuntimeError, match=f"condition: expected None on {got}, got 3"):
+        ops.exit_rows(*arguments, condition=3)
+    with pytest.raises(RuntimeError, match="condition: expected None where nobody leaves, got one"):
+        ops.exit_rows(*arguments, decide=False, condition=3)
+    assert not point.rows.all_gone
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -286,20 +447,46 @@ def test_opcheck(device: torch.device, with_head: bool) -> None:
             *(point.hidden, 2, head.confidence, *of_head, point.thresholds, None, True),
             *(*point.rows, active.row, active.slot_mapping, active.seq_lens),
         ),
+        {} if with_head else {"previous": point.hidden.clone()},
     )
 
 
 def fuzzed_call(m: Maker) -> Checked:
-    active, size, dtype = m.size(12), m.size(40), m.dtype()
+    measure = m.one_of("softmax", "cosine", "mlp") if m.chance(0.3) else None
+    active, dtype = m.size(12), m.dtype()
+    size = m.size(40) if measure is None else m.columns(40)
     rows = active + m.size(4)
     layer = 5
     asked = m.maybe(lambda: m.placed(m.shuffled(active)[: m.size(active)].int()))
+    if measure is not None:
+        asked = None
     measured = active if asked is None else len(asked)
-    has_confidence = m.chance(0.7)
-    has_head = has_confidence and m.chance()
+    has_confidence = measure is not None or m.chance(0.7)
+    has_head = has_confidence and (measure == "softmax" or m.chance())
     limits = torch.tensor([0.0, 0.5, 0.7, 1.0, math.inf])
+    hidden, measuring = m.states(active, size, dtype), {}
+    if measure == "softmax":
+        head = m.weight(dtype, m.size(90, 2), size)
+        hidden = m.inputs(head, active, size, dtype, 3.0)
+        measuring = {
+            "norm_weight": m.maybe(lambda: m.norm_of(head, dtype, size)),
+            "lm_head": head.weight,
+            "eps": 1e-5,
+            "lm_head_scale": head.scale,
+            "lm_head_table": head.table,
+        }
+    elif measure == "cosine":
+        measuring = {"previous": m.states(active, size, dtype)}
+    elif measure == "mlp":
+        inner = m.size(20, 1)
+        measuring = {
+            "weight1": m.placed(m.normal(inner, size)),
+            "bias1": m.maybe(lambda: m.placed(m.normal(inner))),
+            "weight2": m.placed(m.normal(2, inner)),
+            "bias2": m.maybe(lambda: m.placed(m.normal(2))),
+        }
     given = {
-        "hidden": m.states(active, size, dtype),
+        "hidden": hidden,
         "layer": layer,
         "confidence": m.placed(m.uniform(measured)) if has_confidence else None,
         "token": m.placed(m.whole(99, measured)) if has_head else None,
@@ -328,6 +515,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "row": m.placed(m.shuffled(rows)[:active].sort().values.int()),
         "slot_mapping": m.placed(m.whole(99, active)),
         "seq_lens": m.placed(m.whole(99, active).int()),
+        **measuring,
     }
     names = (
         *("leave_after", "together", "fills", "kind", "accepted", "gone", "exit_layer"),
@@ -336,19 +524,32 @@ def fuzzed_call(m: Maker) -> Checked:
     )
 
     def oracle(before: Arguments) -> dict[str, Tensor]:
-        head = None
+        head, confidence = None, before["confidence"]
+        fields = ("confidence", "token", "logsumexp", "top_logit")
         if before["token"] is not None:
-            fields = (before[n] for n in ("confidence", "token", "logsumexp", "top_logit"))
-            head = ops.SoftmaxConfidence(*fields)
+            head = ops.SoftmaxConfidence(*(before[n] for n in fields))
+        # Measured before, by the op itself: on a threshold every bit counts.
+        measured_with = {name: before[name] for name in measuring}
+        if measure == "softmax":
+            head = ops.SoftmaxMeasure(**measured_with)(before["hidden"])
+            confidence = head.confidence
+        elif measure == "cosine":
+            confidence = ops.CosineMeasure(**measured_with)(before["hidden"])
+        elif measure == "mlp":
+            confidence = ops.MlpMeasure(**measured_with)(before["hidden"])
         new, slot_mapping, seq_lens = exit_rows(
             before["hidden"],
             before["layer"],
             ops.ExitingRows(*(before[n] for n in names)),
             ops.ActiveRows(*map(before.get, ops.ActiveRows._fields)),
-            *(before["thresholds"], before["confidence"], head, before["asked"]),
+            *(before["thresholds"], confidence, head, before["asked"]),
             before["decide"],
         )
         changed = dict(zip(names, new, strict=True))
+        if confidence is not None:
+            changed["confidence"] = confidence
+        if head is not None:
+            changed |= {name: getattr(head, name) for name in fields[1:]}
         return {**changed, "slot_mapping": slot_mapping, "seq_lens": seq_lens}
 
     return given, compare(oracle, Tolerance(1e-6, 1e-6))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import BATCH_SIZES, Tolerance
+import emulated
+from cases import BATCH_SIZES, DTYPES, Tolerance
 from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare
 
@@ -93,6 +94,31 @@ def test_matches_the_reference(
     placing.check(index=placing.index, vocabulary=placing.vocabulary)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_selected", [0, 1, 4, 5, 33, 70])
+def test_rows_of_a_head_that_runs_here_are_placed_like_those_of_one_before(
+    num_selected: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if not emulated.supports(device, dtype):
+        pytest.skip("float16 is for CUDA")
+    placing, other = (Placing(num_selected, num_selected + 3, device) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    hidden, norm, weight = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((num_selected, 40), (40,), (1000, 40))
+    )
+    measure = ops.SoftmaxMeasure(norm, weight, 1e-5)
+    for given in (
+        {"kind": placing.kind, "wanted": 1, **placing.measured},
+        {"vocabulary": placing.vocabulary, "as_probability": True},
+    ):
+        both: dict[str, Any] = {"index": placing.index, **given}
+        ops.place_head(None, placing.out, measure=measure, hidden=hidden, **both)
+        ops.place_head(measure(hidden), other.out, **both)
+        for got, want in zip(placing.out, other.out, strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("num_selected", [0, 1, 7])
 def test_rows_in_their_places(num_selected: int, device: torch.device) -> None:
     """Without an index, of all rows or the first few."""
@@ -140,6 +166,45 @@ def test_more_rows_than_there_are_places_for() -> None:
         ops.place_head(placing.head, out)
 
 
+def test_a_head_runs_here_or_before() -> None:
+    placing = Placing(4, 4, None)
+    measure = ops.SoftmaxMeasure(None, torch.ones(9, 8), 1e-5)
+    hidden = torch.ones(4, 8)
+    given: dict[str, Any]
+    for head, given in (
+        (None, {}),
+        (None, {"measure": measure}),
+        (placing.head, {"measure": measure, "hidden": hidden}),
+    ):
+        with pytest.raises(ValueError, match="place_head: expected a head, or measure and hidden"):
+            ops.place_head(head, placing.out, **given)
+    for given, message in (
+        ({"index": torch.zeros(3).int()}, r"index: expected int32 \[num_selected=4\], got .*3"),
+        ({"vocabulary": torch.arange(8)}, r"vocabulary: expected int64 \[vocab_size=9\]"),
+        ({"hidden": hidden[:, :7]}, r"lm_head: expected .*hidden_size=7\], got .*\[9, 8\]"),
+    ):
+        with pytest.raises(RuntimeError, match=f"place_head: {message}"):
+            ops.place_head(None, placing.out, **({"measure": measure, "hidden": hidden} | given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hidden": 1}, "hidden: expected it with lm_head, or neither, got one"),
+        ({"lm_head": 1}, "hidden: expected it with lm_head, or neither, got one"),
+        ({"norm_weight": 1}, "lm_head: expected one with norm_weight, .* got None"),
+    ],
+)
+def test_parts_of_a_head_come_together(given: dict[str, Any], message: str) -> None:
+    """At the boundary, where other callers are."""
+    placing = Placing(4, 4, None)
+    with pytest.raises(RuntimeError, match=f"place_head: {message}"):
+        torch.ops.eecore.place_head.default(
+            *(*placing.head, None, None, 0, None, None, False, None, *placing.out),
+            **{name: torch.ones(4, 4) for name in given},
+        )
+
+
 def test_opcheck(device: torch.device) -> None:
     placing = Placing(4, 6, device)
     torch.library.opcheck(
@@ -155,6 +220,18 @@ def fuzzed_call(m: Maker) -> Checked:
     selected = m.size(12)
     rows = selected + m.size(4)
     measures = m.chance()
+    running, cut = {}, 99
+    if m.chance(0.3):
+        dtype, size, cut = m.dtype(), m.columns(40), m.size(90, 2)
+        weight = m.weight(dtype, cut, size)
+        running = {
+            "hidden": m.inputs(weight, selected, size, dtype, 3.0),
+            "norm_weight": m.maybe(lambda: m.norm_of(weight, dtype, size)),
+            "lm_head": weight.weight,
+            "eps": 1e-5,
+            "lm_head_scale": weight.scale,
+            "lm_head_table": weight.table,
+        }
     given = {
         "confidence": m.placed(m.uniform(selected)),
         "token": m.placed(m.whole(100, selected) - 1),
@@ -166,22 +243,31 @@ def fuzzed_call(m: Maker) -> Checked:
         "measured_at": m.placed(m.whole(3, rows).int()) if measures else None,
         "exit_layer": m.placed(m.whole(3, rows).int()) if measures else None,
         "as_probability": m.chance(),
-        "vocabulary": m.maybe(lambda: m.placed(m.shuffled(99))),
+        "vocabulary": m.maybe(lambda: m.placed(m.shuffled(cut))),
         "out_token": m.placed(m.whole(9, rows)),
         "out_confidence": m.placed(m.uniform(rows)),
         "out_logprob": m.placed(m.uniform(rows)),
+        **running,
     }
 
     def oracle(before: Arguments) -> dict[str, Tensor]:
         names = ("index", "kind", "wanted", "measured_at", "exit_layer", "as_probability")
         names = (*names, "vocabulary")
         outputs = ("out_token", "out_confidence", "out_logprob")
-        head = (before[n] for n in ("confidence", "token", "logsumexp", "top_logit"))
+        fields = ("confidence", "token", "logsumexp", "top_logit")
+        head = ops.SoftmaxConfidence(*(before[n] for n in fields))
+        if running:
+            names_of_head = running.keys() - {"hidden"}
+            measure = ops.SoftmaxMeasure(**{n: before[n] for n in names_of_head})
+            head = measure(before["hidden"])
         new = place_head(
-            ops.SoftmaxConfidence(*head),
+            head,
             ops.HeadRows(*(before[n] for n in outputs)),
             **{n: before[n] for n in names},
         )
-        return dict(zip(outputs, new, strict=True))
+        return dict(zip(outputs, new, strict=True)) | head._asdict()
 
     return given, compare(oracle, Tolerance(1e-5, 1e-6))
+
+
+# Rounds of self-speculation

@@ -33,7 +33,13 @@ class Control(Protocol):
         """
         ...
 
-    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
+    def condition(self, flag: Tensor) -> int | None:
+        """What the op that writes ``flag`` last is told where it decides on what :meth:`unless`
+        passes over, which then gets it too.
+        """
+        ...
+
+    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
         """Run ``body`` if ``flag`` (bool [1]) is false by then; where it is true, it may run too:
         it has no effect then.
         """
@@ -61,7 +67,16 @@ class OnHost:
         """See :class:`Control`."""
         return nullcontext()
 
-    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
+    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
+        """See :class:`Control`."""
+        return None
+
+    def unless(
+        self,
+        flag: Tensor,
+        body: Callable[[], None],
+        condition: int | None = None,  # noqa: ARG002
+    ) -> None:
         """See :class:`Control`."""
         if not flag.item():
             body()
@@ -70,7 +85,12 @@ class OnHost:
 class Always(OnHost):
     """Runs every body, needed or not."""
 
-    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:  # noqa: ARG002
+    def unless(
+        self,
+        flag: Tensor,  # noqa: ARG002
+        body: Callable[[], None],
+        condition: int | None = None,  # noqa: ARG002
+    ) -> None:
         """See :class:`Control`."""
         body()
 
@@ -78,9 +98,13 @@ class Always(OnHost):
 class InGraph(OnHost):
     """Makes every decision an IF node of the CUDA graph under capture."""
 
-    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
+    def condition(self, flag: Tensor) -> int | None:
         """See :class:`Control`."""
-        with ops.captured_body(flag, when=False):
+        return ops.captured_condition(flag.device)
+
+    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
+        """See :class:`Control`."""
+        with ops.captured_body(flag, when=False, condition=condition):
             body()
 
 
@@ -98,7 +122,16 @@ class OnTape:
         with self._tape.rows(count, seqs):
             yield
 
-    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:
+    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
+        """See :class:`Control`."""
+        return None
+
+    def unless(
+        self,
+        flag: Tensor,
+        body: Callable[[], None],
+        condition: int | None = None,  # noqa: ARG002
+    ) -> None:
         """See :class:`Control`."""
         with self._tape.unless(flag):
             body()

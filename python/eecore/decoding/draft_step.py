@@ -259,6 +259,8 @@ class DraftStep(Step):
     def run(self, control: Control) -> None:
         """Draft until no row goes on, then verify."""
         given, active, made = self._given.device, self._active, self._round
+        drafts = not self.kind.path.is_given
+        condition = control.condition(made.all_done) if drafts else None
         with control.rows(given["num_rows"]):
             if self.sizes.follows:
                 ops.begin_round(
@@ -267,13 +269,14 @@ class DraftStep(Step):
                     self._kv.page_size,
                     ended=self._ended,
                     sources=given["sources"],
+                    condition=condition,
                 )
             else:
-                ops.begin_round(made, active, self._kv.page_size)
+                ops.begin_round(made, active, self._kv.page_size, condition=condition)
             if control.compacts:
                 ops.compact_rows(made.done, active)
-        if not self.kind.path.is_given:
-            control.unless(made.all_done, lambda: self._draft(0, control))
+        if drafts:
+            control.unless(made.all_done, lambda: self._draft(0, control), condition)
         self._verify(control)
 
     def _draft(self, step: int, control: Control) -> None:
@@ -304,7 +307,8 @@ class DraftStep(Step):
                     skip_attention=path.skip_attention,
                     skip_mlp=path.skip_mlp,
                 )
-            drafted = self._drafted
+            drafted, goes_on = self._drafted, step + 1 < self.kind.num_steps
+            condition = control.condition(made.all_done) if goes_on else None
             self._heads.run(
                 hidden,
                 self._given.device["kind"],
@@ -314,11 +318,13 @@ class DraftStep(Step):
                 request=active.row,
                 as_probability=path.stops_on == "probability",
             )
-            ops.append_drafts(shared, drafted["token"], drafted["gap"], step, made, active)
+            ops.append_drafts(
+                *(shared, drafted["token"], drafted["gap"], step, made, active), condition=condition
+            )
             if control.compacts:
                 ops.compact_rows(made.done, active)
-        if step + 1 < self.kind.num_steps:
-            control.unless(made.all_done, lambda: self._draft(step + 1, control))
+        if goes_on:
+            control.unless(made.all_done, lambda: self._draft(step + 1, control), condition)
 
     def _verify(self, control: Control) -> None:
         """The last token through the shared layers, then all through the others."""

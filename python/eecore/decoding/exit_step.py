@@ -23,6 +23,7 @@ from eecore.decoding.heads import (
     HeadWork,
     head_fields,
     measure_states,
+    state_measure,
 )
 from eecore.decoding.memory import (
     Array,
@@ -288,16 +289,21 @@ class ExitStep(Step):
                 previous = model.layers(begin, end - 1, hidden, self._kv, self._batch)
                 begin = end - 1
             hidden = model.layers(begin, end, previous, self._kv, self._batch)
+            is_last = index + 1 == len(self.kind.points)
+            condition = None if is_last else control.condition(rows.all_gone)
             if not checks:
-                ops.exit_rows(hidden, end, rows, active)
-            for check in checks:
-                decide = check is checks[-1]
-                self._check(end, check, previous, hidden, control, decide=decide)
-            if index + 1 == len(self.kind.points):
+                ops.exit_rows(hidden, end, rows, active, condition=condition)
+            for check in checks[:-1]:
+                self._check(end, check, previous, hidden, control, decide=False)
+            for check in checks[-1:]:
+                self._check(end, check, previous, hidden, control, condition=condition)
+            if is_last:
                 return
             if control.compacts:
                 ops.compact_rows(rows.gone, active, hidden)
-        control.unless(rows.all_gone, lambda: self._layers_to(index + 1, end, hidden, control))
+        control.unless(
+            rows.all_gone, lambda: self._layers_to(index + 1, end, hidden, control), condition
+        )
 
     def _check(
         self,
@@ -307,24 +313,27 @@ class ExitStep(Step):
         hidden: Tensor,
         control: Control,
         *,
-        decide: bool,
+        decide: bool = True,
+        condition: int | None = None,
     ) -> None:
         """Measure the rows that ask for it; those that may leave do when ``decide``."""
-        rows, active = self._rows, self._active
+        rows, active, model = self._rows, self._active, self._model
         thresholds = self._given.device["thresholds"][self._checks.index((end, check))]
+        measure: ops.SoftmaxMeasure | ops.CosineMeasure | ops.MlpMeasure | None = None
         asked = head = confidence = None
-        states, count = hidden, active.num_active
+        count = active.num_active
         if control.compacts and check.measure == "softmax":
             asked, count, states = ops.select_rows(
                 hidden, row=active.row, thresholds=thresholds, accepted=rows.accepted
             )
-        with control.rows(count):
-            if check.measure == "softmax":
-                head = self._model.confidence(states)
-            else:
-                confidence = measure_states(
-                    self._model, check.measure, check.classifier, previous, states
-                )
+            with control.rows(count):
+                head = model.confidence(states)
+        elif check.measure == "softmax":
+            measure = model.measure
+        elif check.measure == "cut":
+            confidence = measure_states(model, check.measure, None, previous, hidden)
+        else:
+            measure = state_measure(check.classifier, previous)
         with control.rows(active.num_active, count):
             ops.exit_rows(
                 hidden,
@@ -336,6 +345,8 @@ class ExitStep(Step):
                 head=head,
                 asked=asked,
                 decide=decide,
+                measure=measure,
+                condition=condition,
             )
 
     # What came of it

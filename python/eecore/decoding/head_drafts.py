@@ -165,37 +165,44 @@ class HeadDrafting:
                 for state, out in zip(states, self._begun, strict=True)
             ]
             state = self._head.begin(begun)
+            condition = control.condition(self._round.all_done)
             ops.begin_round(
                 self._round,
                 self._active,
                 self._page_size,
                 ended=self._ended,
                 sources=self._sources,
+                condition=condition,
             )
             if control.compacts:
                 ops.compact_rows(self._round.done, self._active, state)
-        control.unless(self._round.all_done, lambda: self._draft(0, state, control))
+        control.unless(self._round.all_done, lambda: self._draft(0, state, control), condition)
 
     def _draft(self, step: int, state: Tensor, control: Control) -> None:
         """One more token of every row that drafts, and what is behind it."""
         active, made = self._active, self._round
         made = made._replace(thresholds=self._thresholds[step])
+        goes_on = step + 1 < MOST_AHEAD
+        condition = control.condition(made.all_done) if goes_on else None
         with control.rows(active.num_active):
             assert active.token_ids is not None
             state = self._head.step(state, self._model.embed(active.token_ids))
             ops.place_head(
-                self._head.confidence(state),
+                None,
                 self._drafted,
                 as_probability=True,
                 vocabulary=self._head.vocabulary,
+                measure=self._head.measure,
+                hidden=state,
             )
             ops.append_drafts(
-                None, self._drafted.token, self._drafted.confidence, step, made, active
+                *(None, self._drafted.token, self._drafted.confidence, step, made, active),
+                condition=condition,
             )
             if control.compacts:
                 ops.compact_rows(made.done, active, state)
-        if step + 1 < MOST_AHEAD:
-            control.unless(made.all_done, lambda: self._draft(step + 1, state, control))
+        if goes_on:
+            control.unless(made.all_done, lambda: self._draft(step + 1, state, control), condition)
 
 
 def drafted_ahead(row: Row, i: int, emitted: list[int], got: dict[str, list[Any]]) -> Ahead | None:

@@ -28,6 +28,7 @@ __all__ = [
     "Logits",
     "head_fields",
     "measure_states",
+    "state_measure",
 ]
 
 # How the token of a row is made: it is known already, by the fused head, from logits.
@@ -47,11 +48,17 @@ def measure_states(
     if measure == "cut":
         assert model.draft_head is not None
         return model.draft_head.gap(hidden)
-    if measure == "state":
-        return ops.exit_confidence_cosine(previous, hidden)
-    assert classifier is not None
-    m = classifier.on(hidden.device)
-    return ops.exit_confidence_mlp(hidden, m.weight1, m.bias1, m.weight2, m.bias2)
+    return state_measure(classifier, previous)(hidden)
+
+
+def state_measure(
+    classifier: ExitClassifier | None, previous: Tensor
+) -> ops.CosineMeasure | ops.MlpMeasure:
+    """``classifier``, or ``state`` without one, as ops take it; ``previous``: a layer before."""
+    if classifier is None:
+        return ops.CosineMeasure(previous)
+    m = classifier.on(previous.device)
+    return ops.MlpMeasure(m.weight1, m.bias1, m.weight2, m.bias2)
 
 
 def head_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
@@ -154,13 +161,25 @@ class Heads:
         if control.compacts:
             picked = ops.select_rows(hidden, row=request, kind=kind, wanted=GREEDY)
             with control.rows(picked.count):
-                head = self._model.confidence(picked.hidden)
-                ops.place_head(head, places, index=picked.index, as_probability=as_probability)
+                ops.place_head(
+                    None,
+                    places,
+                    index=picked.index,
+                    as_probability=as_probability,
+                    measure=self._model.measure,
+                    hidden=picked.hidden,
+                )
             return
         # Rows of several to a request are all placed; those that need logits are placed once more.
-        head = self._model.confidence(hidden)
-        kinds = kind if request is None else None
-        ops.place_head(head, places, kind=kinds, wanted=GREEDY, as_probability=as_probability)
+        ops.place_head(
+            None,
+            places,
+            kind=kind if request is None else None,
+            wanted=GREEDY,
+            as_probability=as_probability,
+            measure=self._model.measure,
+            hidden=hidden,
+        )
 
     def _run_with_logits(
         self,

@@ -136,10 +136,11 @@ class DraftHead:
             hidden = self._linear(gated, block.down, residual=hidden, few=True)
         return hidden
 
-    def confidence(self, state: Tensor) -> ops.SoftmaxConfidence:
-        """Of the tokens of :attr:`vocabulary`, by their places in it."""
-        return ops.exit_confidence_softmax(
-            state, self._norm, self._head.weight, self._eps, lm_head_table=self._head.table
+    @property
+    def measure(self) -> ops.SoftmaxMeasure:
+        """Of a state: the tokens of :attr:`vocabulary`, by their places in it."""
+        return ops.SoftmaxMeasure(
+            self._norm, self._head.weight, self._eps, lm_head_table=self._head.table
         )
 
     def gap(self, hidden: Tensor) -> Tensor:
@@ -152,9 +153,10 @@ class DraftHead:
             float32 [num_rows].
         """
         rows = self._own_rows
-        return ops.exit_confidence_softmax(
-            hidden, self._final_norm, rows.weight, self._eps, lm_head_table=rows.table
-        ).confidence
+        measure = ops.SoftmaxMeasure(
+            self._final_norm, rows.weight, self._eps, lm_head_table=rows.table
+        )
+        return measure(hidden).confidence
 
     def prepare_gap(self) -> None:
         """Have what :meth:`gap` multiplies by, before a program that calls it is recorded."""

@@ -250,14 +250,14 @@ class LlamaModel:
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
-        weights = self.weights
-        return ops.exit_confidence_softmax(
-            hidden,
-            weights.final_norm,
-            weights.lm_head.weight,
-            self.config.rms_norm_eps,
-            lm_head_scale=weights.lm_head.scale,
-            lm_head_table=weights.lm_head.table,
+        return self.measure(hidden)
+
+    @property
+    def measure(self) -> ops.SoftmaxMeasure:
+        """What :meth:`confidence` measures with."""
+        lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
+        return ops.SoftmaxMeasure(
+            self.weights.final_norm, lm_head.weight, eps, lm_head.scale, lm_head.table
         )
 
     def fill_kv(

@@ -169,14 +169,14 @@ class T5Model:
 
     def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
         """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
+        return self.measure(hidden)
+
+    @property
+    def measure(self) -> ops.SoftmaxMeasure:
+        """What :meth:`confidence` measures with."""
         lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
-        return ops.exit_confidence_softmax(
-            hidden,
-            self._head_norm,
-            lm_head.weight,
-            eps,
-            lm_head_scale=lm_head.scale,
-            lm_head_table=lm_head.table,
+        return ops.SoftmaxMeasure(
+            self._head_norm, lm_head.weight, eps, lm_head.scale, lm_head.table
         )
 
     def fill_kv(

@@ -13,10 +13,13 @@ __all__ = [
     "AcceptMask",
     "AcceptRows",
     "ActiveRows",
+    "CosineMeasure",
     "ExitingRows",
     "HeadRows",
+    "MlpMeasure",
     "SelectedRows",
     "SoftmaxConfidence",
+    "SoftmaxMeasure",
     "accept_mask",
     "compact_rows",
     "exit_confidence_cosine",
@@ -134,24 +137,18 @@ def exit_confidence_softmax(
         lm_head_scale: float32 [vocab_size], see :func:`skinny_linear`.
         lm_head_table: int64 [vocab_size], see :func:`pack_weight`.
     """
+    out = _empty_head(hidden)
+    _exit_confidence_softmax(hidden, norm_weight, lm_head, lm_head_scale, eps, *out, lm_head_table)
+    return out
+
+
+def _empty_head(hidden: Tensor) -> SoftmaxConfidence:
     num_seqs, device = hidden.shape[0], hidden.device
     confidence = torch.empty(num_seqs, dtype=torch.float32, device=device)
     token = torch.empty(num_seqs, dtype=torch.int64, device=device)
-    logsumexp = torch.empty_like(confidence)
-    top_logit = torch.empty_like(confidence)
-    _exit_confidence_softmax(
-        hidden,
-        norm_weight,
-        lm_head,
-        lm_head_scale,
-        eps,
-        confidence,
-        token,
-        logsumexp,
-        top_logit,
-        lm_head_table,
+    return SoftmaxConfidence(
+        confidence, token, torch.empty_like(confidence), torch.empty_like(confidence)
     )
-    return SoftmaxConfidence(confidence, token, logsumexp, top_logit)
 
 
 class ActiveRows(NamedTuple):
@@ -223,6 +220,47 @@ class ExitingRows(NamedTuple):
     """bool [1]"""
 
 
+class SoftmaxMeasure(NamedTuple):
+    """What :func:`exit_confidence_softmax` takes beside the states."""
+
+    norm_weight: Tensor | None
+    lm_head: Tensor
+    eps: float
+    lm_head_scale: Tensor | None = None
+    lm_head_table: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> SoftmaxConfidence:
+        """Of [num_seqs, hidden_size]."""
+        norm_weight, lm_head, eps, scale, table = self
+        return exit_confidence_softmax(
+            hidden, norm_weight, lm_head, eps, lm_head_scale=scale, lm_head_table=table
+        )
+
+
+class CosineMeasure(NamedTuple):
+    """What :func:`exit_confidence_cosine` takes beside the states."""
+
+    previous: Tensor
+    """[num_seqs, hidden_size], after one layer less."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Of [num_seqs, hidden_size]."""
+        return exit_confidence_cosine(self.previous, hidden)
+
+
+class MlpMeasure(NamedTuple):
+    """What :func:`exit_confidence_mlp` takes beside the states."""
+
+    weight1: Tensor
+    bias1: Tensor | None = None
+    weight2: Tensor | None = None
+    bias2: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Of [num_seqs, hidden_size]."""
+        return exit_confidence_mlp(hidden, *self)
+
+
 def exit_rows(
     hidden: Tensor,
     layer: int,
@@ -234,8 +272,10 @@ def exit_rows(
     head: SoftmaxConfidence | None = None,
     asked: Tensor | None = None,
     decide: bool = True,
+    measure: SoftmaxMeasure | CosineMeasure | MlpMeasure | None = None,
+    condition: int | None = None,
 ) -> None:
-    """Take over what was measured after a layer, and let rows leave.
+    """Take over what was measured after a layer, or measure it here, and let rows leave.
 
     A row that is asked is accepted, once and for all, when its confidence reaches its threshold; a
     threshold of 1 or more never accepts, nor does a NaN. An accepted row leaves, as does one whose
@@ -252,7 +292,20 @@ def exit_rows(
         head: what the head gives of the rows asked. Rows accepted before are not measured again.
         asked: int32 [num_asked], the active rows that were measured, each once; None: all.
         decide: False leaves it at measuring.
+        measure: measure all active rows first, in place of ``confidence`` and ``head``: what comes
+            of it is the same. On CUDA a few rows are measured and leave in one launch.
+        condition: of :func:`captured_condition`: the body that it is for runs where a row stays.
+            Only on CUDA, on a stream that is captured.
     """
+    if measure is not None and (confidence is not None or head is not None):
+        raise ValueError("measure: expected None with a confidence or a head, got both")
+    given: dict[str, Tensor | float | None] = {}
+    if measure is not None:
+        given = measure._asdict()
+        if isinstance(measure, SoftmaxMeasure):
+            head = _empty_head(hidden)
+        else:
+            confidence = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     token = top_logit = logsumexp = None
     if head is not None:
         token, top_logit, logsumexp = head.token, head.top_logit, head.logsumexp
@@ -271,6 +324,8 @@ def exit_rows(
         active.row,
         active.slot_mapping,
         active.seq_lens,
+        **given,
+        condition=condition,
     )
 
 
@@ -346,7 +401,7 @@ class HeadRows(NamedTuple):
 
 
 def place_head(
-    head: SoftmaxConfidence,
+    head: SoftmaxConfidence | None,
     out: HeadRows,
     *,
     index: Tensor | None = None,
@@ -356,11 +411,13 @@ def place_head(
     exit_layer: Tensor | None = None,
     as_probability: bool = False,
     vocabulary: Tensor | None = None,
+    measure: SoftmaxMeasure | None = None,
+    hidden: Tensor | None = None,
 ) -> None:
     """Put what the head gives of some rows to where all rows have theirs.
 
     Args:
-        head: of the rows selected.
+        head: of the rows selected; None with ``measure``.
         out: updated in place.
         index: int32 [num_selected], which row each is, each once; None: row j is row j.
         kind: int32 [num_rows]; rows that are not of the ``wanted`` kind are left alone.
@@ -371,9 +428,20 @@ def place_head(
         as_probability: the confidence is the token's probability, not the head's.
         vocabulary: int64 [vocab_size], the token of each row of a head that was cut; None: row t is
             token t. A token of -1 stays what it is.
+        measure: run the head first, on ``hidden``: what comes of it is the same. On CUDA that
+            spares a launch.
+        hidden: [num_selected, hidden_size], with ``measure``.
     """
+    given: dict[str, Tensor | float | None] = {}
+    if measure is not None and hidden is not None and head is None:
+        given = {"hidden": hidden, **measure._asdict()}
+        head = _empty_head(hidden)
+    elif measure is not None or hidden is not None or head is None:
+        raise ValueError("place_head: expected a head, or measure and hidden, got something else")
     _place_head(
-        *(*head, index, kind, wanted, measured_at, exit_layer, as_probability, vocabulary), *out
+        *(*head, index, kind, wanted, measured_at, exit_layer, as_probability, vocabulary),
+        *out,
+        **given,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eecore.ops.registered import build_info, cuda_module
 
-__all__ = ["CapturedGraph", "captured_body"]
+__all__ = ["CapturedGraph", "captured_body", "captured_condition"]
 
 
 def _module(asked: str) -> Any:
@@ -56,8 +56,27 @@ class CapturedGraph:
         self._graph.launch(stream.cuda_stream, stream.device_index)
 
 
+def captured_condition(device: torch.device) -> int:
+    """What a :func:`captured_body` that is to come is asked, for an op that decides it.
+
+    The op (:func:`exit_rows` takes one) and the body follow on the same stream, in the same graph
+    or body, in this order; each condition gets one body. The op spares the kernel that would look
+    at the flag.
+
+    Args:
+        device: whose current stream is captured.
+
+    Raises:
+        RuntimeError: as of :func:`captured_body`.
+    """
+    module = _module("captured_condition")
+    stream = torch.cuda.current_stream(device)
+    condition: int = module.make_condition(stream.cuda_stream, stream.device_index)
+    return condition
+
+
 @contextmanager
-def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
+def captured_body(flag: Tensor, when: bool, condition: int | None = None) -> Iterator[None]:
     """What is captured here is work that a CUDA graph does only if a flag says so by then.
 
     The current stream must be captured (:class:`CapturedGraph`), and stays current inside. The body
@@ -66,6 +85,8 @@ def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
     Args:
         flag: bool [1], on the device; kernels before may write it.
         when: the value with which the body runs.
+        condition: of :func:`captured_condition`, set by an op that writes the flag: it decides, and
+            the flag is not looked at.
 
     Raises:
         RuntimeError: the current stream is not captured, or the CUDA runtime refuses; there are no
@@ -73,6 +94,7 @@ def captured_body(flag: Tensor, when: bool) -> Iterator[None]:
     """
     module = _module("captured_body")
     stream = torch.cuda.current_stream(flag.device)
-    body = module.ConditionalBody(stream.cuda_stream, stream.device_index, flag.data_ptr(), when)
+    asks = (flag.data_ptr(), when) if condition is None else (condition,)
+    body = module.ConditionalBody(stream.cuda_stream, stream.device_index, *asks)
     yield
     body.end()

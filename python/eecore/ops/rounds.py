@@ -128,6 +128,7 @@ def begin_round(
     *,
     ended: EndedRound | None = None,
     sources: Tensor | None = None,
+    condition: int | None = None,
 ) -> None:
     """Begin a round: where each row starts, how far it may draft, and where its tokens go.
 
@@ -141,6 +142,7 @@ def begin_round(
         page_size: slots of a page.
         ended: where the rows of an earlier round go on; with ``sources``.
         sources: int32 [num_rows]: whose place in ``ended`` a row takes up, -1: what is given.
+        condition: see :func:`exit_rows`; its body runs where a row drafts.
     """
     _begin_round(
         draft_round.token_ids,
@@ -166,6 +168,7 @@ def begin_round(
         active.positions,
         active.slot_mapping,
         active.seq_lens,
+        condition,
     )
 
 
@@ -176,6 +179,8 @@ def append_drafts(
     step: int,
     draft_round: DraftRound,
     active: ActiveRows,
+    *,
+    condition: int | None = None,
 ) -> None:
     """Take over a drafted token of every row that drafts; see who drafts another, and from where.
 
@@ -190,6 +195,7 @@ def append_drafts(
         step: drafts of the round before this one, 0..num_steps-1.
         draft_round: updated in place.
         active: updated in place; ``token_ids`` is there.
+        condition: see :func:`exit_rows`; its body runs where a row drafts another.
     """
     _append_drafts(
         hidden,
@@ -211,6 +217,7 @@ def append_drafts(
         active.positions,
         active.slot_mapping,
         active.seq_lens,
+        condition,
     )
 
 

@@ -6,11 +6,16 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 namespace emulator {
 
-// Where `stream` is captured, the work becomes a node of its graph, and true comes back.
-bool record(void* stream, const std::function<void()>& work);
+// Where `stream` is captured, the work of a kernel becomes a node of its graph, and true comes
+// back.
+bool record(void* stream, const std::string& kernel, const std::function<void()>& work);
+
+// What was captured since the last call, in order, one a line: kernels, and "if" for an IF node.
+std::string take_captured();
 
 bool is_recorded(void* stream);
 

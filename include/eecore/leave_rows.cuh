@@ -1,0 +1,112 @@
+// Rows that were measured, and leave, by one block, as who leaves hangs on what was measured of the
+// others. Its warps share the states of the rows that leave. exit_rows is this alone; kernels that
+// measure confidences may end with it.
+#pragma once
+
+#include "eecore/copy_row.cuh"
+#include "eecore/graph_condition.cuh"
+#include "eecore/params.h"
+#include "eecore/reduce.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kExitRowsSegment = 2048;  // bytes of a state that a warp copies at a time
+
+// Whether `condition` holds for any thread of a block of whole warps.
+__device__ __forceinline__ bool any_in_block(bool condition) {
+  constexpr int kMaxWarps = 32;
+  EECORE_SHARED(int, any_in_warp, kMaxWarps);
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  condition = __any_sync(kWholeWarp, condition) != 0;
+  __syncthreads();  // an earlier call's have been read
+  if (lane == 0) any_in_warp[warp] = condition;
+  __syncthreads();
+  const bool any = lane < static_cast<int>(blockDim.x) / 32 && any_in_warp[lane] != 0;
+  return __any_sync(kWholeWarp, any) != 0;
+}
+
+// Takes over what was measured of the j-th row asked, and whether that is enough.
+__device__ __forceinline__ void measure_row(const ExitRowsParams& params, int64_t j) {
+  const int32_t r = params.row[params.asked == nullptr ? j : params.asked[j]];
+  const float threshold = params.thresholds[r], confidence = params.confidence[j];
+  const bool asked = params.gone[r] == 0 && threshold < INFINITY;
+  // With a head what an accepted row says stays what it was when it was accepted.
+  if (!asked || (params.token != nullptr && params.accepted[r] != 0)) return;
+  params.final_confidence[r] = confidence;
+  params.measured_at[r] = params.layer;
+  if (params.token != nullptr) {
+    params.final_token[r] = params.token[j];
+    params.final_logprob[r] = params.top_logit[j] - params.logsumexp[j];
+    params.token_at[r] = params.layer;
+  }
+  if (threshold < 1.0f && confidence >= threshold) params.accepted[r] = 1;
+}
+
+// Whether a row leaves, where `held_back` says whether those that leave together cannot.
+__device__ __forceinline__ bool row_leaves(const ExitRowsParams& params, int32_t r,
+                                           bool held_back) {
+  const bool goes = params.accepted[r] != 0 && !(held_back && params.together[r] != 0);
+  return params.gone[r] == 0 && (goes || params.leave_after[r] <= params.layer);
+}
+
+// Keeps all but the state that active row i leaves with.
+__device__ __forceinline__ void leave_row(const ExitRowsParams& params, int64_t i) {
+  const int32_t r = params.row[i];
+  params.exit_layer[r] = params.layer;
+  if (params.fills[r] != 0) params.fill_from[r] = params.layer;
+  const int32_t without_token = params.token_at[r] != params.layer;
+  params.pending[r] = params.kind[r] == kFromLogits ? kFromLogits : without_token;
+  params.gone[r] = 1;
+  params.slot_mapping[i] = -1;
+  params.seq_lens[i] = 1;
+}
+
+// Takes over what was measured of all rows, and lets rows leave. All threads of the one block call
+// it, which are whole warps; what they wrote before is theirs to order.
+__device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int num_threads = static_cast<int>(blockDim.x);
+  if (params.confidence != nullptr) {
+    for (int64_t j = thread; j < params.num_asked; j += num_threads) measure_row(params, j);
+  }
+  if (!params.decide) return;
+  __syncthreads();  // acceptance is known
+
+  bool held_back = false;
+  for (int64_t r = thread; r < params.num_rows; r += num_threads) {
+    held_back =
+        held_back || (params.together[r] != 0 && params.gone[r] == 0 && params.accepted[r] == 0);
+  }
+  held_back = any_in_block(held_back);
+
+  // States, in segments: all warps have work even where one row leaves.
+  const unsigned segments =
+      static_cast<unsigned>((params.row_bytes + kExitRowsSegment - 1) / kExitRowsSegment);
+  const unsigned items = static_cast<unsigned>(params.num_active) * segments;
+  for (unsigned item = threadIdx.x / 32; item < items; item += num_threads / 32) {
+    const int64_t i = item / segments, begin = int64_t{item % segments} * kExitRowsSegment;
+    const int32_t r = params.row[i];
+    if (!row_leaves(params, r, held_back)) continue;
+    const int64_t rest = params.row_bytes - begin;
+    copy_row(static_cast<const char*>(params.hidden) + i * params.hidden_stride + begin,
+             static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride + begin,
+             rest < kExitRowsSegment ? rest : kExitRowsSegment, thread % 32, 32);
+  }
+  __syncthreads();  // all have seen `gone` before it is written
+
+  for (int64_t i = thread; i < params.num_active; i += num_threads) {
+    if (row_leaves(params, params.row[i], held_back)) leave_row(params, i);
+  }
+  __syncthreads();  // `gone` is written
+
+  bool stays = false;
+  for (int64_t r = thread; r < params.num_rows; r += num_threads) {
+    stays = stays || params.gone[r] == 0;
+  }
+  stays = any_in_block(stays);
+  if (thread != 0) return;
+  *params.all_gone = !stays;
+  decide(params.condition, stays);
+}
+
+}  // namespace eecore::cuda

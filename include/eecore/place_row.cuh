@@ -1,0 +1,22 @@
+// A row of what the head gives, put to where all rows have theirs. place_head is this alone;
+// the kernel that ends the head may end with it.
+#pragma once
+
+#include "eecore/params.h"
+
+namespace eecore::cuda {
+
+// Row j of those selected, by one thread.
+__device__ __forceinline__ void place_row(const PlaceHeadParams& params, int64_t j) {
+  const int64_t i = params.index == nullptr ? j : params.index[j];
+  if (params.kind != nullptr && params.kind[i] != params.wanted) return;
+  const float logprob = params.top_logit[j] - params.logsumexp[j];
+  const int64_t token = params.token[j];  // -1: none
+  const bool is_cut = params.vocabulary != nullptr && token >= 0;
+  params.out_token[i] = is_cut ? params.vocabulary[token] : token;
+  params.out_logprob[i] = logprob;
+  if (params.measured_at != nullptr && params.measured_at[i] == params.exit_layer[i]) return;
+  params.out_confidence[i] = params.as_probability ? expf(logprob) : params.confidence[j];
+}
+
+}  // namespace eecore::cuda

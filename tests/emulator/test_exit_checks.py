@@ -1,0 +1,160 @@
+"""What an exit check costs in a captured program: its kernels, counted in the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from test_confident_exit import linear_classifier, mlp_classifier
+from test_exit_rows import LAYER, Point, measure_of
+from torch import Tensor
+
+import eecore
+import emulated
+from devices import as_on_cuda
+from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative, ops
+from eecore.decoding.capture import CallByCall
+from eecore.decoding.control import Always, OnHost, Program
+from eecore.exits import Exit
+from emulated_graphs import Graph, new_condition, new_stream, only_when, take_captured
+from tiny_models import random_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEAD = ["rms_norm_kernel", "exit_confidence_softmax_kernel", "logit_summary_kernel"]
+CHECKS: dict[str, tuple[Exit, list[str]]] = {
+    "softmax": (ConfidentExit(0.3), HEAD),
+    "softmax_all": (ConfidentExit(0.3, batch="all"), HEAD),
+    "state": (ConfidentExit(0.8, measure="state"), ["exit_confidence_cosine_kernel"]),
+    "classifier": (
+        ConfidentExit(0.55, measure="classifier", classifier=linear_classifier()),
+        ["exit_confidence_mlp_kernel"],
+    ),
+    "deep_classifier": (
+        ConfidentExit(0.55, measure="classifier", classifier=mlp_classifier()),
+        ["exit_confidence_mlp_kernel"],
+    ),
+    "fixed": (FixedExit(2), ["exit_rows_kernel"]),
+}
+
+
+class InEmulatedGraph(OnHost):
+    """Makes every decision an IF node of the emulated graph under capture."""
+
+    def __init__(self, stream: ctypes.c_void_p) -> None:
+        self._stream = stream
+
+    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
+        return new_condition(self._stream)
+
+    def unless(self, flag: Tensor, body: Callable[[], None], condition: int | None = None) -> None:
+        with only_when(self._stream, flag, when=False, condition=condition):
+            body()
+
+
+class Captured(CallByCall):
+    """Runs programs call by call, and captures each as well; the graph is not launched."""
+
+    def __init__(self, stream: ctypes.c_void_p) -> None:
+        self._stream = stream
+        self.kernels: list[list[str]] = []
+        """Of each program with decisions."""
+
+    def __call__(self, program: Program) -> None:
+        program.run(Always())  # a capture loads no kernel
+        kernels = self.of(partial(program.run, InEmulatedGraph(self._stream)))
+        if "if" in kernels:
+            self.kernels.append(kernels)
+        program.send()
+        super().__call__(program)
+
+    def of(self, work: Callable[[], None]) -> list[str]:
+        """The kernels of some work that has been done before."""
+        take_captured()
+        graph = Graph(self._stream)
+        try:
+            work()
+            graph.end()
+        finally:
+            del graph  # before its stream, whatever has failed
+        return take_captured()
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
+    emulated.route(monkeypatch)
+    with new_stream() as stream:
+        yield Captured(stream)
+
+
+def kernels_of_checks(kernels: list[str]) -> list[list[str]]:
+    """What is between the last product of a layer and each IF node."""
+    checks, check = [], []
+    for name in kernels:
+        if name == "if":
+            checks.append(check)
+        check = [] if name in ("if", "skinny_linear_kernel") else [*check, name]
+    return checks
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("mode", CHECKS)
+def test_kernels_of_a_check(
+    tiny_directory: Path, captured: Captured, mode: str, num_rows: int
+) -> None:
+    """With one row and with several, which leave each alone or all together."""
+    policy, expected = CHECKS[mode]
+    model = as_on_cuda(eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512))
+    model.run_program = captured
+    policies = [policy] * num_rows
+    if mode == "fixed":  # beside one that goes on
+        policies.append(Full())
+    prompts = random_prompts(*range(1, len(policies) + 1))
+    outputs = eecore.generate(model, prompts, exit=policies, max_tokens=2)
+    assert [len(output.token_ids) for output in outputs] == [2] * len(prompts)
+    assert captured.kernels
+    for kernels in captured.kernels:
+        checks = kernels_of_checks(kernels)
+        assert checks
+        assert checks == [expected] * len(checks)
+        assert "place_head_kernel" not in kernels  # what the head says is placed where it ends
+
+
+def test_no_kernel_looks_whether_somebody_drafts(
+    agreeing_directory: Path, captured: Captured
+) -> None:
+    """What begins a round decides, and what takes over a draft."""
+    model = as_on_cuda(eecore.load(agreeing_directory, device="cpu", kv_cache_tokens=512))
+    model.run_program = captured
+    eecore.generate(model, random_prompts(3), exit=SelfSpeculative(2, 3), max_tokens=4)
+    assert captured.kernels
+    for kernels in captured.kernels:
+        before = [kernels[i - 1] for i, name in enumerate(kernels) if name == "if"]
+        assert before[0] == "begin_round_kernel"
+        assert set(before[1:]) == {"append_drafts_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "measuring", "most"),
+    [
+        ("softmax", HEAD, 32),
+        ("cosine", ["exit_confidence_cosine_kernel"], 8),
+        ("linear", ["exit_confidence_mlp_kernel"], 8),
+        ("mlp", ["exit_confidence_mlp_kernel", "exit_confidence_mlp_finish_kernel"], 32),
+    ],
+)
+def test_rows_that_one_block_does_not_end_leave_in_a_launch_of_its_own(
+    captured: Captured, kind: str, measuring: list[str], most: int
+) -> None:
+    for num_rows in (1, 8, 9, 32, 33, 70):
+        point = Point(num_rows, 100)
+        measure = measure_of(kind, point.hidden)
+        arguments = point.hidden, LAYER, point.rows, point.active
+
+        check = partial(ops.exit_rows, *arguments, thresholds=point.thresholds, measure=measure)
+        check()
+        kernels = captured.of(check)
+        assert kernels == measuring + ["exit_rows_kernel"] * (num_rows > most), num_rows
