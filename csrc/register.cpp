@@ -110,7 +110,7 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
   m.def(
       "skinny_gated_linear(Tensor x, Tensor? norm_weight, float eps, Tensor weight, "
       "Tensor? weight_scale, Tensor? bias, Tensor(a!) out, str activation='silu', "
-      "Tensor? weight_table=None) -> ()");
+      "Tensor? weight_table=None, bool constant_weight=False) -> ()");
   m.def(
       "decoder_layers(Tensor hidden, Tensor attention_norm, Tensor qkv_weight, Tensor? qkv_bias, "
       "Tensor? qkv_scale, Tensor? q_norm, Tensor? k_norm, Tensor o_weight, Tensor? o_bias, "

@@ -21,8 +21,9 @@ STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_kernel"
 
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
-SKINNY = r"skinny_linear_kernel<(\w+), (\d+), (\d+)> "
-GATED = r"skinny_gated_linear_kernel<(\w+), (\d+)> "
+SKINNY = r"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false)> "
+GATED = r"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false)> "
+MAKES_ROWS = r"skinny_(?:gated_)?linear_kernel<(\w+), (?:\d+, )+true> "
 
 
 @pytest.fixture(scope="module")

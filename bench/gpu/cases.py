@@ -432,7 +432,9 @@ def gated_work(
     out = torch.empty(num_tokens, inner_size, dtype=dtype, device=device)
 
     def gated() -> Tensor:
-        return ops.skinny_gated_linear(x, weight, norm_weight=norm, eps=EPS, out=out)
+        return ops.skinny_gated_linear(
+            x, weight, norm_weight=norm, eps=EPS, constant_weight=True, out=out
+        )
 
     def in_torch() -> Tensor:
         gate, up = functional.linear(rms_norm(x, norm), weight).chunk(2, dim=-1)

@@ -9,7 +9,7 @@ namespace {
 void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                          const Tensor& weight, const std::optional<Tensor>& weight_scale,
                          const std::optional<Tensor>& bias, Tensor out, const Text& activation,
-                         const std::optional<Tensor>& weight_table) {
+                         const std::optional<Tensor>& weight_table, bool constant_weight) {
   Checker check("skinny_gated_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -39,6 +39,7 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.eps = static_cast<float>(eps);
   params.activation = activation_of(
       check, activation, {{"silu", Activation::kSilu}, {"gelu_tanh", Activation::kGeluTanh}});
+  params.constant_weight = constant_weight;
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   check.no_int8(weight_scale, "weight_scale");

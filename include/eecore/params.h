@@ -425,6 +425,7 @@ struct SkinnyGatedLinearParams {
   int64_t x_stride, weight_stride, out_stride;
   float eps;
   Activation activation;  // kSilu or kGeluTanh
+  bool constant_weight;   // no work that may still be under way writes the weight
   DType dtype;
   void* workspace;  // CUDA only, [skinny_gated_linear_workspace bytes]; may be null on the CPU
 };

@@ -40,6 +40,7 @@ struct SkinnyPlan {
   int num_tiles;      // of W, of skinny_tile_rows rows each
   bool aligned;       // rows of W start at multiples of 16 bytes
   bool early_weight;  // W may be read before the previous kernel has ended
+  bool x_aligned, norm_aligned;  // x and the norm's weight, where blocks make the rows of x ready
 };
 
 // Rows of a tile, which is what a block has in work at a time.
@@ -206,6 +207,11 @@ struct SkinnyRows {
   const T* data;
   int64_t stride;
   int count;  // at least one; results of the rows behind them are of no meaning
+
+  // The 16 bytes at a place in a row.
+  __device__ __forceinline__ static Pack<uint32_t> piece(const T* at) {
+    return load16(reinterpret_cast<const uint32_t*>(at));
+  }
 };
 
 // Those of `num_tokens` rows from `first` on that 8 * kNTiles columns hold.
@@ -216,15 +222,15 @@ __device__ __forceinline__ SkinnyRows<T> skinny_rows(const T* x, int64_t stride,
   return {x + first * stride, stride, left < 8 * kNTiles ? static_cast<int>(left) : 8 * kNTiles};
 }
 
-// The products of this warp's rows of its next tile with the rows of x, over the warp's chunks:
-// sums[m][n] is laid out as the sums of mma_m16n8k16.
-template <typename T, int kMTiles, int kNTiles, typename RowsOf>
+// The products of this warp's rows of its next tile with the rows of x (SkinnyRows, or what a block
+// made ready itself), over the warp's chunks: sums[m][n] is laid out as the sums of mma_m16n8k16.
+template <typename T, int kMTiles, int kNTiles, typename RowsOf, typename Rows>
 __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
                                               WeightStream<T, kMTiles>& weight,
-                                              const RowsOf& rows_of, const SkinnyRows<T>& x,
+                                              const RowsOf& rows_of, const Rows& x,
                                               float (&sums)[kMTiles][kNTiles][4]) {
   constexpr int kRows = 2 * kMTiles;
-  const T* from = x.data + lane.slice * kChunkSize<T> + lane.piece * kPieceSize<T>;
+  auto from = x.data + (lane.slice * kChunkSize<T> + lane.piece * kPieceSize<T>);
   const int step = plan.num_slices * kChunkSize<T>;
 
   if constexpr (std::is_same_v<T, float>) {
@@ -243,17 +249,17 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         Pack<uint32_t> w[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) w[i] = weight.piece(i, half);
-        const float* row = from + half * (kChunkSize<T> / 2);
+        auto row = from + half * (kChunkSize<T> / 2);
 #pragma unroll
         for (int column = 0; column < kColumns; ++column) {
-          const Pack<float> piece = load16(row);
+          const Pack<uint32_t> piece = x.piece(row);
           if (column + 1 < x.count) row += x.stride;
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              parts[i][column] =
-                  fmaf(bits_to_float(w[i].values[j]), piece.values[j], parts[i][column]);
+              parts[i][column] = fmaf(bits_to_float(w[i].values[j]), bits_to_float(piece.values[j]),
+                                      parts[i][column]);
             }
           }
         }
@@ -268,7 +274,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       }
     }
   } else {
-    const T* columns[kNTiles];
+    decltype(from) columns[kNTiles];
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
       const int column = 8 * n + lane.row;
@@ -287,8 +293,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       for (int half = 0; half < kAhead; ++half) {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
-          b[half][n] =
-              load16(reinterpret_cast<const uint32_t*>(columns[n] + half * (kChunkSize<T> / 2)));
+          b[half][n] = x.piece(columns[n] + half * (kChunkSize<T> / 2));
         }
       }
       weight.advance(rows_of);
@@ -300,7 +305,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
           if (half >= kAhead) {
-            b[0][n] = load16(reinterpret_cast<const uint32_t*>(columns[n] + (kChunkSize<T> / 2)));
+            b[0][n] = x.piece(columns[n] + kChunkSize<T> / 2);
           }
           const Pack<uint32_t>& piece = b[half < kAhead ? half : 0][n];
 #pragma unroll

@@ -337,6 +337,7 @@ class LlamaModel:
                 bias=layer.gate_up.bias,
                 norm_weight=layer.mlp_norm,
                 eps=self.config.rms_norm_eps,
+                constant_weight=True,
             )
         else:
             gate_up = self.linear(hidden, layer.gate_up, norm=layer.mlp_norm)

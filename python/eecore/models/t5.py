@@ -316,6 +316,7 @@ class T5Model:
                 norm_weight=norm,
                 eps=self.config.rms_norm_eps,
                 activation=activation,
+                constant_weight=True,
             )
         return self.linear(inner, layer.down, residual=hidden)
 
