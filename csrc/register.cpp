@@ -87,7 +87,7 @@ EECORE_LIBRARY(EECORE_NAMESPACE, m) {
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
       "Tensor seq_lens, Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, "
       "int sliding_window, int fixed_split_size, Tensor? position_bias=None, "
-      "int max_distance=128, bool bidirectional=False) -> ()");
+      "int max_distance=128, bool bidirectional=False, Tensor(b!)? arrivals=None) -> ()");
   m.def(
       "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
       "Tensor repetition_penalty, Tensor seed, Tensor seen, Tensor? presence_penalty, "

@@ -111,6 +111,25 @@ def test_a_batch_of_partial_results_is_loaded_before_the_first_is_merged(
         assert loads[-1] < place_of(code, "MUFU.EX2"), match.string
 
 
+def test_the_last_block_counts_between_fences_and_loads_in_batches(
+    kernels: dict[str, Code],
+) -> None:
+    for match, code in of(kernels, ATTENTION):
+        names = [line.name for line in code]
+        count = names.index("ATOMG")
+        assert "MEMBAR" in names[:count], match.string
+        assert "MEMBAR" in names[count:], match.string
+        behind = code.lines[count:]
+        loads = [i for i, line in enumerate(behind) if line.opcode == "LDG.E.128"]
+        assert len(loads) >= 8 * (1 if match[1] == "float" else 2), match.string
+
+
+def test_rows_that_a_block_makes_are_read_as_shared_memory(kernels: dict[str, Code]) -> None:
+    """By instructions that say so: the compiler has seen where they lie."""
+    for match, code in of(kernels, MAKES_ROWS):
+        assert not names_of(code) & {"LD", "ST"}, match.string
+
+
 def check_counts(code: Code, exact: bool, name: str, **expected: int) -> None:
     """Instructions of whole steps, and of no more steps than the source has."""
     counts = kernel_sass.counts_of(code)

@@ -1,5 +1,6 @@
-// paged_attention on CUDA: one launch, and a second where several blocks share a tile's keys. The
-// grid is a bound from the shapes; lengths are known on the device alone.
+// paged_attention on CUDA: one launch, and a second where several blocks share a tile's keys and
+// the call has nothing for them to count their arrivals in. The grid is a bound from the shapes;
+// lengths are known on the device alone.
 #include <algorithm>
 
 #include "dispatch.h"
@@ -164,6 +165,8 @@ Call plan_call(const PagedAttentionParams& params, int device) {
       is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
   const int64_t bias_bytes = plan_bias<Sizes>(params, max_keys, plan);
   plan_splits<Sizes>(params, properties.num_multiprocessors, plan);
+  plan.last_merges = plan.num_blocks > 1 && params.arrivals != nullptr &&
+                     num_tiles * params.num_kv_heads <= params.num_arrivals;
 
   // Stages: two blocks side by side on a multiprocessor, or all for one where there are few blocks.
   const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
@@ -219,7 +222,7 @@ void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
     const auto [plan, shape] = plan_call<T, head_dim()>(params, stream.device);
     launch("paged_attention", paged_attention_kernel<T, head_dim(), biased()>, shape, stream,
            params, plan);
-    if (plan.num_blocks == 1) return;
+    if (plan.num_blocks == 1 || plan.last_merges) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / Sizes::kPack;
     launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,
            {dim3(static_cast<unsigned>(params.num_tokens),

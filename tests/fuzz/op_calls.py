@@ -1028,8 +1028,9 @@ class _Calls:
             "position_bias": m.maybe(lambda: m.placed(m.normal(buckets, heads * group))),
             "max_distance": buckets + m.size(200),
             "bidirectional": bidirectional,
+            "arrivals": m.maybe(lambda: m.placed(torch.zeros(m.size(40), dtype=torch.int32))),
         }
-        oracle = _out_of(reference.paged_attention, "fixed_split_size")
+        oracle = _out_of(reference.paged_attention, "fixed_split_size", "arrivals")
         return given, _compare(oracle, _looser(dtype))
 
     @staticmethod

@@ -322,6 +322,7 @@ class LlamaModel:
             scale=self._scale,
             sliding_window=config.layer_windows[index],
             fixed_split_size=self._keys_per_split,
+            arrivals=kv.arrivals,
         )
         attended = attended.view(num_tokens, config.q_size)
         return self.linear(attended, layer.o, residual=hidden)
