@@ -263,6 +263,7 @@ __device__ __forceinline__ PartialRow<kSize> merge_partials(const PagedAttention
   const PartialAddress first = partial_address(params, plan, begin, token, head);
   const int64_t stride = params.num_tokens * params.num_q_heads;  // in rows
   PartialRow<kSize> total;
+#pragma unroll 1
   for (int done = 0; done < end - begin; done += kBatch) {
     const auto address_of = [&](int i) {  // past the last one, the last one again
       const int64_t rows = min(done + i, end - begin - 1) * stride;

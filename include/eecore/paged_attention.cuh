@@ -21,7 +21,8 @@ struct RoundResults {
   Shared<float> values;  // [kAttentionWarps, kWarpRows, kPartStride]
   Shared<float> stats;   // [kAttentionWarps, kWarpRows, 2]: maximum, weight
   int round, end_round;
-  bool is_first;  // of the block
+  bool is_first;     // of the block
+  bool shares_tile;  // with other blocks
 };
 
 // What a row of a tile is.
@@ -57,7 +58,7 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
   EECORE_SHARED(float, total_stats, Sizes::kStatsSize);
   const Shared<float> stats_before = total_stats + results.round % 2 * Sizes::kTileRows * 2;
   const Shared<float> stats_after = total_stats + (results.round + 1) % 2 * Sizes::kTileRows * 2;
-  const bool shares_tile = tile.num_blocks(plan) > 1;
+  const bool shares_tile = results.shares_tile;
   const bool keeps_splits = shares_tile && plan.fixed_split_size > 0;
   const bool is_last = results.round + plan.num_blocks >= results.end_round;
   const int first_split = results.round * tile.num_teams();
@@ -132,6 +133,7 @@ __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& 
   }
   __syncthreads();
   if (!is_last[0]) return;
+#pragma unroll 1
   for (int i = threadIdx.x; i < tile.num_rows * Sizes::kPieces; i += kAttentionThreads) {
     const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * Sizes::kPack;
     if (at >= params.head_dim) continue;
@@ -170,7 +172,9 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   // Its rounds.
   const int num_teams = tile.num_teams(), end_round = tile.end_round();
   int round = tile.first_round() + static_cast<int>(blockIdx.y);
-  if (static_cast<int>(blockIdx.y) >= tile.num_blocks(plan)) return;
+  const int num_blocks = tile.num_blocks(plan);
+  if (static_cast<int>(blockIdx.y) >= num_blocks) return;
+  const bool shares_tile = num_blocks > 1;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int team = warp / tile.team_warps;
@@ -215,6 +219,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     results.round = round;
     results.end_round = end_round;
     results.is_first = is_first;
+    results.shares_tile = shares_tile;
     rows.store(results.values + warp * kWarpRows * Sizes::kPartStride,
                results.stats + warp * kWarpRows * 2);
     __syncthreads();
@@ -223,7 +228,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     round += plan.num_blocks;
     if (round < end_round) __syncthreads();  // the results are read before the ring is filled again
   } while (round < end_round);
-  if (plan.last_merges && tile.num_blocks(plan) > 1) {
+  if (plan.last_merges && shares_tile) {
     merge_in_last_block<T, kHeadDim>(params, plan, tile, kv_head);
   }
 }
