@@ -116,6 +116,9 @@ def test_the_last_block_counts_between_fences_and_loads_in_batches(
 ) -> None:
     for match, code in of(kernels, ATTENTION):
         names = [line.name for line in code]
+        if match[1] == "float" and ", true>" in match.string:  # leaves it to a second kernel
+            assert "ATOMG" not in names, match.string
+            continue
         count = names.index("ATOMG")
         assert "MEMBAR" in names[:count], match.string
         assert "MEMBAR" in names[count:], match.string

@@ -60,7 +60,7 @@ struct AttentionSizes {
   static constexpr int kStatsSize = 2 * kTileRows * 2;  // floats
   static constexpr int kFixedBytes =                    // beside the stages
       kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
-      16;  // whether the block is the last one
+      128;  // whether the block is the last one, and what aligns the stages
   static_assert(kHeadDim % 16 == 0 && kStepKeys * kPieces % 32 == 0);
   static_assert(kPartBytes <= kMinAttentionStages * kStageBytes);
 };

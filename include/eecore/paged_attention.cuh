@@ -114,6 +114,10 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
   }
 }
 
+// float32 with a bias has no registers to spare for it.
+template <typename T, bool kBiased>
+constexpr bool kLastBlockMerges = !(kBiased && std::is_same_v<T, float>);
+
 // Merges what the blocks of a tile have left in the workspace, in the last of them to come here.
 // All threads of each block call it, when they have written what they leave.
 template <typename T, int kHeadDim>
@@ -228,8 +232,10 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     round += plan.num_blocks;
     if (round < end_round) __syncthreads();  // the results are read before the ring is filled again
   } while (round < end_round);
-  if (plan.last_merges && shares_tile) {
-    merge_in_last_block<T, kHeadDim>(params, plan, tile, kv_head);
+  if constexpr (kLastBlockMerges<T, kBiased>) {
+    if (plan.last_merges && shares_tile) {
+      merge_in_last_block<T, kHeadDim>(params, plan, tile, kv_head);
+    }
   }
 }
 
