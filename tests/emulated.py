@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +56,15 @@ def library() -> ctypes.CDLL:
 def set_seed(seed: int) -> None:
     """Choose the orders in which threads and blocks are visited from here on."""
     library().eecore_emulator_set_seed(ctypes.c_uint64(seed))
+
+
+def kernels_of(run: Callable[[], object]) -> list[str]:
+    """The names, without template arguments, of the kernels that emulated ops launch in a call."""
+    kept_names = library().eecore_emulator_kept_names
+    kept_names.restype = ctypes.c_char_p
+    library().eecore_emulator_keep_names()
+    run()
+    return [name.partition("<")[0] for name in kept_names().decode().splitlines()]
 
 
 def route(monkeypatch: pytest.MonkeyPatch) -> None:

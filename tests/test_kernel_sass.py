@@ -25,8 +25,9 @@ INT8 = "signed char"  # of a weight's elements, which are the last argument
 # Of the permutations that put int8 below an exponent: selectors and exponents, either of which a
 # register may hold.
 SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
-SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
-GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (\w+|{INT8})> "
+SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
+GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
+MAKES_ROWS = r"skinny_(?:gated_)?linear_kernel<(\w+), (?:\d+, )+true, "
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,28 @@ def is_int8(match: re.Match[str]) -> bool:
     return match[match.re.groups] == INT8
 
 
+def test_the_last_block_counts_between_fences_and_loads_in_batches(
+    kernels: dict[str, Code],
+) -> None:
+    for match, code in of(kernels, ATTENTION):
+        names = [line.name for line in code]
+        if match[1] == "float" and ", true>" in match.string:  # leaves it to a second kernel
+            assert "ATOMG" not in names, match.string
+            continue
+        count = names.index("ATOMG")
+        assert "MEMBAR" in names[:count], match.string
+        assert "MEMBAR" in names[count:], match.string
+        behind = code.lines[count:]
+        loads = [i for i, line in enumerate(behind) if line.opcode == "LDG.E.128"]
+        assert len(loads) >= 8 * (1 if match[1] == "float" else 2), match.string
+
+
+def test_rows_that_a_block_makes_are_read_as_shared_memory(kernels: dict[str, Code]) -> None:
+    """By instructions that say so: the compiler has seen where they lie."""
+    for match, code in of(kernels, MAKES_ROWS):
+        assert not names_of(code) & {"LD", "ST"}, match.string
+
+
 def check_counts(code: Code, exact: bool, name: str, **expected: int) -> None:
     """Instructions of whole steps, and of no more steps than the source has."""
     counts = kernel_sass.counts_of(code)
@@ -181,7 +204,8 @@ def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:
         if not is_int8(match) or match[1] == "float":
             continue
         found += 1
-        loop = code.lines[place_of(code, "LDG.E.128") : last_of(code, "HMMA")]
+        wait = next(i for i, line in enumerate(code.lines) if line.name == "DEPBAR")
+        loop = code.lines[wait : last_of(code, "HMMA")]
         pieces = 2 if n_tiles <= 4 else 1  # of a row, written out
         pairs = 2 * m_tiles * pieces * 16 // 2
         operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
@@ -193,10 +217,10 @@ def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:
 def test_rows_of_x_are_on_their_way_before_a_weight_is_waited_for(
     kernels: dict[str, Code],
 ) -> None:
-    """With few rows all that a chunk needs of them."""
+    """With few rows all that a chunk needs of them; those that a block makes are there."""
     found = 0
     for match, _, n_tiles, code in skinny_products(kernels):
-        if match[1] == "float" or n_tiles > 2:
+        if match[1] == "float" or n_tiles > 2 or re.match(MAKES_ROWS, match.string):
             continue
         found += 1
         first = place_of(code, "LDG.E.128")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
+from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 
 WARPS = 4  # of a block
@@ -22,7 +23,7 @@ def nearly_busy(units: int, resident: int, least: int, most: int) -> int:
     return next(n for n in range(least, most + 1) if busy(n) >= 0.95 * best)
 
 
-def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch]:
+def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     q, cache, table = call["q"], call["k_cache"], call["page_table"]
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs, num_kv_heads = table.shape[0], cache.shape[2]
@@ -41,7 +42,7 @@ def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[Kern
     team_warps = 1 if rows <= warp_rows else 2 if rows <= 2 * warp_rows else 4
     teams = WARPS // team_warps
     units = tiles * min(num_seqs, num_tokens) * num_kv_heads
-    resident = 2 * multiprocessors
+    resident = 2 * device.num_multiprocessors
 
     def rounds_of(keys: int) -> int:
         return min(ceil_div(max(ceil_div(keys, split), 1), teams), 256)
@@ -71,6 +72,10 @@ def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[Kern
     partial = partials * num_tokens * num_q_heads * (head_dim + 2) * 4
     padded = ceil_div(rows, warp_rows) * warp_rows
     bound = num_tokens * group // tile_rows + num_seqs  # tiles that any lengths have
+    arrivals = call["arrivals"]
+    is_wide = q.dtype == torch.float32 and call["position_bias"] is not None
+    can_merge = not is_wide and arrivals is not None and bound * num_kv_heads <= arrivals.shape[0]
+    combines = blocks > 1 and not can_merge
     launches = [
         KernelLaunch(
             "paged_attention_kernel",
@@ -86,12 +91,13 @@ def paged_attention(call: Call, multiprocessors: int, known: Known) -> list[Kern
                 "k_cache, v_cache": (tiles - 1) * kv * seen / max(used, 1),
                 "q": (min(blocks, rounds) - 1) * nbytes(q),
             },
-            writes=0 if partial else out,
-            workspace=partial,
+            writes=0 if combines else out,
+            # Its last blocks read what the others left, or the next kernel does.
+            workspace=partial if combines else 2 * partial,
             flops=4.0 * num_seqs * num_kv_heads * padded * seen * head_dim,
         )
     ]
-    if blocks > 1:
+    if combines:
         pieces = num_q_heads * head_dim // (16 // item)
         grid = (num_tokens, ceil_div(pieces, 128))
         name = "paged_attention_combine_kernel"

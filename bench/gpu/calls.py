@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 
 
@@ -49,5 +50,5 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-Plan = Callable[[Call, int, Known], list[KernelLaunch]]
-"""Of a call, on so many multiprocessors."""
+Plan = Callable[[Call, Device, Known], list[KernelLaunch]]
+"""Of a call, on a device."""

@@ -192,7 +192,7 @@ def compare(row: dict[str, Any], bench: Bench) -> None:
         return
     model, leaves = model_without_memory(bench.model.config), STEPS[row["mode"]]
     keys = PROMPT + bench.tokens // 2
-    nodes = iteration(model, bench.batch, keys, gpu.num_multiprocessors, leaves=leaves)
+    nodes = iteration(model, bench.batch, keys, gpu, leaves=leaves)
     row["expected_seconds"] = seconds(gpu, nodes)
     row["finding"] = contradicts(row["seconds_per_iteration"], row["expected_seconds"])
 

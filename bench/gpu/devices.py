@@ -12,13 +12,21 @@ LEAST, MOST = 0.7, 1.4
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Device:
+    """What launchers ask of a device."""
+
+    num_multiprocessors: int
+    shared_bytes: int
+    """Of shared memory, that a block can ask for."""
+
+
+@dataclass(frozen=True)
+class Gpu(Device):
     """Rates are bytes and operations a second that a good kernel reaches; times are seconds."""
 
     name: str
     """As torch calls it, in part."""
     capability: int
-    num_multiprocessors: int
     l2_bytes: int
     memory_rate: float
     l2_rate: float
@@ -38,7 +46,8 @@ class Gpu:
             )
 
 
-# Multiprocessors and L2 cache: NVIDIA's data sheets and white papers, of all four.
+# Multiprocessors and L2 cache: NVIDIA's data sheets and white papers, of all four. Shared memory of
+# a block: the CUDA programming guide, by capability.
 #
 # A boundary inside a graph: 1.3 us on an H100 for kernels that do nothing, from "Look Ma, No
 # Bubbles! Designing a Low-Latency Megakernel for Llama-1B" (Hazy Research, 27 May 2025). Of the
@@ -59,9 +68,10 @@ _HOPPER_MMA = 0.6 * 989e12
 
 GPUS = (
     Gpu(
-        "H200",
+        name="H200",
         capability=90,
         num_multiprocessors=132,
+        shared_bytes=227 << 10,
         l2_bytes=50 << 20,
         # Data sheet: 4.8 TB/s. An assumption: the share of it that the H100 reaches.
         memory_rate=0.92 * 4.8e12,
@@ -71,9 +81,10 @@ GPUS = (
         early_boundary=_EARLY_BOUNDARY,
     ),
     Gpu(
-        "H100",  # SXM
+        name="H100",  # SXM
         capability=90,
         num_multiprocessors=132,
+        shared_bytes=227 << 10,
         l2_bytes=50 << 20,
         # STREAM triad of 1 GB on an H100 80GB HBM3, median; the data sheet says 3.35 TB/s
         # (github.com/RightNow-AI/AutoMegaKernel, paper/results/full_h100.json).
@@ -84,9 +95,10 @@ GPUS = (
         early_boundary=_EARLY_BOUNDARY,
     ),
     Gpu(
-        "A100-80GB",  # SXM4
+        name="A100-80GB",  # SXM4
         capability=80,
         num_multiprocessors=108,
+        shared_bytes=163 << 10,
         l2_bytes=40 << 20,
         # Data sheet: 2.039 TB/s, of which 0.89 is assumed: what an A800 80GB PCIe reaches of its
         # 1.935 (github.com/mli/transformers-benchmarks, issue 4) and an A100-SXM4-40GB of its 1.555
@@ -99,9 +111,10 @@ GPUS = (
         early_boundary=_BOUNDARY,
     ),
     Gpu(
-        "RTX 4090",
+        name="RTX 4090",
         capability=89,
         num_multiprocessors=128,
+        shared_bytes=99 << 10,
         l2_bytes=72 << 20,
         # clpeak, float16 vectors, at 248 W; the data sheet says 1.008 TB/s
         # (github.com/krrishnarraj/clpeak, issue 106).

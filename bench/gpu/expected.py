@@ -47,7 +47,7 @@ def case_nodes(gpu: Gpu, dtype: torch.dtype, tiny: bool) -> dict[tuple[str, str]
     with without_memory():
         for case in cases(dtype, META, tiny):
             work = case.make()
-            nodes = nodes_of(work.call, gpu.num_multiprocessors, Known())
+            nodes = nodes_of(work.call, gpu, Known())
             found[case.op, case.name] = nodes
     return found
 
@@ -79,7 +79,7 @@ def iteration_rows() -> list[Row]:
                 on = {
                     gpu.name: cost(
                         gpu,
-                        iteration(model, batch, SEQ_LEN, gpu.num_multiprocessors, leaves=leaves),
+                        iteration(model, batch, SEQ_LEN, gpu, leaves=leaves),
                     )
                     for gpu in GPUS
                 }

@@ -1,8 +1,8 @@
 """What an op launches on CUDA, from its arguments' shapes: the launchers of csrc/cuda in short.
 
-A grid depends on the number of multiprocessors. Values on the device are not looked at: a call is
-taken to use all that its shapes have room for, unless ``Known`` says otherwise. The tests hold
-grids and bytes to what the emulator counts.
+A grid depends on the number of multiprocessors, who makes rows ready on shared memory. Values on
+the device are not looked at: a call is taken to use all that its shapes have room for, unless
+``Known`` says otherwise. The tests hold grids and bytes to what the emulator counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench.gpu.attention_plan import paged_attention
 from bench.gpu.calls import Call, Known, Plan, ceil_div, nbytes
+from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 from bench.gpu.product_plans import (
     exit_confidence_softmax,
@@ -24,7 +25,7 @@ from bench.gpu.product_plans import (
 MLP_UNITS, MLP_MAX_ROWS, MLP_FINISH_ROWS = 4, 8, 8
 
 
-def append_kv(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
     k, cos_sin = call["k"], call["cos_sin"]
     num_tokens, num_kv_heads, head_dim = k.shape
     heads = call["q"].shape[1] if call["q"] is not None else 0
@@ -47,13 +48,13 @@ def append_kv(call: Call, _: int, __: Known) -> list[KernelLaunch]:
     return [KernelLaunch("append_kv_kernel", grid, reads, writes=moved)]
 
 
-def embed_tokens(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+def embed_tokens(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
     out = nbytes(call["out"])
     reads = {"weight": out, "token_ids": call.bytes_of("token_ids", "sources")}
     return [KernelLaunch("embed_tokens_kernel", (call["out"].shape[0], 1), reads, writes=out)]
 
 
-def exit_confidence_mlp(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+def exit_confidence_mlp(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
     hidden, weight1, weight2 = call["hidden"], call["weight1"], call["weight2"]
     num_seqs, accepts = hidden.shape[0], call["num_survivors"] is not None
     inner, size = weight1.shape[0], weight1.shape[0]
@@ -95,7 +96,7 @@ def _accept_mask(call: Call) -> KernelLaunch:
     return KernelLaunch("accept_mask_kernel", (1, 1), reads, writes=call.bytes_of(*written))
 
 
-def exit_confidence_cosine(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+def exit_confidence_cosine(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
     num_seqs, accepts = call["hidden"].shape[0], call["num_survivors"] is not None
     rows = num_seqs if accepts and 1 <= num_seqs <= 8 else 1
     reads = {"states": call.bytes_of("hidden", "previous")}
@@ -106,7 +107,7 @@ def exit_confidence_cosine(call: Call, _: int, __: Known) -> list[KernelLaunch]:
     return launches
 
 
-def exit_rows(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+def exit_rows(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
     """Every row leaves, with its state."""
     rows = {n: nbytes(x) for n, x in call.arguments.items() if isinstance(x, Tensor)}
     states = rows.pop("hidden"), rows.pop("final_hidden")
@@ -131,7 +132,7 @@ def one_pass(
     """
     sizes_of = parts or {}
 
-    def plan(call: Call, _: int, __: Known) -> list[KernelLaunch]:
+    def plan(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
         sizes = {
             name: call.bytes_of(sizes_of.get(name, name))
             for name, value in call.arguments.items()
@@ -145,14 +146,14 @@ def one_pass(
     return plan
 
 
-def greedy_or_sampled(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch]:
+def greedy_or_sampled(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     """A warp for each sequence that is greedy, a block for each that samples."""
     num_seqs = call["draft_start_loc"].shape[0] - 1
     if call["target_tokens"] is not None:
         made = one_pass(lambda _: ceil_div(num_seqs, 4), "speculative_accept_greedy_kernel")
     else:
         made = one_pass(lambda _: num_seqs, "speculative_accept_sampling_kernel")
-    return made(call, multiprocessors, known)
+    return made(call, device, known)
 
 
 PLANS: dict[str, Plan] = {
@@ -178,7 +179,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-def plan(call: Call, multiprocessors: int, known: Known | None = None) -> list[KernelLaunch]:
+def plan(call: Call, device: Device, known: Known | None = None) -> list[KernelLaunch]:
     """The kernels of a call.
 
     Raises:
@@ -186,4 +187,4 @@ def plan(call: Call, multiprocessors: int, known: Known | None = None) -> list[K
     """
     if call.op not in PLANS:
         raise NotImplementedError(f"{call.op}: no launch plan; bench/gpu/plans.py needs one")
-    return PLANS[call.op](call, multiprocessors, known or Known())
+    return PLANS[call.op](call, device, known or Known())

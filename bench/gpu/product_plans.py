@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
 from bench.gpu.calls import Call, Known, ceil_div, nbytes
+from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 
 WARPS = 8  # of a block
 HEAD_M_TILES = 2
 SUMMARY_WARPS = 4
 SUMMARY_BYTES = 16
+MOST_SHARED_ROWS = 8  # that each block makes ready itself
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
 
 
@@ -62,6 +65,14 @@ def rms_norm(rows: Rows, norm_bytes: int) -> KernelLaunch:
     )
 
 
+class Made(Enum):
+    """Where rows of x are made ready for a product: not at all where it can read x as it is."""
+
+    NOWHERE = auto()
+    AHEAD = auto()
+    IN_BLOCKS = auto()
+
+
 def must_be_made(rows: Rows, x: Tensor, norm: Tensor | None) -> bool:
     """Whether a product cannot read x where it is."""
     return (
@@ -71,13 +82,25 @@ def must_be_made(rows: Rows, x: Tensor, norm: Tensor | None) -> bool:
     )
 
 
-def choose_slices(num_rows: int, num_chunks: int, multiprocessors: int) -> int:
+def blocks_make_rows(rows: Rows, m_tiles: int, slices: int, blocks: int, device: Device) -> bool:
+    """Whether shared memory has room for them beside enough stages of the weight."""
+    if rows.count > MOST_SHARED_ROWS:
+        return False
+    stage = 4 * m_tiles * 32 * WARPS * 16
+    wanted = 1 + ceil_div((96 << 10) * device.num_multiprocessors, blocks * stage)
+    exchange = 0 if slices == 1 else 2 * WARPS * m_tiles * 8 * 20 * 4
+    shared_rows = (rows.count + 1) * (rows.row_bytes + 64)  # and the norm's weight
+    room = device.shared_bytes // (2 if m_tiles == 1 else 1) - 1024 - exchange - shared_rows
+    return room // stage >= min(wanted, 3)
+
+
+def choose_slices(num_rows: int, num_chunks: int, device: Device) -> int:
     """Warps that share 16 rows of a weight."""
     slices = 1
     while (
         slices < WARPS
         and 2 * slices <= num_chunks
-        and ceil_div(num_rows, 16 * WARPS // slices) < 2 * multiprocessors
+        and ceil_div(num_rows, 16 * WARPS // slices) < 2 * device.num_multiprocessors
     ):
         slices *= 2
     return slices
@@ -93,7 +116,8 @@ def product(
     blocks: int,
     n_tiles: int,
     *,
-    made_rows: bool,
+    made: Made,
+    norm_bytes: int = 0,
     reads: Mapping[str, float] | None = None,
     writes: float = 0.0,
     workspace: float = 0.0,
@@ -105,18 +129,27 @@ def product(
     """
     groups = ceil_div(rows.count, 8 * n_tiles)
     read_rows = tiles * tile_rows
-    x = rows.count * rows.row_bytes
+    x, norm = rows.count * rows.row_bytes, 0
     readers = blocks if min(rows.count, 8 * n_tiles) * rows.row_bytes <= L1_BYTES else tiles
+    if made is Made.IN_BLOCKS:
+        x, norm, readers = rows.count * rows.size * rows.dtype.itemsize, norm_bytes, blocks
+    workspace += x if made is Made.AHEAD else 0
     return KernelLaunch(
         kernel,
         (blocks, groups),
-        {"weight": weight_bytes, "x": 0 if made_rows else x, **(reads or {})},
+        {
+            "weight": weight_bytes,
+            "x": 0 if made is Made.AHEAD else x,
+            "norm_weight": norm,
+            **(reads or {}),
+        },
         repeats={
             "weight": groups * read_rows * weight_bytes / weight_rows - weight_bytes,
             "x": (readers - 1) * x,
+            "norm_weight": (blocks - 1) * norm,
         },
         writes=writes,
-        workspace=workspace + (x if made_rows else 0),
+        workspace=workspace,
         flops=2.0 * groups * 8 * n_tiles * read_rows * rows.size,
     )
 
@@ -129,26 +162,41 @@ def weight_bytes_of(call: Call, rows: int) -> int:
     return rows * weight.shape[-1] * weight.element_size()
 
 
-def skinny_linear(call: Call, multiprocessors: int, _: Known) -> list[KernelLaunch]:
+def made_rows(
+    rows: Rows,
+    x: Tensor,
+    norm: Tensor | None,
+    m_tiles: int,
+    slices: int,
+    blocks: int,
+    device: Device,
+) -> Made:
+    if not must_be_made(rows, x, norm):
+        return Made.NOWHERE
+    in_blocks = blocks_make_rows(rows, m_tiles, slices, blocks, device)
+    return Made.IN_BLOCKS if in_blocks else Made.AHEAD
+
+
+def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     x, weight, out = call["x"], call["weight"], call["out"]
     rows = Rows(x.shape[0], x.shape[1], x.dtype)
     out_features = weight.shape[0]
     if rows.count == 0 or out_features == 0:
         return []
-    launches = []
-    made_rows = must_be_made(rows, x, call["norm_weight"])
-    if made_rows:
-        launches.append(rms_norm(rows, call.bytes_of("norm_weight")))
-    slices = choose_slices(out_features, ceil_div(rows.size, rows.chunk), multiprocessors)
+    slices = choose_slices(out_features, ceil_div(rows.size, rows.chunk), device)
     n_tiles = rows.tiles(8)
 
     def tile_rows(m_tiles: int) -> int:
         return 16 * m_tiles * (WARPS // slices)
 
     is_wide = n_tiles >= 4 or (x.dtype == torch.float32 and n_tiles == 2)
-    fills_device = 10 * ceil_div(out_features, tile_rows(2)) >= 9 * multiprocessors
+    fills_device = 10 * ceil_div(out_features, tile_rows(2)) >= 9 * device.num_multiprocessors
     m_tiles = 2 if is_wide or fills_device else 1
     tiles = ceil_div(out_features, tile_rows(m_tiles))
+    blocks = min(tiles, (2 if m_tiles == 1 else 1) * device.num_multiprocessors)
+    made = made_rows(rows, x, call["norm_weight"], m_tiles, slices, blocks, device)
+    norm_bytes = call.bytes_of("norm_weight")
+    launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
     launches.append(
         product(
             "skinny_linear_kernel",
@@ -157,9 +205,10 @@ def skinny_linear(call: Call, multiprocessors: int, _: Known) -> list[KernelLaun
             weight_bytes_of(call, out_features),
             tiles,
             tile_rows(m_tiles),
-            min(tiles, (2 if m_tiles == 1 else 1) * multiprocessors),
+            blocks,
             n_tiles,
-            made_rows=made_rows,
+            made=made,
+            norm_bytes=norm_bytes,
             reads={"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")},
             writes=nbytes(out),
         )
@@ -167,18 +216,18 @@ def skinny_linear(call: Call, multiprocessors: int, _: Known) -> list[KernelLaun
     return launches
 
 
-def skinny_gated_linear(call: Call, multiprocessors: int, _: Known) -> list[KernelLaunch]:
+def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     x, out = call["x"], call["out"]
     rows = Rows(x.shape[0], x.shape[1], x.dtype)
     inner = out.shape[1]
     if rows.count == 0 or inner == 0:
         return []
-    launches = []
-    made_rows = must_be_made(rows, x, call["norm_weight"])
-    if made_rows:
-        launches.append(rms_norm(rows, call.bytes_of("norm_weight")))
-    slices = choose_slices(inner, ceil_div(rows.size, rows.chunk), multiprocessors)
+    slices = choose_slices(inner, ceil_div(rows.size, rows.chunk), device)
     tiles = ceil_div(inner, 16 * (WARPS // slices))
+    blocks = min(tiles, device.num_multiprocessors)
+    made = made_rows(rows, x, call["norm_weight"], 2, slices, blocks, device)
+    norm_bytes = call.bytes_of("norm_weight")
+    launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
     launches.append(
         product(
             "skinny_gated_linear_kernel",
@@ -187,9 +236,10 @@ def skinny_gated_linear(call: Call, multiprocessors: int, _: Known) -> list[Kern
             weight_bytes_of(call, 2 * inner),
             tiles,
             2 * 16 * (WARPS // slices),
-            min(tiles, multiprocessors),
+            blocks,
             rows.tiles(8),
-            made_rows=made_rows,
+            made=made,
+            norm_bytes=norm_bytes,
             reads={"bias": call.bytes_of("bias")},
             writes=nbytes(out),
         )
@@ -197,7 +247,7 @@ def skinny_gated_linear(call: Call, multiprocessors: int, _: Known) -> list[Kern
     return launches
 
 
-def exit_confidence_softmax(call: Call, multiprocessors: int, _: Known) -> list[KernelLaunch]:
+def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     hidden, head = call["hidden"], call["lm_head"]
     rows = Rows(hidden.shape[0], hidden.shape[1], hidden.dtype)
     if rows.count == 0:
@@ -207,7 +257,7 @@ def exit_confidence_softmax(call: Call, multiprocessors: int, _: Known) -> list[
     if made_rows:
         launches.append(rms_norm(rows, call.bytes_of("norm_weight")))
     tiles = ceil_div(head.shape[0], 16 * HEAD_M_TILES * WARPS)
-    blocks = min(tiles, multiprocessors)
+    blocks = min(tiles, device.num_multiprocessors)
     summaries = rows.count * blocks * SUMMARY_BYTES
     launches.append(
         product(
@@ -219,7 +269,7 @@ def exit_confidence_softmax(call: Call, multiprocessors: int, _: Known) -> list[
             16 * HEAD_M_TILES * WARPS,
             blocks,
             rows.tiles(8),
-            made_rows=made_rows,
+            made=Made.AHEAD if made_rows else Made.NOWHERE,
             workspace=summaries,
         )
     )
@@ -229,7 +279,7 @@ def exit_confidence_softmax(call: Call, multiprocessors: int, _: Known) -> list[
     return launches
 
 
-def kv_fill(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch]:
+def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     hidden, weight, cache = call["hidden"], call["kv_weight"], call["k_cache"]
     rows = Rows(hidden.shape[0], hidden.shape[1], hidden.dtype)
     num_layers, kv_size = weight.shape[0], weight.shape[1]
@@ -251,7 +301,7 @@ def kv_fill(call: Call, multiprocessors: int, known: Known) -> list[KernelLaunch
     # A head is cut into tiles of 16 rows; where a tile has fewer than 8 warps, they share it.
     n_tiles = 1 if rows.dtype == torch.float32 else rows.tiles(4)
     groups = ceil_div(rows.count, 8 * n_tiles)
-    blocks = min(num_layers * num_heads, 2 * multiprocessors)
+    blocks = min(num_layers * num_heads, 2 * device.num_multiprocessors)
     weights = deepest * kv_size * row
     passes = sum(
         max(sorted(needed, reverse=True)[group * 8 * n_tiles], 0) for group in range(groups)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu.calls import Call, Known
+from bench.gpu.devices import Device
 from bench.gpu.launches import IfNode, Node, set_condition
 from bench.gpu.plans import plan
 from eecore.config import ModelConfig
@@ -66,17 +67,17 @@ def without_memory() -> Iterator[None]:
         yield
 
 
-def nodes_of(run: Callable[[], object], multiprocessors: int, known: Known) -> list[Node]:
+def nodes_of(run: Callable[[], object], device: Device, known: Known) -> list[Node]:
     """What a call of ops would launch; its tensors are on the meta device."""
     with _Recorder() as recorder:
         run()
-    return _planned(recorder, multiprocessors, known)
+    return _planned(recorder, device, known)
 
 
-def _planned(recorder: _Recorder, multiprocessors: int, known: Known) -> list[Node]:
+def _planned(recorder: _Recorder, device: Device, known: Known) -> list[Node]:
     nodes: list[Node] = []
     for node in recorder.nodes:
-        nodes += plan(node, multiprocessors, known) if isinstance(node, Call) else [node]
+        nodes += plan(node, device, known) if isinstance(node, Call) else [node]
     return nodes
 
 
@@ -102,7 +103,7 @@ def iteration(
     model: LlamaModel,
     batch: int,
     seq_len: int,
-    multiprocessors: int,
+    device: Device,
     *,
     leaves: bool | None = None,
     exit_layer: int | None = None,
@@ -113,7 +114,7 @@ def iteration(
         model: on the meta device.
         batch: rows, a power of two.
         seq_len: keys of each row.
-        multiprocessors: of the GPU.
+        device: the GPU.
         leaves: None: full depth, without a check. Else whether all rows, which are checked behind
             a layer, leave there, and their keys and values are filled.
         exit_layer: that layer; half of them when None.
@@ -135,4 +136,4 @@ def iteration(
     filled_from = at if leaves else num_layers
     with _Recorder() as recorder:
         program.run(_Passing(recorder, runs=not leaves))
-    return _planned(recorder, multiprocessors, Known(seq_len, (filled_from,) * batch))
+    return _planned(recorder, device, Known(seq_len, (filled_from,) * batch))

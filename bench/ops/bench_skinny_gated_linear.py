@@ -64,7 +64,9 @@ def gated_work(num_tokens: int, in_features: int, inner_size: int, setting: Sett
     out = x.new_empty(num_tokens, inner_size)
 
     def gated() -> Tensor:
-        return ops.skinny_gated_linear(x, weight, norm_weight=norm, eps=EPS, out=out)
+        return ops.skinny_gated_linear(
+            x, weight, norm_weight=norm, eps=EPS, constant_weight=True, out=out
+        )
 
     def in_torch() -> Tensor:
         gate, up = functional.linear(rms_norm(x, norm), weight).chunk(2, dim=-1)

@@ -1,5 +1,6 @@
-// paged_attention on CUDA: one launch, and a second where several blocks share a tile's keys. The
-// grid is a bound from the shapes; lengths are known on the device alone.
+// paged_attention on CUDA: one launch, and a second where several blocks share a tile's keys and
+// the call has nothing for them to count their arrivals in. The grid is a bound from the shapes;
+// lengths are known on the device alone.
 #include <algorithm>
 
 #include "dispatch.h"
@@ -132,7 +133,7 @@ struct Call {
   LaunchShape shape;
 };
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kBiased>
 Call plan_call(const PagedAttentionParams& params, int device) {
   using Sizes = AttentionSizes<T, kHeadDim>;
   const DeviceProperties& properties = device_properties(device);
@@ -164,6 +165,9 @@ Call plan_call(const PagedAttentionParams& params, int device) {
       is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
   const int64_t bias_bytes = plan_bias<Sizes>(params, max_keys, plan);
   plan_splits<Sizes>(params, properties.num_multiprocessors, plan);
+  plan.last_merges = kLastBlockMerges<T, kBiased> && plan.num_blocks > 1 &&
+                     params.arrivals != nullptr &&
+                     num_tiles * params.num_kv_heads <= params.num_arrivals;
 
   // Stages: two blocks side by side on a multiprocessor, or all for one where there are few blocks.
   const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
@@ -203,9 +207,9 @@ bool is_empty(const PagedAttentionParams& params) {
 int64_t paged_attention_workspace(const PagedAttentionParams& params, int device) {
   if (is_empty(params)) return 0;
   int64_t num_partials = 0;
-  dispatch(params, [&](auto type, auto head_dim, auto) {
+  dispatch(params, [&](auto type, auto head_dim, auto biased) {
     using T = typename decltype(type)::type;
-    num_partials = plan_call<T, head_dim()>(params, device).plan.num_partials;
+    num_partials = plan_call<T, head_dim(), biased()>(params, device).plan.num_partials;
   });
   return num_partials * params.num_tokens * params.num_q_heads * (params.head_dim + 2) *
          static_cast<int64_t>(sizeof(float));
@@ -216,10 +220,10 @@ void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
   dispatch(params, [&](auto type, auto head_dim, auto biased) {
     using T = typename decltype(type)::type;
     using Sizes = AttentionSizes<T, head_dim()>;
-    const auto [plan, shape] = plan_call<T, head_dim()>(params, stream.device);
+    const auto [plan, shape] = plan_call<T, head_dim(), biased()>(params, stream.device);
     launch("paged_attention", paged_attention_kernel<T, head_dim(), biased()>, shape, stream,
            params, plan);
-    if (plan.num_blocks == 1) return;
+    if (plan.num_blocks == 1 || plan.last_merges) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / Sizes::kPack;
     launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,
            {dim3(static_cast<unsigned>(params.num_tokens),

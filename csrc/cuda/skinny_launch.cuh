@@ -9,7 +9,7 @@
 
 #include "dispatch.h"
 #include "eecore/rms_norm.cuh"
-#include "eecore/skinny_gemm.cuh"
+#include "eecore/skinny_rows.cuh"
 #include "launch.cuh"
 
 namespace eecore::cuda {
@@ -88,22 +88,30 @@ inline int64_t resident_skinny_blocks(int m_tiles, int device) {
          device_properties(device).num_multiprocessors;
 }
 
-// Stages that keep enough of the weight on its way with `num_blocks` blocks at work, as far as
-// shared memory goes beside the `other_bytes` of a block. More would only take L1 cache from x.
-inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t num_blocks, int64_t other_bytes,
-                       int device) {
-  const DeviceProperties& properties = device_properties(device);
+// Stages that keep enough of the weight on its way with `num_blocks` blocks at work. More would
+// only take L1 cache from x.
+inline int64_t wanted_stages(SkinnyPlan plan, int m_tiles, int64_t num_blocks, int device) {
   constexpr int64_t kWantedBytes = 96 * 1024;  // of each multiprocessor
   plan.num_stages = 1;
-  const int64_t stage_bytes = skinny_ring_bytes(plan, m_tiles);
-  const int64_t wanted =
-      1 + ceil_div(kWantedBytes * properties.num_multiprocessors, num_blocks * stage_bytes);
-  const int64_t block_bytes = static_cast<int64_t>(properties.max_shared_bytes) /
+  const int64_t bytes = num_blocks * skinny_ring_bytes(plan, m_tiles);
+  return 1 + ceil_div(kWantedBytes * device_properties(device).num_multiprocessors, bytes);
+}
+
+// Stages that shared memory has room for beside the `other_bytes` of a block.
+inline int64_t fitting_stages(SkinnyPlan plan, int m_tiles, int64_t other_bytes, int device) {
+  plan.num_stages = 1;
+  const int64_t block_bytes = static_cast<int64_t>(device_properties(device).max_shared_bytes) /
                                   skinny_blocks_per_multiprocessor(m_tiles) -
                               1024;
-  const int64_t fitting = (block_bytes - other_bytes) / stage_bytes;
-  plan.num_stages =
-      static_cast<int>(std::clamp<int64_t>(std::min(wanted, fitting), 2, kSkinnyMaxStages));
+  return (block_bytes - other_bytes) / skinny_ring_bytes(plan, m_tiles);
+}
+
+// As many as are wanted, as far as they fit.
+inline void set_stages(SkinnyPlan& plan, int m_tiles, int64_t num_blocks, int64_t other_bytes,
+                       int device) {
+  const int64_t stages = std::min(wanted_stages(plan, m_tiles, num_blocks, device),
+                                  fitting_stages(plan, m_tiles, other_bytes, device));
+  plan.num_stages = static_cast<int>(std::clamp<int64_t>(stages, 2, kSkinnyMaxStages));
 }
 
 // Warps that share 16 rows: as few as give each multiprocessor two blocks to run. From the shape of
@@ -159,7 +167,8 @@ RowForm row_form(const Params& params) {
   return {params.in_features, params.dtype, params.weight_scale != nullptr};
 }
 
-// Bytes of workspace of it: its rows, where they must be made ready.
+// Bytes of workspace of it: its rows, where they must be made ready, as a kernel ahead may have to
+// do.
 template <typename Params>
 int64_t ready_rows_bytes(const Params& params) {
   const RowForm form = row_form(params);
@@ -168,21 +177,59 @@ int64_t ready_rows_bytes(const Params& params) {
              : 0;
 }
 
-// multiply(TypeTag<T>{}, TypeTag<W>{}, n_tiles, params, makes_rows) with the rows of x ready, made
-// in the workspace where they must be, and the number of 8-row tiles of x as a constant.
-template <typename Params, typename Multiply>
-void with_ready_rows(const char* op, Params params, Stream stream, Multiply&& multiply) {
-  const bool makes_rows = ready_rows_bytes(params) > 0;
+// Whether the blocks of a product make its up to kMostSharedRows rows ready themselves: where the
+// rows leave the ring what it wants, or enough. Making so few takes a block less time than the
+// chunks of the weight that it has on the way; for more a kernel ahead is faster.
+template <typename T, typename W>
+bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, int64_t num_blocks,
+                      int64_t exchange_bytes, int device) {
+  constexpr int64_t kEnoughStages = 3;
+  const int64_t other_bytes = exchange_bytes + shared_rows_bytes<T, W>(num_tokens, plan.num_chunks);
+  const int64_t enough = std::min(wanted_stages(plan, m_tiles, num_blocks, device), kEnoughStages);
+  return fitting_stages(plan, m_tiles, other_bytes, device) >= enough;
+}
+
+// start(params, plan, shared_bytes, makes_rows) with the stages of `num_blocks` blocks, and the
+// rows of x ready or, where makes_rows() is true, to be made ready by each block. Where they must
+// be and are not, a kernel ahead makes them in the workspace.
+template <typename T, typename W, int kNTiles, typename Params, typename Start>
+void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_blocks, Stream stream,
+                     Start&& start) {
+  const auto start_with = [&](int64_t other_bytes, auto makes_rows) {
+    set_stages(plan, m_tiles, num_blocks, other_bytes, stream.device);
+    start(params, plan, static_cast<size_t>(skinny_ring_bytes(plan, m_tiles) + other_bytes),
+          makes_rows);
+  };
+  const int64_t exchange_bytes = skinny_exchange_floats(plan, m_tiles) * int64_t{sizeof(float)};
+  plan.early_weight = params.constant_weight;
+  const RowForm form = row_form(params);
+  if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {
+    if constexpr (8 * kNTiles <= kMostSharedRows) {
+      if (blocks_make_rows<T, W>(plan, params.num_tokens, m_tiles, num_blocks, exchange_bytes,
+                                 stream.device)) {
+        plan.x_aligned = is_aligned(params.x, params.x_stride, sizeof(T));
+        plan.norm_aligned = is_aligned(params.norm_weight);
+        return start_with(
+            exchange_bytes + shared_rows_bytes<T, W>(params.num_tokens, plan.num_chunks),
+            std::true_type{});
+      }
+    }
+    make_rows<T>(form, params.num_tokens, params.norm_weight, params.eps, params.workspace,
+                 params.x, params.x_stride, stream);
+    plan.early_weight = true;  // the kernel that makes rows has waited for whoever wrote the weight
+  }
+  start_with(exchange_bytes, std::false_type{});
+}
+
+// body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight and
+// its number of 8-row tiles of x.
+template <typename Params, typename Body>
+void dispatch_product(const char* op, const Params& params, Body&& body) {
   dispatch_dtype(params.dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (makes_rows) {
-      make_rows<T>(row_form(params), params.num_tokens, params.norm_weight, params.eps,
-                   params.workspace, params.x, params.x_stride, stream);
-    }
     dispatch_weight<T>(params.weight_scale, [&](auto weight_tag) {
-      dispatch_tokens<T, 8>(params.num_tokens, [&](auto n_tiles) {
-        multiply(tag, weight_tag, n_tiles, params, makes_rows);
-      });
+      dispatch_tokens<T, 8>(params.num_tokens,
+                            [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
     });
   });
 }

@@ -11,7 +11,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      const Tensor& query_start_loc, Tensor out, double scale, bool causal,
                      int64_t sliding_window, int64_t fixed_split_size,
                      const std::optional<Tensor>& position_bias, int64_t max_distance,
-                     bool bidirectional) {
+                     bool bidirectional, const std::optional<Tensor>& arrivals) {
   Checker check("paged_attention");
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
@@ -22,6 +22,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   check(seq_lens, "seq_lens", Accept::kInt32, {"num_seqs"});
   check(query_start_loc, "query_start_loc", Accept::kInt32, {check["num_seqs"] + 1});
   check.written(out, "out", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
+  check.written(arrivals, "arrivals", Accept::kInt32, {"num_arrivals"});
   const int64_t head_dim = check["head_dim"];
   check.require(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxAttentionHeadDim,
                 "q: expected head_dim a multiple of 8 in [8, ", kMaxAttentionHeadDim, "], got ",
@@ -43,6 +44,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   params.seq_lens = data<const int32_t>(seq_lens);
   params.query_start_loc = data<const int32_t>(query_start_loc);
   params.out = data<void>(out);
+  params.arrivals = data_or_null<int32_t>(arrivals);
+  params.num_arrivals = arrivals ? arrivals->size(0) : 0;
   params.num_tokens = check["num_tokens"];
   params.num_seqs = check["num_seqs"];
   params.num_q_heads = num_q_heads;
@@ -83,7 +86,7 @@ EECORE_OP(paged_attention,
           "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
           "Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, int sliding_window, "
           "int fixed_split_size, Tensor? position_bias=None, int max_distance=128, "
-          "bool bidirectional=False")
+          "bool bidirectional=False, Tensor(b!)? arrivals=None")
 
 }  // namespace
 }  // namespace eecore

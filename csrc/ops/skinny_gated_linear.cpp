@@ -9,7 +9,7 @@ namespace {
 void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                          const Tensor& weight, const std::optional<Tensor>& weight_scale,
                          const std::optional<Tensor>& bias, Tensor out, const Text& activation,
-                         const std::optional<Tensor>& weight_table) {
+                         const std::optional<Tensor>& weight_table, bool constant_weight) {
   Checker check("skinny_gated_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -39,6 +39,7 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
   params.eps = static_cast<float>(eps);
   params.activation = activation_of(
       check, activation, {{"silu", Activation::kSilu}, {"gelu_tanh", Activation::kGeluTanh}});
+  params.constant_weight = constant_weight;
   params.dtype = check.dtype();
 #ifdef EECORE_BACKEND_CUDA
   const Tensor memory =
@@ -50,7 +51,8 @@ void skinny_gated_linear(const Tensor& x, const std::optional<Tensor>& norm_weig
 
 EECORE_OP(skinny_gated_linear,
           "Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? weight_scale, "
-          "Tensor? bias, Tensor(a!) out, str activation='silu', Tensor? weight_table=None")
+          "Tensor? bias, Tensor(a!) out, str activation='silu', Tensor? weight_table=None, "
+          "bool constant_weight=False")
 
 }  // namespace
 }  // namespace eecore

@@ -28,6 +28,7 @@ struct AttentionPlan {
   int32_t fixed_split_size;                 // 0: from the keys of a tile
   int32_t bias_behind, bias_ahead;          // last relative positions with a bias of their own
   int32_t bias_origin, bias_width;          // of a head's biases in shared memory
+  bool last_merges;                         // of the blocks that share a tile, not a second kernel
   float scale;                              // of the scores, times log2(e)
   bool q_aligned, kv_aligned, out_aligned;  // whether 16-byte accesses are possible
 };
@@ -58,7 +59,8 @@ struct AttentionSizes {
   static constexpr int kPartBytes = kTileRows * (kPartStride + 2) * static_cast<int>(sizeof(float));
   static constexpr int kStatsSize = 2 * kTileRows * 2;  // floats
   static constexpr int kFixedBytes =                    // beside the stages
-      kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)};
+      kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
+      128;  // whether the block is the last one, and what aligns the stages
   static_assert(kHeadDim % 16 == 0 && kStepKeys * kPieces % 32 == 0);
   static_assert(kPartBytes <= kMinAttentionStages * kStageBytes);
 };
@@ -91,6 +93,15 @@ struct AttentionTile {
   int first_split, end_split;  // those that hold used keys
 
   __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
+  // The tile's rounds: in each of them a team takes a split.
+  __device__ __forceinline__ int first_round() const { return first_split / num_teams(); }
+  __device__ __forceinline__ int end_round() const {
+    return (end_split + num_teams() - 1) / num_teams();
+  }
+  // Blocks that share the rounds. Even a tile without keys has one, which writes zeros.
+  __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
+    return max(min(plan.num_blocks, end_round() - first_round()), 1);
+  }
   // The used end of a split, which nothing past end_split has.
   __device__ __forceinline__ KeyRange split(int index) const {
     if (index >= end_split) return {used.end, used.end};
@@ -238,16 +249,21 @@ __device__ __forceinline__ void load_partial_values(const PartialAddress& from, 
   }
 }
 
-// The partials [begin, end) of a row, merged in ascending order. They come from the L2 cache: a
-// batch is on its way as a whole before its first is merged, and no branch stands between.
+// What the blocks of a tile leave of a row in the workspace, merged in ascending order. It comes
+// from the L2 cache: a batch is on its way as a whole before its first is merged, and no branch
+// stands between.
 template <int kSize>
 __device__ __forceinline__ PartialRow<kSize> merge_partials(const PagedAttentionParams& params,
-                                                            const AttentionPlan& plan, int begin,
-                                                            int end, int token, int head, int at) {
+                                                            const AttentionPlan& plan,
+                                                            const AttentionTile& tile, int token,
+                                                            int head, int at) {
+  const int begin = tile.first_split;
+  const int end = plan.fixed_split_size > 0 ? tile.end_split : tile.end_round();
   constexpr int kBatch = 8;
   const PartialAddress first = partial_address(params, plan, begin, token, head);
   const int64_t stride = params.num_tokens * params.num_q_heads;  // in rows
   PartialRow<kSize> total;
+#pragma unroll 1
   for (int done = 0; done < end - begin; done += kBatch) {
     const auto address_of = [&](int i) {  // past the last one, the last one again
       const int64_t rows = min(done + i, end - begin - 1) * stride;

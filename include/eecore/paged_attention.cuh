@@ -1,7 +1,7 @@
 // paged_attention: a block holds the rows (query, head of the group) of one tile of a sequence that
 // share a kv head, and streams their keys and values through shared memory. The keys are cut into
 // splits; a row's results of its splits are merged in ascending order, in the block or, where
-// several blocks share a tile, by a second kernel.
+// several blocks share a tile, by the last of them to be done or by a second kernel.
 //
 // A row's arithmetic over a split depends on its own keys and on where the split begins alone: one
 // warp walks the split in steps of kStepKeys keys, and keys that only a neighbour sees weigh
@@ -21,8 +21,30 @@ struct RoundResults {
   Shared<float> values;  // [kAttentionWarps, kWarpRows, kPartStride]
   Shared<float> stats;   // [kAttentionWarps, kWarpRows, 2]: maximum, weight
   int round, end_round;
-  bool is_first;  // of the block
+  bool is_first;     // of the block
+  bool shares_tile;  // with other blocks
 };
+
+// What a row of a tile is.
+struct QueryHead {
+  int token, head;
+};
+
+__device__ __forceinline__ QueryHead query_head(const AttentionPlan& plan,
+                                                const AttentionTile& tile, int kv_head, int row) {
+  const int query = (tile.first_row + row) / plan.group_size;
+  return {tile.seq.first_token + query, (kv_head - query) * plan.group_size + tile.first_row + row};
+}
+
+// Writes a row's elements of the result from `at` on.
+template <typename T, int kSize>
+__device__ __forceinline__ void store_result(const PagedAttentionParams& params,
+                                             const AttentionPlan& plan, QueryHead row, int at,
+                                             const PartialRow<kSize>& result) {
+  T* const out = static_cast<T*>(params.out) + row.token * params.out_token_stride +
+                 row.head * params.out_head_stride + at;
+  result.store(out, plan.out_aligned);
+}
 
 // Merges a round's results with those of the block's rounds before, and passes them on: to `out`
 // when there is no more to come, else to the workspace.
@@ -36,7 +58,7 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
   EECORE_SHARED(float, total_stats, Sizes::kStatsSize);
   const Shared<float> stats_before = total_stats + results.round % 2 * Sizes::kTileRows * 2;
   const Shared<float> stats_after = total_stats + (results.round + 1) % 2 * Sizes::kTileRows * 2;
-  const bool shares_tile = plan.num_blocks > 1;
+  const bool shares_tile = results.shares_tile;
   const bool keeps_splits = shares_tile && plan.fixed_split_size > 0;
   const bool is_last = results.round + plan.num_blocks >= results.end_round;
   const int first_split = results.round * tile.num_teams();
@@ -44,11 +66,9 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
   for (int i = threadIdx.x; i < tile.num_rows * Sizes::kPieces; i += kAttentionThreads) {
     const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * kPack;
     if (at >= params.head_dim) continue;
-    const int query = (tile.first_row + row) / plan.group_size;
-    const int token = tile.seq.first_token + query;
-    const int head = (kv_head - query) * plan.group_size + tile.first_row + row;
+    const QueryHead place = query_head(plan, tile, kv_head, row);
     const auto store_partial = [&](int index, const PartialRow<kPack>& partial) {
-      const PartialAddress to = partial_address(params, plan, index, token, head);
+      const PartialAddress to = partial_address(params, plan, index, place.token, place.head);
       store_partial_values(to, at, partial);
       if (at == 0) {
         to.stats[0] = partial.maximum;
@@ -58,7 +78,7 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
 
     PartialRow<kPack> total;
     if (!results.is_first && !shares_tile) {
-      load_partial_values(partial_address(params, plan, 0, token, head), at, total);
+      load_partial_values(partial_address(params, plan, 0, place.token, place.head), at, total);
       total.maximum = stats_before[row * 2];
       total.weight = stats_before[row * 2 + 1];
     }
@@ -83,16 +103,47 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
     if (shares_tile) {
       store_partial(results.round, total);
     } else if (is_last) {
-      T* const out = static_cast<T*>(params.out) + token * params.out_token_stride +
-                     head * params.out_head_stride + at;
-      total.store(out, plan.out_aligned);
+      store_result<T>(params, plan, place, at, total);
     } else {
-      store_partial_values(partial_address(params, plan, 0, token, head), at, total);
+      store_partial_values(partial_address(params, plan, 0, place.token, place.head), at, total);
       if (at == 0) {
         stats_after[row * 2] = total.maximum;
         stats_after[row * 2 + 1] = total.weight;
       }
     }
+  }
+}
+
+// float32 with a bias has no registers to spare for it.
+template <typename T, bool kBiased>
+constexpr bool kLastBlockMerges = !(kBiased && std::is_same_v<T, float>);
+
+// Merges what the blocks of a tile have left in the workspace, in the last of them to come here.
+// All threads of each block call it, when they have written what they leave.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& params,
+                                                    const AttentionPlan& plan,
+                                                    const AttentionTile& tile, int kv_head) {
+  using Sizes = AttentionSizes<T, kHeadDim>;
+  EECORE_SHARED(int, is_last, 1);
+  __syncthreads();  // what the block leaves is written
+  if (threadIdx.x == 0) {
+    // The counter goes back to 0 with the last one. A fence on each side: what the others wrote
+    // before they counted is seen by whoever counts last, and by its block behind the barrier.
+    const auto last = static_cast<unsigned>(tile.num_blocks(plan) - 1);
+    __threadfence();
+    is_last[0] = atomicInc(reinterpret_cast<unsigned*>(params.arrivals) + blockIdx.x, last) == last;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!is_last[0]) return;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < tile.num_rows * Sizes::kPieces; i += kAttentionThreads) {
+    const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * Sizes::kPack;
+    if (at >= params.head_dim) continue;
+    const QueryHead place = query_head(plan, tile, kv_head, row);
+    store_result<T>(params, plan, place, at,
+                    merge_partials<Sizes::kPack>(params, plan, tile, place.token, place.head, at));
   }
 }
 
@@ -122,12 +173,12 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
       make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
   if (tile.num_rows <= 0) return;
 
-  // Its rounds; in each of them a team takes a split. Alone with a tile it has one even without
-  // keys, which writes zeros.
-  const int num_teams = tile.num_teams();
-  const int end_round = (tile.end_split + num_teams - 1) / num_teams;
-  int round = tile.first_split / num_teams + static_cast<int>(blockIdx.y);
-  if (plan.num_blocks > 1 && round >= end_round) return;
+  // Its rounds.
+  const int num_teams = tile.num_teams(), end_round = tile.end_round();
+  int round = tile.first_round() + static_cast<int>(blockIdx.y);
+  const int num_blocks = tile.num_blocks(plan);
+  if (static_cast<int>(blockIdx.y) >= num_blocks) return;
+  const bool shares_tile = num_blocks > 1;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int team = warp / tile.team_warps;
@@ -172,6 +223,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     results.round = round;
     results.end_round = end_round;
     results.is_first = is_first;
+    results.shares_tile = shares_tile;
     rows.store(results.values + warp * kWarpRows * Sizes::kPartStride,
                results.stats + warp * kWarpRows * 2);
     __syncthreads();
@@ -180,13 +232,18 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     round += plan.num_blocks;
     if (round < end_round) __syncthreads();  // the results are read before the ring is filled again
   } while (round < end_round);
+  if constexpr (kLastBlockMerges<T, kBiased>) {
+    if (plan.last_merges && shares_tile) {
+      merge_in_last_block<T, kHeadDim>(params, plan, tile, kv_head);
+    }
+  }
 }
 
 constexpr int kAttentionCombineThreads = 128;
 // Of a multiprocessor. Asked for so few, ptxas leaves registers to the loads that are under way.
 constexpr int kAttentionCombineBlocks = 4;
 
-// out = the rows' partials merged in ascending order.
+// out = the rows' partials merged in ascending order, of tiles that blocks share.
 // Grid: (num_tokens, ceil(num_q_heads * head_dim / Pack<T>::kSize / kAttentionCombineThreads)).
 template <typename T, int kWarpRows>
 __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlocks)
@@ -204,12 +261,9 @@ __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlo
 
   const int row = (token - seq.first_token) * plan.group_size + head % plan.group_size;
   const AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, row / kTileRows * kTileRows);
-  int begin = tile.first_split, end = tile.end_split;
-  if (plan.fixed_split_size == 0) end = (end + tile.num_teams() - 1) / tile.num_teams();
-  const PartialRow<kPack> total = merge_partials<kPack>(params, plan, begin, end, token, head, at);
-  T* const out = static_cast<T*>(params.out) + token * params.out_token_stride +
-                 head * params.out_head_stride + at;
-  total.store(out, plan.out_aligned);
+  if (tile.num_blocks(plan) == 1) return;
+  store_result<T>(params, plan, {token, head}, at,
+                  merge_partials<kPack>(params, plan, tile, token, head, at));
 }
 
 }  // namespace eecore::cuda

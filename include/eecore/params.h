@@ -389,9 +389,10 @@ struct PagedAttentionParams {
   const int32_t* query_start_loc;  // [num_seqs + 1]
   const float* position_bias;  // [num_buckets, num_q_heads], added to scaled scores; may be null
   void* out;                   // [num_tokens, num_q_heads, head_dim]
+  int32_t* arrivals;           // CUDA only, [num_arrivals], 0 before and after; may be null
   PositionBuckets buckets;     // of position_bias
   int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim;
-  int64_t num_pages, page_size, page_table_stride;
+  int64_t num_pages, page_size, page_table_stride, num_arrivals;
   int64_t q_token_stride, q_head_stride;
   int64_t out_token_stride, out_head_stride;
   CacheStrides k_cache_strides, v_cache_strides;
@@ -469,6 +470,7 @@ struct SkinnyGatedLinearParams {
   int64_t x_stride, weight_stride, out_stride;
   float eps;
   Activation activation;  // kSilu or kGeluTanh
+  bool constant_weight;   // no work that may still be under way writes the weight
   DType dtype;
   void* workspace;  // CUDA only, [skinny_gated_linear_workspace bytes]; may be null on the CPU
 };

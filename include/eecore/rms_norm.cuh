@@ -9,6 +9,19 @@ namespace eecore::cuda {
 
 constexpr int kRmsNormThreads = 256;
 
+template <typename T>
+__device__ __forceinline__ void add_squares(const Pack<T>& pack, float& squares) {
+  float values[Pack<T>::kSize];
+  to_floats(pack, values);
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kSize; ++i) squares = fmaf(values[i], values[i], squares);
+}
+
+// Of a row whose squares sum to `squares`.
+__device__ __forceinline__ float inverse_rms(float squares, int64_t size, float eps) {
+  return 1.0f / sqrtf(squares / static_cast<float>(size) + eps);
+}
+
 // 1 / sqrt(mean(x^2) + eps) of x: [size]; all threads of the block call it.
 template <typename T>
 __device__ __forceinline__ float inverse_rms(const T* x, int64_t size, bool aligned, float eps) {
@@ -16,15 +29,22 @@ __device__ __forceinline__ float inverse_rms(const T* x, int64_t size, bool alig
   float squares = 0.0f;
   for (int64_t i = static_cast<int64_t>(threadIdx.x) * kSize; i < size;
        i += kRmsNormThreads * kSize) {
-    float values[kSize];
-    to_floats(load_pack(x + i, size - i, aligned), values);
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) squares = fmaf(values[j], values[j], squares);
+    add_squares(load_pack(x + i, size - i, aligned), squares);
   }
-  return 1.0f / sqrtf(reduce_block<kRmsNormThreads>(squares) / static_cast<float>(size) + eps);
+  return inverse_rms(reduce_block<kRmsNormThreads>(squares), size, eps);
 }
 
-// out: [padded_size] = weight * T(x * scale), rounded to T, then zeros; without a weight, x.
+// weight * T(x * scale), rounded to T.
+template <typename T>
+__device__ __forceinline__ void scale_pack(Pack<T>& x, const Pack<T>& weight, float scale) {
+#pragma unroll
+  for (int i = 0; i < Pack<T>::kSize; ++i) {
+    const float scaled = rounded<T>(to_float(x.values[i]) * scale);
+    x.values[i] = from_float<T>(to_float(weight.values[i]) * scaled);
+  }
+}
+
+// out: [padded_size], x scaled, then zeros; without a weight, x as it is.
 template <typename T>
 __device__ __forceinline__ void scale_row(const T* x, const T* weight, float scale, int64_t size,
                                           bool x_aligned, bool weight_aligned, int64_t padded_size,
@@ -45,13 +65,7 @@ __device__ __forceinline__ void scale_row(const T* x, const T* weight, float sca
     for (int j = 0; j < kBatch; ++j) {
       const int64_t i = first + j * kStep;
       if (i >= padded_size) break;
-      if (weight != nullptr) {
-#pragma unroll
-        for (int k = 0; k < kSize; ++k) {
-          const float scaled = rounded<T>(to_float(packs[j].values[k]) * scale);
-          packs[j].values[k] = from_float<T>(to_float(factors[j].values[k]) * scaled);
-        }
-      }
+      if (weight != nullptr) scale_pack(packs[j], factors[j], scale);
       store16(out + i, packs[j]);
     }
   }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "eecore/params.h"
-#include "eecore/skinny_gemm.cuh"
+#include "eecore/skinny_rows.cuh"
 
 namespace eecore::cuda {
 
@@ -17,9 +17,10 @@ __device__ __forceinline__ float gate_activation(float x, bool is_gelu) {
   return x / (1.0f + expf(-u));
 }
 
-// Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). params.x holds
-// rows as SkinnyRows wants them. Dynamic shared memory: the ring, then the exchange.
-template <typename T, int kNTiles, typename W = T>
+// Grid: (blocks that share the tiles of inner_size, groups of 8 * kNTiles tokens). With
+// kMakesRows each block makes the rows of x ready, else params.x holds them as SkinnyRows wants
+// them. Dynamic shared memory: the ring, the exchange, then the rows that the block makes.
+template <typename T, int kNTiles, bool kMakesRows, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     skinny_gated_linear_kernel(SkinnyGatedLinearParams params, SkinnyPlan plan) {
   const SkinnyLane lane(plan);
@@ -39,15 +40,17 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   };
 
   WeightStream<W, kGatedMTiles> weight(plan, lane, my_tiles);
-  start_stream(plan, weight, rows_of);
-
   const int64_t first_token = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
-  const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,
-                                      params.num_tokens, first_token);
+  const int ring_bytes = skinny_ring_bytes(plan, kGatedMTiles);
+  const int rows_at =
+      ring_bytes + skinny_exchange_floats(plan, kGatedMTiles) * static_cast<int>(sizeof(float));
+  const auto x =
+      start_product<T, kNTiles, kMakesRows>(params, plan, weight, rows_of, first_token, rows_at);
+
   const T* bias = static_cast<const T*>(params.bias);
   T* out = static_cast<T*>(params.out);
   const bool is_gelu = params.activation == Activation::kGeluTanh;
-  const Shared<float> exchange = dynamic_shared<float>(skinny_ring_bytes(plan, kGatedMTiles));
+  const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kGatedMTiles][kNTiles][4];

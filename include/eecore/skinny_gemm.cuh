@@ -48,6 +48,7 @@ struct SkinnyPlan {
   int num_tiles;      // of W, of skinny_tile_rows rows each
   bool aligned;       // rows of W start at multiples of 16 bytes
   bool early_weight;  // W may be read before the previous kernel has ended
+  bool x_aligned, norm_aligned;  // x and the norm's weight, where blocks make the rows of x ready
 };
 
 // Rows of a tile, which is what a block has in work at a time.
@@ -211,9 +212,16 @@ __device__ __forceinline__ void start_stream(const SkinnyPlan& plan,
 // Rows of x, each at a multiple of 16 bytes and a whole number of chunks of W long.
 template <typename T>
 struct SkinnyRows {
+  using Element = T;
+
   const T* data;
   int64_t stride;
   int count;  // at least one; results of the rows behind them are of no meaning
+
+  // The 16 bytes at a place in a row.
+  __device__ __forceinline__ static Pack<uint32_t> piece(const T* at) {
+    return load16(reinterpret_cast<const uint32_t*>(at));
+  }
 };
 
 // Those of `num_tokens` rows from `first` on that 8 * kNTiles columns hold.
@@ -265,15 +273,16 @@ __device__ __forceinline__ Pack<uint32_t> widened(const Pack<uint32_t>& piece, i
   }
 }
 
-// The products of this warp's rows of its next tile with the rows of x, over the warp's chunks:
-// sums[m][n] is laid out as the sums of mma_m16n8k16.
-template <typename T, typename W, int kMTiles, int kNTiles, typename RowsOf>
+// The products of this warp's rows of its next tile with the rows of x (SkinnyRows, or what a block
+// made ready itself), over the warp's chunks: sums[m][n] is laid out as the sums of mma_m16n8k16.
+template <typename W, int kMTiles, int kNTiles, typename RowsOf, typename Rows>
 __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
                                               WeightStream<W, kMTiles>& weight,
-                                              const RowsOf& rows_of, const SkinnyRows<T>& x,
+                                              const RowsOf& rows_of, const Rows& x,
                                               float (&sums)[kMTiles][kNTiles][4]) {
+  using T = typename Rows::Element;
   constexpr int kRows = 2 * kMTiles, kParts = kXPieces<T, W>;
-  const T* from = x.data + lane.slice * kChunkSize<W> + lane.piece * kPieceSize<W>;
+  auto from = x.data + (lane.slice * kChunkSize<W> + lane.piece * kPieceSize<W>);
   const int step = plan.num_slices * kChunkSize<W>;
   // Where in a chunk the piece of x is that goes with a part of a half of it.
   const auto offset = [](int half, int part) {
@@ -306,17 +315,17 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
 #pragma unroll
             for (int j = 1; j < kParts; ++j) pieces[i].values[j - 1] = pieces[i].values[j];
           }
-          const float* row = from + offset(half, part);
+          auto row = from + offset(half, part);
 #pragma unroll
           for (int column = 0; column < kColumns; ++column) {
-            const Pack<float> piece = load16(row);
+            const Pack<uint32_t> piece = x.piece(row);
             if (column + 1 < x.count) row += x.stride;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
 #pragma unroll
               for (int j = 0; j < 4; ++j) {
-                parts[i][column] =
-                    fmaf(bits_to_float(w[i].values[j]), piece.values[j], parts[i][column]);
+                parts[i][column] = fmaf(bits_to_float(w[i].values[j]),
+                                        bits_to_float(piece.values[j]), parts[i][column]);
               }
             }
           }
@@ -332,7 +341,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       }
     }
   } else {
-    const T* columns[kNTiles];
+    decltype(from) columns[kNTiles];
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
       const int column = 8 * n + lane.row;
@@ -352,8 +361,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
       for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
-          b[i][n] = load16(
-              reinterpret_cast<const uint32_t*>(columns[n] + offset(i / kParts, i % kParts)));
+          b[i][n] = x.piece(columns[n] + offset(i / kParts, i % kParts));
         }
       }
       weight.advance(rows_of);
@@ -371,9 +379,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
 #pragma unroll
           for (int n = 0; n < kNTiles; ++n) {
             Pack<uint32_t>& piece = b[turn % kAhead][n];
-            if (turn >= kAhead) {
-              piece = load16(reinterpret_cast<const uint32_t*>(columns[n] + offset(half, part)));
-            }
+            if (turn >= kAhead) piece = x.piece(columns[n] + offset(half, part));
 #pragma unroll
             for (int quarter = 0; quarter < 2; ++quarter) {
               const uint32_t x_part[2] = {piece.values[2 * quarter], piece.values[2 * quarter + 1]};

@@ -42,13 +42,13 @@ def read_of(launches: list[KernelLaunch], operand: str, *names: str) -> float:
 def test_every_cuda_op_has_a_plan() -> None:
     assert set(PLANS) == set(CUDA_OPS)
     with pytest.raises(NotImplementedError, match="fused_everything: no launch plan"):
-        plan(Call("fused_everything", {}, frozenset()), 132)
+        plan(Call("fused_everything", {}, frozenset()), H100)
 
 
 @pytest.mark.parametrize(("name", "batch"), [*itertools.product(MODELS, BATCHES)])
 def test_an_iteration_reads_every_weight_once(name: str, batch: int) -> None:
     config = model_config(name)
-    launches = kernels(iteration(model_without_memory(config), batch, 160, 132))
+    launches = kernels(iteration(model_without_memory(config), batch, 160, H100))
     layer, _, head = weight_bytes(config, 2)
     products = (
         "skinny_linear_kernel",
@@ -64,14 +64,14 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     config = model_config("1b")
     model = model_without_memory(config)
     layer, kv, head = weight_bytes(config, 2)
-    launches = kernels(iteration(model, 8, 160, 132, leaves=True, exit_layer=4))
+    launches = kernels(iteration(model, 8, 160, H100, leaves=True, exit_layer=4))
     assert read_of(launches, "weight", "kv_fill_kernel") == (config.num_layers - 4) * kv
     filled = sum(launch.writes for launch in launches if launch.kernel == "kv_fill_kernel")
     assert filled == 8 * (config.num_layers - 4) * 2 * config.kv_size * 2
     assert read_of(launches, "weight", "skinny_gated_linear_kernel") < 4 * layer
     # One that nobody passes costs a head, and fills nothing.
-    full = kernels(iteration(model, 8, 160, 132))
-    checked = kernels(iteration(model, 8, 160, 132, leaves=False, exit_layer=4))
+    full = kernels(iteration(model, 8, 160, H100))
+    checked = kernels(iteration(model, 8, 160, H100, leaves=False, exit_layer=4))
     heads = [read_of(each, "weight", "exit_confidence_softmax_kernel") for each in (full, checked)]
     assert heads == [head, 2 * head]
     assert read_of(checked, "weight", "kv_fill_kernel") == 0
@@ -93,7 +93,7 @@ def test_rows_fill_from_the_layer_each_left_at() -> None:
         )
 
     def bytes_filled(exit_layers: tuple[int, ...] | None) -> tuple[float, float]:
-        launches = kernels(nodes_of(fill, 132, Known(exit_layers=exit_layers)))
+        launches = kernels(nodes_of(fill, H100, Known(exit_layers=exit_layers)))
         return read_of(launches, "weight", "kv_fill_kernel"), launches[-1].writes
 
     layer, row = 64 * 64 * 2, 64 * 2

@@ -191,6 +191,8 @@ std::mt19937_64 random_source;
 uint64_t seed_in_use = 0;
 uint64_t launches = 0;
 uint64_t early_copies_started = 0;
+bool keeps_names = false;
+std::string names_kept;
 std::mutex one_launch;
 
 std::string text(const Index3& i) {
@@ -531,6 +533,16 @@ void waited_for_previous_kernel() { block.waited = block.running->waited = true;
 
 uint64_t early_copies() { return std::exchange(early_copies_started, 0); }
 
+void keep_names() {
+  keeps_names = true;
+  names_kept.clear();
+}
+
+std::string kept_names() {
+  keeps_names = false;
+  return names_kept;
+}
+
 void set_seed(uint64_t seed) {
   seed_in_use = seed;
   launches = 0;
@@ -552,6 +564,7 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
     refuse("expected a grid of at most 2147483647 x 65535 x 65535 blocks, got " +
            text(config.grid));
   }
+  if (keeps_names) names_kept += config.kernel + "\n";
   block.config = config;
   blockDim = config.block;
   gridDim = config.grid;

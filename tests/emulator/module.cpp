@@ -25,6 +25,16 @@ extern "C" __attribute__((visibility("default"))) uint64_t eecore_emulator_early
   return emulator::early_copies();
 }
 
+extern "C" __attribute__((visibility("default"))) void eecore_emulator_keep_names() {
+  emulator::keep_names();
+}
+
+extern "C" __attribute__((visibility("default"))) const char* eecore_emulator_kept_names() {
+  static std::string names;
+  names = emulator::kept_names();
+  return names.c_str();
+}
+
 extern "C" __attribute__((visibility("default"))) void eecore_emulator_set_seed(uint64_t seed) {
   emulator::set_seed(seed);
 }

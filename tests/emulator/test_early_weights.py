@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from test_kv_fill import filled
 from test_kv_fill import random_call as fill_call
+from test_skinny_gated_linear import random_call as gated_call
 from test_skinny_linear import random_call
 
 import emulated
@@ -51,8 +53,24 @@ def test_a_weight_that_is_constant_does_not_wait(is_int8: bool) -> None:
     assert torch.equal(results[False], results[True])
 
 
+@pytest.mark.parametrize(
+    ("op", "call_of"),
+    [(ops.skinny_linear, random_call), (ops.skinny_gated_linear, gated_call)],
+    ids=["skinny_linear", "skinny_gated_linear"],
+)
+def test_a_constant_weight_does_not_wait_for_rows_that_its_blocks_norm(
+    op: Callable[..., object], call_of: Callable[..., dict[str, Any]]
+) -> None:
+    call = call_of(3, 128, 64)
+    assert early_copies(lambda: op(**call)) == 0
+    assert early_copies(lambda: op(**call, constant_weight=True)) > 0
+
+
 def test_a_weight_does_not_wait_behind_the_kernel_that_norms() -> None:
-    assert early_copies(lambda: ops.skinny_linear(**random_call(3, 128, 64))) > 0
+    call = random_call(9, 128, 64)
+    launched = emulated.kernels_of(lambda: ops.skinny_linear(**call))
+    assert launched == ["rms_norm_kernel", "skinny_linear_kernel"]
+    assert early_copies(lambda: ops.skinny_linear(**call)) > 0
 
 
 def test_a_fill_begins_with_the_last_layer_before_it_knows_the_rows() -> None:

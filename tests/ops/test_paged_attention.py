@@ -261,6 +261,41 @@ def test_a_fixed_split_makes_a_row_independent_of_its_company(
             assert torch.equal(with_threads(num_threads, alone)[0], together[query])
 
 
+# Contexts that blocks share, by fixed splits or not; beside some, short ones and empty ones.
+SHARED_CASES = (
+    AttentionCase((1,), (3000,), 8, 2, 64, 16),
+    AttentionCase((1,), (3000,), 8, 2, 128, 16, fixed_split_size=128),
+    AttentionCase((1, 2, 1), (1400, 20, 0), 3, 1, 72, 8, fixed_split_size=96),
+    AttentionCase((3, 1), (1800, 700), 4, 1, 64, 16, sliding_window=900),
+    AttentionCase((5, 1), (1500, 5), 4, 2, 64, 16, fixed_split_size=64, num_buckets=32),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+def test_the_last_block_merges_as_a_second_kernel_does(
+    case: AttentionCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    """To the bit, in whatever order blocks come; what they count in is 0 again."""
+    call = random_call(case, dtype, device)
+    expected = ops.paged_attention(**call)
+    torch.testing.assert_close(
+        expected.double(), expected_of(call), **dataclasses.asdict(TOLERANCES[dtype])
+    )
+    arrivals = torch.zeros(100, dtype=torch.int32, device=device)
+    for seed in range(3):
+        if emulated.is_cuda_kernel(device) and device.type == "cpu":
+            emulated.set_seed(seed)
+        other = {**call, "q": -call["q"]}  # other results of splits lie in memory then
+        assert not torch.equal(ops.paged_attention(**other, arrivals=arrivals), expected)
+        assert not arrivals.any()
+        assert torch.equal(ops.paged_attention(**call, arrivals=arrivals), expected)
+        assert not arrivals.any()
+    too_few = torch.zeros(1, dtype=torch.int32, device=device)
+    assert torch.equal(ops.paged_attention(**call, arrivals=too_few), expected)
+    assert not too_few.any()
+
+
 def test_does_not_depend_on_the_number_of_threads(device: torch.device) -> None:
     many_rows = random_call(
         AttentionCase((40,) * 6, (120,) * 6, 8, 4, 64, 16), torch.float32, device
@@ -366,6 +401,7 @@ def change_entry(row: int, column: int, value: int) -> torch.Tensor:
         ({"out": torch.zeros(4, 4, 32)}, r"out: expected float32 .*head_dim=64\]"),
         ({"sliding_window": -1}, r"sliding_window: expected 0 or more keys, got -1"),
         ({"fixed_split_size": -1}, r"fixed_split_size: expected 0 or more keys, got -1"),
+        ({"arrivals": torch.zeros(8)}, r"arrivals: expected int32 .* got float32"),
         ({"position_bias": torch.zeros(32, 3)}, r"position_bias: .*num_buckets, 4\], got float32 "),
         (
             {"position_bias": torch.zeros(32, 4).half()},
@@ -457,6 +493,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "position_bias": m.maybe(lambda: m.placed(m.normal(buckets, heads * group))),
         "max_distance": buckets + m.size(200),
         "bidirectional": bidirectional,
+        "arrivals": m.maybe(lambda: m.placed(torch.zeros(m.size(40), dtype=torch.int32))),
     }
-    oracle = out_of(reference.paged_attention, "fixed_split_size")
+    oracle = out_of(reference.paged_attention, "fixed_split_size", "arrivals")
     return given, compare(oracle, looser(dtype))

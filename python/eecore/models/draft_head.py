@@ -132,6 +132,7 @@ class DraftHead:
                 weight_table=block.gate_up.table,
                 norm_weight=block.norm,
                 eps=self._eps,
+                constant_weight=True,
             )
             hidden = self._linear(gated, block.down, residual=hidden, few=True)
         return hidden

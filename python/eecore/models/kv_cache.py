@@ -10,6 +10,9 @@ from torch import Tensor
 from eecore.config import AnyModelConfig
 from eecore.errors import OutOfMemoryError
 
+# Of one call of attention on a GPU: tiles times key heads, where blocks share the keys of a tile.
+NUM_ARRIVALS = 4096
+
 
 @dataclass(frozen=True)
 class KVCache:
@@ -21,10 +24,14 @@ class KVCache:
     """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
     layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
     """Views (k, v) of each layer, [num_pages, page_size, num_kv_heads, head_dim]."""
+    arrivals: Tensor = field(init=False, repr=False, compare=False)
+    """Int32 [NUM_ARRIVALS], zeros between the calls of attention, which take turns with it."""
 
     def __post_init__(self) -> None:
         views = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
         object.__setattr__(self, "layers", views)
+        arrivals = torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=self.k.device)
+        object.__setattr__(self, "arrivals", arrivals)
 
     @classmethod
     def allocate(

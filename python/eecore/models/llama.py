@@ -322,6 +322,7 @@ class LlamaModel:
             scale=self._scale,
             sliding_window=config.layer_windows[index],
             fixed_split_size=self._keys_per_split,
+            arrivals=kv.arrivals,
         )
         attended = attended.view(num_tokens, config.q_size)
         return self.linear(attended, layer.o, residual=hidden)
@@ -337,6 +338,7 @@ class LlamaModel:
                 bias=layer.gate_up.bias,
                 norm_weight=layer.mlp_norm,
                 eps=self.config.rms_norm_eps,
+                constant_weight=True,
             )
         else:
             gate_up = self.linear(hidden, layer.gate_up, norm=layer.mlp_norm)

@@ -267,6 +267,7 @@ class T5Model:
             fixed_split_size=self._keys_per_split,
             position_bias=self.weights.decoder.position_bias,
             max_distance=self.config.max_distance,
+            arrivals=kv.arrivals,
         )
         return self._projected(attended, layer.o, hidden)
 
@@ -285,6 +286,7 @@ class T5Model:
             scale=1.0,
             causal=False,
             fixed_split_size=self._keys_per_split,
+            arrivals=kv.arrivals,
         )
         return self._projected(attended, self._cross_o[index], hidden)
 
@@ -316,6 +318,7 @@ class T5Model:
                 norm_weight=norm,
                 eps=self.config.rms_norm_eps,
                 activation=activation,
+                constant_weight=True,
             )
         return self.linear(inner, layer.down, residual=hidden)
 

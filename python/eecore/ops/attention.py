@@ -79,6 +79,7 @@ def paged_attention(
     position_bias: Tensor | None = None,
     max_distance: int = 128,
     bidirectional: bool = False,
+    arrivals: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of ragged queries to a paged KV cache.
@@ -118,6 +119,10 @@ def paged_attention(
             buckets, or, when ``bidirectional``, an even number of 4 to 256.
         max_distance: where the last bucket starts; more than half the buckets of a side.
         bidirectional: whether keys ahead of a query have buckets of their own.
+        arrivals: int32 [num_arrivals] of zeros, which it holds again after the call, for calls that
+            follow each other on one stream: what a GPU's blocks that share a long context count in,
+            so that the last of them merges their results and no second kernel is needed. 4096 are
+            enough on any of today's; with too few of them, or none, results are the same.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:
@@ -140,6 +145,7 @@ def paged_attention(
         position_bias,
         max_distance,
         bidirectional,
+        arrivals,
     )
     return out
 

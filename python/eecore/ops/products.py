@@ -122,6 +122,7 @@ def skinny_gated_linear(
     eps: float = 1e-6,
     bias: Tensor | None = None,
     activation: str = "silu",
+    constant_weight: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """``activation(gate) * up`` of ``gate, up = norm(x) @ weight.T + bias``.
@@ -140,6 +141,7 @@ def skinny_gated_linear(
         eps: of the RMS norm.
         bias: [2 * inner_size].
         activation: "silu", or "gelu_tanh": ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``.
+        constant_weight: as in :func:`skinny_linear`.
         out: [num_tokens, inner_size], any row stride that keeps rows apart.
 
     Returns:
@@ -149,6 +151,15 @@ def skinny_gated_linear(
         rows = weight if weight_table is None else weight_table
         out = x.new_empty(x.shape[0], rows.shape[0] // 2)
     _skinny_gated_linear(
-        x, norm_weight, eps, weight, weight_scale, bias, out, activation, weight_table
+        x,
+        norm_weight,
+        eps,
+        weight,
+        weight_scale,
+        bias,
+        out,
+        activation,
+        weight_table,
+        constant_weight,
     )
     return out

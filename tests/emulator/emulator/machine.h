@@ -70,6 +70,10 @@ struct LaunchConfig {
 };
 void launch(const LaunchConfig& config, const std::function<void()>& body);
 
+// The names of what is launched from here on are kept, until they are asked for.
+void keep_names();
+std::string kept_names();  // a line each
+
 // Of the orders in which blocks and threads are visited; EECORE_EMULATOR_SEED at the start.
 void set_seed(uint64_t seed);
 uint64_t seed();

@@ -1,0 +1,143 @@
+// Rows of x that each block of a skinny product makes ready itself, in shared memory: to the bit
+// what rms_norm_kernel leaves in global memory, without a kernel ahead.
+#pragma once
+
+#include "eecore/rms_norm.cuh"
+#include "eecore/skinny_gemm.cuh"
+
+namespace eecore::cuda {
+
+constexpr int kMostSharedRows = 8;
+
+// Elements from one row to the next, where the chunks are those of a weight of elements W; the
+// offset keeps the banks of two rows apart.
+template <typename T, typename W>
+__host__ __device__ constexpr int shared_row_stride(int num_chunks) {
+  return num_chunks * kChunkSize<W> + (kHasScales<W> ? 1 : 4) * kPieceSize<T>;
+}
+
+// Bytes of shared memory of `num_rows` rows, and of the norm's weight behind them.
+template <typename T, typename W>
+__host__ __device__ constexpr int64_t shared_rows_bytes(int64_t num_rows, int num_chunks) {
+  return (num_rows + 1) * shared_row_stride<T, W>(num_chunks) * int64_t{sizeof(T)};
+}
+
+// SkinnyRows in shared memory.
+template <typename T>
+struct SharedRows {
+  using Element = T;
+
+  Shared<T> data;
+  int stride, count;
+
+  __device__ __forceinline__ static Pack<uint32_t> piece(Shared<T> at) {
+    return shared_load16(shared_as<uint32_t>(at));
+  }
+};
+
+// Brings a row closer without reading it.
+template <typename T>
+__device__ __forceinline__ void prefetch_row(const T* row, int64_t size) {
+  constexpr int kLine = 128 / static_cast<int>(sizeof(T));
+#pragma unroll 1
+  for (int64_t i = static_cast<int64_t>(threadIdx.x) * kLine; i < size;
+       i += kSkinnyThreads * kLine) {
+    prefetch_l2(row + i);
+  }
+}
+
+// Makes `count` rows (1 to kMostSharedRows) ready from `to` on, `stride` elements apart, where
+// shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not looked at.
+template <typename T>
+__device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
+                                                          Shared<T> to, int stride) {
+  static_assert(kSkinnyThreads == kRmsNormThreads, "else sums of squares are in another order");
+  constexpr int kSize = Pack<T>::kSize, kStep = kSkinnyThreads * kSize;
+  const int first = static_cast<int>(threadIdx.x) * kSize;
+  const int padded_size = static_cast<int>(rows.padded_size);
+  const T* x = static_cast<const T*>(rows.x);
+  const T* norm_weight = static_cast<const T*>(rows.norm_weight);
+  const bool is_normed = norm_weight != nullptr;
+  const Shared<T> weight = to + count * stride;
+
+  // What all rows have at a place is under way together. Each thread reads back what it wrote.
+  float squares[kMostSharedRows] = {};
+  for (int i = first; i < padded_size; i += kStep) {
+    const int64_t left = rows.size - i;
+    Pack<T> packs[kMostSharedRows], factors;
+#pragma unroll
+    for (int row = 0; row < kMostSharedRows; ++row) {
+      if (row < count) packs[row] = load_pack(x + row * rows.x_stride + i, left, rows.x_aligned);
+    }
+    if (is_normed) factors = load_pack(norm_weight + i, left, rows.weight_aligned);
+#pragma unroll
+    for (int row = 0; row < kMostSharedRows; ++row) {
+      if (row >= count) break;
+      shared_store16(to + (row * stride + i), packs[row]);
+      add_squares(packs[row], squares[row]);
+    }
+    if (is_normed) shared_store16(weight + i, factors);
+  }
+
+  if (is_normed) {
+    EECORE_SHARED(float, parts, kMostSharedRows* kSkinnyWarps);
+#pragma unroll
+    for (int row = 0; row < kMostSharedRows; ++row) {
+      if (row >= count) break;
+      const float part = reduce_lanes(squares[row]);
+      if (threadIdx.x % 32 == 0) parts[row * kSkinnyWarps + threadIdx.x / 32] = part;
+    }
+    __syncthreads();
+    for (int row = 0; row < count; ++row) {
+      float total = parts[row * kSkinnyWarps];
+#pragma unroll
+      for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[row * kSkinnyWarps + warp];
+      const float scale = inverse_rms(total, rows.size, rows.eps);
+      for (int i = first; i < padded_size; i += kStep) {
+        const Shared<T> at = to + (row * stride + i);
+        Pack<T> pack = shared_load16(at);
+        scale_pack(pack, shared_load16(weight + i), scale);
+        shared_store16(at, pack);
+      }
+    }
+  }
+  __syncthreads();
+  return {to, stride, count};
+}
+
+// Starts the stream of the weight, waits for the previous kernel, and gives the rows of x, from
+// `first_token` on, of a product whose Params has x, norm_weight, eps and in_features: where they
+// are, or made ready from byte `shared_at` of shared memory on.
+template <typename T, int kNTiles, bool kMakesRows, typename W, int kMTiles, typename RowsOf,
+          typename Params>
+__device__ __forceinline__ auto start_product(const Params& params, const SkinnyPlan& plan,
+                                              WeightStream<W, kMTiles>& weight,
+                                              const RowsOf& rows_of, int64_t first_token,
+                                              int shared_at) {
+  if constexpr (kMakesRows) {
+    if (params.norm_weight != nullptr) {
+      prefetch_row(static_cast<const T*>(params.norm_weight), params.in_features);
+    }
+  }
+  start_stream(plan, weight, rows_of);
+  const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.x), params.x_stride,
+                                      params.num_tokens, first_token);
+  if constexpr (kMakesRows) {
+    static_assert(8 * kNTiles <= kMostSharedRows);
+    const RmsNormRows rows{x.data,
+                           params.norm_weight,
+                           nullptr,
+                           params.in_features,
+                           plan.num_chunks * kChunkSize<W>,
+                           params.x_stride,
+                           params.eps,
+                           plan.x_aligned,
+                           plan.norm_aligned};
+    return make_shared_rows<T>(rows, x.count, dynamic_shared<T>(shared_at),
+                               shared_row_stride<T, W>(plan.num_chunks));
+  } else {
+    return x;
+  }
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,67 @@
+"""How many kernels a decoder layer is on a GPU: each costs a boundary, whatever it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import emulated
+from eecore.models import AttentionBatch, KVCache, load_model
+from eecore.models.linear import MAX_SKINNY_ROWS
+from tiny_models import write_model
+
+PAGE_SIZE = 16
+# Norms are made by the products that read them, and results of splits merged by the last block.
+DECODING = [
+    "skinny_linear_kernel",
+    "append_kv_kernel",
+    "paged_attention_kernel",
+    "skinny_linear_kernel",
+    "skinny_gated_linear_kernel",
+    "skinny_linear_kernel",
+]
+NORM = "rms_norm_kernel"
+OF_MORE_ROWS = [NORM, *DECODING[:4], NORM, *DECODING[4:]]
+
+
+def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:
+    """A token of each sequence, its last."""
+    pages = torch.arange(len(lengths) * num_pages, dtype=torch.int32).view(len(lengths), num_pages)
+    positions = torch.tensor(lengths) - 1
+    rows = torch.arange(len(lengths))
+    slots = pages[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    return AttentionBatch(
+        positions=positions,
+        slot_mapping=slots,
+        page_table=pages,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_start_loc=torch.arange(len(lengths) + 1, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_a_layer_is_as_few_kernels_as_it_can_be(
+    num_tokens: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With contexts short and long, in a cache with room for long ones."""
+    emulated.route(monkeypatch)
+    directory = write_model(tmp_path, intermediate_size=128, max_position_embeddings=2048)
+    _, model, _ = load_model(directory, "cpu", dtype)
+    model.calls_single_ops = True
+    model.linear.max_rows = MAX_SKINNY_ROWS
+    num_pages = 80
+    kv = KVCache.allocate(
+        model.config, num_tokens * num_pages, PAGE_SIZE, device=model.device, dtype=dtype
+    )
+    kv.k.zero_()
+    kv.v.zero_()
+    hidden = torch.randn(num_tokens, model.config.hidden_size).to(dtype)
+    for length in (30, 1270):
+        batch = batch_of([length] * num_tokens, num_pages)
+        launched = emulated.kernels_of(lambda batch=batch: model.layers(0, 2, hidden, kv, batch))
+        assert launched == 2 * (DECODING if num_tokens <= 8 else OF_MORE_ROWS)
+        assert not kv.arrivals.any()
