@@ -47,7 +47,7 @@ def test_an_op_without_a_plan_is_one_block_that_passes_over_its_tensors() -> Non
     given = {"flags": torch.zeros(9), "count": torch.zeros(1)}
     (launch,) = plan(Call("count_flags", given, frozenset({"count"})), 132)
     assert isinstance(launch, KernelLaunch)
-    assert (launch.name, launch.grid) == ("count_flags_kernel", (1, 1))
+    assert (launch.kernel, launch.grid) == ("count_flags_kernel", (1, 1))
     assert (sum(launch.reads.values()), launch.writes) == (36, 4)
 
 
