@@ -1,4 +1,4 @@
-"""Trees of drafts beside chains, counted on a model's own answers: would they pay?
+"""Trees of drafts beside chains, counted on a model's own answers.
 
 python -m bench trees [--prompts 6] [--tokens 64]
 

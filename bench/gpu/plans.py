@@ -8,6 +8,7 @@ the device are not looked at: a call is taken to use all that its shapes have ro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -107,17 +108,60 @@ def exit_confidence_cosine(call: Call, _: Device, __: Known) -> list[KernelLaunc
     return launches
 
 
-def exit_rows(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
+MEASURED = frozenset({"confidence", "token", "logsumexp", "top_logit"})
+MEASURED_WITH = frozenset(
+    {"previous", "weight1", "bias1", "weight2", "bias2", "norm_weight", "lm_head"}
+    | {"lm_head_scale", "lm_head_table"}
+)
+"""What is measured, and with what, within a call of another op."""
+LEAVING_ROWS, LEAVING_STATES = 32, 8
+"""Rows that one block goes on with: those that others measured, and those that it did itself."""
+
+
+def _measuring(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
+    """What a call of another op measures first."""
+    for name, op in (("lm_head", "softmax"), ("previous", "cosine"), ("weight1", "mlp")):
+        if call.arguments.get(name) is not None:
+            given = {"num_survivors": None, **call.arguments}
+            measuring = Call(f"exit_confidence_{op}", given, call.written)
+            return plan(measuring, device, known)
+    return []
+
+
+def _going_on(last: KernelLaunch, behind: KernelLaunch, grid: tuple[int, int]) -> KernelLaunch:
+    """A kernel that does the work of the one behind it too."""
+    reads = {**last.reads, **{f"{name}, behind": n for name, n in behind.reads.items()}}
+    return replace(last, grid=grid, reads=reads, writes=last.writes + behind.writes)
+
+
+def exit_rows(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     """Every row leaves, with its state."""
-    rows = {n: nbytes(x) for n, x in call.arguments.items() if isinstance(x, Tensor)}
+    launches = _measuring(call, device, known)
+    rows = {
+        name: nbytes(x)
+        for name, x in call.arguments.items()
+        if isinstance(x, Tensor) and name not in MEASURED_WITH
+    }
     states = rows.pop("hidden"), rows.pop("final_hidden")
-    written = sum(size for name, size in rows.items() if name in call.written)
+    written = sum(size for name, size in rows.items() if name in call.written - MEASURED)
     reads = {"hidden": states[0], "rows": sum(rows.values())}
-    return [KernelLaunch("exit_rows_kernel", (1, 1), reads, writes=states[0] + written)]
+    own = KernelLaunch("exit_rows_kernel", (1, 1), reads, writes=states[0] + written)
+    most = LEAVING_ROWS if len(launches) > 1 else LEAVING_STATES
+    if not launches or call["hidden"].shape[0] > most:
+        return [*launches, own]
+    return [*launches[:-1], _going_on(launches[-1], own, (1, 1))]
 
 
-def one_block(_: Call) -> int:
-    return 1
+def place_head(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
+    launches = _measuring(call, device, known)
+    left_out = MEASURED_WITH | {"hidden"}
+    placed = {name: x for name, x in call.arguments.items() if name not in left_out}
+    placing = Call(call.op, placed, call.written - MEASURED)
+    blocks = ceil_div(call["token"].shape[0], 128)
+    own = one_pass(lambda _: blocks)(placing, device, known)
+    if not launches:
+        return own
+    return [*launches[:-1], _going_on(launches[-1], own[0], launches[-1].grid)]
 
 
 def one_pass(
@@ -156,13 +200,13 @@ def greedy_or_sampled(call: Call, device: Device, known: Known) -> list[KernelLa
     return made(call, device, known)
 
 
+ONE_BLOCK = one_pass(lambda _: 1)
+"""Of the ops that have no plan of their own."""
+
 PLANS: dict[str, Plan] = {
-    "accept_mask": one_pass(one_block),
     "accept_round": one_pass(lambda call: call["num_drafted"].shape[0]),
     "append_drafts": one_pass(lambda call: 1 + call["hidden"].shape[0], parts={"states": "hidden"}),
     "append_kv": append_kv,
-    "begin_round": one_pass(one_block),
-    "begin_verification": one_pass(one_block),
     "embed_tokens": embed_tokens,
     "exit_confidence_cosine": exit_confidence_cosine,
     "exit_confidence_mlp": exit_confidence_mlp,
@@ -171,7 +215,7 @@ PLANS: dict[str, Plan] = {
     "gather_states": one_pass(lambda call: call["out"].shape[0], parts={"states": "out"}),
     "kv_fill": kv_fill,
     "paged_attention": paged_attention,
-    "place_head": one_pass(lambda call: ceil_div(call["token"].shape[0], 128)),
+    "place_head": place_head,
     "sample_tokens": one_pass(lambda call: call["logits"].shape[0]),
     "skinny_gated_linear": skinny_gated_linear,
     "skinny_linear": skinny_linear,
@@ -183,8 +227,6 @@ def plan(call: Call, device: Device, known: Known | None = None) -> list[KernelL
     """The kernels of a call.
 
     Raises:
-        NotImplementedError: there is no plan of this op, or of what it is asked for.
+        NotImplementedError: there is no plan of what it is asked for.
     """
-    if call.op not in PLANS:
-        raise NotImplementedError(f"{call.op}: no launch plan; bench/gpu/plans.py needs one")
-    return PLANS[call.op](call, device, known or Known())
+    return PLANS.get(call.op, ONE_BLOCK)(call, device, known or Known())

@@ -87,9 +87,18 @@ class _Passing(OnHost):
     def __init__(self, recorder: _Recorder, runs: bool) -> None:
         self._recorder, self._runs = recorder, runs
 
-    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:  # noqa: ARG002
+    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
         """See :class:`eecore.decoding.control.Control`."""
-        self._recorder.nodes += [set_condition(), IfNode()]
+        return 0
+
+    def unless(
+        self,
+        flag: Tensor,  # noqa: ARG002
+        body: Callable[[], None],
+        condition: int | None = None,
+    ) -> None:
+        """See :class:`eecore.decoding.control.Control`."""
+        self._recorder.nodes += [IfNode()] if condition is not None else [set_condition(), IfNode()]
         if self._runs:
             body()
 

@@ -9,9 +9,9 @@ from eecore import ops
 
 def head_rows(num_seqs: int, device: torch.device | None = None) -> ops.SoftmaxConfidence:
     """What the head might give of some rows."""
-    confidence = torch.rand(num_seqs, device=device)
+    confidence, logsumexp, top_logit = torch.rand(3, num_seqs, device=device)
     token = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-    return ops.SoftmaxConfidence(confidence, token, confidence, confidence)
+    return ops.SoftmaxConfidence(confidence, token, logsumexp, top_logit)
 
 
 def active_rows(num_seqs: int, device: torch.device | None = None) -> ops.ActiveRows:

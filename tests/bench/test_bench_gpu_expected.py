@@ -39,10 +39,16 @@ def read_of(launches: list[KernelLaunch], operand: str, *names: str) -> float:
     )
 
 
-def test_every_cuda_op_has_a_plan() -> None:
-    assert set(PLANS) == set(CUDA_OPS)
-    with pytest.raises(NotImplementedError, match="fused_everything: no launch plan"):
-        plan(Call("fused_everything", {}, frozenset()), H100)
+def test_plans_are_of_ops_that_there_are() -> None:
+    assert set(PLANS) <= set(CUDA_OPS)
+
+
+def test_an_op_without_a_plan_is_one_block_that_passes_over_its_tensors() -> None:
+    given = {"flags": torch.zeros(9), "count": torch.zeros(1)}
+    (launch,) = plan(Call("count_flags", given, frozenset({"count"})), H100)
+    assert isinstance(launch, KernelLaunch)
+    assert (launch.kernel, launch.grid) == ("count_flags_kernel", (1, 1))
+    assert (sum(launch.reads.values()), launch.writes) == (36, 4)
 
 
 @pytest.mark.parametrize(("name", "batch"), [*itertools.product(MODELS, BATCHES)])
