@@ -52,7 +52,12 @@ class Bodies(OnHost):
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
-    def unless(self, flag: Tensor, body: Callable[[], None]) -> None:  # noqa: ARG002
+    def unless(
+        self,
+        flag: Tensor,  # noqa: ARG002
+        body: Callable[[], None],
+        condition: int | None = None,  # noqa: ARG002
+    ) -> None:
         """See :class:`eecore.decoding.control.Control`."""
         self._nodes.depth += 1
         body()
