@@ -1,4 +1,4 @@
-"""What choosing may cost: a hundredth of full depth, and what it has gained.
+"""What choosing may cost: a hundredth of full depth or less, and what it has gained.
 
 To look for drafts takes time, and what is tried may be slower than full depth. Both are paid for
 out of a budget, which grows with every round and with all that drafts gain. Where it is spent,
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 __all__ = ["Budget"]
 
-# In rounds of full depth: what a round adds; at the beginning and at most, of one request alone and
-# of several, whose tokens a second say less of when the last of them is done; a new request.
-ROUND = 0.01
-ALONE, SEVERAL = (1.0, 4.0), (0.25, 1.0)
-REQUEST = 0.25
+# In rounds of full depth: what a round adds, of one request alone and of several, of which others
+# may fall behind besides; at the beginning and at most; a new request.
+ROUND_ALONE, ROUND_OF_SEVERAL = 0.01, 0.005
+ALONE, SEVERAL = (1.0, 4.0), (0.15, 1.0)
+REQUEST_ALONE, REQUEST_OF_SEVERAL = 0.25, 0.15
 # No round loses more, however slow: something else was disturbing it. No debt is larger.
 MOST_LOST, MOST_DEBT = 0.5, 1.0
 # Once it is spent, so much is saved up before anybody looks again.
@@ -31,6 +31,8 @@ class Budget:
 
     def __init__(self, *, is_alone: bool) -> None:
         self._left, self._most = ALONE if is_alone else SEVERAL
+        self._round = ROUND_ALONE if is_alone else ROUND_OF_SEVERAL
+        self._request = REQUEST_ALONE if is_alone else REQUEST_OF_SEVERAL
         self._earned = self._left
         self._saves = False
 
@@ -45,12 +47,12 @@ class Budget:
         They begin without the debts of others, and with something to try, as long as trying has
         been worth it: where many short texts come, each would lose as much again.
         """
-        given = share * (REQUEST + max(-self._left, 0.0))
+        given = share * (self._request + max(-self._left, 0.0))
         self._add(min(given, max(self._earned, 0.0)))
 
     def rested(self) -> None:
         """A round nobody looked in."""
-        self._earn(ROUND)
+        self._earn(self._round)
 
     def looked(self, gained: float) -> None:
         """A round somebody looked in.
@@ -58,7 +60,7 @@ class Budget:
         Args:
             gained: by what came of it, everything counted, in rounds of full depth.
         """
-        self._earn(ROUND + max(gained, -MOST_LOST))
+        self._earn(self._round + max(gained, -MOST_LOST))
 
     def _earn(self, rounds: float) -> None:
         self._earned = max(min(self._earned + rounds, MOST_EARNED), LEAST_EARNED)

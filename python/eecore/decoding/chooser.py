@@ -59,7 +59,7 @@ NEW_ROUND = 0.08
 TRY_HEAD = 3
 # What a request may fall behind full depth by, for what others gain: at first, and of each round
 # that somebody looked in.
-LAG, LAG_A_ROUND = 0.2, 0.01
+LAG, LAG_A_ROUND = 0.15, 0.006
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
 ENOUGH = 2.0
 # Of a draft of a head behind one that stands: how often it stands too. What a draft that a head
