@@ -176,7 +176,7 @@ def test_the_largest_weights_fit_at_any_length(
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_in_its_row(value: float, device: torch.device) -> None:
     call = with_int8(test_skinny_linear.random_call(5, 70, 33, "plain", device=device))
-    check_stays_in_its_row(call, value)
+    check_stays_in_its_row(call, value, gives_nan=not emulated.is_cuda_kernel(device))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1e30, 3e38])

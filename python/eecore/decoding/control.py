@@ -108,7 +108,7 @@ class InGraph(OnHost):
             body()
 
 
-class OnTape:
+class OnTape(OnHost):
     """Makes every decision a jump of the tape that is being recorded."""
 
     compacts = True
@@ -121,10 +121,6 @@ class OnTape:
         """See :class:`Control`."""
         with self._tape.rows(count, seqs):
             yield
-
-    def condition(self, flag: Tensor) -> int | None:  # noqa: ARG002
-        """See :class:`Control`."""
-        return None
 
     def unless(
         self,
