@@ -164,6 +164,7 @@ def markdown(result: Figures) -> str:
     columns = ["weights", "prompts", "batch", "full, tokens/s", "lookup", "head", "auto"]
     columns += ["drafted by auto, a token", "of these stood"]
     named = "" if result.get("name", "drafts") == "drafts" else f" --name {result['name']}"
+    named += " --model FILE" if result.get("name") == "drafts-coder" else ""
     turns = f"of each batch the fastest of {result['rounds']} turns"
     if result.get("pairs_turns"):
         oftener = f"{OFTENER} times as many in a batch, of full and auto"
@@ -180,7 +181,8 @@ def markdown(result: Figures) -> str:
 
 
 REPORTS = tuple(
-    Report(name, {name: markdown}) for name in ("drafts", "drafts-avx2", "drafts-noise")
+    Report(name, {name: markdown})
+    for name in ("drafts", "drafts-avx2", "drafts-noise", "drafts-coder")
 )
 
 

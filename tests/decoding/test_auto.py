@@ -21,6 +21,7 @@ from eecore.decoding.chooser import (
     Choice,
     Chooser,
     History,
+    Odds,
     best_exit_layers,
 )
 from eecore.decoding.pass_times import COST_AMONG_ROWS, ROW_COST, PassTimes, StepCost
@@ -385,7 +386,16 @@ def test_texts_that_gain_pay_for_those_that_do_not() -> None:
             budget.looked(-0.5)
 
 
-def test_rounds_of_other_batches_have_budgets_of_their_own() -> None:
+def test_a_run_of_drafts_counts_as_one_by_one() -> None:
+    run, single = Odds(0.3), Odds(0.3)
+    for stood, refused in ((3, True), (0, True), (5, False), (0, False), (1, True)):
+        run.add_run(stood, refused=refused)
+        for each in [True] * stood + [False] * refused:
+            single.add(each)
+        assert run.share == pytest.approx(single.share)
+
+
+def test_one_request_and_several_have_budgets_of_their_own() -> None:
     chooser = Chooser(12, None)
     assert chooser.gained(8, 12, 1.0) == 0.0  # nothing is known of full depth
     for _ in range(2):
@@ -394,6 +404,7 @@ def test_rounds_of_other_batches_have_budgets_of_their_own() -> None:
     for _ in range(2):
         chooser.budget(8).looked(chooser.gained(8, 8, 9.0))
     assert chooser.budget(8).is_spent
+    assert chooser.budget(2).is_spent  # what is left of a batch pays for it, too
     assert not chooser.budget(1).is_spent
 
 
@@ -599,4 +610,5 @@ def test_knowledge_is_of_requests_not_of_time() -> None:
     for _ in range(50):
         chooser.learn_drafts(2, history, NOTHING, 4, 4)
     new: History = chooser.history()
-    assert new.drafted[2].share > 0.9
+    assert new.share(("layer", 2)) > 0.9
+    assert new.share(("layer", 3)) == pytest.approx(0.3)

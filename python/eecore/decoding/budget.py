@@ -23,7 +23,7 @@ MOST_EARNED, LEAST_EARNED = 8.0, -2.0
 
 
 class Budget:
-    """Of the rounds of about so many requests.
+    """Of the rounds of one request, or of those of several.
 
     Args:
         is_alone: it is a single one.

@@ -35,6 +35,9 @@ from eecore.exits import Auto
 __all__ = ["FULL", "Choice", "Chooser", "History", "Odds", "best_exit_layers"]
 
 T = TypeVar("T")
+Kind = tuple[Literal["looked up", "headed", "layer"], int]
+"""Of a draft: by the tokens that were found and those of the drafts before, by tenths of the
+probability that a draft head gave, or by exit layer."""
 
 # Before anything is drafted: the share of drafts that stand, by the tokens that were found.
 LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
@@ -87,23 +90,29 @@ class Odds:
         self._stood = OLDER_DRAFTS * self._stood + stood
         self._tried = OLDER_DRAFTS * self._tried + 1.0
 
+    def add_run(self, stood: int, *, refused: bool) -> None:
+        """Drafts that stood one behind the other, and perhaps one behind them that did not."""
+        old = OLDER_DRAFTS**stood
+        new = (1.0 - old) / (1.0 - OLDER_DRAFTS)
+        self._stood, self._tried = old * self._stood + new, old * self._tried + new
+        if refused:
+            self.add(False)
+
 
 @dataclass
 class History:
     """How drafts fared: those of a request, which keeps it, or of all."""
 
-    looked_up: list[Odds]
-    """By the tokens that were found, and those of the drafts before."""
-    headed: list[Odds]
-    """By the probability that a draft head gave."""
+    odds: dict[Kind, Odds]
+    """By kind of draft; what is not there is expected to be as for others."""
     gain: float
     """Drafts of the head that stand in a round, on average; of late more."""
     tried: float
     """Those that a round verified."""
     steps: float
     """Those that it drafted."""
-    drafted: dict[int, Odds]
-    """By exit layer."""
+    others: History | None = None
+    """Of all requests; None for these."""
     lead: float = LAG
     """Of a request: rounds of full depth until it would be behind, by more than it may."""
 
@@ -112,16 +121,32 @@ class History:
         """Whether no more may be taken from it."""
         return self.lead < 0.0
 
+    def share(self, kind: Kind) -> float:
+        """That a draft of a kind stands, if those before it do."""
+        odds = self.odds.get(kind)
+        if odds is None:
+            assert self.others is not None
+            return self.others.share(kind)
+        return odds.share
+
+    def own(self, kind: Kind) -> Odds:
+        """What more drafts of a kind are counted in."""
+        odds = self.odds.get(kind)
+        if odds is None:
+            odds = self.odds[kind] = Odds(self.share(kind))
+        return odds
+
     def chances(self, given: Proposal) -> list[float]:
         """That the first of such drafts stands, the first two, ..."""
-        shares = (self.odds(given, k).share for k in range(len(given.tokens)))
+        shares = (self.share(kind_of(given, k)) for k in range(len(given.tokens)))
         return list(accumulate(shares, operator.mul))
 
-    def odds(self, given: Proposal, k: int) -> Odds:
-        """Of the k-th of such drafts."""
-        if given.is_headed:
-            return self.headed[min(int(10 * given.probabilities[k]), len(self.headed) - 1)]
-        return self.looked_up[min(given.match + k, len(self.looked_up) - 1)]
+
+def kind_of(given: Proposal, k: int) -> Kind:
+    """Of the k-th of such drafts."""
+    if given.is_headed:
+        return "headed", min(int(10 * given.probabilities[k]), len(HEAD_ODDS) - 1)
+    return "looked up", min(given.match + k, len(LOOKUP_ODDS) - 1)
 
 
 @dataclass(frozen=True)
@@ -160,24 +185,26 @@ class Chooser:
         head_agreement: Ordered[float] | None = None,
     ) -> None:
         self._num_layers = num_layers
-        self._agreement = agreement
         gain = _expected_gain(head_agreement or ())
-        self._all = History(
-            [Odds(share) for share in LOOKUP_ODDS],
-            [Odds(share) for share in HEAD_ODDS],
-            *(gain, 1.3 * gain, 1.0 + 1.3 * gain),
-            {},
-        )
+        expected: dict[Kind, Odds] = {}
+        for n, share in enumerate(LOOKUP_ODDS):
+            expected["looked up", n] = Odds(share)
+        for tenth, share in enumerate(HEAD_ODDS):
+            expected["headed", tenth] = Odds(share)
+        for layer in range(1, num_layers):
+            expected["layer", layer] = Odds(0.5 if agreement is None else agreement[layer - 1])
+        self._all = History(expected, gain, 1.3 * gain, 1.0 + 1.3 * gain)
         self._head_steps: dict[int, StepCost] = {}  # by about so many rows
         self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
         self._trial = 0  # rounds of it that are left
         self._best = best_exit_layers(agreement)
+        self._looks: dict[int, float] = {}  # seconds that choosing takes, by about so many rows
         self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
         self._full, self._verify = PassTimes(), PassTimes()
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
         self._unsteady = 0
         self._clock = 0  # rounds that were chosen
-        self._budgets: dict[int, Budget] = {}
+        self._alone, self._several = Budget(is_alone=True), Budget(is_alone=False)
         self._estimates: dict[Any, tuple[int, list[float]]] = {}
         self._drafts: dict[Any, tuple[int, tuple[int, int, float]]] = {}
 
@@ -187,18 +214,14 @@ class Chooser:
 
     def history(self) -> History:
         """Of a new request, of which is expected what was seen of others."""
-        return History(
-            [Odds(odds.share) for odds in self._all.looked_up],
-            [Odds(odds.share) for odds in self._all.headed],
-            *(self._all.gain, self._all.tried, self._all.steps),
-            {layer: Odds(odds.share) for layer, odds in self._all.drafted.items()},
-        )
+        known = self._all
+        return History({}, known.gain, known.tried, known.steps, known)
 
     # Choosing
 
     def budget(self, rows: int) -> Budget:
-        """Of rounds of about so many requests."""
-        return self._budgets.setdefault(rows.bit_length(), Budget(is_alone=rows == 1))
+        """Of rounds of so many requests: what a batch gained pays for what is left of it."""
+        return self._alone if rows == 1 else self._several
 
     def choose(
         self,
@@ -228,16 +251,17 @@ class Chooser:
         if seconds is None or self._rounds >= self._next_full:
             return FULL
         anchor = rows, seconds
-        best, speed = FULL, _min_gain(rows) * rows / seconds
+        look = self._looks.get(rows.bit_length(), 0.0)
+        best, speed = FULL, _min_gain(rows) * rows / (seconds + look)
         if any(proposals):
-            choice, its_speed = self._give(histories, proposals, anchor, behind)
+            choice, its_speed = self._give(histories, proposals, anchor, behind, look)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
             layer, count, its_speed = self._held(
                 self._drafts,
                 (rows, exit_layers, behind),
-                lambda: self._draft(exit_layers, histories, max(most), anchor, behind),
+                lambda: self._draft(exit_layers, histories, max(most), anchor, behind, look),
             )
             if its_speed > speed:
                 drafts = tuple(min(count, m) for m in most)
@@ -317,10 +341,12 @@ class Chooser:
         proposals: Ordered[Ordered[Proposal]],
         anchor: Anchor,
         behind: Ordered[int],
+        look: float,
     ) -> tuple[Choice, float]:
         """Of drafts that there are, those likely enough to be worth a row; tokens a second.
 
-        Those of requests that are behind come first: nothing is gained without them.
+        Choosing takes ``look`` seconds a round. Those of requests that are behind come first:
+        nothing is gained without them.
         """
         rows = anchor[0]
         row_cost = self._row_cost(anchor)
@@ -337,10 +363,11 @@ class Chooser:
             chances += [(chance, i) for chance in own]
         chances.sort(key=lambda c: (c[1] in behind and c[0] > row_cost, *c), reverse=True)
         passes = self._passes(anchor, len(chances))
-        tokens, taken, speed = [1.0] * rows, 0, 0.0
+        tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
         for count, (chance, i) in enumerate(chances, 1):
             tokens[i] += chance
-            here = _worth(tokens, behind) / passes[count]
+            total += chance
+            here = (_worth(tokens, behind) if behind else total) / (passes[count] + look)
             if here > speed:
                 taken, speed = count, here
         drafts = [0] * rows
@@ -356,19 +383,26 @@ class Chooser:
         most: int,
         anchor: Anchor,
         behind: Ordered[int],
+        look: float,
     ) -> tuple[int, int, float]:
-        """The best layer and number of drafts of each request; tokens a second."""
+        """The best layer and number of drafts of each request; tokens a second, where choosing
+        takes ``look`` seconds a round.
+        """
         rows, seconds = anchor
         best = 0, 0, 0.0
         for layer in exit_layers:
             cost = self._layer_cost(layer, anchor)
-            shares = [self._drafted(history, layer).share for history in histories]
-            tokens = [1.0] * rows
+            shares = [history.share(("layer", layer)) for history in histories]
+            stand, tokens, before = [1.0] * rows, [1.0] * rows, 0.0
             for count in range(1, most + 1):
-                tokens = [own + share**count for own, share in zip(tokens, shares, strict=True)]
-                speed = _worth(tokens, behind) / (cost.round(count) * seconds)
+                stand = [own * share for own, share in zip(stand, shares, strict=True)]
+                tokens = [own + one for own, one in zip(tokens, stand, strict=True)]
+                speed = _worth(tokens, behind) / (cost.round(count) * seconds + look)
+                if speed < before:  # less and less stand, each costs as much
+                    break
                 if speed > best[2]:
                     best = layer, count, speed
+                before = speed
         return best
 
     def _passes(self, anchor: Anchor, most: int) -> list[float]:
@@ -409,13 +443,6 @@ class Chooser:
         )
         return StepCost((more - few) / FIRST_STEPS, few)
 
-    def _drafted(self, history: History, layer: int) -> Odds:
-        odds = history.drafted.get(layer)
-        if odds is None:
-            share = 0.5 if self._agreement is None else self._agreement[layer - 1]
-            odds = history.drafted[layer] = Odds(share)
-        return odds
-
     # Learning
 
     def gained(self, rows: int, tokens: int, seconds: float) -> float:
@@ -428,6 +455,11 @@ class Chooser:
         """
         full = self._full.near(rows)
         return 0.0 if full is None else tokens / rows - seconds / full
+
+    def learn_look(self, rows: int, seconds: float) -> None:
+        """How long it took to choose for so many requests, and to learn of what was chosen."""
+        known = self._looks.get(rows.bit_length(), seconds)
+        self._looks[rows.bit_length()] = known + NEW_ROUND * (min(seconds, 2.0 * known) - known)
 
     def learn_leads(
         self,
@@ -536,10 +568,12 @@ class Chooser:
         self, layer: int, history: History, given: Proposal, drafted: int, accepted: int
     ) -> None:
         """Which drafts of a request stood; nothing is known of those behind the first refused."""
-        for k in range(min(drafted, accepted + 1)):
-            for known in (history, self._all):
-                odds = self._drafted(known, layer) if layer else known.odds(given, k)
-                odds.add(k < accepted)
+        for known in (history, self._all):
+            if layer:
+                known.own(("layer", layer)).add_run(accepted, refused=accepted < drafted)
+                continue
+            for k in range(min(drafted, accepted + 1)):
+                known.own(kind_of(given, k)).add(k < accepted)
 
     def learn_ahead(self, history: History, drafted: int, accepted: int, steps: int) -> None:
         """What a round with a head's drafts, and some for the next one, came to for a request."""
@@ -553,7 +587,8 @@ def _worth(tokens: Ordered[float], behind: Ordered[int]) -> float:
     """Of what requests get from a round: all of it, or no more than if all got what those get that
     are behind.
     """
-    return min([sum(tokens), *(len(tokens) * tokens[i] for i in behind)])
+    total = sum(tokens)
+    return min(total, len(tokens) * min(tokens[i] for i in behind)) if behind else total
 
 
 def _min_gain(rows: int) -> float:

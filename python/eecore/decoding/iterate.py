@@ -102,9 +102,10 @@ class Iterations:
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
         if not self.planner.chooses(works):
+            started = time.perf_counter()
             going_on = self._go_on(works)
             if going_on is not None:
-                self.planner.went_on()
+                self.planner.went_on(len(works), time.perf_counter() - started)
                 return going_on
         outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]

@@ -39,12 +39,11 @@ class NgramIndex:
     def extend(self, token_ids: Ordered[int]) -> None:
         """The text goes on."""
         tokens, behind, size = self._tokens, self._behind, self._shortest
-        for token in token_ids:
-            if len(tokens) >= size:  # the n-gram that ended the text has a token behind it now
-                places = behind.setdefault(tuple(tokens[-size:]), [])
-                if not places or places[-1] < len(tokens):
-                    places.append(len(tokens))
-            tokens.append(token)
+        first = max(len(tokens) - size, 0)
+        tokens += token_ids
+        # What ended the text has a token behind it now.
+        for place in range(first + size, len(tokens)):
+            behind.setdefault(tuple(tokens[place - size : place]), []).append(place)
 
     def propose(self, most: int, stops: Collection[int] = ()) -> Proposal:
         """What followed the longest n-gram that ends the text, at its latest place before.

@@ -19,6 +19,7 @@ from eecore.decoding.ngrams import look_up
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.decoding.route import GIVEN, DraftPath, Route, route_of
+from eecore.exits import Exit
 from eecore.models import Network
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
@@ -51,8 +52,10 @@ class Planner:
         self._model = model
         self._num_layers = model.config.num_layers
         self._has_head = model.draft_head is not None
+        self._routes: dict[tuple[Exit, int, int], Route] = {}  # of Auto requests that draft
         self._free: list[Sequence] = []  # requests of Auto that were asked for last
         self._look: float | None = None  # seconds that it took to choose; None: nobody did
+        self._learning = 0.0  # seconds that it took to learn of the last round
         self.others_wait = False
         """Whether requests wait for those that are planned for to end."""
 
@@ -79,10 +82,17 @@ class Planner:
         self._free = [s for s in sequences if self.route(s).auto is not None]
         return any(not sequence.is_resting for sequence in self._free)
 
-    def went_on(self) -> None:
-        """The round of those that were asked for last went on as the one before, without a look."""
+    def went_on(self, rows: int, seconds: float) -> None:
+        """The round of those that were asked for last went on as the one before, without a look.
+
+        Args:
+            rows: of the round.
+            seconds: that it took.
+        """
         if self._free:
             self._rest(self._free)
+            if len(self._free) == rows:
+                self.chooser.learn_full(rows, seconds)
 
     def _rest(self, sequences: list[Sequence]) -> None:
         budget = self.chooser.budget(len(sequences))
@@ -92,6 +102,8 @@ class Planner:
 
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
+        started = time.perf_counter()
+        self._look = None
         routes = [self.route(work.sequence) for work in works]
         planned = [
             Planned(
@@ -108,21 +120,23 @@ class Planner:
             chosen = self._chosen([planned[i] for i in free])
             for i, each in zip(free, chosen, strict=True):
                 planned[i] = each
+            if self._look is not None:
+                self._look += time.perf_counter() - started
         return planned
 
     def _chosen(self, planned: list[Planned]) -> list[Planned]:
         """What ``Auto`` requests do, all of them the same."""
-        rows, budget = len(planned), self.chooser.budget(len(planned))
+        rows, chooser = len(planned), self.chooser
+        budget = chooser.budget(rows)
         fresh = sum(each.work.sequence.drafting is None for each in planned)
         if fresh:
             budget.welcome(fresh / rows)
         if budget.is_spent:
             self._rest([each.work.sequence for each in planned])
-            self._look = None
             return [Planned(each.work, each.route) for each in planned]
-        started = time.perf_counter()
-        histories = [self._history(each.work.sequence) for each in planned]
-        choice = self.chooser.choose(
+        self._look = self._learning
+        histories = [_history(each.work.sequence, chooser) for each in planned]
+        choice = chooser.choose(
             histories,
             [_proposals(each.work, each.route) for each in planned],
             [each.work.max_drafts for each in planned],
@@ -131,20 +145,28 @@ class Planner:
             and all(each.route.auto is not None and each.route.auto.head for each in planned),
             others_wait=self.others_wait,
         )
-        self._look = time.perf_counter() - started
         if choice.kind == "full":
             return [Planned(each.work, each.route) for each in planned]
-        path = GIVEN if choice.kind == "given" else DraftPath(choice.exit_layer, choice.exit_layer)
+        layer = 0 if choice.kind == "given" else choice.exit_layer
         return [
             Planned(
                 each.work._replace(max_drafts=count),
-                replace(each.route, path=path),
+                self._drafting(each.route, layer),
                 given,
                 choice.ahead,
                 choice.ahead_thresholds,
             )
             for each, count, given in zip(planned, choice.drafts, choice.given, strict=True)
         ]
+
+    def _drafting(self, route: Route, layer: int) -> Route:
+        """The route of an ``Auto`` request whose drafts a layer makes, or which is given some."""
+        key = route.policy, route.depth, layer
+        made = self._routes.get(key)
+        if made is None:
+            path = DraftPath(layer, layer) if layer else GIVEN
+            made = self._routes[key] = replace(route, path=path)
+        return made
 
     def _exit_layers(self, planned: list[Planned]) -> tuple[int, ...]:
         """That may draft: none where somebody draws tokens, which would be others then, or has a
@@ -156,12 +178,6 @@ class Planner:
         allowed = [self.chooser.exit_layers(each.route.auto) for each in planned if each.route.auto]
         return tuple(layer for layer in allowed[0] if all(layer in other for other in allowed))
 
-    def _history(self, sequence: Sequence) -> History:
-        history: History | None = sequence.drafting
-        if history is None:
-            history = sequence.drafting = self.chooser.history()
-        return history
-
     # Learning
 
     def learn(
@@ -172,7 +188,7 @@ class Planner:
         *,
         went_on: bool,
     ) -> None:
-        """How a run went that was not its program's first one.
+        """How a run went that was not its program's first one; nothing is learnt but of ``Auto``.
 
         Args:
             planned: who took part.
@@ -185,8 +201,20 @@ class Planner:
             for each, outcome in zip(planned, outcomes, strict=True)
             if self.route(each.work.sequence).auto is not None and outcome.error is None
         ]
-        if not free:
-            return
+        if free:
+            started = time.perf_counter()
+            self._learn(planned, outcomes, free, seconds, went_on)
+            self._learning = time.perf_counter() - started
+
+    def _learn(
+        self,
+        planned: Ordered[Planned],
+        outcomes: Ordered[Outcome],
+        free: list[tuple[Planned, Outcome]],
+        seconds: float,
+        went_on: bool,
+    ) -> None:
+        chooser = self.chooser
         rows, path = len(planned), free[0][0].route.path
         drafted = [outcome.counters.drafted for outcome in outcomes]
         layer, steps = 0 if path is None else path.num_layers, 0
@@ -195,12 +223,13 @@ class Planner:
             steps = ahead if path.is_given else max(drafted)
         if self._look is not None:
             spent = seconds + self._look
+            chooser.learn_look(len(free), self._look)
             tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
-            budget = self.chooser.budget(len(free))
-            budget.looked(self.chooser.gained(rows, tokens, spent))
-            self.chooser.learn_leads(
+            budget = chooser.budget(len(free))
+            budget.looked(chooser.gained(rows, tokens, spent))
+            chooser.learn_leads(
                 rows,
-                [(self._history(o.sequence), 1 + o.counters.accepted) for _, o in free],
+                [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free],
                 spent,
                 drafted=sum(drafted),
                 steps=steps,
@@ -212,22 +241,28 @@ class Planner:
             if all(
                 each.route.depth == self._num_layers and not each.route.points for each in planned
             ):
-                self.chooser.learn_full(rows, seconds, is_steady=went_on)
+                chooser.learn_full(rows, seconds, is_steady=went_on)
             return
         if path.is_given:
-            self.chooser.learn_given(rows, sum(drafted), steps, seconds)
+            chooser.learn_given(rows, sum(drafted), steps, seconds)
         else:
-            self.chooser.learn_drafted(layer, rows, sum(drafted), steps, seconds)
+            chooser.learn_drafted(layer, rows, sum(drafted), steps, seconds)
         for each, outcome in free:
-            counters, history = outcome.counters, self._history(each.work.sequence)
-            self.chooser.learn_drafts(
-                layer, history, each.given, counters.drafted, counters.accepted
-            )
+            counters, history = outcome.counters, _history(each.work.sequence, chooser)
+            chooser.learn_drafts(layer, history, each.given, counters.drafted, counters.accepted)
             has_drafted = bool(_drafted_ahead(each.work).tokens)
             if each.ahead and has_drafted and not each.given.match:
-                self.chooser.learn_ahead(
+                chooser.learn_ahead(
                     history, counters.drafted, counters.accepted, _num_ahead(each, outcome)
                 )
+
+
+def _history(sequence: Sequence, chooser: Chooser) -> History:
+    """Of a request, which keeps it."""
+    history: History | None = sequence.drafting
+    if history is None:
+        history = sequence.drafting = chooser.history()
+    return history
 
 
 def _given(work: Work, route: Route) -> Proposal:

@@ -31,6 +31,9 @@ from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Row", "Sizes", "Step", "sizes_for"]
 
+# Programs are for no fewer pages of a sequence: for each number of its own they would be many.
+MIN_PAGES = 8
+
 
 @dataclass(frozen=True)
 class Row:
@@ -79,7 +82,7 @@ def sizes_for(rows: list[Row], positions: int, *, page_size: int, ahead: bool) -
     pages = max(max(len(sequence.pages) for sequence in sequences), -(-most // page_size))
     return Sizes(
         power_of_two(len(rows)),
-        power_of_two(pages),
+        power_of_two(max(pages, MIN_PAGES)),
         input_pages(sequences),
         head_sizes(sequences, positions),
         ahead,
