@@ -19,6 +19,7 @@ SUMMARY_WARPS = 4
 SUMMARY_BYTES = 16
 MOST_SHARED_ROWS = 8  # that each block makes ready itself
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
+MOST_APPENDED_ROWS = 8  # whose heads a product's blocks append
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,54 @@ def made_rows(
     return Made.IN_BLOCKS if in_blocks else Made.AHEAD
 
 
+def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
+    heads = call["q"].shape[1] if call["q"] is not None else 0
+    return [append_launch(call, *call["k"].shape[:2], heads)]
+
+
+def append_launch(call: Call, num_tokens: int, num_kv_heads: int, num_q_heads: int) -> KernelLaunch:
+    """append_kv as a kernel of its own."""
+    cache, cos_sin = call["k_cache"], call["cos_sin"]
+    head_dim, item = cache.shape[3], cache.element_size()
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    pack = 16 // item
+    rest = ceil_div(ceil_div(head_dim - rotary, 2), pack)
+    items = ceil_div(rotary // 2, pack) + rest
+    lanes = 4
+    while lanes < 32 and lanes < items:
+        lanes *= 2
+    heads = num_q_heads + 2 * num_kv_heads
+    moved = num_tokens * heads * head_dim * item
+    reads = {
+        "q, k, v": moved,
+        "weights": call.bytes_of("q_norm_weight", "k_norm_weight"),
+        **append_reads(call, num_tokens),
+    }
+    grid = (num_tokens, ceil_div(heads, 128 // lanes))
+    return KernelLaunch("append_kv_kernel", grid, reads, writes=moved)
+
+
+def append_reads(call: Call, num_tokens: int) -> dict[str, float]:
+    """What heads are rotated by, and where they go."""
+    cos_sin = call["cos_sin"]
+    return {
+        "cos_sin": 0 if cos_sin is None else num_tokens * cos_sin.shape[1] * 4,
+        "slots": call.bytes_of("slot_mapping", "positions"),
+    }
+
+
+def blocks_append(call: Call, rows: Rows) -> bool:
+    """Whether those of the product do, so that there is no kernel behind it."""
+    cos_sin = call["cos_sin"]
+    return (
+        rows.count <= MOST_APPENDED_ROWS
+        and call["q_norm_weight"] is None
+        and call["k_norm_weight"] is None
+        and call["k_cache"].shape[3] % 16 == 0
+        and (cos_sin is None or cos_sin.shape[1] % 16 == 0)
+    )
+
+
 def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     x, weight, out = call["x"], call["weight"], call["out"]
     rows = Rows(x.shape[0], x.shape[1], x.dtype)
@@ -197,9 +246,14 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     made = made_rows(rows, x, call["norm_weight"], m_tiles, slices, blocks, device)
     norm_bytes = call.bytes_of("norm_weight")
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
+    appends = call["slot_mapping"] is not None
+    in_blocks = appends and blocks_append(call, rows)
+    _, _, kv_heads, head_dim = call["k_cache"].shape if appends else (0, 0, 0, 1)
+    reads = {"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")}
+    cached = rows.count * 2 * kv_heads * head_dim * out.element_size()
     launches.append(
         product(
-            "skinny_linear_kernel",
+            "skinny_append_kernel" if in_blocks else "skinny_linear_kernel",
             rows,
             out_features,
             weight_bytes_of(call, out_features),
@@ -209,10 +263,13 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
             n_tiles,
             made=made,
             norm_bytes=norm_bytes,
-            reads={"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")},
-            writes=nbytes(out),
+            reads={**reads, **append_reads(call, rows.count)} if in_blocks else reads,
+            writes=nbytes(out) + (cached if in_blocks else 0),
         )
     )
+    if appends and not in_blocks:
+        heads = out_features // head_dim - 2 * kv_heads
+        launches.append(append_launch(call, rows.count, kv_heads, heads))
     return launches
 
 

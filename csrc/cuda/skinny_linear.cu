@@ -1,10 +1,23 @@
 // skinny_linear on CUDA: one pass over the weight for each group of tokens. Where rows of x must be
-// made ready, each block does so, or, of many rows, a kernel ahead.
+// made ready, each block does so, or, of many rows, a kernel ahead. Heads are appended where they
+// are summed, or, of many rows and where they are normed, by a kernel behind.
+#include "eecore/skinny_append.cuh"
 #include "eecore/skinny_linear.cuh"
 #include "skinny_launch.cuh"
 
 namespace eecore::cuda {
 namespace {
+
+bool appends(const SkinnyLinearParams& params) { return params.append.slot_mapping != nullptr; }
+
+// Whether the product's blocks can append what they sum. A head's norm would need all of it in one
+// block, of which there would be fewer than multiprocessors.
+bool blocks_append(const SkinnyLinearParams& params) {
+  const AppendKvParams& append = params.append;
+  return params.num_tokens <= kMostAppendedRows && append.q_norm_weight == nullptr &&
+         append.k_norm_weight == nullptr && append.head_dim % 16 == 0 &&
+         append.rotary_dim % 16 == 0;
+}
 
 template <typename T, typename W, int kMTiles, int kNTiles>
 void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) {
@@ -17,9 +30,17 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
       params, plan, kMTiles, blocks, stream,
       [&](const SkinnyLinearParams& ready, const SkinnyPlan& whole_plan, size_t shared_bytes,
           auto makes_rows) {
-        launch("skinny_linear", skinny_linear_kernel<T, kMTiles, kNTiles, makes_rows(), W>,
-               {grid, dim3(kSkinnyThreads), shared_bytes, Launch::kAfterPrevious}, stream, ready,
-               whole_plan);
+        const LaunchShape shape = {grid, dim3(kSkinnyThreads), shared_bytes,
+                                   Launch::kAfterPrevious};
+        if constexpr (8 * kNTiles <= kMostAppendedRows) {
+          if (appends(ready)) {
+            launch("skinny_linear", skinny_append_kernel<T, kMTiles, makes_rows(), W>, shape,
+                   stream, ready, whole_plan, HeadTiles::of(ready.append));
+            return;
+          }
+        }
+        launch("skinny_linear", skinny_linear_kernel<T, kMTiles, kNTiles, makes_rows(), W>, shape,
+               stream, ready, whole_plan);
       });
 }
 
@@ -47,10 +68,14 @@ int64_t skinny_linear_workspace(const SkinnyLinearParams& params, int) {
 void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   check_activation("skinny_linear", params.activation, {Activation::kNone, Activation::kRelu});
   if (params.num_tokens == 0 || params.out_features == 0) return;
-  dispatch_product("skinny_linear", params, [&](auto tag, auto weight_tag, auto n_tiles) {
+  SkinnyLinearParams product = params;
+  const bool is_behind = appends(params) && !blocks_append(params);
+  if (is_behind) product.append = {};
+  dispatch_product("skinny_linear", product, [&](auto tag, auto weight_tag, auto n_tiles) {
     using T = typename decltype(tag)::type;
-    multiply<T, typename decltype(weight_tag)::type, n_tiles()>(params, stream);
+    multiply<T, typename decltype(weight_tag)::type, n_tiles()>(product, stream);
   });
+  if (is_behind) run_append_kv(params.append, stream);
 }
 
 }  // namespace eecore::cuda

@@ -58,6 +58,7 @@ def test_an_iteration_reads_every_weight_once(name: str, batch: int) -> None:
     layer, _, head = weight_bytes(config, 2)
     products = (
         "skinny_linear_kernel",
+        "skinny_append_kernel",
         "skinny_gated_linear_kernel",
         "exit_confidence_softmax_kernel",
     )
