@@ -19,6 +19,7 @@ SUMMARY_WARPS = 4
 SUMMARY_BYTES = 16
 MOST_SHARED_ROWS = 8  # that each block makes ready itself
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
+MOST_FILL_SLICES = 4
 MOST_APPENDED_ROWS = 8  # whose heads a product's blocks append
 
 
@@ -238,7 +239,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     def tile_rows(m_tiles: int) -> int:
         return 16 * m_tiles * (WARPS // slices)
 
-    is_wide = n_tiles >= 4 or (x.dtype == torch.float32 and n_tiles == 2)
+    is_wide = n_tiles > 4 or (x.dtype == torch.float32 and n_tiles == 2)
     fills_device = 10 * ceil_div(out_features, tile_rows(2)) >= 9 * device.num_multiprocessors
     m_tiles = 2 if is_wide or fills_device else 1
     tiles = ceil_div(out_features, tile_rows(m_tiles))
@@ -355,25 +356,36 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
         repeats={"x": filled * 2 * row, "norm_weight": (filled - deepest) * row},
         workspace=filled * rows.row_bytes,
     )
-    # A head is cut into tiles of 16 rows; where a tile has fewer than 8 warps, they share it.
     n_tiles = 1 if rows.dtype == torch.float32 else rows.tiles(4)
     groups = ceil_div(rows.count, 8 * n_tiles)
-    blocks = min(num_layers * num_heads, 2 * device.num_multiprocessors)
+    cos_sin = call["cos_sin"]
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    # Units of work of a layer, and the rows of the weight that they read: some rows, or heads.
+    in_pairs = call["k_norm_weight"] is None and head_dim % 16 == 0 and rotary % 16 == 0
+    m_tiles = 2 if in_pairs and n_tiles > 2 else 1
+    units, read_rows = num_heads, kv_size
+    if in_pairs:
+        slices = choose_slices(kv_size, ceil_div(rows.size, rows.chunk), device)
+        slices = min(slices, MOST_FILL_SLICES)
+        units = ceil_div(kv_size, 16 * m_tiles * (WARPS // slices))
+        read_rows = units * 16 * m_tiles * (WARPS // slices)
+    resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
+    blocks = min(num_layers * units, resident)
     weights = deepest * kv_size * row
     passes = sum(
         max(sorted(needed, reverse=True)[group * 8 * n_tiles], 0) for group in range(groups)
     )
-    angles = rows.count * call["cos_sin"].shape[1] * 4 if call["cos_sin"] is not None else 0
     fill = KernelLaunch(
-        "kv_fill_kernel",
+        "kv_fill_pairs_kernel" if in_pairs else "kv_fill_kernel",
         (blocks, groups),
-        {"weight": weights, "cos_sin": angles},
+        {"weight": weights, "cos_sin": rows.count * rotary * 4},
         repeats={
-            "weight": (passes - deepest) * kv_size * row,
-            "x": filled * rows.row_bytes * (num_heads - 1),
+            "weight": (passes * read_rows - deepest * kv_size) * row,
+            "x": filled * rows.row_bytes * (units - 1),
         },
         writes=filled * num_heads * head_dim * item,
         workspace=filled * rows.row_bytes,
-        flops=2.0 * passes * 8 * n_tiles * kv_size * rows.size,
+        flops=2.0 * passes * 8 * n_tiles * read_rows * rows.size,
+        at_work=groups * min(blocks, deepest * units),
     )
     return [order, fill]

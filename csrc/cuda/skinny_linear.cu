@@ -15,8 +15,7 @@ bool appends(const SkinnyLinearParams& params) { return params.append.slot_mappi
 bool blocks_append(const SkinnyLinearParams& params) {
   const AppendKvParams& append = params.append;
   return params.num_tokens <= kMostAppendedRows && append.q_norm_weight == nullptr &&
-         append.k_norm_weight == nullptr && append.head_dim % 16 == 0 &&
-         append.rotary_dim % 16 == 0;
+         append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
 
 template <typename T, typename W, int kMTiles, int kNTiles>
@@ -34,8 +33,10 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
                                    Launch::kAfterPrevious};
         if constexpr (8 * kNTiles <= kMostAppendedRows) {
           if (appends(ready)) {
+            const int64_t num_heads = ready.append.num_q_heads + 2 * ready.append.num_kv_heads;
             launch("skinny_linear", skinny_append_kernel<T, kMTiles, makes_rows(), W>, shape,
-                   stream, ready, whole_plan, HeadTiles::of(ready.append));
+                   stream, ready, whole_plan,
+                   HeadTiles::of(num_heads, ready.append.head_dim, ready.append.rotary_dim));
             return;
           }
         }
@@ -53,8 +54,8 @@ void multiply(const SkinnyLinearParams& params, Stream stream) {
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
   const bool fills_device =
       10 * wide_tiles >= 9 * int64_t{device_properties(stream.device).num_multiprocessors};
-  // With many tokens there are registers for the wide one only where a block is alone.
-  constexpr bool kIsWide = kNTiles >= 4 || (std::is_same_v<T, float> && kNTiles == 2);
+  // With many tokens there are registers enough only where a block is alone, as wide ones are.
+  constexpr bool kIsWide = kNTiles > 4 || (std::is_same_v<T, float> && kNTiles == 2);
   if (kIsWide || fills_device) return multiply<T, W, 2, kNTiles>(params, plan, stream);
   if constexpr (!kIsWide) multiply<T, W, 1, kNTiles>(params, plan, stream);
 }

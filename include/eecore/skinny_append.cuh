@@ -3,77 +3,13 @@
 #pragma once
 
 #include "eecore/cache_slot.cuh"
+#include "eecore/head_pairs.cuh"
 #include "eecore/skinny_rows.cuh"
 
 namespace eecore::cuda {
 
 // Rows of x at most: with more the loads of a tile's end would be one behind the other.
 constexpr int kMostAppendedRows = 8;
-
-// How the rows of the weight are visited, 16 at a time. A thread has rows r and r + 8 of those: of
-// the first tiles of a head they are elements that are rotated together.
-struct HeadTiles {
-  int count;     // of all heads
-  int per_head;  // head_dim / 16
-  int rotary;    // of a head, those that are rotated
-  int half;      // of rotary_dim
-
-  // Where head_dim and rotary_dim are multiples of 16.
-  __host__ __device__ static HeadTiles of(const AppendKvParams& append) {
-    HeadTiles tiles;
-    tiles.per_head = static_cast<int>(append.head_dim / 16);
-    tiles.count = static_cast<int>(append.num_q_heads + 2 * append.num_kv_heads) * tiles.per_head;
-    tiles.rotary = static_cast<int>(append.rotary_dim / 16);
-    tiles.half = static_cast<int>(append.rotary_dim / 2);
-    return tiles;
-  }
-};
-
-// Where row 0 and row 8 of a tile lie in their head.
-struct HeadTile {
-  int head, first, second;
-  bool is_rotary;
-
-  __device__ __forceinline__ HeadTile(const HeadTiles& tiles, int tile) {
-    head = tile / tiles.per_head;
-    const int in_head = tile - head * tiles.per_head;
-    is_rotary = in_head < tiles.rotary;
-    first = in_head * (is_rotary ? 8 : 16);
-    second = first + (is_rotary ? tiles.half : 8);
-  }
-};
-
-// finish(m, row, column, first, second) for each pair of products of the block's tile, once: of
-// rows `row` (0 to 7) and row + 8 of the warp's 16 rows m. Else as for_each_product.
-template <int kMTiles, typename Finish>
-__device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const SkinnyLane& lane,
-                                              Shared<float> exchange, int& turn,
-                                              const float (&sums)[kMTiles][1][4],
-                                              const Finish& finish) {
-  if (plan.num_slices == 1) {
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        finish(m, lane.row, 2 * lane.piece + i, sums[m][0][i], sums[m][0][i + 2]);
-      }
-    }
-    return;
-  }
-  const int group = lane.group * plan.num_slices;  // its first warp
-  const Shared<float> buffer = exchange + turn * (kSkinnyWarps * kMTiles * kExchangeTile);
-  turn = 1 - turn;
-  put_products(buffer, group + lane.slice, lane, sums, 0);
-  __syncthreads();
-  const int thread = lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
-  for (int e = thread; e < 64 * kMTiles; e += plan.num_slices * 32) {
-    const int row = e % 8, column = e / 8 % 8, m = e / 64;
-    const Shared<float> at =
-        buffer + ((group * kMTiles + m) * kExchangeTile + column * kExchangeColumn + row);
-    finish(m, row, column, sum_of_slices<kMTiles>(at, plan.num_slices),
-           sum_of_slices<kMTiles>(at + 8, plan.num_slices));
-  }
-}
 
 // Grid: the blocks that share the tiles of out_features. Else as skinny_linear_kernel, with up to
 // kMostAppendedRows tokens.
@@ -90,14 +26,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
     return (block + tile * num_blocks) * tiles_at_a_time + lane.group * kMTiles;
   };
   const auto rows_of = [&](int tile, const W*(&rows)[2 * kMTiles]) {
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-      const HeadTile at(tiles, min(first_tile(tile) + m, tiles.count - 1));
-      const int64_t row = at.head * head_dim + lane.row;
-      const W* weight = static_cast<const W*>(params.weight);
-      rows[2 * m] = weight + (row + at.first) * params.weight_stride;
-      rows[2 * m + 1] = weight + (row + at.second) * params.weight_stride;
-    }
+    paired_rows<kMTiles>(tiles, first_tile(tile), lane, static_cast<const W*>(params.weight),
+                         params.weight_stride, rows);
   };
 
   WeightStream<W, kMTiles> weight(plan, lane, my_tiles);
@@ -117,14 +47,6 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
   if (plan.num_slices == 1) __syncthreads();  // else the exchange has a barrier
 
   const T* bias = static_cast<const T*>(params.bias);
-  const auto projected = [&](int row, float sum) {
-    const float addend = bias == nullptr ? 0.0f : to_float(bias[row]);
-    if constexpr (kHasScales<W>) {
-      return from_float<T>(fmaf(sum, params.weight_scale[row], addend));
-    } else {
-      return from_float<T>(bias == nullptr ? sum : sum + addend);
-    }
-  };
   const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
   int turn = 0;
   for (int tile = 0; tile < my_tiles; ++tile) {
@@ -148,15 +70,14 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
             sine = cos_sin[tiles.half];
           }
 
-          const T a = projected(at.head * head_dim + first, first_sum);
-          const T b = projected(at.head * head_dim + second, second_sum);
+          const int base = at.head * head_dim;
+          const T a = projected<T, W>(first_sum, params.weight_scale, bias, base + first);
+          const T b = projected<T, W>(second_sum, params.weight_scale, bias, base + second);
           T turned_a = a, turned_b = b;
           if (is_turned) {
-            const float p = to_float(a), q = to_float(b);
-            turned_a = from_float<T>(fmaf(p, cosine, -(q * sine)));
-            turned_b = from_float<T>(fmaf(q, cosine, p * sine));
+            turn_pair(turned_a, turned_b, cosine, sine);
           }
-          T* out = static_cast<T*>(params.out) + (column * params.out_stride + at.head * head_dim);
+          T* out = static_cast<T*>(params.out) + (column * params.out_stride + base);
           out[first] = kv_head < 0 ? turned_a : a;
           out[second] = kv_head < 0 ? turned_b : b;
           const CacheSlot slot = slots[column];
