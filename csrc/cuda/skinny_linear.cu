@@ -54,8 +54,8 @@ void multiply(const SkinnyLinearParams& params, Stream stream) {
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
   const bool fills_device =
       10 * wide_tiles >= 9 * int64_t{device_properties(stream.device).num_multiprocessors};
-  // With many tokens there are registers enough only where a block is alone, as wide ones are.
-  constexpr bool kIsWide = kNTiles > 4 || (std::is_same_v<T, float> && kNTiles == 2);
+  // Of many float32 tokens there are registers enough only where a block is alone.
+  constexpr bool kIsWide = std::is_same_v<T, float> && kNTiles == 2;
   if (kIsWide || fills_device) return multiply<T, W, 2, kNTiles>(params, plan, stream);
   if constexpr (!kIsWide) multiply<T, W, 1, kNTiles>(params, plan, stream);
 }
