@@ -162,36 +162,28 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   }
 }
 
-// A block's i-th part of the work of all layers, `units_of_layer` each: from the last layer down,
-// which needs all rows that any layer needs.
-struct FillUnit {
-  int layer, in_layer;
+// A block's i-th unit of the work of all layers: from the last layer down, which needs all rows
+// that any layer needs.
+__device__ __forceinline__ int fill_unit(int num_units, int i) {
+  return num_units - 1 - static_cast<int>(blockIdx.x) - i * static_cast<int>(gridDim.x);
+}
 
-  __device__ __forceinline__ FillUnit(int num_layers, int units_of_layer, int i) {
-    const int unit = num_layers * units_of_layer - 1 - static_cast<int>(blockIdx.x) -
-                     i * static_cast<int>(gridDim.x);
-    layer = unit / units_of_layer;
-    in_layer = unit % units_of_layer;
-  }
-};
-
-// Starts the stream of a block's units, `tiles_of_unit` each, waits for the previous kernel, and
-// gives how many of the units are needed. That is known when the rows are in order. Blocks that
-// begin in the last layer have its weight on the way before: the kernel ahead, which orders the
-// rows, has waited for whoever wrote it.
+// Starts the stream of a block's units, `tiles_of_unit` each where the warp works, waits for the
+// previous kernel, and gives how many of the units are needed. That is known when the rows are in
+// order. Blocks that begin in the last layer have its weight on the way before: the kernel ahead,
+// which orders the rows, has waited for whoever wrote it.
 template <typename W, int kMTiles, typename RowsOf>
 __device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFillRows& rows,
                                           WeightStream<W, kMTiles>& weight, const RowsOf& rows_of,
-                                          int units_of_layer, int tiles_of_unit,
-                                          int64_t first_place) {
-  const int num_layers = static_cast<int>(params.num_layers);
+                                          int num_layers, int units_of_layer, bool works,
+                                          int tiles_of_unit, int64_t first_place) {
   int my_units = 0;
   const auto find_units = [&] {
     if (first_place < rows.counts[num_layers - 1]) {
       const int first_layer = max(params.exit_layer[rows.order[first_place]], 0);
       my_units = tiles_of_block((num_layers - first_layer) * units_of_layer);
     }
-    weight.end_at(my_units * tiles_of_unit);
+    weight.end_at(works ? my_units * tiles_of_unit : 0);
   };
   const bool starts_early = blockIdx.y == 0 && static_cast<int>(blockIdx.x) < units_of_layer;
   if (!starts_early) {
@@ -229,10 +221,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
 
   // Each head in cut.num_parts tiles.
   const auto rows_of = [&](int tile, const W*(&weight_rows)[2]) {
-    const FillUnit unit(num_layers, num_heads, tile / cut.num_parts);
+    const int head = fill_unit(num_layers * num_heads, tile / cut.num_parts);
     const W* weight = static_cast<const W*>(params.kv_weight) +
-                      unit.layer * params.weight_layer_stride +
-                      unit.in_layer * params.head_dim * params.weight_row_stride;
+                      head / num_heads * params.weight_layer_stride +
+                      head % num_heads * params.head_dim * params.weight_row_stride;
     const int first = (tile % cut.num_parts * cut.group_tiles + lane.group) * 16 + lane.row;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -242,9 +234,10 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   };
 
   const bool works = lane.group < cut.group_tiles;
-  const int parts = works ? cut.num_parts : 0;
-  WeightStream<W, 1> weight(plan, lane, tiles_of_block(num_layers * num_heads) * parts);
-  const int my_heads = start_fill(params, rows, weight, rows_of, num_heads, parts, first_place);
+  WeightStream<W, 1> weight(plan, lane,
+                            works ? tiles_of_block(num_layers * num_heads) * cut.num_parts : 0);
+  const int my_heads = start_fill(params, rows, weight, rows_of, num_layers, num_heads, works,
+                                  cut.num_parts, first_place);
 
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, positions, 8 * kNTiles);
@@ -253,8 +246,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   const Shared<float> products = dynamic_shared<float>(skinny_ring_bytes(plan, 1));
   const int slice_stride = 8 * kNTiles * cut.column;
   for (int i = 0; i < my_heads; ++i) {
-    const FillUnit unit(num_layers, num_heads, i);
-    const int layer = unit.layer;
+    const int unit = fill_unit(num_layers * num_heads, i);
+    const int layer = unit / num_heads, head = unit % num_heads;
     const auto x = skinny_rows<kNTiles>(
         static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
         rows.padded_size, rows.counts[layer], first_place);
@@ -274,7 +267,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
     }
     __syncthreads();
     for (int column = threadIdx.x / 32; column < x.count; column += kSkinnyWarps) {
-      write_head<T, W>(params, layer, unit.in_layer, slots[column], positions[column],
+      write_head<T, W>(params, layer, head, slots[column], positions[column],
                        products + column * cut.column, plan.num_slices, slice_stride);
     }
     __syncthreads();  // the products are read before those of the next head are written

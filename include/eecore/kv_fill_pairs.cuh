@@ -17,18 +17,21 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
   const int num_layers = static_cast<int>(params.num_layers);
   const int num_kv_heads = static_cast<int>(params.num_kv_heads);
   const int head_dim = static_cast<int>(params.head_dim);
-  const int tiles_at_a_time = skinny_tile_rows(plan, kMTiles) / 16;
   const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
 
+  const auto first_tile = [&](int unit) {  // of a layer: of the warp's 16 rows
+    return unit * (skinny_tile_rows(plan, kMTiles) / 16) + lane.group * kMTiles;
+  };
   const auto rows_of = [&](int i, const W*(&weight_rows)[2 * kMTiles]) {
-    const FillUnit unit(num_layers, plan.num_tiles, i);
-    const W* weight =
-        static_cast<const W*>(params.kv_weight) + unit.layer * params.weight_layer_stride;
-    paired_rows<kMTiles>(tiles, unit.in_layer * tiles_at_a_time + lane.group * kMTiles, lane,
-                         weight, params.weight_row_stride, weight_rows);
+    const int unit = fill_unit(num_layers * plan.num_tiles, i);
+    const W* weight = static_cast<const W*>(params.kv_weight) +
+                      unit / plan.num_tiles * params.weight_layer_stride;
+    paired_rows<kMTiles>(tiles, first_tile(unit % plan.num_tiles), lane, weight,
+                         params.weight_row_stride, weight_rows);
   };
   WeightStream<W, kMTiles> weight(plan, lane, tiles_of_block(num_layers * plan.num_tiles));
-  const int my_units = start_fill(params, rows, weight, rows_of, plan.num_tiles, 1, first_place);
+  const int my_units =
+      start_fill(params, rows, weight, rows_of, num_layers, plan.num_tiles, true, 1, first_place);
 
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, positions, 8 * kNTiles);
@@ -38,21 +41,22 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
   const Shared<float> exchange = dynamic_shared<float>(skinny_ring_bytes(plan, kMTiles));
   int turn = 0;
   for (int i = 0; i < my_units; ++i) {
-    const FillUnit unit(num_layers, plan.num_tiles, i);
-    const int first_tile = unit.in_layer * tiles_at_a_time + lane.group * kMTiles;
+    const int unit = fill_unit(num_layers * plan.num_tiles, i);
+    const int layer = unit / plan.num_tiles;
     const auto x = skinny_rows<kNTiles>(
-        static_cast<const T*>(rows.normed) + unit.layer * params.num_tokens * rows.padded_size,
-        rows.padded_size, rows.counts[unit.layer], first_place);
-    const T* bias = static_cast<const T*>(params.kv_bias);
-    if (bias != nullptr) bias += unit.layer * params.bias_layer_stride;
-    const float* scale = params.kv_scale;
-    if constexpr (kHasScales<W>) scale += unit.layer * params.scale_layer_stride;
+        static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
+        rows.padded_size, rows.counts[layer], first_place);
     float sums[kMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
+
+    const T* bias = static_cast<const T*>(params.kv_bias);
+    if (bias != nullptr) bias += layer * params.bias_layer_stride;
+    const float* scale = params.kv_scale;
+    if constexpr (kHasScales<W>) scale += layer * params.scale_layer_stride;
     for_each_pair(
         plan, lane, exchange, turn, sums,
         [&](int m, int row, int column, float first_sum, float second_sum) {
-          const int tile = first_tile + m;
+          const int tile = first_tile(unit % plan.num_tiles) + m;
           if (column >= x.count || tile >= tiles.count) return;
           const HeadTile at(tiles, tile);
           const int first = at.first + row, second = at.second + row;
@@ -68,11 +72,11 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
           T b = projected<T, W>(second_sum, scale, bias, base + second);
           if (is_turned) turn_pair(a, b, cosine, sine);
           const CacheSlot slot = slots[column];
-          T* cache =
-              is_key ? static_cast<T*>(params.k_cache) + unit.layer * params.k_cache_layer_stride +
-                           cache_offset(params.k_cache_strides, slot, at.head)
-                     : static_cast<T*>(params.v_cache) + unit.layer * params.v_cache_layer_stride +
-                           cache_offset(params.v_cache_strides, slot, at.head - num_kv_heads);
+          T* cache = is_key
+                         ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
+                               cache_offset(params.k_cache_strides, slot, at.head)
+                         : static_cast<T*>(params.v_cache) + layer * params.v_cache_layer_stride +
+                               cache_offset(params.v_cache_strides, slot, at.head - num_kv_heads);
           cache[first] = a;
           cache[second] = b;
         });
