@@ -185,6 +185,7 @@ KV_FILL_CASES = (
     KvFillCase(
         17, hidden_size=40, head_dim=10, rotary_dim=6, page_size=128, bias=True, k_norm=True
     ),
+    KvFillCase(20, hidden_size=200, num_kv_heads=3, head_dim=80, rotary_dim=48, bias=True),
     KvFillCase(33, hidden_size=72, head_dim=36, rotary_dim=20, k_norm=True),
     KvFillCase(257, num_layers=4, hidden_size=100),
 )

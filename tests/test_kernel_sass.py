@@ -17,7 +17,7 @@ import kernel_sass
 from kernel_sass import Code, Instruction
 
 GLOBAL_ACCESSES = {"LDG", "STG", "LDGSTS", "ATOMG", "RED", "REDG"}
-STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_kernel"
+STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_)?kernel"
 
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
@@ -27,7 +27,9 @@ INT8 = "signed char"  # of a weight's elements, which are the last argument
 SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
 SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8})> "
 GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
-MAKES_ROWS = r"skinny_(?:gated_)?linear_kernel<(\w+), (?:\d+, )+true, "
+APPEND = rf"skinny_append_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
+FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
+MAKES_ROWS = r"skinny_(?:linear|gated_linear|append)_kernel<(\w+), (?:\d+, )+true, "
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,9 @@ def test_a_batch_of_partial_results_is_loaded_before_the_first_is_merged(
 def skinny_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
     """With the numbers of tiles of 16 rows of the weight and of 8 rows of x."""
     linear = [(m, int(m[2]), int(m[3]), code) for m, code in of(kernels, SKINNY)]
-    return linear + [(m, 2, int(m[2]), code) for m, code in of(kernels, GATED)]
+    gated = [(m, 2, int(m[2]), code) for m, code in of(kernels, GATED)]
+    append = [(m, int(m[2]), 1, code) for m, code in of(kernels, APPEND)]
+    return linear + gated + append + [(m, int(m[2]), int(m[3]), c) for m, c in of(kernels, FILL)]
 
 
 def is_int8(match: re.Match[str]) -> bool:

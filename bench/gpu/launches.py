@@ -23,6 +23,7 @@ class KernelLaunch:
             keeps them where they fit.
         flops: operations of the matrix instructions, padding included.
         starts_early: it asks to start before the kernel ahead has ended (Launch::kAfterPrevious).
+        at_work: blocks that find something to do; None: all.
     """
 
     kernel: str
@@ -33,6 +34,7 @@ class KernelLaunch:
     workspace: float = 0.0
     flops: float = 0.0
     starts_early: bool = True
+    at_work: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -62,7 +64,8 @@ def work_seconds(gpu: Gpu, launch: KernelLaunch) -> float:
 
     Fewer blocks than multiprocessors have their share of L2 and of the tensor cores alone.
     """
-    busy = min(1.0, launch.blocks / gpu.num_multiprocessors)
+    blocks = launch.blocks if launch.at_work is None else launch.at_work
+    busy = min(1.0, blocks / gpu.num_multiprocessors)
     if busy == 0.0:
         return 0.0
     spilt = launch.workspace if launch.workspace > gpu.l2_bytes / 2 else 0.0

@@ -17,6 +17,7 @@ from bench.gpu.calls import Call, Known, Plan, ceil_div, nbytes
 from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 from bench.gpu.product_plans import (
+    append_kv,
     exit_confidence_softmax,
     kv_fill,
     skinny_gated_linear,
@@ -24,29 +25,6 @@ from bench.gpu.product_plans import (
 )
 
 MLP_UNITS, MLP_MAX_ROWS, MLP_FINISH_ROWS = 4, 8, 8
-
-
-def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
-    k, cos_sin = call["k"], call["cos_sin"]
-    num_tokens, num_kv_heads, head_dim = k.shape
-    heads = call["q"].shape[1] if call["q"] is not None else 0
-    rotary = 0 if cos_sin is None else cos_sin.shape[1]
-    pack = 16 // k.element_size()
-    rest = ceil_div(ceil_div(head_dim - rotary, 2), pack)
-    items = ceil_div(rotary // 2, pack) + rest
-    lanes = 4
-    while lanes < 32 and lanes < items:
-        lanes *= 2
-    all_heads = heads + 2 * num_kv_heads
-    moved = num_tokens * all_heads * head_dim * k.element_size()
-    reads = {
-        "q, k, v": moved,
-        "cos_sin": num_tokens * rotary * 4,
-        "weights": call.bytes_of("q_norm_weight", "k_norm_weight"),
-        "slots": call.bytes_of("slot_mapping", "positions"),
-    }
-    grid = (num_tokens, ceil_div(all_heads, 128 // lanes))
-    return [KernelLaunch("append_kv_kernel", grid, reads, writes=moved)]
 
 
 def embed_tokens(call: Call, _: Device, __: Known) -> list[KernelLaunch]:

@@ -19,6 +19,8 @@ SUMMARY_WARPS = 4
 SUMMARY_BYTES = 16
 MOST_SHARED_ROWS = 8  # that each block makes ready itself
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
+MOST_FILL_SLICES = 4
+MOST_APPENDED_ROWS = 8  # whose heads a product's blocks append
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,54 @@ def made_rows(
     return Made.IN_BLOCKS if in_blocks else Made.AHEAD
 
 
+def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
+    heads = call["q"].shape[1] if call["q"] is not None else 0
+    return [append_launch(call, *call["k"].shape[:2], heads)]
+
+
+def append_launch(call: Call, num_tokens: int, num_kv_heads: int, num_q_heads: int) -> KernelLaunch:
+    """append_kv as a kernel of its own."""
+    cache, cos_sin = call["k_cache"], call["cos_sin"]
+    head_dim, item = cache.shape[3], cache.element_size()
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    pack = 16 // item
+    rest = ceil_div(ceil_div(head_dim - rotary, 2), pack)
+    items = ceil_div(rotary // 2, pack) + rest
+    lanes = 4
+    while lanes < 32 and lanes < items:
+        lanes *= 2
+    heads = num_q_heads + 2 * num_kv_heads
+    moved = num_tokens * heads * head_dim * item
+    reads = {
+        "q, k, v": moved,
+        "weights": call.bytes_of("q_norm_weight", "k_norm_weight"),
+        **append_reads(call, num_tokens),
+    }
+    grid = (num_tokens, ceil_div(heads, 128 // lanes))
+    return KernelLaunch("append_kv_kernel", grid, reads, writes=moved)
+
+
+def append_reads(call: Call, num_tokens: int) -> dict[str, float]:
+    """What heads are rotated by, and where they go."""
+    cos_sin = call["cos_sin"]
+    return {
+        "cos_sin": 0 if cos_sin is None else num_tokens * cos_sin.shape[1] * 4,
+        "slots": call.bytes_of("slot_mapping", "positions"),
+    }
+
+
+def blocks_append(call: Call, rows: Rows) -> bool:
+    """Whether those of the product do, so that there is no kernel behind it."""
+    cos_sin = call["cos_sin"]
+    return (
+        rows.count <= MOST_APPENDED_ROWS
+        and call["q_norm_weight"] is None
+        and call["k_norm_weight"] is None
+        and call["k_cache"].shape[3] % 16 == 0
+        and (cos_sin is None or cos_sin.shape[1] % 16 == 0)
+    )
+
+
 def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     x, weight, out = call["x"], call["weight"], call["out"]
     rows = Rows(x.shape[0], x.shape[1], x.dtype)
@@ -189,7 +239,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     def tile_rows(m_tiles: int) -> int:
         return 16 * m_tiles * (WARPS // slices)
 
-    is_wide = n_tiles >= 4 or (x.dtype == torch.float32 and n_tiles == 2)
+    is_wide = n_tiles > 4 or (x.dtype == torch.float32 and n_tiles == 2)
     fills_device = 10 * ceil_div(out_features, tile_rows(2)) >= 9 * device.num_multiprocessors
     m_tiles = 2 if is_wide or fills_device else 1
     tiles = ceil_div(out_features, tile_rows(m_tiles))
@@ -197,9 +247,14 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     made = made_rows(rows, x, call["norm_weight"], m_tiles, slices, blocks, device)
     norm_bytes = call.bytes_of("norm_weight")
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
+    appends = call["slot_mapping"] is not None
+    in_blocks = appends and blocks_append(call, rows)
+    _, _, kv_heads, head_dim = call["k_cache"].shape if appends else (0, 0, 0, 1)
+    reads = {"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")}
+    cached = rows.count * 2 * kv_heads * head_dim * out.element_size()
     launches.append(
         product(
-            "skinny_linear_kernel",
+            "skinny_append_kernel" if in_blocks else "skinny_linear_kernel",
             rows,
             out_features,
             weight_bytes_of(call, out_features),
@@ -209,10 +264,13 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
             n_tiles,
             made=made,
             norm_bytes=norm_bytes,
-            reads={"bias": call.bytes_of("bias"), "residual": call.bytes_of("residual")},
-            writes=nbytes(out),
+            reads={**reads, **append_reads(call, rows.count)} if in_blocks else reads,
+            writes=nbytes(out) + (cached if in_blocks else 0),
         )
     )
+    if appends and not in_blocks:
+        heads = out_features // head_dim - 2 * kv_heads
+        launches.append(append_launch(call, rows.count, kv_heads, heads))
     return launches
 
 
@@ -298,25 +356,36 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
         repeats={"x": filled * 2 * row, "norm_weight": (filled - deepest) * row},
         workspace=filled * rows.row_bytes,
     )
-    # A head is cut into tiles of 16 rows; where a tile has fewer than 8 warps, they share it.
     n_tiles = 1 if rows.dtype == torch.float32 else rows.tiles(4)
     groups = ceil_div(rows.count, 8 * n_tiles)
-    blocks = min(num_layers * num_heads, 2 * device.num_multiprocessors)
+    cos_sin = call["cos_sin"]
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    # Units of work of a layer, and the rows of the weight that they read: some rows, or heads.
+    in_pairs = call["k_norm_weight"] is None and head_dim % 16 == 0 and rotary % 16 == 0
+    m_tiles = 2 if in_pairs and n_tiles > 2 else 1
+    units, read_rows = num_heads, kv_size
+    if in_pairs:
+        slices = choose_slices(kv_size, ceil_div(rows.size, rows.chunk), device)
+        slices = min(slices, MOST_FILL_SLICES)
+        units = ceil_div(kv_size, 16 * m_tiles * (WARPS // slices))
+        read_rows = units * 16 * m_tiles * (WARPS // slices)
+    resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
+    blocks = min(num_layers * units, resident)
     weights = deepest * kv_size * row
     passes = sum(
         max(sorted(needed, reverse=True)[group * 8 * n_tiles], 0) for group in range(groups)
     )
-    angles = rows.count * call["cos_sin"].shape[1] * 4 if call["cos_sin"] is not None else 0
     fill = KernelLaunch(
-        "kv_fill_kernel",
+        "kv_fill_pairs_kernel" if in_pairs else "kv_fill_kernel",
         (blocks, groups),
-        {"weight": weights, "cos_sin": angles},
+        {"weight": weights, "cos_sin": rows.count * rotary * 4},
         repeats={
-            "weight": (passes - deepest) * kv_size * row,
-            "x": filled * rows.row_bytes * (num_heads - 1),
+            "weight": (passes * read_rows - deepest * kv_size) * row,
+            "x": filled * rows.row_bytes * (units - 1),
         },
         writes=filled * num_heads * head_dim * item,
         workspace=filled * rows.row_bytes,
-        flops=2.0 * passes * 8 * n_tiles * kv_size * rows.size,
+        flops=2.0 * passes * 8 * n_tiles * read_rows * rows.size,
+        at_work=groups * min(blocks, deepest * units),
     )
     return [order, fill]

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.gpu.case import Case, Setting, Work
+from bench.gpu.case import EPS, PAGE_SIZE, Case, Setting, Work
 from bench.harness.ceilings import report
 from eecore import ops
 from eecore.models.int8 import quantise_rows
-from tests.cases import LLAMA_1B, LLAMA_8B, SMOLLM2_135M
+from tests.cases import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, ModelSizes
+
+NUM_SLOTS = 1024
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
@@ -107,6 +109,34 @@ def linear_work(num_tokens: int, in_features: int, out_features: int, setting: S
     )
 
 
+def appended_work(num_tokens: int, sizes: ModelSizes, setting: Setting) -> Work:
+    """Q, K and V of a layer, rotated, the latter two put into the cache; or by two ops."""
+    device, shape = setting.device, (NUM_SLOTS // PAGE_SIZE, PAGE_SIZE, *sizes.heads[1:])
+    x = setting.states(num_tokens, sizes.hidden_size)
+    weight = setting.states(sizes.qkv_size, sizes.hidden_size) * sizes.hidden_size**-0.5
+    norm = torch.ones(sizes.hidden_size, dtype=setting.dtype, device=device)
+    angles = torch.rand(NUM_SLOTS, sizes.head_dim // 2, device=device)
+    append = ops.AppendKv(
+        *(torch.zeros(shape, dtype=setting.dtype, device=device) for _ in "kv"),
+        torch.randperm(NUM_SLOTS, device=device)[:num_tokens],
+        torch.arange(num_tokens, device=device),
+        torch.cat([angles.cos(), angles.sin()], dim=-1),
+    )
+    heads_of = (sizes.num_q_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    product = partial(ops.skinny_linear, x, weight, norm_weight=norm, eps=EPS, constant_weight=True)
+
+    def apart() -> Tensor:
+        out = product()
+        heads = out.view(num_tokens, sum(heads_of), sizes.head_dim).split_with_sizes(heads_of, 1)
+        ops.append_kv(*heads, **append._asdict(), eps=EPS)
+        return out
+
+    def appended() -> Tensor:
+        return product(append=append)
+
+    return Work(appended, {"two ops": apart}, appended, lambda _: apart())
+
+
 def gpu_cases(setting: Setting) -> Iterator[Case]:
     large, small = LLAMA_8B, LLAMA_1B
     real = [
@@ -120,3 +150,10 @@ def gpu_cases(setting: Setting) -> Iterator[Case]:
         moved = (k * n + b * (k + n)) * setting.dtype.itemsize
         make = partial(linear_work, b, k, n, setting)
         yield Case("skinny_linear", f"{k} -> {n}, B={b}", moved, make)
+    tiny = ModelSizes(1, 64, 96, 4, 2, 16)
+    for b in (1, 8):
+        for model in (tiny,) if setting.tiny else (large, small):
+            k, n = model.hidden_size, model.qkv_size
+            moved = (k * n + b * (k + n + 2 * model.kv_size)) * setting.dtype.itemsize
+            make = partial(appended_work, b, model, setting)
+            yield Case("skinny_linear", f"{k} -> {n} and the cache, B={b}", moved, make)

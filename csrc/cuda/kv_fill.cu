@@ -1,6 +1,7 @@
 // kv_fill on CUDA: one kernel orders the rows and norms them for the layers that need them, one
 // multiplies, finishes and writes the heads of all those layers.
 #include "eecore/kv_fill.cuh"
+#include "eecore/kv_fill_pairs.cuh"
 #include "skinny_launch.cuh"
 
 namespace eecore::cuda {
@@ -27,10 +28,46 @@ KvFillRows rows_in_workspace(const KvFillParams& params) {
   return rows;
 }
 
-template <typename T, typename W, int kNTiles>
-void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
+template <typename W>
+SkinnyPlan fill_plan(const KvFillParams& params) {
   SkinnyPlan plan = make_plan<W>(params.kv_weight, params.weight_row_stride, params.hidden_size);
   plan.aligned = plan.aligned && params.weight_layer_stride * int64_t{sizeof(W)} % 16 == 0;
+  return plan;
+}
+
+// With more slices a block would have fewer rows of the weight at a time, for which it reads all of
+// x: of a few layers more blocks would have work, but a fill of many would take longer.
+constexpr int kMostFillSlices = 4;
+
+// By a few rows of the weight at a time: with many rows of x twice as many, which read x half as
+// often.
+template <typename T, typename W, int kNTiles>
+void fill_pairs(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
+  constexpr int kMTiles = kNTiles > 2 ? 2 : 1;
+  SkinnyPlan plan = fill_plan<W>(params);
+  const int64_t layer_rows = 2 * params.num_kv_heads * params.head_dim;
+  plan.num_slices =
+      std::min(choose_slices(layer_rows, plan.num_chunks, stream.device), kMostFillSlices);
+  plan.num_tiles = static_cast<int>(ceil_div(layer_rows, skinny_tile_rows(plan, kMTiles)));
+  const int64_t exchange_bytes = skinny_exchange_floats(plan, kMTiles) * int64_t{sizeof(float)};
+  const int64_t blocks =
+      std::min(params.num_layers * plan.num_tiles, resident_skinny_blocks(kMTiles, stream.device));
+  set_stages(plan, kMTiles, blocks, exchange_bytes, stream.device);
+  const dim3 grid(static_cast<unsigned>(blocks),
+                  static_cast<unsigned>(ceil_div(params.num_tokens, 8 * kNTiles)));
+  launch("kv_fill", kv_fill_pairs_kernel<T, kMTiles, kNTiles, W>,
+         {grid, dim3(kSkinnyThreads),
+          static_cast<size_t>(skinny_ring_bytes(plan, kMTiles) + exchange_bytes),
+          Launch::kAfterPrevious},
+         stream, params, rows, plan,
+         HeadTiles::of(2 * params.num_kv_heads, params.head_dim,
+                       params.positions == nullptr ? 0 : params.rotary_dim));
+}
+
+// By whole heads.
+template <typename T, typename W, int kNTiles>
+void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
+  SkinnyPlan plan = fill_plan<W>(params);
   HeadPlan cut{};
   cut.row_tiles = static_cast<int>(ceil_div(params.head_dim, 16));
   plan.num_slices = std::clamp(kSkinnyWarps / cut.row_tiles, 1, plan.num_chunks);
@@ -47,6 +84,14 @@ void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
          {grid, dim3(kSkinnyThreads),
           static_cast<size_t>(skinny_ring_bytes(plan, 1) + products_bytes), Launch::kAfterPrevious},
          stream, params, rows, plan, cut);
+}
+
+template <typename T, typename W, int kNTiles>
+void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
+  if (params.k_norm_weight == nullptr && HeadTiles::fit(params.head_dim, params.rotary_dim)) {
+    return fill_pairs<T, W, kNTiles>(params, rows, stream);
+  }
+  fill_heads<T, W, kNTiles>(params, rows, stream);
 }
 
 }  // namespace

@@ -1,10 +1,22 @@
 // skinny_linear on CUDA: one pass over the weight for each group of tokens. Where rows of x must be
-// made ready, each block does so, or, of many rows, a kernel ahead.
+// made ready, each block does so, or, of many rows, a kernel ahead. Heads are appended where they
+// are summed, or, of many rows and where they are normed, by a kernel behind.
+#include "eecore/skinny_append.cuh"
 #include "eecore/skinny_linear.cuh"
 #include "skinny_launch.cuh"
 
 namespace eecore::cuda {
 namespace {
+
+bool appends(const SkinnyLinearParams& params) { return params.append.slot_mapping != nullptr; }
+
+// Whether the product's blocks can append what they sum. A head's norm would need all of it in one
+// block, of which there would be fewer than multiprocessors.
+bool blocks_append(const SkinnyLinearParams& params) {
+  const AppendKvParams& append = params.append;
+  return params.num_tokens <= kMostAppendedRows && append.q_norm_weight == nullptr &&
+         append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
+}
 
 template <typename T, typename W, int kMTiles, int kNTiles>
 void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) {
@@ -17,9 +29,19 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
       params, plan, kMTiles, blocks, stream,
       [&](const SkinnyLinearParams& ready, const SkinnyPlan& whole_plan, size_t shared_bytes,
           auto makes_rows) {
-        launch("skinny_linear", skinny_linear_kernel<T, kMTiles, kNTiles, makes_rows(), W>,
-               {grid, dim3(kSkinnyThreads), shared_bytes, Launch::kAfterPrevious}, stream, ready,
-               whole_plan);
+        const LaunchShape shape = {grid, dim3(kSkinnyThreads), shared_bytes,
+                                   Launch::kAfterPrevious};
+        if constexpr (8 * kNTiles <= kMostAppendedRows) {
+          if (appends(ready)) {
+            const int64_t num_heads = ready.append.num_q_heads + 2 * ready.append.num_kv_heads;
+            launch("skinny_linear", skinny_append_kernel<T, kMTiles, makes_rows(), W>, shape,
+                   stream, ready, whole_plan,
+                   HeadTiles::of(num_heads, ready.append.head_dim, ready.append.rotary_dim));
+            return;
+          }
+        }
+        launch("skinny_linear", skinny_linear_kernel<T, kMTiles, kNTiles, makes_rows(), W>, shape,
+               stream, ready, whole_plan);
       });
 }
 
@@ -32,8 +54,8 @@ void multiply(const SkinnyLinearParams& params, Stream stream) {
   const int64_t wide_tiles = ceil_div(params.out_features, skinny_tile_rows(plan, 2));
   const bool fills_device =
       10 * wide_tiles >= 9 * int64_t{device_properties(stream.device).num_multiprocessors};
-  // With many tokens there are registers for the wide one only where a block is alone.
-  constexpr bool kIsWide = kNTiles >= 4 || (std::is_same_v<T, float> && kNTiles == 2);
+  // Of many float32 tokens there are registers enough only where a block is alone.
+  constexpr bool kIsWide = std::is_same_v<T, float> && kNTiles == 2;
   if (kIsWide || fills_device) return multiply<T, W, 2, kNTiles>(params, plan, stream);
   if constexpr (!kIsWide) multiply<T, W, 1, kNTiles>(params, plan, stream);
 }
@@ -47,10 +69,14 @@ int64_t skinny_linear_workspace(const SkinnyLinearParams& params, int) {
 void run_skinny_linear(const SkinnyLinearParams& params, Stream stream) {
   check_activation("skinny_linear", params.activation, {Activation::kNone, Activation::kRelu});
   if (params.num_tokens == 0 || params.out_features == 0) return;
-  dispatch_product("skinny_linear", params, [&](auto tag, auto weight_tag, auto n_tiles) {
+  SkinnyLinearParams product = params;
+  const bool is_behind = appends(params) && !blocks_append(params);
+  if (is_behind) product.append = {};
+  dispatch_product("skinny_linear", product, [&](auto tag, auto weight_tag, auto n_tiles) {
     using T = typename decltype(tag)::type;
-    multiply<T, typename decltype(weight_tag)::type, n_tiles()>(params, stream);
+    multiply<T, typename decltype(weight_tag)::type, n_tiles()>(product, stream);
   });
+  if (is_behind) run_append_kv(params.append, stream);
 }
 
 }  // namespace eecore::cuda

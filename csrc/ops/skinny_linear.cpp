@@ -1,16 +1,43 @@
-// skinny_linear: norm, linear layer, activation and residual.
+// skinny_linear: norm, linear layer, activation and residual, or heads that go on to append_kv.
 #include "activation_name.h"
+#include "append_arguments.h"
 #include "backend.h"
 #include "packed_check.h"
 
 namespace eecore {
 namespace {
 
+// Of heads of q, k and v that lie side by side in the rows of `out`, which has been checked.
+AppendKvParams append_params_of_rows(Checker& check, const AppendTensors& tensors,
+                                     const Tensor& out) {
+  AppendKvParams params = append_params(check, tensors);
+  const int64_t size = check["out_features"], head_dim = params.head_dim;
+  const int64_t kv_size = params.num_kv_heads * head_dim, q_size = size - 2 * kv_size;
+  check.require(q_size >= 0 && q_size % head_dim == 0,
+                "weight: expected out_features of some heads of head_dim=", head_dim,
+                ", and twice num_kv_heads=", params.num_kv_heads, " more, got ", size);
+  if (params.num_tokens > 0) {
+    char* heads = data<char>(out);
+    params.q = heads;
+    params.k = heads + q_size * size_of(params.dtype);
+    params.v = heads + (q_size + kv_size) * size_of(params.dtype);
+  }
+  params.num_q_heads = q_size / head_dim;
+  params.q_token_stride = params.k_token_stride = params.v_token_stride = out.stride(0);
+  params.q_head_stride = params.k_head_stride = params.v_head_stride = head_dim;
+  return params;
+}
+
 void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
                    const Tensor& weight, const std::optional<Tensor>& weight_scale,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
                    Tensor out, const std::optional<Text>& activation,
-                   const std::optional<Tensor>& weight_table, bool constant_weight) {
+                   const std::optional<Tensor>& weight_table, bool constant_weight,
+                   std::optional<Tensor> k_cache, std::optional<Tensor> v_cache,
+                   const std::optional<Tensor>& slot_mapping,
+                   const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
+                   const std::optional<Tensor>& q_norm_weight,
+                   const std::optional<Tensor>& k_norm_weight) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -22,6 +49,20 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   check.written(out, "out", Accept::kModel, {"num_tokens", "out_features"}, 1, "residual");
   check.require(check["in_features"] >= 1, "x: expected in_features >= 1, got 0");
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
+
+  const int appended = k_cache.has_value() + v_cache.has_value() + slot_mapping.has_value();
+  check.require(appended == 0 || appended == 3,
+                "k_cache: expected all of k_cache, v_cache and slot_mapping, or none, got ",
+                appended, " of them");
+  for (const auto& [tensor, name] : {std::pair(&positions, "positions"),
+                                     {&cos_sin, "cos_sin"},
+                                     {&q_norm_weight, "q_norm_weight"},
+                                     {&k_norm_weight, "k_norm_weight"}}) {
+    check.require(appended > 0 || !tensor->has_value(), name,
+                  ": expected None without k_cache, got a tensor");
+  }
+  check.require(appended == 0 || !(residual || activation),
+                "residual, activation: expected neither with k_cache, got one");
 
   SkinnyLinearParams params{};
   params.dtype = check.dtype();
@@ -44,18 +85,29 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   params.activation = activation ? activation_of(check, *activation, {{"relu", Activation::kRelu}})
                                  : Activation::kNone;
   params.constant_weight = constant_weight;
+  if (appended > 0) {
+    params.append = append_params_of_rows(
+        check,
+        {*k_cache, *v_cache, *slot_mapping, positions, cos_sin, q_norm_weight, k_norm_weight, eps},
+        out);
+  }
 #ifdef EECORE_BACKEND_CUDA
   const Tensor memory =
       workspace(x, cuda::skinny_linear_workspace(params, current_stream(x).device));
   params.workspace = data<void>(memory);
 #endif
   EECORE_RUN(skinny_linear, params, x);
+#ifndef EECORE_BACKEND_CUDA
+  if (appended > 0) EECORE_RUN(append_kv, params.append, x);
+#endif
 }
 
 EECORE_OP(skinny_linear,
           "Tensor x, Tensor? norm_weight, float eps, Tensor weight, Tensor? weight_scale, "
           "Tensor? bias, Tensor? residual, Tensor(a!) out, str? activation=None, "
-          "Tensor? weight_table=None, bool constant_weight=False")
+          "Tensor? weight_table=None, bool constant_weight=False, Tensor(b!)? k_cache=None, "
+          "Tensor(c!)? v_cache=None, Tensor? slot_mapping=None, Tensor? positions=None, "
+          "Tensor? cos_sin=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None")
 
 }  // namespace
 }  // namespace eecore

@@ -162,6 +162,52 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
   }
 }
 
+// A block's i-th unit of the work of all layers: from the last layer down, which needs all rows
+// that any layer needs.
+__device__ __forceinline__ int fill_unit(int num_units, int i) {
+  return num_units - 1 - static_cast<int>(blockIdx.x) - i * static_cast<int>(gridDim.x);
+}
+
+// Starts the stream of a block's units, `tiles_of_unit` each where the warp works, waits for the
+// previous kernel, and gives how many of the units are needed. That is known when the rows are in
+// order. Blocks that begin in the last layer have its weight on the way before: the kernel ahead,
+// which orders the rows, has waited for whoever wrote it.
+template <typename W, int kMTiles, typename RowsOf>
+__device__ __forceinline__ int start_fill(const KvFillParams& params, const KvFillRows& rows,
+                                          WeightStream<W, kMTiles>& weight, const RowsOf& rows_of,
+                                          int num_layers, int units_of_layer, bool works,
+                                          int tiles_of_unit, int64_t first_place) {
+  int my_units = 0;
+  const auto find_units = [&] {
+    if (first_place < rows.counts[num_layers - 1]) {
+      const int first_layer = max(params.exit_layer[rows.order[first_place]], 0);
+      my_units = tiles_of_block((num_layers - first_layer) * units_of_layer);
+    }
+    weight.end_at(works ? my_units * tiles_of_unit : 0);
+  };
+  const bool starts_early = blockIdx.y == 0 && static_cast<int>(blockIdx.x) < units_of_layer;
+  if (!starts_early) {
+    wait_for_previous_kernel();
+    find_units();
+  }
+  weight.start(rows_of);
+  wait_for_previous_kernel();  // a second time at once
+  let_next_kernel_start();
+  if (starts_early) find_units();
+  return my_units;
+}
+
+// Where the rows of a group go: the same for every head.
+__device__ __forceinline__ void load_places(const KvFillParams& params, const KvFillRows& rows,
+                                            int64_t first_place, int most, Shared<CacheSlot> slots,
+                                            Shared<int64_t> positions) {
+  const int column = static_cast<int>(threadIdx.x);
+  if (column >= most || first_place + column >= rows.counts[params.num_layers - 1]) return;
+  const int64_t token = rows.order[first_place + column];
+  slots[column] = cache_slot(params.slot_mapping[token], params.page_size);
+  positions[column] = params.positions == nullptr ? 0 : params.positions[token];
+}
+
 // Grid: (blocks that share the heads, groups of 8 * kNTiles rows in order). Dynamic shared memory:
 // the ring, then the products of a head.
 template <typename T, int kNTiles, typename W = T>
@@ -173,14 +219,9 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   const int head_dim = static_cast<int>(params.head_dim);
   const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
 
-  // This block's heads, each in cut.num_parts tiles: from the last layer down, which needs all rows
-  // that any layer needs.
-  const auto head_at = [&](int i) {
-    return num_layers * num_heads - 1 - static_cast<int>(blockIdx.x) -
-           i * static_cast<int>(gridDim.x);
-  };
+  // Each head in cut.num_parts tiles.
   const auto rows_of = [&](int tile, const W*(&weight_rows)[2]) {
-    const int head = head_at(tile / cut.num_parts);
+    const int head = fill_unit(num_layers * num_heads, tile / cut.num_parts);
     const W* weight = static_cast<const W*>(params.kv_weight) +
                       head / num_heads * params.weight_layer_stride +
                       head % num_heads * params.head_dim * params.weight_row_stride;
@@ -195,40 +236,18 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   const bool works = lane.group < cut.group_tiles;
   WeightStream<W, 1> weight(plan, lane,
                             works ? tiles_of_block(num_layers * num_heads) * cut.num_parts : 0);
-  // How many of the heads are needed is known when the rows are in order. Blocks that begin in the
-  // last layer have its weight on the way before: the kernel ahead, which orders the rows, has
-  // waited for whoever wrote it.
-  int my_heads = 0;
-  const auto find_heads = [&] {
-    if (first_place < rows.counts[num_layers - 1]) {
-      const int first_layer = max(params.exit_layer[rows.order[first_place]], 0);
-      my_heads = tiles_of_block((num_layers - first_layer) * num_heads);
-    }
-    weight.end_at(works ? my_heads * cut.num_parts : 0);
-  };
-  const bool starts_early = blockIdx.y == 0 && static_cast<int>(blockIdx.x) < num_heads;
-  if (!starts_early) {
-    wait_for_previous_kernel();
-    find_heads();
-  }
-  weight.start(rows_of);
-  wait_for_previous_kernel();  // a second time at once
-  let_next_kernel_start();
-  if (starts_early) find_heads();
+  const int my_heads = start_fill(params, rows, weight, rows_of, num_layers, num_heads, works,
+                                  cut.num_parts, first_place);
 
-  // Where this group's rows go: the same for every head.
   EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
   EECORE_SHARED(int64_t, positions, 8 * kNTiles);
-  if (threadIdx.x < 8 * kNTiles && first_place + threadIdx.x < rows.counts[num_layers - 1]) {
-    const int64_t token = rows.order[first_place + threadIdx.x];
-    slots[threadIdx.x] = cache_slot(params.slot_mapping[token], params.page_size);
-    positions[threadIdx.x] = params.positions == nullptr ? 0 : params.positions[token];
-  }
+  load_places(params, rows, first_place, 8 * kNTiles, slots, positions);
 
   const Shared<float> products = dynamic_shared<float>(skinny_ring_bytes(plan, 1));
   const int slice_stride = 8 * kNTiles * cut.column;
   for (int i = 0; i < my_heads; ++i) {
-    const int layer = head_at(i) / num_heads, head = head_at(i) % num_heads;
+    const int unit = fill_unit(num_layers * num_heads, i);
+    const int layer = unit / num_heads, head = unit % num_heads;
     const auto x = skinny_rows<kNTiles>(
         static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
         rows.padded_size, rows.counts[layer], first_place);

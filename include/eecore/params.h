@@ -452,6 +452,7 @@ struct SkinnyLinearParams {
   float eps;
   Activation activation;  // of the product with its bias, before the residual: kNone or kRelu
   bool constant_weight;   // no work that may still be under way writes the weight
+  AppendKvParams append;  // CUDA only, of heads in out; slot_mapping null: nothing is appended
   DType dtype;
   void* workspace;  // CUDA only, [skinny_linear_workspace bytes]; may be null on the CPU
 };

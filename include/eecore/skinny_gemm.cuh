@@ -407,6 +407,31 @@ __host__ __device__ inline int skinny_exchange_floats(const SkinnyPlan& plan, in
   return plan.num_slices == 1 ? 0 : 2 * kSkinnyWarps * m_tiles * kExchangeTile;
 }
 
+// Puts a warp's sums with 8 rows of x, those from 8 * n on, into a buffer of the exchange.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void put_products(Shared<float> buffer, int warp, const SkinnyLane& lane,
+                                             const float (&sums)[kMTiles][kNTiles][4], int n) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m) {
+    const Shared<float> mine = buffer + (warp * kMTiles + m) * kExchangeTile;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mine[(2 * lane.piece + i % 2) * kExchangeColumn + lane.row + i / 2 * 8] = sums[m][n][i];
+    }
+  }
+}
+
+// Of one product, whose sum in the first slice is at `first`: the slices summed in their order.
+template <int kMTiles>
+__device__ __forceinline__ float sum_of_slices(Shared<float> first, int num_slices) {
+  float sum = first[0];
+#pragma unroll
+  for (int slice = 1; slice < kSkinnyWarps; ++slice) {
+    if (slice < num_slices) sum += first[slice * kMTiles * kExchangeTile];
+  }
+  return sum;
+}
+
 // finish(row, column, values) for each product of the block's tile, once: values[m] of row `row`
 // (0 to 15) of the warp's 16 rows m, the slices summed in their order. All threads of the block
 // call it; `turn` starts at 0 and is the caller's to keep.
@@ -434,14 +459,7 @@ __device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const S
   for (int n = 0; n < kNTiles; ++n) {
     const Shared<float> buffer = exchange + turn * (kSkinnyWarps * kMTiles * kExchangeTile);
     turn = 1 - turn;
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-      const Shared<float> mine = buffer + ((first + lane.slice) * kMTiles + m) * kExchangeTile;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        mine[(2 * lane.piece + i % 2) * kExchangeColumn + lane.row + i / 2 * 8] = sums[m][n][i];
-      }
-    }
+    put_products(buffer, first + lane.slice, lane, sums, n);
     __syncthreads();
     const int thread = lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
     for (int e = thread; e < 128; e += plan.num_slices * 32) {
@@ -450,12 +468,7 @@ __device__ __forceinline__ void for_each_product(const SkinnyPlan& plan, const S
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
         const int at = (first * kMTiles + m) * kExchangeTile + column * kExchangeColumn + row;
-        float sum = buffer[at];
-#pragma unroll
-        for (int slice = 1; slice < kSkinnyWarps; ++slice) {
-          if (slice < plan.num_slices) sum += buffer[at + slice * kMTiles * kExchangeTile];
-        }
-        values[m] = sum;
+        values[m] = sum_of_slices<kMTiles>(buffer + at, plan.num_slices);
       }
       finish(row, 8 * n + column, values);
     }

@@ -11,7 +11,7 @@ namespace eecore::cuda {
 // kMakesRows each block makes the rows of x ready, else params.x holds them as SkinnyRows wants
 // them. Dynamic shared memory: the ring, the exchange, then the rows that the block makes.
 template <typename T, int kMTiles, int kNTiles, bool kMakesRows, typename W = T>
-__global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ? 2 : 1)
     skinny_linear_kernel(SkinnyLinearParams params, SkinnyPlan plan) {
   const SkinnyLane lane(plan);
   const int tile_rows = skinny_tile_rows(plan, kMTiles);

@@ -58,6 +58,7 @@ def test_an_iteration_reads_every_weight_once(name: str, batch: int) -> None:
     layer, _, head = weight_bytes(config, 2)
     products = (
         "skinny_linear_kernel",
+        "skinny_append_kernel",
         "skinny_gated_linear_kernel",
         "exit_confidence_softmax_kernel",
     )
@@ -71,8 +72,8 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     model = model_without_memory(config)
     layer, kv, head = weight_bytes(config, 2)
     launches = kernels(iteration(model, 8, 160, H100, leaves=True, exit_layer=4))
-    assert read_of(launches, "weight", "kv_fill_kernel") == (config.num_layers - 4) * kv
-    filled = sum(launch.writes for launch in launches if launch.kernel == "kv_fill_kernel")
+    assert read_of(launches, "weight", "kv_fill_pairs_kernel") == (config.num_layers - 4) * kv
+    filled = sum(launch.writes for launch in launches if launch.kernel == "kv_fill_pairs_kernel")
     assert filled == 8 * (config.num_layers - 4) * 2 * config.kv_size * 2
     assert read_of(launches, "weight", "skinny_gated_linear_kernel") < 4 * layer
     # One that nobody passes costs a head, and fills nothing.
@@ -80,7 +81,7 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     checked = kernels(iteration(model, 8, 160, H100, leaves=False, exit_layer=4))
     heads = [read_of(each, "weight", "exit_confidence_softmax_kernel") for each in (full, checked)]
     assert heads == [head, 2 * head]
-    assert read_of(checked, "weight", "kv_fill_kernel") == 0
+    assert read_of(checked, "weight", "kv_fill_pairs_kernel") == 0
 
 
 def test_rows_fill_from_the_layer_each_left_at() -> None:
@@ -100,7 +101,7 @@ def test_rows_fill_from_the_layer_each_left_at() -> None:
 
     def bytes_filled(exit_layers: tuple[int, ...] | None) -> tuple[float, float]:
         launches = kernels(nodes_of(fill, H100, Known(exit_layers=exit_layers)))
-        return read_of(launches, "weight", "kv_fill_kernel"), launches[-1].writes
+        return read_of(launches, "weight", "kv_fill_pairs_kernel"), launches[-1].writes
 
     layer, row = 64 * 64 * 2, 64 * 2
     assert bytes_filled(None) == (6 * layer, 3 * 6 * row)

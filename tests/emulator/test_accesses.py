@@ -171,11 +171,13 @@ def test_the_head_is_read_once_for_a_group_of_rows(
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("exits", [(0, 0, 0), (2, 1, 2), (3, 2, 3), (1,) * 9, (3, 3)])
+@pytest.mark.parametrize("k_norm", [False, True])
+@pytest.mark.parametrize("exits", [(0, 0, 0), (2, 1, 2), (3, 2, 3), (1,) * 9, (1,) * 20, (3, 3)])
 def test_kv_fill_reads_the_layers_that_a_row_skipped(
-    exits: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    exits: tuple[int, ...], k_norm: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = fill_call(KvFillCase(len(exits), hidden_size=128), dtype)
+    """By whole heads where they are normed."""
+    call = fill_call(KvFillCase(len(exits), hidden_size=128, k_norm=k_norm), dtype)
     call["exit_layer"] = torch.tensor(exits, dtype=torch.int32)
     call["slot_mapping"] = torch.arange(len(exits))
     weight = call["kv_weight"]
@@ -185,7 +187,7 @@ def test_kv_fill_reads_the_layers_that_a_row_skipped(
         Known(exit_layers=exits),
         weight=weight,
     )
-    planned, ran = checked.of("kv_fill_kernel")
+    planned, ran = checked.of("kv_fill_kernel" if k_norm else "kv_fill_pairs_kernel")
     total, distinct = ran.watched["weight"]
     if min(exits) == len(weight):  # what was under way before the rows were known is for nothing
         assert planned.reads["weight"] == 0

@@ -13,17 +13,18 @@ from eecore.models.linear import MAX_SKINNY_ROWS
 from tiny_models import write_model
 
 PAGE_SIZE = 16
-# Norms are made by the products that read them, and results of splits merged by the last block.
+# Norms are made by the products that read them, keys and values appended by the one that makes
+# them, and results of splits merged by the last block.
 DECODING = [
-    "skinny_linear_kernel",
-    "append_kv_kernel",
+    "skinny_append_kernel",
     "paged_attention_kernel",
     "skinny_linear_kernel",
     "skinny_gated_linear_kernel",
     "skinny_linear_kernel",
 ]
 NORM = "rms_norm_kernel"
-OF_MORE_ROWS = [NORM, *DECODING[:4], NORM, *DECODING[4:]]
+APART = ["skinny_linear_kernel", "append_kv_kernel"]
+OF_MORE_ROWS = [NORM, *APART, *DECODING[1:3], NORM, *DECODING[3:]]
 
 
 def batch_of(lengths: list[int], num_pages: int) -> AttentionBatch:

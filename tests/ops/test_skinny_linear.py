@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import reference
 from cases import DTYPES, LARGE_BATCH_SIZES, SKINNY_BATCH_SIZES, SKINNY_LINEARS, TOLERANCES
 from eecore import ops
-from random_calls import Checked, Maker, compare, looser, out_of
+from eecore.ops import AppendKv
+from random_calls import Arguments, Checked, Maker, compare, looser, out_of
 
 OPTIONS = ("plain", "all")
 
@@ -241,7 +243,10 @@ def test_compiles() -> None:
 
 
 def fuzzed_call(m: Maker) -> Checked:
-    tokens, rows, dtype = m.size(40), m.size(70), m.dtype()
+    tokens, dtype = m.size(40), m.dtype()
+    if m.chance(0.3):
+        return appended_call(m, tokens, dtype)
+    rows = m.size(70)
     residual = m.maybe(lambda: m.states(tokens, rows, dtype))
     own = residual is None or m.chance()
     given = {
@@ -250,3 +255,41 @@ def fuzzed_call(m: Maker) -> Checked:
         "out": m.states(tokens, rows, dtype) if own else residual,
     }
     return given, compare(out_of(reference.skinny_linear), looser(dtype, 8.0))
+
+
+def appended_call(m: Maker, tokens: int, dtype: torch.dtype) -> Checked:
+    """To heads of q, k and v, which go on to append_kv."""
+    width, page_size = m.columns(40), m.size(9, 1)
+    heads = m.size(4), m.size(3)
+    rows = (heads[0] + 2 * heads[1]) * width
+    pages = tokens // page_size + m.size(3, 1)
+    k_cache, v_cache = m.caches(pages, page_size, heads[1], width, dtype=dtype)
+    rotates, normed = m.chance(), width >= 8 and m.chance()
+
+    def norm() -> Tensor:
+        return m.placed((1 + m.normal(width) / 8).to(dtype))
+
+    given = {
+        **m.product(tokens, rows, dtype, (None,)),
+        "out": m.states(tokens, rows, dtype),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slot_mapping": m.slots(tokens, k_cache),
+        "positions": m.placed(m.whole(30, tokens)) if rotates else None,
+        "cos_sin": m.rotary(30, width) if rotates else None,
+        "q_norm_weight": norm() if normed else None,
+        "k_norm_weight": norm() if normed else None,
+    }
+    appended = AppendKv._fields
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        product = {name: x for name, x in before.items() if name not in (*appended, "out")}
+        out = reference.skinny_linear(**product)
+        q, k, v = out.view(tokens, sum(heads) + heads[1], width).split((*heads, heads[1]), 1)
+        append = {name: before[name] for name in appended}
+        turned, k_cache, v_cache = reference.append_kv(q, k, v, **append, eps=before["eps"])
+        assert turned is not None
+        out = torch.cat((turned.flatten(1), k.flatten(1), v.flatten(1)), 1)
+        return {"out": out, "k_cache": k_cache, "v_cache": v_cache}
+
+    return given, compare(oracle, looser(dtype, 8.0))

@@ -8,11 +8,21 @@ from torch.nn import functional
 
 from eecore import ops
 from eecore.models.int8 import dequantise_rows
-from eecore.ops import Matrix
+from eecore.ops import AppendKv, Matrix
 
 # Rows that eecore's products take on a GPU: those of more are bound by multiplying, and torch's are
 # faster. On the CPU they take all, so that a row rounds alike whatever runs beside it.
 MAX_SKINNY_ROWS = 32
+# Of Ada, whose L2 cache, which gives the rows again and again, is five times as fast as its memory.
+MAX_SKINNY_ROWS_ON_ADA, ADA = 64, (8, 9)
+
+
+def max_skinny_rows(device: torch.device) -> int | None:
+    """How many rows eecore's products take; None: any number."""
+    if device.type == "cpu":
+        return None
+    on_ada = device.type == "cuda" and torch.cuda.get_device_capability(device) == ADA
+    return MAX_SKINNY_ROWS_ON_ADA if on_ada else MAX_SKINNY_ROWS
 
 
 class Linear:
@@ -25,7 +35,7 @@ class Linear:
 
     def __init__(self, device: torch.device, eps: float) -> None:
         self._eps = eps
-        self.max_rows = None if device.type == "cpu" else MAX_SKINNY_ROWS
+        self.max_rows = max_skinny_rows(device)
         """Of eecore's products; None: any number."""
 
     @property
@@ -51,19 +61,9 @@ class Linear:
         ``few``: by eecore's product, however many rows there are. Of others int8 weights become
         floats of x's dtype first, rounded to it.
         """
-        weight, bias, scale, table = matrix
         if few or self.is_skinny(x):
-            return ops.skinny_linear(
-                x,
-                weight,
-                weight_scale=scale,
-                weight_table=table,
-                norm_weight=norm,
-                eps=self._eps,
-                bias=bias,
-                residual=residual,
-                constant_weight=True,
-            )
+            return self._skinny(x, matrix, norm, residual=residual)
+        weight, bias, scale, _ = matrix
         if norm is not None:
             x = self.normed(x, norm)
         if scale is not None:
@@ -71,6 +71,42 @@ class Linear:
         out = functional.linear(x, weight, bias)
         return out if residual is None else out.add_(residual)
 
+    def into_cache(self, x: Tensor, qkv: Matrix, norm: Tensor, append: AppendKv) -> Tensor:
+        """Queries [num_tokens, num_q_heads, head_dim] of x, its keys and values in the cache.
+
+        ``qkv`` has heads of q, then of k, then of v; x is normed first.
+        """
+        num_kv_heads, head_dim = append.k_cache.shape[-2:]
+        skinny = self.is_skinny(x)
+        rows = self._skinny(x, qkv, norm, append=append) if skinny else self(x, qkv, norm=norm)
+        heads = rows.view(len(rows), rows.shape[1] // head_dim, head_dim)
+        q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), 1)
+        if not skinny:
+            ops.append_kv(q, k, v, **append._asdict(), eps=self._eps)
+        return q
+
     def normed(self, x: Tensor, norm: Tensor) -> Tensor:
         """RMS norm."""
         return functional.rms_norm(x, norm.shape, norm, self._eps)
+
+    def _skinny(
+        self,
+        x: Tensor,
+        matrix: Matrix,
+        norm: Tensor | None,
+        *,
+        residual: Tensor | None = None,
+        append: AppendKv | None = None,
+    ) -> Tensor:
+        return ops.skinny_linear(
+            x,
+            matrix.weight,
+            weight_scale=matrix.scale,
+            weight_table=matrix.table,
+            norm_weight=norm,
+            eps=self._eps,
+            bias=matrix.bias,
+            residual=residual,
+            constant_weight=True,
+            append=append,
+        )

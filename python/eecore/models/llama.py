@@ -163,7 +163,6 @@ class LlamaModel:
         self._rope = RopeTable(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
         self._keys_per_split = keys_per_split(self.device)
-        self._head_counts = (config.num_q_heads, config.num_kv_heads, config.num_kv_heads)
         self._stacked = weights.stacked()
         self._layers = self._stacked.unbind()
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
@@ -294,24 +293,16 @@ class LlamaModel:
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         config, layer = self.config, self._layers[index]
         k_cache, v_cache = kv.layers[index]
-        qkv = self.linear(hidden, layer.qkv, norm=layer.attention_norm)
-        num_tokens, head_counts = hidden.shape[0], self._head_counts
-        q, k, v = qkv.view(num_tokens, sum(head_counts), config.head_dim).split_with_sizes(
-            head_counts, 1
-        )
-        ops.append_kv(
-            q,
-            k,
-            v,
+        append = ops.AppendKv(
             k_cache,
             v_cache,
             batch.slot_mapping,
-            positions=batch.positions,
-            cos_sin=self._cos_sin(kv),
-            q_norm_weight=layer.q_norm,
-            k_norm_weight=layer.k_norm,
-            eps=config.rms_norm_eps,
+            batch.positions,
+            self._cos_sin(kv),
+            layer.q_norm,
+            layer.k_norm,
         )
+        q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
         attended = ops.paged_attention(
             q,
             k_cache,
@@ -324,7 +315,7 @@ class LlamaModel:
             fixed_split_size=self._keys_per_split,
             arrivals=kv.arrivals,
         )
-        attended = attended.view(num_tokens, config.q_size)
+        attended = attended.view(-1, config.q_size)
         return self.linear(attended, layer.o, residual=hidden)
 
     def _mlp(self, index: int, hidden: Tensor) -> Tensor:

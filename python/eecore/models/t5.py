@@ -254,8 +254,8 @@ class T5Model:
     ) -> Tensor:
         layer = self._decoder[index]
         k_cache, v_cache = kv.layers[index]
-        q, k, v = self._heads(hidden, layer)
-        ops.append_kv(None, k, v, k_cache, v_cache, batch.slot_mapping)
+        append = ops.AppendKv(k_cache, v_cache, batch.slot_mapping)
+        q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
         attended = ops.paged_attention(
             q,
             k_cache,

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from eecore.ops.registered import compiled
 from eecore.ops.weights import Matrix
 
-__all__ = ["append_kv", "kv_fill", "paged_attention"]
+__all__ = ["AppendKv", "append_kv", "kv_fill", "paged_attention"]
 
 _append_kv = compiled("append_kv")
 _kv_fill = compiled("kv_fill")
 _paged_attention = compiled("paged_attention")
+
+
+class AppendKv(NamedTuple):
+    """What :func:`append_kv` takes beside the heads, for :func:`skinny_linear` to go on with it.
+
+    On CUDA up to 8 rows are multiplied and appended in one launch, where heads have no norms and
+    head_dim and rotary_dim are multiples of 16.
+    """
+
+    k_cache: Tensor
+    """[num_pages, page_size, num_kv_heads, head_dim], as in :func:`append_kv`."""
+    v_cache: Tensor
+    """[num_pages, page_size, num_kv_heads, head_dim]"""
+    slot_mapping: Tensor
+    """int64 [num_tokens]"""
+    positions: Tensor | None = None
+    """int64 [num_tokens]"""
+    cos_sin: Tensor | None = None
+    """float32 [max_position, rotary_dim]"""
+    q_norm_weight: Tensor | None = None
+    """[head_dim]"""
+    k_norm_weight: Tensor | None = None
+    """[head_dim]"""
 
 
 def append_kv(

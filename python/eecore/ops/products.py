@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from eecore.ops.attention import AppendKv
 from eecore.ops.registered import compiled
 
 __all__ = ["embed_tokens", "skinny_gated_linear", "skinny_linear"]
@@ -61,6 +62,7 @@ def skinny_linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     constant_weight: bool = False,
+    append: AppendKv | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``activation(norm(x) @ weight.T + bias) + residual``: the weight read once for few rows.
@@ -88,6 +90,9 @@ def skinny_linear(
         residual: [num_tokens, out_features], any row stride; ``out`` itself, or apart from it.
         constant_weight: nothing that was launched and may be under way writes the weight: on a GPU
             it is read then while what is ahead still runs.
+        append: the columns of out are heads, those of q, then num_kv_heads of k, then as many of v;
+            do with them as :func:`append_kv` does, with ``eps`` for their norms too. Neither
+            activation nor residual then.
         out: [num_tokens, out_features], any row stride that keeps rows apart.
 
     Returns:
@@ -108,6 +113,7 @@ def skinny_linear(
         activation,
         weight_table,
         constant_weight,
+        *(append or ()),
     )
     return out
 

@@ -1,0 +1,66 @@
+// The tensors of append_kv beside q, k and v, which skinny_linear takes too, to go on with it.
+#pragma once
+
+#include "index_checks.h"
+
+namespace eecore {
+
+struct AppendTensors {
+  const Tensor &k_cache, &v_cache, &slot_mapping;
+  const std::optional<Tensor>&positions, &cos_sin, &q_norm_weight, &k_norm_weight;
+  double eps;
+};
+
+// Checks them, of num_tokens rows; heads that were checked before have the caches' sizes. Of the
+// heads themselves nothing is set.
+inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors) {
+  for (const auto& [cache, name] :
+       {std::pair(&tensors.k_cache, "k_cache"), {&tensors.v_cache, "v_cache"}}) {
+    check.written(*cache, name, Accept::kModel,
+                  {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
+  }
+  check(tensors.slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
+  const bool has_positions = check(tensors.positions, "positions", Accept::kInt64, {"num_tokens"});
+  const bool has_cos_sin =
+      check(tensors.cos_sin, "cos_sin", Accept::kFloat32, {"max_position", "rotary_dim"});
+  check(tensors.q_norm_weight, "q_norm_weight", Accept::kModel, {"head_dim"});
+  check(tensors.k_norm_weight, "k_norm_weight", Accept::kModel, {"head_dim"});
+
+  AppendKvParams params{};
+  params.num_tokens = check["num_tokens"];
+  params.num_kv_heads = check["num_kv_heads"];
+  params.head_dim = check["head_dim"];
+  check.require(params.head_dim >= 1 && params.head_dim <= kMaxHeadDim,
+                "k_cache: expected head_dim of 1 to ", kMaxHeadDim, ", got ", params.head_dim);
+  check.require(tensors.eps >= 0, "eps: expected a number >= 0, got ", tensors.eps);
+  check.require(!has_positions || has_cos_sin,
+                "cos_sin: expected float32 [max_position, rotary_dim] with positions, got None");
+  if (has_positions) {
+    params.rotary_dim = check["rotary_dim"];
+    check.require(params.rotary_dim % 2 == 0 && params.rotary_dim <= params.head_dim,
+                  "cos_sin: expected an even rotary_dim of at most head_dim=", params.head_dim,
+                  ", got ", params.rotary_dim);
+  }
+  params.page_size = check["page_size"];
+  params.k_cache_strides = check.cache_strides(tensors.k_cache, "k_cache");
+  params.v_cache_strides = check.cache_strides(tensors.v_cache, "v_cache");
+  params.k_cache = data<void>(tensors.k_cache);
+  params.v_cache = data<void>(tensors.v_cache);
+  params.slot_mapping = data<const int64_t>(tensors.slot_mapping);
+  params.positions = data_or_null<const int64_t>(tensors.positions);
+  params.cos_sin = data_or_null<const float>(tensors.cos_sin);
+  params.q_norm_weight = data_or_null<const void>(tensors.q_norm_weight);
+  params.k_norm_weight = data_or_null<const void>(tensors.k_norm_weight);
+  params.eps = static_cast<float>(tensors.eps);
+  params.dtype = check.dtype();
+#ifndef EECORE_BACKEND_CUDA
+  check_range(check, "slot_mapping", params.slot_mapping, params.num_tokens, -1,
+              check["num_pages"] * params.page_size);
+  if (has_positions) {
+    check_range(check, "positions", params.positions, params.num_tokens, 0, check["max_position"]);
+  }
+#endif
+  return params;
+}
+
+}  // namespace eecore

@@ -1,0 +1,115 @@
+// Products that become heads, summed so that the two elements of a head that are rotated together
+// meet in one thread.
+#pragma once
+
+#include "eecore/skinny_gemm.cuh"
+
+namespace eecore::cuda {
+
+// How the rows of the weight are visited, 16 at a time. A thread has rows r and r + 8 of those: of
+// the first tiles of a head they are elements that are rotated together.
+struct HeadTiles {
+  int count;     // of all heads
+  int per_head;  // head_dim / 16
+  int rotary;    // of a head, those that are rotated
+  int half;      // of rotary_dim
+
+  __host__ __device__ static HeadTiles of(int64_t num_heads, int64_t head_dim, int64_t rotary_dim) {
+    HeadTiles tiles;
+    tiles.per_head = static_cast<int>(head_dim / 16);
+    tiles.count = static_cast<int>(num_heads) * tiles.per_head;
+    tiles.rotary = static_cast<int>(rotary_dim / 16);
+    tiles.half = static_cast<int>(rotary_dim / 2);
+    return tiles;
+  }
+  // Of such heads there are whole tiles.
+  __host__ __device__ static bool fit(int64_t head_dim, int64_t rotary_dim) {
+    return head_dim % 16 == 0 && rotary_dim % 16 == 0;
+  }
+};
+
+// Where row 0 and row 8 of a tile lie in their head.
+struct HeadTile {
+  int head, first, second;
+  bool is_rotary;
+
+  __device__ __forceinline__ HeadTile(const HeadTiles& tiles, int tile) {
+    head = tile / tiles.per_head;
+    const int in_head = tile - head * tiles.per_head;
+    is_rotary = in_head < tiles.rotary;
+    first = in_head * (is_rotary ? 8 : 16);
+    second = first + (is_rotary ? tiles.half : 8);
+  }
+};
+
+// The rows of a weight of heads that a thread takes pieces of, where its warp's first tile is
+// `first`; those behind the last tile are rows of the last one.
+template <int kMTiles, typename W>
+__device__ __forceinline__ void paired_rows(const HeadTiles& tiles, int first,
+                                            const SkinnyLane& lane, const W* weight, int64_t stride,
+                                            const W* (&rows)[2 * kMTiles]) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m) {
+    const HeadTile at(tiles, min(first + m, tiles.count - 1));
+    const int64_t row = at.head * 16 * tiles.per_head + lane.row;
+    rows[2 * m] = weight + (row + at.first) * stride;
+    rows[2 * m + 1] = weight + (row + at.second) * stride;
+  }
+}
+
+// An element of a head as a model of dtype T has it. `scale` of int8 weights, `bias` may be null.
+template <typename T, typename W>
+__device__ __forceinline__ T projected(float sum, const float* scale, const T* bias, int row) {
+  const float addend = bias == nullptr ? 0.0f : to_float(bias[row]);
+  if constexpr (kHasScales<W>) {
+    return from_float<T>(fmaf(sum, scale[row], addend));
+  } else {
+    return from_float<T>(bias == nullptr ? sum : sum + addend);
+  }
+}
+
+// Rotates two elements, each rounded once.
+template <typename T>
+__device__ __forceinline__ void turn_pair(T& first, T& second, float cosine, float sine) {
+  const float x = to_float(first), y = to_float(second);
+  first = from_float<T>(fmaf(x, cosine, -(y * sine)));
+  second = from_float<T>(fmaf(y, cosine, x * sine));
+}
+
+// finish(m, row, column, first, second) for each pair of products of the block's tile, once: of
+// rows `row` (0 to 7) and row + 8 of the warp's 16 rows m. Else as for_each_product.
+template <int kMTiles, int kNTiles, typename Finish>
+__device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                              Shared<float> exchange, int& turn,
+                                              const float (&sums)[kMTiles][kNTiles][4],
+                                              const Finish& finish) {
+  if (plan.num_slices == 1) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2 * kMTiles; ++i) {
+        const float (&four)[4] = sums[i / 2][n];
+        finish(i / 2, lane.row, 8 * n + 2 * lane.piece + i % 2, four[i % 2], four[i % 2 + 2]);
+      }
+    }
+    return;
+  }
+  const int group = lane.group * plan.num_slices;  // its first warp
+  const int thread = lane.slice * 32 + static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int n = 0; n < kNTiles; ++n) {
+    const Shared<float> buffer = exchange + turn * (kSkinnyWarps * kMTiles * kExchangeTile);
+    turn = 1 - turn;
+    put_products(buffer, group + lane.slice, lane, sums, n);
+    __syncthreads();
+    for (int e = thread; e < 64 * kMTiles; e += plan.num_slices * 32) {
+      const int row = e % 8, column = e / 8 % 8, m = e / 64;
+      const Shared<float> at =
+          buffer + ((group * kMTiles + m) * kExchangeTile + column * kExchangeColumn + row);
+      finish(m, row, 8 * n + column, sum_of_slices<kMTiles>(at, plan.num_slices),
+             sum_of_slices<kMTiles>(at + 8, plan.num_slices));
+    }
+  }
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,87 @@
+// kv_fill of heads without a norm: the work is cut into a few rows of the weight of a layer, so
+// that a fill of one layer is work for most of a GPU. Each row's elements that are rotated together
+// meet in one thread, however the heads are cut.
+#pragma once
+
+#include "eecore/head_pairs.cuh"
+#include "eecore/kv_fill.cuh"
+
+namespace eecore::cuda {
+
+// Grid: (blocks that share the tiles of all layers, groups of 8 * kNTiles rows in order).
+// plan.num_tiles are of one layer. Dynamic shared memory: the ring, then the exchange.
+template <typename T, int kMTiles, int kNTiles, typename W = T>
+__global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
+    kv_fill_pairs_kernel(KvFillParams params, KvFillRows rows, SkinnyPlan plan, HeadTiles tiles) {
+  const SkinnyLane lane(plan);
+  const int num_layers = static_cast<int>(params.num_layers);
+  const int num_kv_heads = static_cast<int>(params.num_kv_heads);
+  const int head_dim = static_cast<int>(params.head_dim);
+  const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
+
+  const auto first_tile = [&](int unit) {  // of a layer: of the warp's 16 rows
+    return unit * (skinny_tile_rows(plan, kMTiles) / 16) + lane.group * kMTiles;
+  };
+  const auto rows_of = [&](int i, const W*(&weight_rows)[2 * kMTiles]) {
+    const int unit = fill_unit(num_layers * plan.num_tiles, i);
+    const W* weight = static_cast<const W*>(params.kv_weight) +
+                      unit / plan.num_tiles * params.weight_layer_stride;
+    paired_rows<kMTiles>(tiles, first_tile(unit % plan.num_tiles), lane, weight,
+                         params.weight_row_stride, weight_rows);
+  };
+  WeightStream<W, kMTiles> weight(plan, lane, tiles_of_block(num_layers * plan.num_tiles));
+  const int my_units =
+      start_fill(params, rows, weight, rows_of, num_layers, plan.num_tiles, true, 1, first_place);
+
+  EECORE_SHARED(CacheSlot, slots, 8 * kNTiles);
+  EECORE_SHARED(int64_t, positions, 8 * kNTiles);
+  load_places(params, rows, first_place, 8 * kNTiles, slots, positions);
+  if (plan.num_slices == 1) __syncthreads();  // else the exchange has a barrier
+
+  const Shared<float> exchange = dynamic_shared<float>(skinny_ring_bytes(plan, kMTiles));
+  int turn = 0;
+  for (int i = 0; i < my_units; ++i) {
+    const int unit = fill_unit(num_layers * plan.num_tiles, i);
+    const int layer = unit / plan.num_tiles;
+    const auto x = skinny_rows<kNTiles>(
+        static_cast<const T*>(rows.normed) + layer * params.num_tokens * rows.padded_size,
+        rows.padded_size, rows.counts[layer], first_place);
+    float sums[kMTiles][kNTiles][4];
+    multiply_tile(plan, lane, weight, rows_of, x, sums);
+
+    const T* bias = static_cast<const T*>(params.kv_bias);
+    if (bias != nullptr) bias += layer * params.bias_layer_stride;
+    const float* scale = params.kv_scale;
+    if constexpr (kHasScales<W>) scale += layer * params.scale_layer_stride;
+    for_each_pair(
+        plan, lane, exchange, turn, sums,
+        [&](int m, int row, int column, float first_sum, float second_sum) {
+          const int tile = first_tile(unit % plan.num_tiles) + m;
+          if (column >= x.count || tile >= tiles.count) return;
+          const HeadTile at(tiles, tile);
+          const int first = at.first + row, second = at.second + row;
+          const bool is_key = at.head < num_kv_heads, is_turned = at.is_rotary && is_key;
+          float cosine = 0.0f, sine = 0.0f;
+          if (is_turned) {
+            const float* cos_sin = params.cos_sin + (positions[column] * params.rotary_dim + first);
+            cosine = cos_sin[0];
+            sine = cos_sin[tiles.half];
+          }
+          const int base = at.head * head_dim;
+          T a = projected<T, W>(first_sum, scale, bias, base + first);
+          T b = projected<T, W>(second_sum, scale, bias, base + second);
+          if (is_turned) turn_pair(a, b, cosine, sine);
+          const CacheSlot slot = slots[column];
+          T* cache = is_key
+                         ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
+                               cache_offset(params.k_cache_strides, slot, at.head)
+                         : static_cast<T*>(params.v_cache) + layer * params.v_cache_layer_stride +
+                               cache_offset(params.v_cache_strides, slot, at.head - num_kv_heads);
+          cache[first] = a;
+          cache[second] = b;
+        });
+  }
+  cp_async_wait<0>();  // where the last layer was not needed
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,96 @@
+// skinny_linear whose results are heads of q, k and v, which go on as append_kv would have it: as
+// soon as they are summed q is rotated in its place, k too, and k and v go to their cache slots.
+#pragma once
+
+#include "eecore/cache_slot.cuh"
+#include "eecore/head_pairs.cuh"
+#include "eecore/skinny_rows.cuh"
+
+namespace eecore::cuda {
+
+// Rows of x at most: with more the loads of a tile's end would be one behind the other.
+constexpr int kMostAppendedRows = 8;
+
+// Grid: the blocks that share the tiles of out_features. Else as skinny_linear_kernel, with up to
+// kMostAppendedRows tokens.
+template <typename T, int kMTiles, bool kMakesRows, typename W = T>
+__global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
+    skinny_append_kernel(SkinnyLinearParams params, SkinnyPlan plan, HeadTiles tiles) {
+  const SkinnyLane lane(plan);
+  const AppendKvParams& append = params.append;
+  const int head_dim = static_cast<int>(append.head_dim);
+  const int tiles_at_a_time = skinny_tile_rows(plan, kMTiles) / 16;
+  const int my_tiles = tiles_of_block(plan.num_tiles);
+  const auto first_tile = [&](int tile) {
+    const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
+    return (block + tile * num_blocks) * tiles_at_a_time + lane.group * kMTiles;
+  };
+  const auto rows_of = [&](int tile, const W*(&rows)[2 * kMTiles]) {
+    paired_rows<kMTiles>(tiles, first_tile(tile), lane, static_cast<const W*>(params.weight),
+                         params.weight_stride, rows);
+  };
+
+  WeightStream<W, kMTiles> weight(plan, lane, my_tiles);
+  const int ring_bytes = skinny_ring_bytes(plan, kMTiles);
+  const int rows_at =
+      ring_bytes + skinny_exchange_floats(plan, kMTiles) * static_cast<int>(sizeof(float));
+  const auto x = start_product<T, 1, kMakesRows>(params, plan, weight, rows_of, 0, rows_at);
+
+  // Where each row's heads go, and how they are turned.
+  EECORE_SHARED(CacheSlot, slots, kMostAppendedRows);
+  EECORE_SHARED(int64_t, positions, kMostAppendedRows);
+  if (static_cast<int>(threadIdx.x) < x.count) {
+    const int64_t slot = append.slot_mapping[threadIdx.x];
+    slots[threadIdx.x] = slot < 0 ? CacheSlot{-1, 0} : cache_slot(slot, append.page_size);
+    positions[threadIdx.x] = tiles.rotary > 0 ? append.positions[threadIdx.x] : 0;
+  }
+  if (plan.num_slices == 1) __syncthreads();  // else the exchange has a barrier
+
+  const T* bias = static_cast<const T*>(params.bias);
+  const Shared<float> exchange = dynamic_shared<float>(ring_bytes);
+  int turn = 0;
+  for (int tile = 0; tile < my_tiles; ++tile) {
+    float sums[kMTiles][1][4];
+    multiply_tile(plan, lane, weight, rows_of, x, sums);
+    for_each_pair(
+        plan, lane, exchange, turn, sums,
+        [&](int m, int row, int column, float first_sum, float second_sum) {
+          const int tile_of_head = first_tile(tile) + m;
+          if (column >= x.count || tile_of_head >= tiles.count) return;
+          const HeadTile at(tiles, tile_of_head);
+          const int kv_head = at.head - static_cast<int>(append.num_q_heads);
+          const int num_kv_heads = static_cast<int>(append.num_kv_heads);
+          const int first = at.first + row, second = at.second + row;
+          const bool is_turned = at.is_rotary && kv_head < num_kv_heads;
+          float cosine = 0.0f, sine = 0.0f;
+          if (is_turned) {
+            const int64_t position = positions[column];
+            const float* cos_sin = append.cos_sin + (position * append.rotary_dim + first);
+            cosine = cos_sin[0];
+            sine = cos_sin[tiles.half];
+          }
+
+          const int base = at.head * head_dim;
+          const T a = projected<T, W>(first_sum, params.weight_scale, bias, base + first);
+          const T b = projected<T, W>(second_sum, params.weight_scale, bias, base + second);
+          T turned_a = a, turned_b = b;
+          if (is_turned) {
+            turn_pair(turned_a, turned_b, cosine, sine);
+          }
+          T* out = static_cast<T*>(params.out) + (column * params.out_stride + base);
+          out[first] = kv_head < 0 ? turned_a : a;
+          out[second] = kv_head < 0 ? turned_b : b;
+          const CacheSlot slot = slots[column];
+          if (kv_head < 0 || slot.page < 0) return;
+          T* cache = kv_head < num_kv_heads
+                         ? static_cast<T*>(append.k_cache) +
+                               cache_offset(append.k_cache_strides, slot, kv_head)
+                         : static_cast<T*>(append.v_cache) +
+                               cache_offset(append.v_cache_strides, slot, kv_head - num_kv_heads);
+          cache[first] = turned_a;
+          cache[second] = turned_b;
+        });
+  }
+}
+
+}  // namespace eecore::cuda

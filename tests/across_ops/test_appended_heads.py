@@ -1,0 +1,259 @@
+"""skinny_linear that goes on to append_kv is, to the bit, the one behind the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulated
+from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
+from cases import DTYPES
+from eecore import ops
+from eecore.models.int8 import quantise_rows
+from eecore.ops import AppendKv
+
+MAX_POSITION, PAGE_SIZE = 40, 8
+
+
+@dataclass(frozen=True)
+class HeadsCase:
+    """Sizes of a projection to heads of q, k and v."""
+
+    num_tokens: int = 3
+    in_features: int = 64
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    rotary_dim: int = 64
+    normed: bool = True
+    bias: bool = False
+    head_norms: bool = False
+
+    @property
+    def is_one_kernel(self) -> bool:
+        """On CUDA, but for the rows that are normed ahead."""
+        whole = self.head_dim % 16 == 0 and self.rotary_dim % 16 == 0
+        return self.num_tokens <= 8 and whole and not self.head_norms
+
+
+CASES = (
+    HeadsCase(0),
+    HeadsCase(1),
+    HeadsCase(8, 576, 9, 3, bias=True),  # SmolLM2, with the biases of Qwen2
+    HeadsCase(2, 100, 1, 1, 16, 16, normed=False),
+    HeadsCase(5, 131, 6, 2, 128, 32),  # heads that are rotated in part
+    HeadsCase(7, 72, 3, 3, 96, 0, bias=True),  # T5: not at all
+    HeadsCase(8, 192, 0, 2, 80, 48),  # no queries
+    HeadsCase(4, 64, 2, 0, 32, 32),  # no keys
+    HeadsCase(8, 2080, 2, 1, 256, 256),  # longer rows than blocks make
+    HeadsCase(9, 64, 5, 1),
+    HeadsCase(33, 96, 2, 2),
+    HeadsCase(3, 64, 2, 1, 72, 72),
+    HeadsCase(3, 64, 2, 1, 64, 24),
+    HeadsCase(4, 64, 4, 2, 128, 128, head_norms=True),  # Qwen3
+)
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def product_call(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of ops.skinny_linear without ``append``."""
+    generator = torch.Generator().manual_seed(case.num_tokens)
+
+    def made(*shape: int) -> Tensor:
+        return normal(generator, *shape).to(device=device, dtype=dtype)
+
+    size = (case.num_q_heads + 2 * case.num_kv_heads) * case.head_dim
+    return {
+        "x": 3 * made(case.num_tokens, case.in_features),
+        "weight": made(size, case.in_features) / case.in_features**0.5,
+        "norm_weight": 1 + made(case.in_features) / 8 if case.normed else None,
+        "bias": made(size) if case.bias else None,
+        "eps": 1e-5,
+    }
+
+
+def append_to(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> AppendKv:
+    """With caches of NaN, and a row without a slot where there are some."""
+    generator = torch.Generator().manual_seed(7)
+    num_pages = case.num_tokens // PAGE_SIZE + 2
+    shape = (num_pages, PAGE_SIZE, case.num_kv_heads, case.head_dim)
+    slots = torch.randperm(num_pages * PAGE_SIZE, generator=generator)[: case.num_tokens]
+    slots[1:2] = -1
+    positions = torch.randint(MAX_POSITION, (case.num_tokens,), generator=generator)
+    angles = torch.rand(MAX_POSITION, case.rotary_dim // 2, generator=generator) * 100
+    norms = [1 + normal(generator, case.head_dim) / 8 for _ in "qk"] if case.head_norms else []
+    rotates = case.rotary_dim > 0
+    return AppendKv(
+        *(torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in "kv"),
+        slots.to(device),
+        positions.to(device) if rotates else None,
+        torch.cat([angles.cos(), angles.sin()], -1).to(device) if rotates else None,
+        *(norm.to(device=device, dtype=dtype) for norm in norms),
+    )
+
+
+def one_behind_the_other(call: dict[str, Any], append: AppendKv) -> Tensor:
+    """What the two ops leave in out."""
+    out = ops.skinny_linear(**call)
+    num_kv_heads, head_dim = append.k_cache.shape[2:]
+    heads = out.view(len(out), out.shape[1] // head_dim, head_dim)
+    num_q_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads.split_with_sizes((num_q_heads, num_kv_heads, num_kv_heads), 1)
+    ops.append_kv(q, k, v, **append._asdict(), eps=call["eps"])
+    return out
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def check(case: HeadsCase, call: dict[str, Any], append: AppendKv) -> None:
+    caches = [cache.clone() for cache in append[:2]]
+    want = one_behind_the_other(call, append._replace(k_cache=caches[0], v_cache=caches[1]))
+    assert_same(ops.skinny_linear(**call, append=append), want)
+    for got, cache in zip(append[:2], caches, strict=True):
+        assert_same(got, cache)
+    if case.num_tokens > 2 and case.num_kv_heads > 0:
+        assert append.k_cache.isfinite().any()
+
+
+@pytest.mark.parametrize("weights", ["floats", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_as_one_behind_the_other(
+    case: HeadsCase, dtype: torch.dtype, weights: str, device: torch.device
+) -> None:
+    call = product_call(case, dtype, device)
+    if weights == "int8":
+        call["weight"], call["weight_scale"] = quantise_rows(call["weight"])
+    check(case, call, append_to(case, dtype, device))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_caches(layout: str, device: torch.device) -> None:
+    for case in (HeadsCase(6), HeadsCase(12, num_q_heads=1)):
+        append = append_to(case, torch.bfloat16, device)
+        caches = laid_out(layout, append.k_cache, append.v_cache)
+        call = product_call(case, torch.bfloat16, device)
+        check(case, call, append._replace(k_cache=caches.k, v_cache=caches.v))
+        assert_nothing_beside_was_written(caches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_start_anywhere(dtype: torch.dtype, device: torch.device) -> None:
+    """Beside 16-byte boundaries, and between elements that are neither read nor written."""
+    case = HeadsCase(7, 131, 3, 1, bias=True)
+    call, append = product_call(case, dtype, device), append_to(case, dtype, device)
+    want_append = append_to(case, dtype, device)
+    want = one_behind_the_other(call, want_append)
+    for name in ("x", "weight", "norm_weight", "bias"):
+        around = torch.full_like(call[name], torch.nan)
+        width = call[name].shape[-1]
+        call[name] = torch.cat((around[..., :3], call[name], around), -1)[..., 3 : 3 + width]
+    both = torch.full((7, want.shape[1] + 10), torch.nan, dtype=dtype, device=device)
+    out = both[:, 3 : 3 + want.shape[1]]
+    assert ops.skinny_linear(**call, append=append, out=out) is out
+    assert_same(out, want)
+    assert both[:, :3].isnan().all()
+    assert both[:, 3 + want.shape[1] :].isnan().all()
+    for got, cache in zip(append[:2], want_append[:2], strict=True):
+        assert_same(got, cache)
+
+
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    case = HeadsCase(8, 192, bias=True)
+    call = product_call(case, torch.bfloat16, device)
+    together = append_to(case, torch.bfloat16, device)
+    out = ops.skinny_linear(**call, append=together)
+    alone = append_to(case, torch.bfloat16, device)
+    assert alone.positions is not None
+    for row in range(8):
+        rows = slice(row, row + 1)
+        one = alone._replace(slot_mapping=alone.slot_mapping[rows], positions=alone.positions[rows])
+        assert_same(ops.skinny_linear(**{**call, "x": call["x"][rows]}, append=one), out[rows])
+    for got, cache in zip(alone[:2], together[:2], strict=True):
+        assert_same(got, cache)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One where the product's blocks append; else append_kv's runs behind it."""
+    emulated.route(monkeypatch)
+    cpu = torch.device("cpu")
+    call, append = product_call(case, dtype, cpu), append_to(case, dtype, cpu)
+    launched = emulated.kernels_of(lambda: ops.skinny_linear(**call, append=append))
+    apart = ["skinny_linear_kernel", "append_kv_kernel"]
+    of_rows = [name for name in launched if name != "rms_norm_kernel"]
+    assert of_rows == (["skinny_append_kernel"] if case.is_one_kernel else apart)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"k_cache": None},
+            r"k_cache: expected all of k_cache, v_cache and slot_mapping, .* got 2",
+        ),
+        ({"slot_mapping": None, "v_cache": None}, r"k_cache: expected all .*, or none, got 1 of"),
+        (
+            {"k_cache": None, "v_cache": None, "slot_mapping": None},
+            r"positions: expected None without k_cache, got a tensor",
+        ),
+        ({"v_cache": torch.zeros(2, 8, 2, 32)}, r"v_cache: expected float32 .*head_dim=64"),
+        ({"slot_mapping": torch.zeros(4).long()}, r"slot_mapping: expected int64 \[num_tokens=3\]"),
+        ({"slot_mapping": torch.full((3,), 16)}, r"slot_mapping: expected .* \[-1, 16\), got 16"),
+        ({"positions": torch.full((3,), 40)}, r"positions: expected values in \[0, 40\), got 40"),
+        ({"cos_sin": None}, r"cos_sin: expected float32 .* with positions, got None"),
+        ({"cos_sin": torch.zeros(40, 66)}, r"cos_sin: expected an even rotary_dim .* got 66"),
+        ({"q_norm_weight": torch.ones(32)}, r"q_norm_weight: expected float32 \[head_dim=64\]"),
+        ({"residual": torch.zeros(3, 512)}, r"residual, activation: expected neither with k_cac"),
+        ({"activation": "relu"}, r"residual, activation: expected neither with k_cache, got one"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    case, cpu = HeadsCase(3), torch.device("cpu")
+    call, append = product_call(case, torch.float32, cpu), append_to(case, torch.float32, cpu)
+    given = append._asdict() | {name: x for name, x in change.items() if name in append._fields}
+    rest = {name: x for name, x in change.items() if name not in append._fields}
+    out = torch.zeros(3, 512)
+    with pytest.raises(RuntimeError, match=f"skinny_linear: {message}"):
+        ops.skinny_linear(**call, **rest, append=AppendKv(**given), out=out)
+    assert not out.any()
+    assert append.k_cache.isnan().all()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 5])
+def test_heads_that_are_not_those_of_the_cache_are_refused(num_kv_heads: int) -> None:
+    case, cpu = HeadsCase(3, head_dim=32, num_q_heads=3), torch.device("cpu")
+    call = product_call(case, torch.float32, cpu)
+    of_cache = replace(case, num_kv_heads=num_kv_heads, head_dim=64)
+    with pytest.raises(RuntimeError, match=r"weight: expected out_features of some heads of head_"):
+        ops.skinny_linear(**call, append=append_to(of_cache, torch.float32, cpu))
+
+
+def test_opcheck() -> None:
+    case, cpu = HeadsCase(3), torch.device("cpu")
+    append = append_to(case, torch.float32, cpu)
+    append.k_cache.zero_()
+    append.v_cache.zero_()
+    call = product_call(case, torch.float32, cpu)
+    call |= {"weight_scale": None, "residual": None, "out": torch.zeros(3, 512)}
+    given = {name: tensor for name, tensor in append._asdict().items() if tensor is not None}
+    torch.library.opcheck(torch.ops.eecore.skinny_linear.default, (), call | given)
+
+
+def test_compiles() -> None:
+    case, cpu = HeadsCase(3), torch.device("cpu")
+    call = product_call(case, torch.float32, cpu)
+    appends = [append_to(case, torch.float32, cpu) for _ in range(2)]
+    compiled = torch.compile(ops.skinny_linear, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(**call, append=appends[0]), ops.skinny_linear(**call, append=appends[1]))
+    assert_same(appends[0].k_cache, appends[1].k_cache)
