@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,13 @@ def threads_as_before() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_races_where_asked() -> Iterator[None]:
+    """With EECORE_EMULATED_RACES set emulated kernels fail where nothing orders their accesses."""
+    with emulated.checking_races() if "EECORE_EMULATED_RACES" in os.environ else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

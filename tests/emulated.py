@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
 import cmake_build
@@ -90,6 +92,10 @@ class CountedLaunch:
         least_sectors: as few as the bytes of each access would take.
         bank_ways: the most words of one bank of shared memory that lanes ask for at once.
         bank_place: where that is in the library, for addr2line, and what was asked for there.
+        in_flight: bytes that the cp.asyncs of a block have on their way, when its threads come to
+            wait for some of them, at most.
+        drained: by how much that is too little at another wait: less, and less than what is still
+            to come.
     """
 
     kernel: str
@@ -100,6 +106,8 @@ class CountedLaunch:
     least_sectors: int
     bank_ways: int
     bank_place: str
+    in_flight: int
+    drained: int
 
     @property
     def name(self) -> str:
@@ -130,6 +138,37 @@ def counting(**watched: torch.Tensor) -> Iterator[list[CountedLaunch]]:
             counted.append(CountedLaunch(**rest))
     finally:
         counts.eecore_emulator_count_accesses(0)
+
+
+class _ForeignKernels(TorchDispatchMode):
+    """Tells the emulator of torch's kernels between its own."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "eecore_emulated" and not func.is_view and "empty" not in str(func):
+            library().eecore_emulator_launch_foreign()
+        return result
+
+
+@contextmanager
+def checking_races() -> Iterator[Callable[[], int]]:
+    """A kernel fails inside whose accesses to global memory nothing orders; slower than without.
+
+    Those of its threads, of its blocks, and of kernels ahead in the stream which need not have
+    ended. A call of torch is a kernel, too, which starts when those ahead have ended.
+
+    Yields:
+        How many accesses have been checked, when called.
+    """
+    library().eecore_emulator_num_checked.restype = ctypes.c_uint64
+    library().eecore_emulator_check_races(1)
+    try:
+        with _ForeignKernels():
+            yield lambda: int(library().eecore_emulator_num_checked())
+    finally:
+        library().eecore_emulator_check_races(0)
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

@@ -42,18 +42,29 @@ using Places = std::map<std::pair<int, const void*>, std::vector<Instruction>>;
 // How many of a place each thread has made.
 using Counts = std::unordered_map<const void*, uint32_t>;
 
+// Bytes that a thread copies by cp.async; those that it fills with zeros count too.
+struct Copies {
+  struct Wait {
+    uint64_t landed, in_flight;
+  };
+  uint64_t started = 0, landed = 0;
+  std::vector<Wait> waits;
+};
+
 struct Launch {
   LaunchConfig config;
   std::vector<Watched> watched;
   uint64_t sectors = 0, least_sectors = 0;
   int bank_ways = 0;
   std::string bank_place;
+  uint64_t in_flight = 0, drained = 0;
 };
 
 std::vector<Watched> watched;
 std::vector<Launch> launches;
 Places global_places, shared_places;
 std::vector<Counts> global_counts, shared_counts;  // of each thread
+std::vector<Copies> copies;                        // of each thread
 
 void note(Places& places, std::vector<Counts>& counts, const void* place, uint64_t at,
           size_t bytes) {
@@ -98,6 +109,30 @@ int bank_ways(const Instruction& made) {
   return most;
 }
 
+// What a block has under way at most, when each of its threads comes to wait, and by how much that
+// is too little at another wait: less, and less than what is still to come.
+void count_in_flight(Launch& launch) {
+  uint64_t in_flight = 0, drained = 0;
+  for (const Copies& of_thread : copies) {
+    uint64_t most = 0, missing = 0;
+    for (const auto& wait : of_thread.waits) most = std::max(most, wait.in_flight);
+    for (const auto& wait : of_thread.waits) {
+      const uint64_t wanted = std::min(most, of_thread.started - wait.landed);
+      missing = std::max(missing, wanted - wait.in_flight);
+    }
+    in_flight += most;
+    drained += missing;
+  }
+  launch.in_flight = std::max(launch.in_flight, in_flight);
+  launch.drained = std::max(launch.drained, drained);
+}
+
+Copies& copies_of_thread() {
+  const size_t thread = static_cast<size_t>(thread_number());
+  if (copies.size() <= thread) copies.resize(thread + 1);
+  return copies[thread];
+}
+
 // Where in the library a place lies, for addr2line, and what its lanes asked for there.
 std::string described(const void* place, const Instruction& made) {
   std::ostringstream text;
@@ -134,6 +169,15 @@ void count_shared(uint32_t offset, size_t bytes) {
   note(shared_places, shared_counts, __builtin_return_address(0), offset, bytes);
 }
 
+void count_copy(size_t bytes) { copies_of_thread().started += bytes; }
+
+void count_wait() {
+  Copies& mine = copies_of_thread();
+  mine.waits.push_back({mine.landed, mine.started - mine.landed});
+}
+
+void count_landed(size_t bytes) { copies_of_thread().landed += bytes; }
+
 void begin_counted_launch(const LaunchConfig& config) {
   launches.emplace_back();
   launches.back().config = config;
@@ -153,6 +197,8 @@ void end_counted_block() {
       launch.bank_place = described(key.second, each);
     }
   }
+  count_in_flight(launch);
+  copies.clear();
   global_places.clear();
   shared_places.clear();
   global_counts.clear();
@@ -182,6 +228,7 @@ std::string counted_launches() {
          << "\",\"grid\":[" << each.config.grid.x << "," << each.config.grid.y
          << "],\"starts_early\":" << (each.config.starts_early ? "true" : "false")
          << ",\"sectors\":" << each.sectors << ",\"least_sectors\":" << each.least_sectors
+         << ",\"in_flight\":" << each.in_flight << ",\"drained\":" << each.drained
          << ",\"bank_ways\":" << each.bank_ways << ",\"bank_place\":\"" << each.bank_place
          << "\",\"watched\":{";
     for (const Watched& seen : each.watched) {

@@ -78,6 +78,26 @@ __global__ void missing_wait_group(const float* from, float* out) {
   out[threadIdx.x] = copied[4 * kThreads + at];
 }
 
+// A ring of four stages, that runs empty where all of them are waited for.
+template <bool kFaulty>
+__global__ void draining_ring(const float* from, float* out) {
+  constexpr int kStages = 4, kChunks = 16;
+  const Shared<float> ring = dynamic_shared<float>() + static_cast<int>(threadIdx.x) * 4;
+  const auto copy = [&](int chunk) {
+    if (chunk < kChunks)
+      cp_async16(ring + chunk % kStages * (4 * kThreads), from + threadIdx.x * 4);
+    cp_async_commit();
+  };
+  float sum = 0.0f;
+  for (int chunk = 0; chunk < kStages - 1; ++chunk) copy(chunk);
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    cp_async_wait<kFaulty ? 0 : kStages - 2>();
+    copy(chunk + kStages - 1);
+    sum += ring[chunk % kStages * (4 * kThreads)];
+  }
+  out[threadIdx.x] = sum;
+}
+
 template <bool kFaulty>
 __global__ void shared_out_of_bounds(float* out) {
   EECORE_SHARED(float, numbers, kThreads);
@@ -153,6 +173,153 @@ template <bool kFaulty>
 __global__ void never_waits(float* out) {
   if (!kFaulty) wait_for_previous_kernel();
   out[threadIdx.x] = 1.0f;
+}
+
+// ---- Races in global memory: `data` is what a kernel ahead works with ----
+
+__global__ void write_data(float* data) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  data[threadIdx.x] = static_cast<float>(threadIdx.x);
+}
+
+__global__ void read_data(const float* data, float* out) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  out[threadIdx.x] = data[threadIdx.x];
+}
+
+// In between: touches nothing of the others.
+template <bool kFaulty>
+__global__ void lets_next_overtake(float* out) {
+  if (kFaulty) let_next_kernel_start();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  out[kThreads + threadIdx.x] = 1.0f;
+}
+
+template <bool kFaulty>
+__global__ void early_read(const float* data, float* out) {
+  if (!kFaulty) wait_for_previous_kernel();
+  const float x = data[threadIdx.x];
+  wait_for_previous_kernel();
+  out[threadIdx.x] = x;
+}
+
+template <bool kFaulty>
+__global__ void early_write(float* data) {
+  if (!kFaulty) wait_for_previous_kernel();
+  data[threadIdx.x] = 1.0f;
+  wait_for_previous_kernel();
+}
+
+// A weight on its way through shared memory; of a kernel ahead, if that is faulty.
+template <bool kFaulty>
+__global__ void early_weight(const float* data, float* out) {
+  Shared<float> copied = dynamic_shared<float>();
+  const int at = threadIdx.x * 4;
+  cp_async16(copied + at, data + at);
+  cp_async_commit();
+  wait_for_previous_kernel();
+  cp_async_wait<0>();
+  out[threadIdx.x] = copied[at];
+}
+
+// Reads before it waits what the kernel before the one ahead wrote: right where that one has waited
+// before it lets others start.
+template <bool kFaulty>
+__global__ void overtakes(const float* data, float* out) {
+  const float x = data[threadIdx.x];
+  wait_for_previous_kernel();
+  out[threadIdx.x] = x;
+}
+
+// One warp waits for the kernel ahead, the other for that warp.
+template <bool kFaulty>
+__global__ void waits_by_proxy(const float* data, float* out) {
+  if (threadIdx.x < 32) wait_for_previous_kernel();
+  if (!kFaulty) __syncthreads();
+  out[threadIdx.x] = data[threadIdx.x];
+}
+
+// Each thread takes its neighbour's number, by global memory.
+template <bool kFaulty>
+__global__ void missing_barrier_of_block(float* out) {
+  out[threadIdx.x] = static_cast<float>(threadIdx.x);
+  if (!kFaulty) __syncthreads();
+  out[kThreads + threadIdx.x] = out[(threadIdx.x + 33) % kThreads];
+}
+
+template <bool kFaulty>
+__global__ void shared_place(float* out) {
+  if (threadIdx.x == 0) out[kFaulty ? 0 : blockIdx.x] = static_cast<float>(blockIdx.x);
+}
+
+// The last of three blocks adds what all of them have left.
+enum class Merge { kSound, kNoBarrier, kNoFence, kNoFenceBehind, kTooEarly };
+template <Merge kMerge>
+__device__ __forceinline__ void merge_in_last(float* data, float* out) {
+  EECORE_SHARED(unsigned, count, 1);
+  auto* arrivals = reinterpret_cast<unsigned*>(out + kThreads);
+  const unsigned last = gridDim.x - 1;
+  data[blockIdx.x * kThreads + threadIdx.x] = 1.0f;
+  if (kMerge != Merge::kNoBarrier) __syncthreads();
+  if (threadIdx.x == 0) {
+    if (kMerge != Merge::kNoFence) __threadfence();
+    count[0] = atomicInc(arrivals, last);
+    if (kMerge != Merge::kNoFenceBehind) __threadfence();
+  }
+  __syncthreads();
+  if (count[0] + (kMerge == Merge::kTooEarly ? 1 : 0) != last) return;
+  float sum = 0.0f;
+  for (unsigned i = 0; i < gridDim.x; ++i) sum += data[i * kThreads + threadIdx.x];
+  out[threadIdx.x] = sum;
+}
+
+template <bool kFaulty>
+__global__ void merge_without_barrier(float* data, float* out) {
+  merge_in_last<kFaulty ? Merge::kNoBarrier : Merge::kSound>(data, out);
+}
+template <bool kFaulty>
+__global__ void merge_without_fence(float* data, float* out) {
+  merge_in_last<kFaulty ? Merge::kNoFence : Merge::kSound>(data, out);
+}
+template <bool kFaulty>
+__global__ void merge_without_fence_behind(float* data, float* out) {
+  merge_in_last<kFaulty ? Merge::kNoFenceBehind : Merge::kSound>(data, out);
+}
+template <bool kFaulty>
+__global__ void merge_too_early(float* data, float* out) {
+  merge_in_last<kFaulty ? Merge::kTooEarly : Merge::kSound>(data, out);
+}
+
+// A kernel behind others, each of which may start early; false if it is none of these.
+template <bool kFaulty>
+bool run_in_chain(const std::string& fault, float* data, float* out, Stream stream) {
+  const LaunchShape shape{dim3(1), dim3(kThreads), 8 * kThreads * sizeof(float),
+                          Launch::kAfterPrevious};
+  const auto write = [&] { launch("write_data", write_data, shape, stream, data); };
+  const auto pass = [&](auto kernel) { launch("lets_next_overtake", kernel, shape, stream, out); };
+  if (fault == "early_read") {
+    write();
+    launch("early_read", early_read<kFaulty>, shape, stream, data, out);
+  } else if (fault == "early_write") {
+    launch("read_data", read_data, shape, stream, data, out);
+    launch("early_write", early_write<kFaulty>, shape, stream, data);
+  } else if (fault == "early_weight") {
+    if (kFaulty) write();
+    launch("early_weight", early_weight<kFaulty>, shape, stream, data, out);
+  } else if (fault == "overtakes") {
+    write();
+    pass(lets_next_overtake<kFaulty>);
+    launch("overtakes", overtakes<kFaulty>, shape, stream, data, out);
+  } else if (fault == "waits_by_proxy") {
+    write();
+    launch("waits_by_proxy", waits_by_proxy<kFaulty>, shape, stream, data, out);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 // ---- Faults of who launches ----
@@ -241,13 +408,21 @@ void run(const std::string& fault, float* data, float* out) {
   EECORE_FAULT(scattered_sectors, static_cast<const float*>(data), out)
   EECORE_FAULT(unaligned_access, static_cast<const float*>(data), out)
   EECORE_FAULT(global_out_of_bounds, out)
-  shape.shared_bytes = 8 * kThreads * sizeof(float);
+  EECORE_FAULT(missing_barrier_of_block, out)
+  shape.shared_bytes = 16 * kThreads * sizeof(float);
+  EECORE_FAULT(draining_ring, static_cast<const float*>(data), out)
   EECORE_FAULT(missing_wait_group, static_cast<const float*>(data), out)
   shape.order = Launch::kAfterPrevious;
   EECORE_FAULT(never_waits, out)
   shape = {dim3(3), dim3(kThreads)};
   EECORE_FAULT(order_dependent, out)
+  EECORE_FAULT(shared_place, out)
+  EECORE_FAULT(merge_without_barrier, data, out)
+  EECORE_FAULT(merge_without_fence, data, out)
+  EECORE_FAULT(merge_without_fence_behind, data, out)
+  EECORE_FAULT(merge_too_early, data, out)
 #undef EECORE_FAULT
+  if (run_in_chain<kFaulty>(fault, data, out, stream)) return;
   if (fault == "lowered_shared_limit") return launch_with_less<kFaulty>(out);
   if (fault == "loaded_in_capture") return launch_first_in_capture<kFaulty>(out);
   if (fault == "early_behind_condition") return launch_behind_condition<kFaulty>(out);

@@ -1,6 +1,8 @@
 #include "emulator/machine.h"
 
 #include <emulator/accesses.h>
+#include <emulator/order.h>
+#include <emulator/races.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -129,7 +131,7 @@ struct Thread {
   const char* waits_for = nullptr;  // "__syncthreads", "__shfl_xor_sync", ...
   std::source_location site;
   std::vector<std::vector<Copy>> groups;  // cp.async groups under way, the last one open
-  uint64_t synced = 0;                    // last __syncwarp or __syncthreads
+  uint32_t synced = 0;                    // last __syncwarp or __syncthreads
   bool waited = false;                    // for the kernel ahead
 };
 
@@ -144,8 +146,6 @@ struct Meeting {
 
 // What is known of two bytes of shared memory, the smallest element.
 constexpr uint32_t kGranule = 2;
-constexpr uint16_t kNobody = 0xffff, kManyWarps = 0xfffe;
-constexpr uint16_t kManyLanes = 0x8000;  // + the warp
 struct Shadow {
   enum State : uint8_t { kNeverWritten, kWritten, kPending };
   uint32_t write_time = 0, read_time = 0;
@@ -155,7 +155,6 @@ struct Shadow {
 
 // Barrier 0 is that of __syncthreads; the others are named.
 constexpr int kNumBarriers = 16;
-constexpr int kMaxWarps = kMaxThreads / 32;
 struct Barrier {
   int expected = 0;  // threads, as the first to come has it
   std::source_location site;
@@ -183,6 +182,8 @@ struct Block {
   std::map<const void*, uint32_t> static_arrays;
   uint32_t static_used = 0;
   bool waited = false;
+  uint16_t first_to_wait = kNobody;  // for the kernel ahead
+  uint32_t first_wait = 0;
   std::string error;
 };
 
@@ -245,16 +246,17 @@ void finish_barrier(Barrier& barrier) {
   barrier.arrived.clear();
 }
 
-// Whether everything that `thread` did up to `time` has happened for the running thread.
-bool happened(uint16_t thread, uint32_t time) {
-  const int me = block.running->number;
-  if (thread == me || thread == kNobody) return true;
-  if (time < block.last_barrier) return true;
+// Whether what `thread` did at `time` comes before what a thread does that has synchronised as
+// said.
+bool comes_before(uint16_t thread, uint32_t time, int warp_of_mine, uint32_t last_barrier,
+                  const std::array<uint32_t, kMaxWarps>& waited_for_warp, uint32_t synced,
+                  uint32_t its_synced) {
+  if (time < last_barrier) return true;
   if (thread == kManyWarps) return false;
   const bool many = (thread & kManyLanes) != 0;
   const int warp = many ? thread & ~kManyLanes : thread / 32;
-  if (warp != me / 32) return time < block.waited_for_warp[me / 32][warp];
-  return time < block.running->synced && (many || time < block.threads[thread]->synced);
+  if (warp != warp_of_mine) return time < waited_for_warp[warp];
+  return time < synced && (many || time < its_synced);  // of one lane that too has synchronised
 }
 
 std::string where(uint32_t offset) {
@@ -262,12 +264,6 @@ std::string where(uint32_t offset) {
   return offset >= dynamic
              ? "byte " + std::to_string(offset - dynamic) + " of dynamic shared memory"
              : "byte " + std::to_string(offset) + " of static shared memory";
-}
-
-std::string name_of(uint16_t thread) {
-  if (thread == kManyWarps) return "threads of several warps";
-  if ((thread & kManyLanes) != 0) return "lanes of warp " + std::to_string(thread & ~kManyLanes);
-  return "thread " + std::to_string(thread);
 }
 
 void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
@@ -310,6 +306,7 @@ void run_block() {
   block.static_arrays.clear();
   block.static_used = 0;
   block.waited = false;
+  block.first_to_wait = kNobody;
   const size_t shared_bytes = kStaticSharedBytes + block.config.dynamic_shared_bytes;
   block.shared.assign(shared_bytes, 0xff);
   block.shadow.assign((shared_bytes + kGranule - 1) / kGranule, Shadow{});
@@ -337,6 +334,7 @@ void run_block() {
     threadIdx = block.running->index;
     switch_context(host, block.running->context);
   }
+  block.running = nullptr;
   if (!block.error.empty() || block.num_ended == block.num_threads) return;
 
   // Nobody can go on: who waits for whom?
@@ -362,6 +360,69 @@ int capability() {
 
 int lane() { return block.running->number % 32; }
 int thread_number() { return block.running->number; }
+
+// ---- Who knows of whom: emulator/order.h ----
+
+bool happened(uint16_t thread, uint32_t time) {
+  const Thread& me = *block.running;
+  if (thread == me.number || thread == kNobody || time < block.last_barrier) return true;
+  const uint32_t its_synced = thread < block.num_threads ? block.threads[thread]->synced : 0;
+  return comes_before(thread, time, me.number / 32, block.last_barrier,
+                      block.waited_for_warp[me.number / 32], me.synced, its_synced);
+}
+
+Knowledge knowledge() {
+  const Thread& me = *block.running;
+  Knowledge known{
+      me.number, block.now, block.last_barrier, me.synced, block.waited_for_warp[me.number / 32],
+      {}};
+  for (int l = 0; l < 32; ++l) {
+    const int number = me.number / 32 * 32 + l;
+    if (number < block.num_threads) known.synced_lanes[l] = block.threads[number]->synced;
+  }
+  return known;
+}
+
+bool happened_for(const Knowledge& known, uint16_t thread, uint32_t time) {
+  if (thread == known.thread) return time < known.now;
+  const uint32_t its_synced = known.synced_lanes[thread % 32];
+  return comes_before(thread, time, known.thread / 32, known.last_barrier, known.waited_for_warp,
+                      known.synced, its_synced);
+}
+
+uint16_t joined(uint16_t thread, uint32_t time) {
+  const auto me = static_cast<uint16_t>(block.running->number);
+  if (happened(thread, time)) return me;
+  if (thread == kManyWarps) return kManyWarps;
+  const int warp = (thread & kManyLanes) != 0 ? thread & ~kManyLanes : thread / 32;
+  return warp == me / 32 ? static_cast<uint16_t>(kManyLanes | warp) : kManyWarps;
+}
+
+uint32_t now() { return block.now; }
+void pass_time() { ++block.now; }
+
+std::string name_of(uint16_t thread) {
+  if (thread == kManyWarps) return "threads of several warps";
+  if ((thread & kManyLanes) != 0) return "lanes of warp " + std::to_string(thread & ~kManyLanes);
+  return "thread " + std::to_string(thread);
+}
+
+bool knows_of_previous_kernel() {
+  Thread& me = *block.running;
+  if (!me.waited && block.first_to_wait != kNobody) {
+    me.waited = happened(block.first_to_wait, block.first_wait);
+  }
+  return me.waited;
+}
+
+bool is_in_kernel() { return block.running != nullptr; }
+
+bool is_own_memory(const void* address) {
+  const auto* at = static_cast<const unsigned char*>(address);
+  const auto* stack = static_cast<const unsigned char*>(block.running->context.stack);
+  if (at >= stack && at < stack + kStackBytes) return true;
+  return at >= block.shared.data() && at < block.shared.data() + block.shared.size();
+}
 
 void fail(const std::string& message) {
   block.error = "thread " + text(block.running->index) + " " + message;
@@ -459,7 +520,6 @@ uint32_t dynamic_shared_end() { return static_cast<uint32_t>(block.shared.size()
 
 unsigned char* read_shared(uint32_t offset, size_t bytes) {
   check_bounds(offset, bytes);
-  const auto me = static_cast<uint16_t>(block.running->number);
   for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
     Shadow& shadow = block.shadow[at];
     if (shadow.state == Shadow::kNeverWritten) {
@@ -473,15 +533,7 @@ unsigned char* read_shared(uint32_t offset, size_t bytes) {
       fail("reads " + where(at * kGranule) + ", which " + name_of(shadow.writer) +
            " wrote with no barrier between");
     }
-    // Who has read since it was written, as narrowly as one field tells.
-    if (shadow.reader == kNobody || shadow.reader == me ||
-        happened(shadow.reader, shadow.read_time)) {
-      shadow.reader = me;
-    } else if (shadow.reader != kManyWarps) {
-      const int warp =
-          (shadow.reader & kManyLanes) != 0 ? shadow.reader & ~kManyLanes : shadow.reader / 32;
-      shadow.reader = warp == me / 32 ? static_cast<uint16_t>(kManyLanes | warp) : kManyWarps;
-    }
+    shadow.reader = joined(shadow.reader, shadow.read_time);
     shadow.read_time = block.now;
   }
   return block.shared.data() + offset;
@@ -502,10 +554,14 @@ unsigned char* write_shared(uint32_t offset, size_t bytes) {
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros) {
   check_bounds(to, bytes + zeros);
   if (block.config.starts_early && !block.running->waited) ++early_copies_started;
+  if (checks_races && bytes > 0) {
+    check_global(Touch::kRead, from, bytes, __builtin_return_address(0));
+  }
   for (uint32_t at = to / kGranule; at * kGranule < to + bytes + zeros; ++at) {
     check_write(block.shadow[at], at * kGranule, "starts a cp.async into");
     mark_written(block.shadow[at], Shadow::kPending);
   }
+  if (counts_accesses) count_copy(bytes + zeros);
   Copy copy{to, from, bytes, zeros, random_source() % 2 == 0};
   if (copy.landed) land(copy);
   block.running->groups.back().push_back(copy);
@@ -515,10 +571,12 @@ void close_copy_group() { block.running->groups.emplace_back(); }
 
 void wait_for_copies(int pending_groups) {
   auto& groups = block.running->groups;
+  if (counts_accesses) count_wait();
   // The open group is not waited for, but by an end of the thread.
   while (static_cast<int>(groups.size()) - 1 > pending_groups) {
     for (const Copy& copy : groups.front()) {
       if (!copy.landed) land(copy);
+      if (counts_accesses) count_landed(copy.bytes + copy.zeros);
       for (uint32_t at = copy.to / kGranule; at * kGranule < copy.to + copy.bytes + copy.zeros;
            ++at) {
         block.shadow[at].state = Shadow::kWritten;
@@ -529,7 +587,13 @@ void wait_for_copies(int pending_groups) {
   }
 }
 
-void waited_for_previous_kernel() { block.waited = block.running->waited = true; }
+void waited_for_previous_kernel() {
+  if (!block.waited) {
+    block.first_to_wait = static_cast<uint16_t>(block.running->number);
+    block.first_wait = block.now;
+  }
+  block.waited = block.running->waited = true;
+}
 
 uint64_t early_copies() { return std::exchange(early_copies_started, 0); }
 
@@ -588,13 +652,16 @@ void launch(const LaunchConfig& config, const std::function<void()>& body) {
   std::shuffle(order.begin(), order.end(), random_source);
   bool waited = false;
   if (counts_accesses) begin_counted_launch(config);
+  if (checks_races) begin_checked_launch(config);
   for (const int64_t number : order) {
     const auto n = static_cast<uint64_t>(number);
     blockIdx = {static_cast<unsigned>(n % config.grid.x),
                 static_cast<unsigned>(n / config.grid.x % config.grid.y),
                 static_cast<unsigned>(n / config.grid.x / config.grid.y)};
+    if (checks_races) begin_checked_block(number);
     run_block();
     if (counts_accesses) end_counted_block();
+    if (checks_races) end_checked_block(block.waited);
     waited |= block.waited;
     if (!block.error.empty()) {
       refuse("block " + text(blockIdx) + ": " + block.error + " (seed " +

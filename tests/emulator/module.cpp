@@ -5,6 +5,7 @@
 
 #include "emulator/accesses.h"
 #include "emulator/machine.h"
+#include "emulator/races.h"
 
 namespace {
 void* current_stream = nullptr;  // null runs at once
@@ -41,6 +42,18 @@ extern "C" __attribute__((visibility("default"))) void eecore_emulator_set_seed(
 
 extern "C" __attribute__((visibility("default"))) void eecore_emulator_count_accesses(int on) {
   emulator::count_accesses(on != 0);
+}
+
+extern "C" __attribute__((visibility("default"))) void eecore_emulator_check_races(int on) {
+  emulator::check_races(on != 0);
+}
+
+extern "C" __attribute__((visibility("default"))) void eecore_emulator_launch_foreign() {
+  emulator::launch_foreign();
+}
+
+extern "C" __attribute__((visibility("default"))) uint64_t eecore_emulator_num_checked() {
+  return emulator::num_checked();
 }
 
 extern "C" __attribute__((visibility("default"))) void eecore_emulator_watch(const char* name,

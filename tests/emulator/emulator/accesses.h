@@ -1,5 +1,6 @@
 // What launches touch, counted while a test asks for it: bytes of watched memory, the 32-byte
-// sectors of a warp's accesses to global memory, and the banks of those to shared memory.
+// sectors of a warp's accesses to global memory, the banks of those to shared memory, and how much
+// is on its way by cp.async when threads come to wait for it.
 //
 // The threads of a warp are fibers, so that what they do at once has to be put together: the n-th
 // access of each lane at one place of the compiled code is taken for one instruction. Where lanes
@@ -19,6 +20,11 @@ extern bool counts_accesses;
 // The call that returns to the running kernel is the place.
 void count_global(const void* address, size_t bytes);
 void count_shared(uint32_t offset, size_t bytes);
+
+// Of the running thread's cp.asyncs: what is started, when it comes to wait, what has landed then.
+void count_copy(size_t bytes);
+void count_wait();
+void count_landed(size_t bytes);
 
 #define EMULATOR_INLINE inline __attribute__((always_inline))
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <emulator/machine.h>
+#include <emulator/races.h>
 
 #include <algorithm>
 #include <bit>
@@ -29,7 +30,9 @@ inline void __syncthreads(EMULATOR_SITE) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_SITE) {
   ::emulator::gather(mask, "__syncwarp", nullptr, 0, true, site);
 }
-inline void __threadfence() {}
+inline void __threadfence() {
+  if (::emulator::checks_races) ::emulator::check_fence();
+}
 inline void __threadfence_block() {}
 
 namespace emulator {
@@ -105,29 +108,44 @@ inline int __all_sync(unsigned mask, bool value, EMULATOR_SITE) {
 
 // ---- Atomics on global memory: the blocks of a launch take turns ----
 
+namespace emulator {
+
+// What was there before; its access is one of its own kind to the check of races.
+template <typename T, typename Change>
+EMULATOR_UNSEEN T exchange(T* address, Change change) {
+  if (checks_races) {
+    check_global(Touch::kAtomic, address, sizeof(T), __builtin_return_address(0));
+  }
+  const T before = *address;
+  *address = change(before);
+  return before;
+}
+
+}  // namespace emulator
+
 template <typename T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {
   static_assert(std::is_integral_v<T>, "sums of floats in no fixed order");
-  return std::exchange(*address, *address + value);
+  return ::emulator::exchange(address, [value](T x) { return static_cast<T>(x + value); });
 }
 template <typename T>
 T atomicOr(T* address, std::type_identity_t<T> value) {
-  return std::exchange(*address, *address | value);
+  return ::emulator::exchange(address, [value](T x) { return x | value; });
 }
 template <typename T>
 T atomicMax(T* address, std::type_identity_t<T> value) {
-  return std::exchange(*address, std::max(*address, value));
+  return ::emulator::exchange(address, [value](T x) { return x < value ? value : x; });
 }
 template <typename T>
 T atomicMin(T* address, std::type_identity_t<T> value) {
-  return std::exchange(*address, std::min(*address, value));
+  return ::emulator::exchange(address, [value](T x) { return value < x ? value : x; });
 }
 template <typename T>
 T atomicExch(T* address, std::type_identity_t<T> value) {
-  return std::exchange(*address, value);
+  return ::emulator::exchange(address, [value](T) { return value; });
 }
 inline unsigned atomicInc(unsigned* address, unsigned last) {
-  return std::exchange(*address, *address >= last ? 0 : *address + 1);
+  return ::emulator::exchange(address, [last](unsigned x) { return x >= last ? 0 : x + 1; });
 }
 
 // ---- Arithmetic ----

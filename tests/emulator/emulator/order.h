@@ -1,0 +1,49 @@
+// Who knows of whom in the running block: what synchronisation has told a thread of what others
+// did.
+//
+// Time passes with every synchronisation of the block; a thread is its number, or one of the names
+// below for several of them.
+#pragma once
+
+#include <emulator/machine.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace emulator {
+
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr uint16_t kNobody = 0xffff, kManyWarps = 0xfffe;
+constexpr uint16_t kManyLanes = 0x8000;  // + the warp
+
+// Whether what `thread` did at `time` has happened for the running thread.
+bool happened(uint16_t thread, uint32_t time);
+
+// What the running thread knows of its block, kept.
+struct Knowledge {
+  int thread;
+  uint32_t now, last_barrier, synced;
+  std::array<uint32_t, kMaxWarps> waited_for_warp;
+  std::array<uint32_t, 32> synced_lanes;  // of its warp
+};
+Knowledge knowledge();
+bool happened_for(const Knowledge& known, uint16_t thread, uint32_t time);
+
+// The running thread beside `thread`, which did the same at `time`: alone where that has happened,
+// else both, as narrowly as one name tells.
+uint16_t joined(uint16_t thread, uint32_t time);
+
+uint32_t now();
+void pass_time();
+std::string name_of(uint16_t thread);
+
+// Whether the running thread, or one that it has heard of, has waited for the kernel ahead.
+bool knows_of_previous_kernel();
+
+// Whether a kernel runs at all, and not who launches it.
+bool is_in_kernel();
+// Shared memory of the running block, and the stack of the running thread.
+bool is_own_memory(const void* address);
+
+}  // namespace emulator

@@ -1,0 +1,45 @@
+// Accesses to global memory that nothing orders, found while a test asks for it: of threads of a
+// block, of blocks of a launch, of launches that may overlap.
+//
+// The order of visits does not matter: each access is held against those before it that do not have
+// to happen before it. So launches and blocks run one behind the other as ever.
+//
+// Within a block barriers order. Between the blocks of a launch it takes a fence, an atomic, an
+// atomic of the same address behind it, and a fence again. Kernels ahead in the stream have ended
+// when a kernel starts, unless it is launched to start early. Then it starts when every block of
+// the kernel ahead has let it, or ended, and knows of no more ends than these knew of by then; from
+// its wait on it knows that the kernel ahead has ended, and with it those that this one waited for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace emulator {
+
+struct LaunchConfig;
+
+extern bool checks_races;
+
+// Of a function whose own accesses are not looked at.
+#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+
+// By the running thread; `place` is where in the code.
+enum class Touch { kRead, kWrite, kAtomic };
+void check_global(Touch touch, const void* address, size_t bytes, const void* place);
+void check_fence();
+void let_next_kernel_start();
+
+// Of launch(), one behind the other.
+void begin_checked_launch(const LaunchConfig& config);
+void begin_checked_block(int64_t number);
+void end_checked_block(bool waited);
+
+// Checks what is launched from here on; what was launched before has ended.
+void check_races(bool on);
+// A kernel that is not ours comes to the stream: it starts when those ahead have ended, and has
+// ended when the next one starts.
+void launch_foreign();
+// How many accesses have been checked since checking began.
+uint64_t num_checked();
+
+}  // namespace emulator
