@@ -214,7 +214,9 @@ def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:
         pairs = 2 * m_tiles * pieces * 16 // 2
         operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
         assert sum(bool(SPREADS & set(those)) for those in operands) == pairs, match.string
-        assert not [line for line in loop if line.name == "I2F"], match.string
+        # Those that round up are of a division of whole numbers, where a tile ends.
+        bytes_to_floats = [x for x in loop if x.name == "I2F" and not x.opcode.endswith(".RP")]
+        assert not bytes_to_floats, match.string
     assert found > 0
 
 

@@ -239,7 +239,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     def tile_rows(m_tiles: int) -> int:
         return 16 * m_tiles * (WARPS // slices)
 
-    is_wide = n_tiles > 4 or (x.dtype == torch.float32 and n_tiles == 2)
+    is_wide = x.dtype == torch.float32 and n_tiles == 2
     fills_device = 10 * ceil_div(out_features, tile_rows(2)) >= 9 * device.num_multiprocessors
     m_tiles = 2 if is_wide or fills_device else 1
     tiles = ceil_div(out_features, tile_rows(m_tiles))

@@ -103,7 +103,8 @@ __device__ __forceinline__ void for_each_pair(const SkinnyPlan& plan, const Skin
     put_products(buffer, group + lane.slice, lane, sums, n);
     __syncthreads();
     for (int e = thread; e < 64 * kMTiles; e += plan.num_slices * 32) {
-      const int row = e % 8, column = e / 8 % 8, m = e / 64;
+      const int row = e % 8, m = e / 64;
+      const int column = 2 * (e / 8 % 4) + e / 32 % 2;  // a warp's are in banks of their own
       const Shared<float> at =
           buffer + ((group * kMTiles + m) * kExchangeTile + column * kExchangeColumn + row);
       finish(m, row, 8 * n + column, sum_of_slices<kMTiles>(at, plan.num_slices),

@@ -176,8 +176,8 @@ def test_the_head_is_read_once_for_a_group_of_rows(
 def test_kv_fill_reads_the_layers_that_a_row_skipped(
     exits: tuple[int, ...], k_norm: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whole heads where they are normed."""
-    call = fill_call(KvFillCase(len(exits), hidden_size=128, k_norm=k_norm), dtype)
+    """By whole heads where they are normed. What begins before the rows are known is no layer."""
+    call = fill_call(KvFillCase(len(exits), hidden_size=1024, k_norm=k_norm), dtype)
     call["exit_layer"] = torch.tensor(exits, dtype=torch.int32)
     call["slot_mapping"] = torch.arange(len(exits))
     weight = call["kv_weight"]
