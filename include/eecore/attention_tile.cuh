@@ -57,7 +57,7 @@ struct AttentionSizes {
   static constexpr int kRestBytes = kAttentionWarps * kRestSize * static_cast<int>(sizeof(T));
   static constexpr int kPartStride = kHeadDim + 8;  // floats of a row of a warp's result
   static constexpr int kPartBytes = kTileRows * (kPartStride + 2) * static_cast<int>(sizeof(float));
-  static constexpr int kStatsSize = 2 * kTileRows * 2;  // floats
+  static constexpr int kStatsSize = 4 * kTileRows * 2;  // floats
   static constexpr int kFixedBytes =                    // beside the stages
       kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
       128;  // whether the block is the last one, and what aligns the stages
@@ -91,6 +91,7 @@ struct AttentionTile {
   int team_warps;
   int split_origin, split_size;
   int first_split, end_split;  // those that hold used keys
+  int span_rounds;             // of each span
 
   __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
   // The tile's rounds: in each of them a team takes a split.
@@ -98,9 +99,16 @@ struct AttentionTile {
   __device__ __forceinline__ int end_round() const {
     return (end_split + num_teams() - 1) / num_teams();
   }
-  // Blocks that share the rounds. Even a tile without keys has one, which writes zeros.
+  // Its spans: the rounds whose splits are merged with each other before they meet others. Of
+  // splits of a fixed size that is kAttentionWarps of them, whatever the teams: to a row it is all
+  // the same in which tile it is. Else it is a round.
+  __device__ __forceinline__ int first_span() const { return first_round() / span_rounds; }
+  __device__ __forceinline__ int end_span() const {
+    return (end_round() + span_rounds - 1) / span_rounds;
+  }
+  // Blocks that share the spans. Even a tile without keys has one, which writes zeros.
   __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
-    return max(min(plan.num_blocks, end_round() - first_round()), 1);
+    return max(min(plan.num_blocks, end_span() - first_span()), 1);
   }
   // The used end of a split, which nothing past end_split has.
   __device__ __forceinline__ KeyRange split(int index) const {
@@ -163,8 +171,10 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   };
   tile.used = {visible(first_row).begin, min(visible(last_row).end, plan.max_keys)};
   tile.team_warps = tile.num_rows <= kWarpRows ? 1 : tile.num_rows <= 2 * kWarpRows ? 2 : 4;
+  tile.span_rounds = 1;
   if (plan.fixed_split_size > 0) {
     tile.split_size = plan.fixed_split_size;
+    tile.span_rounds = tile.team_warps;
   } else {
     const int num_splits = tile.num_teams() * plan.num_blocks;
     const int step = plan.step_keys * tile.team_warps;
@@ -192,7 +202,7 @@ struct PartialRow {
   float values[kSize] = {};
   float maximum = -INFINITY, weight = 0.0f;
 
-  // Adds the keys of the next split.
+  // Adds the keys that come next.
   __device__ __forceinline__ void merge(const PartialRow& next) {
     const float largest = fmaxf(maximum, next.maximum), reference = reference_of(largest);
     const float before = exp2_fast(maximum - reference);
@@ -208,10 +218,17 @@ struct PartialRow {
   template <typename T>
   __device__ __forceinline__ void store(T* out, bool aligned) const {
     const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
-    float results[kSize];
+    struct alignas(kSize * sizeof(T)) Results {
+      T values[kSize];
+    } results;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) results[i] = values[i] * inverse;
-    store_pack(out, from_floats<T>(results), kSize, aligned);
+    for (int i = 0; i < kSize; ++i) results.values[i] = from_float<T>(values[i] * inverse);
+    if (aligned) {
+      *reinterpret_cast<Results*>(out) = results;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) out[i] = results.values[i];
+    }
   }
 };
 
@@ -249,17 +266,16 @@ __device__ __forceinline__ void load_partial_values(const PartialAddress& from, 
   }
 }
 
-// What the blocks of a tile leave of a row in the workspace, merged in ascending order. It comes
-// from the L2 cache: a batch is on its way as a whole before its first is merged, and no branch
-// stands between.
-template <int kSize>
-__device__ __forceinline__ PartialRow<kSize> merge_partials(const PagedAttentionParams& params,
-                                                            const AttentionPlan& plan,
-                                                            const AttentionTile& tile, int token,
-                                                            int head, int at) {
-  const int begin = tile.first_split;
-  const int end = plan.fixed_split_size > 0 ? tile.end_split : tile.end_round();
-  constexpr int kBatch = 8;
+constexpr int kMergedSize = 4;  // elements of a row that a thread merges: all threads have some
+
+// The spans that the blocks of a tile leave of a row in the workspace, merged in ascending order.
+// They come from the L2 cache: a batch is on its way as a whole before its first is merged, and no
+// branch stands between.
+__device__ __forceinline__ PartialRow<kMergedSize> merge_partials(
+    const PagedAttentionParams& params, const AttentionPlan& plan, const AttentionTile& tile,
+    int token, int head, int at) {
+  constexpr int kSize = kMergedSize, kBatch = 16;
+  const int begin = tile.first_span(), end = tile.end_span();
   const PartialAddress first = partial_address(params, plan, begin, token, head);
   const int64_t stride = params.num_tokens * params.num_q_heads;  // in rows
   PartialRow<kSize> total;
