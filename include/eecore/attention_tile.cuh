@@ -81,6 +81,32 @@ struct QuerySequence {
   __device__ __forceinline__ int position(int query) const { return length - num_queries + query; }
 };
 
+// A tile's rounds, of which it has those in [first, end), and its spans: the rounds whose splits
+// are merged with each other before they meet others. Of splits of a fixed size that is
+// kAttentionWarps of them, whatever the teams: to a row it is all the same in which tile it is.
+// Else it is a round.
+struct TileRounds {
+  int first, end;
+  int span_shift;  // a span has 1 << span_shift rounds
+
+  __device__ __forceinline__ int first_of_span(int span) const {
+    return max(span << span_shift, first);
+  }
+  __device__ __forceinline__ int span_of(int round) const { return round >> span_shift; }
+  __device__ __forceinline__ int first_span() const { return span_of(first); }
+  __device__ __forceinline__ int end_span() const { return span_of(end - 1) + 1; }
+  __device__ __forceinline__ bool begins_span(int round) const {
+    return round == first || span_of(round) != span_of(round - 1);
+  }
+  __device__ __forceinline__ bool ends_span(int round) const {
+    return round + 1 >= end || span_of(round) != span_of(round + 1);
+  }
+  // Blocks that share the spans. Even a tile without keys has one, which writes zeros.
+  __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
+    return max(min(plan.num_blocks, end_span() - first_span()), 1);
+  }
+};
+
 // Rows [first_row, first_row + num_rows) of a sequence: row r of a kv head is query r / group_size,
 // head r % group_size of the group. Teams of 1, 2 or 4 warps take a split each, so that all warps
 // work whether the tile has few rows or many.
@@ -91,24 +117,16 @@ struct AttentionTile {
   int team_warps;
   int split_origin, split_size;
   int first_split, end_split;  // those that hold used keys
-  int span_rounds;             // of each span
 
   __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
   // The tile's rounds: in each of them a team takes a split.
-  __device__ __forceinline__ int first_round() const { return first_split / num_teams(); }
-  __device__ __forceinline__ int end_round() const {
-    return (end_split + num_teams() - 1) / num_teams();
+  __device__ __forceinline__ TileRounds rounds(const AttentionPlan& plan) const {
+    return {first_split / num_teams(), (end_split + num_teams() - 1) / num_teams(),
+            span_shift(plan)};
   }
-  // Its spans: the rounds whose splits are merged with each other before they meet others. Of
-  // splits of a fixed size that is kAttentionWarps of them, whatever the teams: to a row it is all
-  // the same in which tile it is. Else it is a round.
-  __device__ __forceinline__ int first_span() const { return first_round() / span_rounds; }
-  __device__ __forceinline__ int end_span() const {
-    return (end_round() + span_rounds - 1) / span_rounds;
-  }
-  // Blocks that share the spans. Even a tile without keys has one, which writes zeros.
-  __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
-    return max(min(plan.num_blocks, end_span() - first_span()), 1);
+  // Of a span's 1, 2 or 4 rounds.
+  __device__ __forceinline__ int span_shift(const AttentionPlan& plan) const {
+    return plan.fixed_split_size > 0 ? team_warps / 2 : 0;
   }
   // The used end of a split, which nothing past end_split has.
   __device__ __forceinline__ KeyRange split(int index) const {
@@ -171,10 +189,8 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   };
   tile.used = {visible(first_row).begin, min(visible(last_row).end, plan.max_keys)};
   tile.team_warps = tile.num_rows <= kWarpRows ? 1 : tile.num_rows <= 2 * kWarpRows ? 2 : 4;
-  tile.span_rounds = 1;
   if (plan.fixed_split_size > 0) {
     tile.split_size = plan.fixed_split_size;
-    tile.span_rounds = tile.team_warps;
   } else {
     const int num_splits = tile.num_teams() * plan.num_blocks;
     const int step = plan.step_keys * tile.team_warps;
@@ -271,11 +287,12 @@ constexpr int kMergedSize = 4;  // elements of a row that a thread merges: all t
 // The spans that the blocks of a tile leave of a row in the workspace, merged in ascending order.
 // They come from the L2 cache: a batch is on its way as a whole before its first is merged, and no
 // branch stands between.
+template <int kBatch>
 __device__ __forceinline__ PartialRow<kMergedSize> merge_partials(
-    const PagedAttentionParams& params, const AttentionPlan& plan, const AttentionTile& tile,
+    const PagedAttentionParams& params, const AttentionPlan& plan, const TileRounds& rounds,
     int token, int head, int at) {
-  constexpr int kSize = kMergedSize, kBatch = 16;
-  const int begin = tile.first_span(), end = tile.end_span();
+  constexpr int kSize = kMergedSize;
+  const int begin = rounds.first_span(), end = rounds.end_span();
   const PartialAddress first = partial_address(params, plan, begin, token, head);
   const int64_t stride = params.num_tokens * params.num_q_heads;  // in rows
   PartialRow<kSize> total;

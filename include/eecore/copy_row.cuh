@@ -21,6 +21,7 @@ __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t byt
   // results, in L2, and a store might be to where the next load is from.
   constexpr int kBatch = 4;
   const int64_t step = int64_t{threads} * kPerAccess;
+#pragma unroll 1
   for (int64_t first = int64_t{thread} * kPerAccess; first < whole; first += kBatch * step) {
     Pack<uint16_t> packs[kBatch];
 #pragma unroll

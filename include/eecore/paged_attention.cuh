@@ -22,10 +22,8 @@ namespace eecore::cuda {
 struct RoundResults {
   Shared<float> values;  // [kAttentionWarps, kWarpRows, kPartStride]
   Shared<float> stats;   // [kAttentionWarps, kWarpRows, 2]: maximum, weight
-  int round, span;
-  bool begins_span, ends_span;
-  bool is_first_span, is_last_span;  // of the block
-  bool shares_tile;                  // with other blocks
+  int round;
+  TileRounds rounds;
 };
 
 // What a row of a tile is.
@@ -64,8 +62,12 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
   EECORE_SHARED(float, stats, Sizes::kStatsSize);
   constexpr int kRowStats = Sizes::kTileRows * 2;
   const Shared<float> of_span = stats, of_spans = stats + 2 * kRowStats;
-  const int span_place = results.shares_tile ? results.span : 1;
+  const TileRounds& rounds = results.rounds;
+  const bool shares_tile = rounds.num_blocks(plan) > 1;
+  const int round = results.round, span_index = rounds.span_of(round);
+  const int span_place = shares_tile ? span_index : 1;
 
+#pragma unroll 1
   for (int i = threadIdx.x; i < tile.num_rows * Sizes::kPieces; i += kAttentionThreads) {
     const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * kPack;
     if (at >= params.head_dim) continue;
@@ -87,7 +89,8 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
     };
 
     PartialRow<kPack> span;
-    if (!results.begins_span) take_up(span_place, of_span, results.round, span);
+    if (!rounds.begins_span(round)) take_up(span_place, of_span, round, span);
+#pragma unroll 1
     for (int team = 0; team < tile.num_teams(); ++team) {
       const int part = team * tile.team_warps * Sizes::kWarpRows + row;
       PartialRow<kPack> of_team;
@@ -101,11 +104,11 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
       of_team.weight = results.stats[part * 2 + 1];
       span.merge(of_team);
     }
-    if (!results.ends_span) {
-      keep(span_place, of_span, results.round, span);
+    if (!rounds.ends_span(round)) {
+      keep(span_place, of_span, round, span);
       continue;
     }
-    if (results.shares_tile) {
+    if (shares_tile) {
       const PartialAddress to = address_of(span_place);
       store_partial_values(to, at, span);
       if (at == 0) {
@@ -115,12 +118,12 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
       continue;
     }
     PartialRow<kPack> total;
-    if (!results.is_first_span) take_up(0, of_spans, results.span, total);
+    if (span_index != rounds.first_span()) take_up(0, of_spans, span_index, total);
     total.merge(span);
-    if (results.is_last_span) {
+    if (span_index + 1 >= rounds.end_span()) {
       store_result<T>(params, plan, place, at, total);
     } else {
-      keep(0, of_spans, results.span, total);
+      keep(0, of_spans, span_index, total);
     }
   }
 }
@@ -134,13 +137,14 @@ constexpr bool kLastBlockMerges = !(kBiased && std::is_same_v<T, float>);
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& params,
                                                     const AttentionPlan& plan,
-                                                    const AttentionTile& tile, int kv_head) {
+                                                    const AttentionTile& tile,
+                                                    const TileRounds& rounds, int kv_head) {
   EECORE_SHARED(int, is_last, 1);
   __syncthreads();  // what the block leaves is written
   if (threadIdx.x == 0) {
     // The counter goes back to 0 with the last one. A fence on each side: what the others wrote
     // before they counted is seen by whoever counts last, and by its block behind the barrier.
-    const auto last = static_cast<unsigned>(tile.num_blocks(plan) - 1);
+    const auto last = static_cast<unsigned>(rounds.num_blocks(plan) - 1);
     __threadfence();
     is_last[0] = atomicInc(reinterpret_cast<unsigned*>(params.arrivals) + blockIdx.x, last) == last;
     __threadfence();
@@ -154,7 +158,7 @@ __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& 
     if (at >= params.head_dim) continue;
     const QueryHead place = query_head(plan, tile, kv_head, row);
     store_result<T>(params, plan, place, at,
-                    merge_partials(params, plan, tile, place.token, place.head, at));
+                    merge_partials<8>(params, plan, rounds, place.token, place.head, at));
   }
 }
 
@@ -180,19 +184,16 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   };
   const QuerySequence seq = find_sequence(params, tile_index, first_tile);
   const int tile_of_seq = tile_index - first_tile(seq.index, seq.first_token);
-  const AttentionTile tile =
-      make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
+  AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
   if (tile.num_rows <= 0) return;
+  // While keys go by it lies in shared memory: registers are scarce.
+  EECORE_SHARED(AttentionTile, kept_tile, 1);
+  if (threadIdx.x == 0) kept_tile[0] = tile;
 
   // Its spans, of which it takes every num_blocks-th, and their rounds.
-  const int num_teams = tile.num_teams();
-  const int first_round = tile.first_round(), end_round = tile.end_round();
-  const int first_span = tile.first_span() + static_cast<int>(blockIdx.y);
-  int round = max(first_span * tile.span_rounds, first_round);
-  const int num_blocks = tile.num_blocks(plan);
-  if (static_cast<int>(blockIdx.y) >= num_blocks) return;
-  const bool shares_tile = num_blocks > 1;
-
+  TileRounds rounds = tile.rounds(plan);
+  if (static_cast<int>(blockIdx.y) >= rounds.num_blocks(plan)) return;
+  int round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int team = warp / tile.team_warps;
   const int first_row = tile.first_row + warp % tile.team_warps * kWarpRows;
@@ -200,8 +201,8 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   const auto bias_table =
       dynamic_shared<float>(Sizes::kRestBytes + plan.num_stages * Sizes::kStageBytes);
   Rows rows(params, plan, tile, first_row, bias_table);
-  bool is_first = true, is_last = false;
-  do {
+  for (bool is_first = true;; is_first = false) {
+    const int num_teams = tile.num_teams();
     KeyStream<T, kHeadDim> stream(params, plan, tile, kv_head, tile.split(round * num_teams + team),
                                   ring, offsets + warp * Sizes::kStepKeys * 2);
     stream.start();
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
       }
       const int row = min(first_row + lane % kWarpRows, tile.first_row + tile.num_rows - 1);
       const int query = row / plan.group_size;
-      const int64_t q_offset = (seq.first_token + query) * params.q_token_stride +
+      const int64_t q_offset = (tile.seq.first_token + query) * params.q_token_stride +
                                ((kv_head - query) * plan.group_size + row) * params.q_head_stride;
       rows.load_queries(static_cast<const T*>(params.q), q_offset, params.head_dim, plan.q_aligned,
                         stream.unused(), dynamic_shared<T>() + warp * Sizes::kRestSize);
@@ -230,36 +231,32 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     }
 
     __syncthreads();  // all teams have read the ring, where the results lie now
+    tile = kept_tile[0];
+    rounds = tile.rounds(plan);
     RoundResults results{};
     results.values = dynamic_shared<float>(Sizes::kRestBytes);
     results.stats = results.values + Sizes::kTileRows * Sizes::kPartStride;
     results.round = round;
-    results.span = round / tile.span_rounds;
-    const int next_span = results.span + plan.num_blocks;
-    results.begins_span = round % tile.span_rounds == 0 || round == first_round;
-    results.ends_span = (round + 1) % tile.span_rounds == 0 || round + 1 >= end_round;
-    results.is_first_span = results.span == first_span;
-    results.is_last_span = next_span >= tile.end_span();
-    results.shares_tile = shares_tile;
+    results.rounds = rounds;
     rows.store(results.values + warp * kWarpRows * Sizes::kPartStride,
                results.stats + warp * kWarpRows * 2);
     __syncthreads();
     finish_round<T, kHeadDim>(params, plan, tile, kv_head, results);
-    is_first = false;
-    is_last = results.ends_span && results.is_last_span;
-    round = results.ends_span ? next_span * tile.span_rounds : round + 1;
-    if (!is_last) __syncthreads();  // the results are read before the ring is filled again
-  } while (!is_last);
+    const int next_span = rounds.span_of(round) + plan.num_blocks;
+    round = rounds.ends_span(round) ? rounds.first_of_span(next_span) : round + 1;
+    if (round >= rounds.end) break;
+    __syncthreads();  // the results are read before the ring is filled again
+  }
   if constexpr (kLastBlockMerges<T, kBiased>) {
-    if (plan.last_merges && shares_tile) {
-      merge_in_last_block<T, kHeadDim>(params, plan, tile, kv_head);
+    if (plan.last_merges && rounds.num_blocks(plan) > 1) {
+      merge_in_last_block<T, kHeadDim>(params, plan, tile, rounds, kv_head);
     }
   }
 }
 
 constexpr int kAttentionCombineThreads = 32;  // many blocks even of one query
 // Of a multiprocessor. Asked for so few, ptxas leaves registers to the loads that are under way.
-constexpr int kAttentionCombineBlocks = 16;
+constexpr int kAttentionCombineBlocks = 8;
 
 // out = the rows' partials merged in ascending order, of tiles that blocks share.
 // Grid: (num_tokens, ceil(num_q_heads * head_dim / kMergedSize / kAttentionCombineThreads)).
@@ -279,9 +276,10 @@ __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlo
 
   const int row = (token - seq.first_token) * plan.group_size + head % plan.group_size;
   const AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, row / kTileRows * kTileRows);
-  if (tile.num_blocks(plan) == 1) return;
+  const TileRounds rounds = tile.rounds(plan);
+  if (rounds.num_blocks(plan) == 1) return;
   store_result<T>(params, plan, {token, head}, at,
-                  merge_partials(params, plan, tile, token, head, at));
+                  merge_partials<16>(params, plan, rounds, token, head, at));
 }
 
 }  // namespace eecore::cuda
