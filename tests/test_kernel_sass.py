@@ -20,6 +20,7 @@ GLOBAL_ACCESSES = {"LDG", "STG", "LDGSTS", "ATOMG", "RED", "REDG"}
 STREAMS_WEIGHTS = r"skinny_|exit_confidence_softmax_|kv_fill_(?:pairs_)?kernel"
 
 COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
+MERGED_AT_ONCE, MERGED_IN_LAST_BLOCK = 16, 8  # results of spans
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
 INT8 = "signed char"  # of a weight's elements, which are the last argument
 # Of the permutations that put int8 below an exponent: selectors and exponents, either of which a
@@ -29,7 +30,7 @@ SKINNY = rf"skinny_linear_kernel<(\w+), (\d+), (\d+), (?:true|false), (\w+|{INT8
 GATED = rf"skinny_gated_linear_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
 APPEND = rf"skinny_append_kernel<(\w+), (\d+), (?:true|false), (\w+|{INT8})> "
 FILL = rf"kv_fill_pairs_kernel<(\w+), (\d+), (\d+), (\w+|{INT8})> "
-MAKES_ROWS = r"skinny_(?:linear|gated_linear|append)_kernel<(\w+), (?:\d+, )+true, "
+MAKES_ROWS = r"(?:skinny_\w+|exit_confidence_softmax)_kernel<(\w+), (?:\d+, )+true, "
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +120,15 @@ def test_a_batch_of_partial_results_is_loaded_before_the_first_is_merged(
 ) -> None:
     for match, code in of(kernels, COMBINE):
         loads = [i for i, line in enumerate(code.lines) if line.opcode == "LDG.E.128"]
-        assert len(loads) == 8 * (1 if match[1] == "float" else 2), match.string
+        assert len(loads) == MERGED_AT_ONCE, match.string
         assert loads[-1] < place_of(code, "MUFU.EX2"), match.string
+
+
+def test_states_that_leave_are_loaded_four_pieces_at_a_time(kernels: dict[str, Code]) -> None:
+    for match, code in of(kernels, "exit_rows_kernel "):
+        first = place_of(code, "STG.E.128")
+        loads = [line for line in code.lines[:first] if line.opcode == "LDG.E.128"]
+        assert len(loads) == 4, match.string
 
 
 def skinny_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
@@ -149,7 +157,7 @@ def test_the_last_block_counts_between_fences_and_loads_in_batches(
         assert "MEMBAR" in names[count:], match.string
         behind = code.lines[count:]
         loads = [i for i, line in enumerate(behind) if line.opcode == "LDG.E.128"]
-        assert len(loads) >= 8 * (1 if match[1] == "float" else 2), match.string
+        assert len(loads) >= MERGED_IN_LAST_BLOCK, match.string
 
 
 def test_rows_that_a_block_makes_are_read_as_shared_memory(kernels: dict[str, Code]) -> None:

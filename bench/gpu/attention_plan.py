@@ -9,6 +9,8 @@ from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 
 WARPS = 4  # of a block
+MERGED_SIZE, MOST_MERGED_BYTES = 4, 64 << 10
+"""Elements that a thread merges, and bytes that the last block of a tile does."""
 
 
 def nearly_busy(units: int, resident: int, least: int, most: int) -> int:
@@ -40,28 +42,30 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     rows = queries * group
     tiles = ceil_div(rows, tile_rows)
     team_warps = 1 if rows <= warp_rows else 2 if rows <= 2 * warp_rows else 4
-    teams = WARPS // team_warps
     units = tiles * min(num_seqs, num_tokens) * num_kv_heads
     resident = 2 * device.num_multiprocessors
+    all_rows = num_tokens * num_q_heads * (head_dim + 2) * 4  # bytes of a result of each
 
-    def rounds_of(keys: int) -> int:
-        return min(ceil_div(max(ceil_div(keys, split), 1), teams), 256)
+    def spans_of(keys: int) -> int:
+        return ceil_div(max(ceil_div(keys, split), 1), WARPS)
 
     split = call["fixed_split_size"]
-    partials = 0  # of each row
+    partials = places = 0  # of each row: those that are left, and room for them
+    so_far = 0.0  # times that a block lays its rows down, to take them up again
     if split == 0:
         most = min(max(max_keys // 512, 1), 256)
         blocks = nearly_busy(units, resident, max(ceil_div(max_keys, 16384), 1), most)
-        rounds = blocks
-        partials = blocks if blocks > 1 else 0
+        spans = blocks
+        partials = places = blocks if blocks > 1 else 0
     else:
-        partial_bytes = ceil_div(max_keys, split) * num_tokens * num_q_heads * (head_dim + 2) * 4
+        spans, places = spans_of(keys), spans_of(max_keys)
         is_busy = units / (ceil_div(units, resident) * resident) >= 0.8
         blocks = 1
-        if not is_busy and partial_bytes <= 256 << 20:
-            blocks = nearly_busy(units, resident, 1, rounds_of(max_keys))
-        rounds = rounds_of(keys)
-        partials = ceil_div(keys, split) if blocks > 1 else 0
+        if not is_busy and places * all_rows <= 256 << 20:
+            blocks = nearly_busy(units, resident, 1, min(places, 256))
+        partials = spans if blocks > 1 else 0
+        rounds = ceil_div(max(ceil_div(keys, split), 1) * team_warps, WARPS)
+        so_far = rounds - (spans if blocks > 1 else 1)
 
     # Keys that the queries of a sequence see together, and one of them on the average.
     window = call["sliding_window"]
@@ -69,13 +73,15 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     seen = used - ((queries - 1) / 2 if call["causal"] else 0)
     kv = 2 * num_seqs * used * num_kv_heads * head_dim * item
     out = num_tokens * num_q_heads * head_dim * item
-    partial = partials * num_tokens * num_q_heads * (head_dim + 2) * 4
+    partial = partials * all_rows
     padded = ceil_div(rows, warp_rows) * warp_rows
     bound = num_tokens * group // tile_rows + num_seqs  # tiles that any lengths have
     arrivals = call["arrivals"]
     is_wide = q.dtype == torch.float32 and call["position_bias"] is not None
     can_merge = not is_wide and arrivals is not None and bound * num_kv_heads <= arrivals.shape[0]
-    combines = blocks > 1 and not can_merge
+    merged_bytes = min(rows, tile_rows) * places * head_dim * 4
+    combines = blocks > 1 and not (can_merge and merged_bytes <= MOST_MERGED_BYTES)
+    merges = blocks > 1 and not combines
     launches = [
         KernelLaunch(
             "paged_attention_kernel",
@@ -89,17 +95,19 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
             # Each tile reads what its rows see, each block its queries.
             repeats={
                 "k_cache, v_cache": (tiles - 1) * kv * seen / max(used, 1),
-                "q": (min(blocks, rounds) - 1) * nbytes(q),
+                "q": (min(blocks, spans) - 1) * nbytes(q),
+                "so far": 2 * so_far * all_rows,
             },
             writes=0 if combines else out,
-            # Its last blocks read what the others left, or the next kernel does.
-            workspace=partial if combines else 2 * partial,
+            # The last block of each tile reads what the others left, or the next kernel does.
+            workspace=partial,
+            last_blocks=units if merges else 0,
+            last_bytes=partial if merges else 0.0,
             flops=4.0 * num_seqs * num_kv_heads * padded * seen * head_dim,
         )
     ]
     if combines:
-        pieces = num_q_heads * head_dim // (16 // item)
-        grid = (num_tokens, ceil_div(pieces, 128))
+        grid = (num_tokens, ceil_div(num_q_heads * head_dim // MERGED_SIZE, 32))
         name = "paged_attention_combine_kernel"
         launches.append(KernelLaunch(name, grid, writes=out, workspace=partial))
     return launches

@@ -19,10 +19,12 @@ class Known:
     Args:
         seq_len: keys of each sequence; None: as many as its row of the page table has room for.
         exit_layers: each row's; None: all rows fill all layers.
+        tokens_known: of rows that are placed by their kind none is of the kind that is.
     """
 
     seq_len: int | None = None
     exit_layers: tuple[int, ...] | None = None
+    tokens_known: bool = False
 
 
 @dataclass(frozen=True)

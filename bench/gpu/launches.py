@@ -21,6 +21,8 @@ class KernelLaunch:
         writes: bytes written to global memory.
         workspace: bytes that it leaves to the next kernel of its call, or was left. The L2 cache
             keeps them where they fit.
+        last_blocks, last_bytes: of the workspace what so many of its blocks read once all others
+            have ended.
         flops: operations of the matrix instructions, padding included.
         starts_early: it asks to start before the kernel ahead has ended (Launch::kAfterPrevious).
         at_work: blocks that find something to do; None: all.
@@ -32,6 +34,8 @@ class KernelLaunch:
     repeats: Mapping[str, float] = field(default_factory=dict)
     writes: float = 0.0
     workspace: float = 0.0
+    last_blocks: int = 0
+    last_bytes: float = 0.0
     flops: float = 0.0
     starts_early: bool = True
     at_work: int | None = None
@@ -68,13 +72,18 @@ def work_seconds(gpu: Gpu, launch: KernelLaunch) -> float:
     busy = min(1.0, blocks / gpu.num_multiprocessors)
     if busy == 0.0:
         return 0.0
-    spilt = launch.workspace if launch.workspace > gpu.l2_bytes / 2 else 0.0
+    left = launch.workspace + launch.last_bytes
+    spilt = left if launch.workspace > gpu.l2_bytes / 2 else 0.0
     through_l2 = launch.moved_bytes + launch.workspace + sum(launch.repeats.values())
-    return max(
+    at_once = max(
         (launch.moved_bytes + spilt) / gpu.memory_rate,
         through_l2 / (gpu.l2_rate * busy),
         launch.flops / (gpu.tensor_rate * busy),
     )
+    if launch.last_blocks == 0:
+        return at_once
+    still_busy = min(1.0, launch.last_blocks / gpu.num_multiprocessors)
+    return at_once + launch.last_bytes / (gpu.l2_rate * still_busy)
 
 
 def seconds(gpu: Gpu, nodes: Sequence[Node]) -> float:

@@ -132,6 +132,11 @@ def exit_rows(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
 
 def place_head(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     launches = _measuring(call, device, known)
+    if known.tokens_known and call["kind"] is not None and launches:
+        # Its blocks look at the kinds, and at nothing else.
+        kinds = {"kind": call.bytes_of("kind")}
+        product, summary = (KernelLaunch(each.kernel, each.grid, kinds) for each in launches[-2:])
+        return [*launches[:-2], product, summary]
     left_out = MEASURED_WITH | {"hidden"}
     placed = {name: x for name, x in call.arguments.items() if name not in left_out}
     placing = Call(call.op, placed, call.written - MEASURED)

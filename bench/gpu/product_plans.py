@@ -84,13 +84,15 @@ def must_be_made(rows: Rows, x: Tensor, norm: Tensor | None) -> bool:
     )
 
 
-def blocks_make_rows(rows: Rows, m_tiles: int, slices: int, blocks: int, device: Device) -> bool:
+def blocks_make_rows(
+    rows: Rows, m_tiles: int, slices: int, blocks: int, device: Device, own_bytes: int
+) -> bool:
     """Whether shared memory has room for them beside enough stages of the weight."""
     if rows.count > MOST_SHARED_ROWS:
         return False
     stage = 4 * m_tiles * 32 * WARPS * 16
     wanted = 1 + ceil_div((96 << 10) * device.num_multiprocessors, blocks * stage)
-    exchange = 0 if slices == 1 else 2 * WARPS * m_tiles * 8 * 20 * 4
+    exchange = own_bytes + (0 if slices == 1 else 2 * WARPS * m_tiles * 8 * 20 * 4)
     shared_rows = (rows.count + 1) * (rows.row_bytes + 64)  # and the norm's weight
     room = device.shared_bytes // (2 if m_tiles == 1 else 1) - 1024 - exchange - shared_rows
     return room // stage >= min(wanted, 3)
@@ -172,10 +174,11 @@ def made_rows(
     slices: int,
     blocks: int,
     device: Device,
+    own_bytes: int = 0,
 ) -> Made:
     if not must_be_made(rows, x, norm):
         return Made.NOWHERE
-    in_blocks = blocks_make_rows(rows, m_tiles, slices, blocks, device)
+    in_blocks = blocks_make_rows(rows, m_tiles, slices, blocks, device, own_bytes)
     return Made.IN_BLOCKS if in_blocks else Made.AHEAD
 
 
@@ -310,13 +313,13 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
     rows = Rows(hidden.shape[0], hidden.shape[1], hidden.dtype)
     if rows.count == 0:
         return []
-    launches = []
-    made_rows = must_be_made(rows, hidden, call["norm_weight"])
-    if made_rows:
-        launches.append(rms_norm(rows, call.bytes_of("norm_weight")))
     tiles = ceil_div(head.shape[0], 16 * HEAD_M_TILES * WARPS)
     blocks = min(tiles, device.num_multiprocessors)
     summaries = rows.count * blocks * SUMMARY_BYTES
+    own_bytes = WARPS * 8 * rows.tiles(8) * SUMMARY_BYTES
+    norm_bytes = call.bytes_of("norm_weight")
+    made = made_rows(rows, hidden, call["norm_weight"], HEAD_M_TILES, 1, blocks, device, own_bytes)
+    launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
     launches.append(
         product(
             "exit_confidence_softmax_kernel",
@@ -327,7 +330,8 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
             16 * HEAD_M_TILES * WARPS,
             blocks,
             rows.tiles(8),
-            made=Made.AHEAD if made_rows else Made.NOWHERE,
+            made=made,
+            norm_bytes=norm_bytes,
             workspace=summaries,
         )
     )

@@ -145,4 +145,5 @@ def iteration(
     filled_from = at if leaves else num_layers
     with _Recorder() as recorder:
         program.run(_Passing(recorder, runs=not leaves))
-    return _planned(recorder, device, Known(seq_len, (filled_from,) * batch))
+    known = Known(seq_len, (filled_from,) * batch, tokens_known=leaves is True)
+    return _planned(recorder, device, known)

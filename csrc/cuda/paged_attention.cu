@@ -1,6 +1,6 @@
 // paged_attention on CUDA: one launch, and a second where several blocks share a tile's keys and
-// the call has nothing for them to count their arrivals in. The grid is a bound from the shapes;
-// lengths are known on the device alone.
+// the call has nothing for them to count their arrivals in, or what they leave is much. The grid is
+// a bound from the shapes; lengths are known on the device alone.
 #include <algorithm>
 
 #include "dispatch.h"
@@ -41,19 +41,16 @@ void dispatch(const PagedAttentionParams& params, Body&& body) {
   });
 }
 
-// Work of a call as far as its shapes tell, in units of a tile and a kv head.
-struct Work {
-  int64_t units;      // if all sequences have equally many queries
-  int64_t num_teams;  // of the warps of such a tile
-};
+// Rows of a sequence, if all have equally many queries.
+int64_t rows_of(const PagedAttentionParams& params, int64_t group_size) {
+  return ceil_div(params.num_tokens, params.num_seqs) * group_size;
+}
 
+// Work of a call as far as its shapes tell, in units of a tile and a kv head.
 template <typename Sizes>
-Work work_of(const PagedAttentionParams& params, int64_t group_size) {
-  const int64_t rows = ceil_div(params.num_tokens, params.num_seqs) * group_size;
-  const int64_t tiles =
-      ceil_div(rows, Sizes::kTileRows) * std::min(params.num_seqs, params.num_tokens);
-  const int64_t team_warps = rows <= Sizes::kWarpRows ? 1 : rows <= 2 * Sizes::kWarpRows ? 2 : 4;
-  return {tiles * params.num_kv_heads, kAttentionWarps / team_warps};
+int64_t units_of(const PagedAttentionParams& params, int64_t group_size) {
+  const int64_t tiles = ceil_div(rows_of(params, group_size), Sizes::kTileRows);
+  return tiles * std::min(params.num_seqs, params.num_tokens) * params.num_kv_heads;
 }
 
 // The fewest blocks per unit, of `least` to `most`, that keep nearly as many of the `resident`
@@ -83,28 +80,43 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
   constexpr int64_t kMostBlocks = 256;      // of a tile
   constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
   constexpr double kBusyEnough = 0.8;
-  const Work work = work_of<Sizes>(params, plan.group_size);
+  const int64_t units = units_of<Sizes>(params, plan.group_size);
   const int64_t resident = num_multiprocessors * kAttentionBlocksPerMultiprocessor;
   if (params.fixed_split_size == 0) {
     const int64_t most = std::clamp<int64_t>(plan.max_keys / kMinBlockKeys, 1, kMostBlocks);
     const int64_t least = std::max<int64_t>(ceil_div(plan.max_keys, kMaxBlockKeys), 1);
-    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, least, most));
+    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(units, resident, least, most));
     plan.num_partials = plan.num_blocks > 1 ? plan.num_blocks : 0;
     return;
   }
-  // A block that takes all splits of a tile merges them itself, in the same order.
+  // A block that takes all spans of a tile merges them itself, in the same order.
   const int64_t splits = std::max<int64_t>(ceil_div(plan.max_keys, params.fixed_split_size), 1);
-  const int64_t rounds = std::min(ceil_div(splits, work.num_teams), kMostBlocks);
-  const int64_t partial_bytes = splits * params.num_tokens * params.num_q_heads *
+  const int64_t spans = ceil_div(splits, kAttentionWarps);
+  const int64_t partial_bytes = spans * params.num_tokens * params.num_q_heads *
                                 (params.head_dim + 2) * static_cast<int64_t>(sizeof(float));
-  const double busy = static_cast<double>(work.units) /
-                      static_cast<double>(ceil_div(work.units, resident) * resident);
+  const double busy =
+      static_cast<double>(units) / static_cast<double>(ceil_div(units, resident) * resident);
   plan.num_blocks = 1;
   if (busy < kBusyEnough && partial_bytes <= kMaxWorkspace) {
-    plan.num_blocks = static_cast<int32_t>(blocks_per_unit(work.units, resident, 1, rounds));
+    plan.num_blocks =
+        static_cast<int32_t>(blocks_per_unit(units, resident, 1, std::min(spans, kMostBlocks)));
   }
-  // One for the total so far, unless there are no rounds to come.
-  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(splits) : splits > 1 ? 1 : 0;
+  // Of a block alone one for the spans so far and one for a part of a span, unless it has one
+  // round.
+  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(spans) : splits > 1 ? 2 : 0;
+}
+
+// Whether the last block of a tile merges what the others leave, rather than a second kernel, whose
+// blocks share that: where it is too little to be worth a launch.
+template <typename Sizes>
+bool last_block_merges(const PagedAttentionParams& params, const AttentionPlan& plan) {
+  constexpr int64_t kMostBytes = 64 << 10;
+  if (plan.num_blocks == 1 || params.arrivals == nullptr ||
+      plan.num_tiles * params.num_kv_heads > params.num_arrivals) {
+    return false;
+  }
+  const int64_t rows = std::min<int64_t>(rows_of(params, plan.group_size), Sizes::kTileRows);
+  return rows * plan.num_partials * params.head_dim * int64_t{sizeof(float)} <= kMostBytes;
 }
 
 // Bytes of the table that a block spreads the position bias in, 0 without one; says in the plan how
@@ -165,9 +177,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
       is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
   const int64_t bias_bytes = plan_bias<Sizes>(params, max_keys, plan);
   plan_splits<Sizes>(params, properties.num_multiprocessors, plan);
-  plan.last_merges = kLastBlockMerges<T, kBiased> && plan.num_blocks > 1 &&
-                     params.arrivals != nullptr &&
-                     num_tiles * params.num_kv_heads <= params.num_arrivals;
+  plan.last_merges = kLastBlockMerges<T, kBiased> && last_block_merges<Sizes>(params, plan);
 
   // Stages: two blocks side by side on a multiprocessor, or all for one where there are few blocks.
   const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
@@ -224,7 +234,7 @@ void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
     launch("paged_attention", paged_attention_kernel<T, head_dim(), biased()>, shape, stream,
            params, plan);
     if (plan.num_blocks == 1 || plan.last_merges) return;
-    const int64_t pieces = params.num_q_heads * params.head_dim / Sizes::kPack;
+    const int64_t pieces = params.num_q_heads * params.head_dim / kMergedSize;
     launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,
            {dim3(static_cast<unsigned>(params.num_tokens),
                  static_cast<unsigned>(ceil_div(pieces, kAttentionCombineThreads))),

@@ -191,16 +191,18 @@ bool blocks_make_rows(const SkinnyPlan& plan, int64_t num_tokens, int m_tiles, i
 
 // start(params, plan, shared_bytes, makes_rows) with the stages of `num_blocks` blocks, and the
 // rows of x ready or, where makes_rows() is true, to be made ready by each block. Where they must
-// be and are not, a kernel ahead makes them in the workspace.
+// be and are not, a kernel ahead makes them in the workspace. A block has `own_bytes` of shared
+// memory more, between the exchange and the rows.
 template <typename T, typename W, int kNTiles, typename Params, typename Start>
 void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_blocks, Stream stream,
-                     Start&& start) {
+                     Start&& start, int64_t own_bytes = 0) {
   const auto start_with = [&](int64_t other_bytes, auto makes_rows) {
     set_stages(plan, m_tiles, num_blocks, other_bytes, stream.device);
     start(params, plan, static_cast<size_t>(skinny_ring_bytes(plan, m_tiles) + other_bytes),
           makes_rows);
   };
-  const int64_t exchange_bytes = skinny_exchange_floats(plan, m_tiles) * int64_t{sizeof(float)};
+  const int64_t exchange_bytes =
+      skinny_exchange_floats(plan, m_tiles) * int64_t{sizeof(float)} + own_bytes;
   plan.early_weight = params.constant_weight;
   const RowForm form = row_form(params);
   if (needs_rows(form, params.x, params.x_stride, params.norm_weight)) {

@@ -57,7 +57,7 @@ struct AttentionSizes {
   static constexpr int kRestBytes = kAttentionWarps * kRestSize * static_cast<int>(sizeof(T));
   static constexpr int kPartStride = kHeadDim + 8;  // floats of a row of a warp's result
   static constexpr int kPartBytes = kTileRows * (kPartStride + 2) * static_cast<int>(sizeof(float));
-  static constexpr int kStatsSize = 2 * kTileRows * 2;  // floats
+  static constexpr int kStatsSize = 4 * kTileRows * 2;  // floats
   static constexpr int kFixedBytes =                    // beside the stages
       kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
       128;  // whether the block is the last one, and what aligns the stages
@@ -81,6 +81,32 @@ struct QuerySequence {
   __device__ __forceinline__ int position(int query) const { return length - num_queries + query; }
 };
 
+// A tile's rounds, of which it has those in [first, end), and its spans: the rounds whose splits
+// are merged with each other before they meet others. Of splits of a fixed size that is
+// kAttentionWarps of them, whatever the teams: to a row it is all the same in which tile it is.
+// Else it is a round.
+struct TileRounds {
+  int first, end;
+  int span_shift;  // a span has 1 << span_shift rounds
+
+  __device__ __forceinline__ int first_of_span(int span) const {
+    return max(span << span_shift, first);
+  }
+  __device__ __forceinline__ int span_of(int round) const { return round >> span_shift; }
+  __device__ __forceinline__ int first_span() const { return span_of(first); }
+  __device__ __forceinline__ int end_span() const { return span_of(end - 1) + 1; }
+  __device__ __forceinline__ bool begins_span(int round) const {
+    return round == first || span_of(round) != span_of(round - 1);
+  }
+  __device__ __forceinline__ bool ends_span(int round) const {
+    return round + 1 >= end || span_of(round) != span_of(round + 1);
+  }
+  // Blocks that share the spans. Even a tile without keys has one, which writes zeros.
+  __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
+    return max(min(plan.num_blocks, end_span() - first_span()), 1);
+  }
+};
+
 // Rows [first_row, first_row + num_rows) of a sequence: row r of a kv head is query r / group_size,
 // head r % group_size of the group. Teams of 1, 2 or 4 warps take a split each, so that all warps
 // work whether the tile has few rows or many.
@@ -94,13 +120,13 @@ struct AttentionTile {
 
   __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
   // The tile's rounds: in each of them a team takes a split.
-  __device__ __forceinline__ int first_round() const { return first_split / num_teams(); }
-  __device__ __forceinline__ int end_round() const {
-    return (end_split + num_teams() - 1) / num_teams();
+  __device__ __forceinline__ TileRounds rounds(const AttentionPlan& plan) const {
+    return {first_split / num_teams(), (end_split + num_teams() - 1) / num_teams(),
+            span_shift(plan)};
   }
-  // Blocks that share the rounds. Even a tile without keys has one, which writes zeros.
-  __device__ __forceinline__ int num_blocks(const AttentionPlan& plan) const {
-    return max(min(plan.num_blocks, end_round() - first_round()), 1);
+  // Of a span's 1, 2 or 4 rounds.
+  __device__ __forceinline__ int span_shift(const AttentionPlan& plan) const {
+    return plan.fixed_split_size > 0 ? team_warps / 2 : 0;
   }
   // The used end of a split, which nothing past end_split has.
   __device__ __forceinline__ KeyRange split(int index) const {
@@ -192,7 +218,7 @@ struct PartialRow {
   float values[kSize] = {};
   float maximum = -INFINITY, weight = 0.0f;
 
-  // Adds the keys of the next split.
+  // Adds the keys that come next.
   __device__ __forceinline__ void merge(const PartialRow& next) {
     const float largest = fmaxf(maximum, next.maximum), reference = reference_of(largest);
     const float before = exp2_fast(maximum - reference);
@@ -208,10 +234,17 @@ struct PartialRow {
   template <typename T>
   __device__ __forceinline__ void store(T* out, bool aligned) const {
     const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
-    float results[kSize];
+    struct alignas(kSize * sizeof(T)) Results {
+      T values[kSize];
+    } results;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) results[i] = values[i] * inverse;
-    store_pack(out, from_floats<T>(results), kSize, aligned);
+    for (int i = 0; i < kSize; ++i) results.values[i] = from_float<T>(values[i] * inverse);
+    if (aligned) {
+      *reinterpret_cast<Results*>(out) = results;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) out[i] = results.values[i];
+    }
   }
 };
 
@@ -249,17 +282,17 @@ __device__ __forceinline__ void load_partial_values(const PartialAddress& from, 
   }
 }
 
-// What the blocks of a tile leave of a row in the workspace, merged in ascending order. It comes
-// from the L2 cache: a batch is on its way as a whole before its first is merged, and no branch
-// stands between.
-template <int kSize>
-__device__ __forceinline__ PartialRow<kSize> merge_partials(const PagedAttentionParams& params,
-                                                            const AttentionPlan& plan,
-                                                            const AttentionTile& tile, int token,
-                                                            int head, int at) {
-  const int begin = tile.first_split;
-  const int end = plan.fixed_split_size > 0 ? tile.end_split : tile.end_round();
-  constexpr int kBatch = 8;
+constexpr int kMergedSize = 4;  // elements of a row that a thread merges: all threads have some
+
+// The spans that the blocks of a tile leave of a row in the workspace, merged in ascending order.
+// They come from the L2 cache: a batch is on its way as a whole before its first is merged, and no
+// branch stands between.
+template <int kBatch>
+__device__ __forceinline__ PartialRow<kMergedSize> merge_partials(
+    const PagedAttentionParams& params, const AttentionPlan& plan, const TileRounds& rounds,
+    int token, int head, int at) {
+  constexpr int kSize = kMergedSize;
+  const int begin = rounds.first_span(), end = rounds.end_span();
   const PartialAddress first = partial_address(params, plan, begin, token, head);
   const int64_t stride = params.num_tokens * params.num_q_heads;  // in rows
   PartialRow<kSize> total;

@@ -17,9 +17,21 @@ __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t byt
   const bool aligned =
       (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
   const int64_t whole = aligned ? count / kPerAccess * kPerAccess : 0;
-#pragma unroll 2
-  for (int64_t i = int64_t{thread} * kPerAccess; i < whole; i += int64_t{threads} * kPerAccess) {
-    store16(target + i, load16(source + i));
+  // A batch is on its way as a whole before its first is stored: it comes from another kernel's
+  // results, in L2, and a store might be to where the next load is from.
+  constexpr int kBatch = 4;
+  const int64_t step = int64_t{threads} * kPerAccess;
+#pragma unroll 1
+  for (int64_t first = int64_t{thread} * kPerAccess; first < whole; first += kBatch * step) {
+    Pack<uint16_t> packs[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (first + j * step < whole) packs[j] = load16(source + first + j * step);
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (first + j * step < whole) store16(target + first + j * step, packs[j]);
+    }
   }
   for (int64_t i = whole + thread; i < count; i += threads) target[i] = source[i];
 }

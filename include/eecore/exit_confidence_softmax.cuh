@@ -5,7 +5,7 @@
 #include "eecore/leave_rows.cuh"
 #include "eecore/params.h"
 #include "eecore/place_row.cuh"
-#include "eecore/skinny_gemm.cuh"
+#include "eecore/skinny_rows.cuh"
 
 namespace eecore::cuda {
 
@@ -82,10 +82,54 @@ __device__ __forceinline__ void store_summary(Shared<float> to, const LogitSumma
   to[3] = bits_to_float(static_cast<uint32_t>(summary.index));
 }
 
+// The states as the rows of a product.
+struct HeadProduct {
+  const void *x, *norm_weight;
+  const float* weight_scale;
+  int64_t num_tokens, in_features, x_stride;
+  float eps;
+  DType dtype;
+  void* workspace;       // for rows that a kernel ahead makes ready
+  bool constant_weight;  // the head may be read before the previous kernel has ended
+};
+
+__host__ __device__ inline HeadProduct head_product(const ExitConfidenceSoftmaxParams& params) {
+  HeadProduct product{};
+  product.x = params.hidden;
+  product.norm_weight = params.norm_weight;
+  product.weight_scale = params.lm_head_scale;
+  product.num_tokens = params.num_seqs;
+  product.in_features = params.hidden_size;
+  product.x_stride = params.hidden_stride;
+  product.eps = params.eps;
+  product.dtype = params.dtype;
+  return product;
+}
+
+// Whether there may be rows that nobody wants to know of: of those that are let leave, or placed.
+__host__ __device__ inline bool may_be_unwanted(const ExitConfidenceSoftmaxParams& params) {
+  return params.leave.all_gone != nullptr || params.place.kind != nullptr;
+}
+
+// Whether somebody wants to know of a row.
+__device__ __forceinline__ bool is_wanted(const ExitConfidenceSoftmaxParams& params, int64_t row) {
+  if (params.leave.all_gone != nullptr) return is_wanted(params.leave, params.leave.row[row]);
+  if (params.place.out_token == nullptr) return true;
+  return is_wanted(params.place, placed_row(params.place, row));
+}
+
+// Bytes of a block's summaries, beside its ring: [kSkinnyWarps, columns].
+__host__ __device__ constexpr int head_summary_bytes(int n_tiles) {
+  return kSkinnyWarps * 8 * n_tiles * static_cast<int>(sizeof(LogitSummary));
+}
+
 // Grid: (blocks that share the tiles of the vocabulary, groups of 8 * kNTiles rows). The number of
-// blocks must not depend on the rows: it is part of the order of the sums. params.hidden holds rows
-// as SkinnyRows wants them. Writes summaries: [num_seqs, blocks]. Dynamic shared memory: the ring.
-template <typename T, int kNTiles, typename W = T>
+// blocks must not depend on the rows: it is part of the order of the sums. With kMakesRows each
+// block makes the rows ready, else params.hidden holds them as SkinnyRows wants them. Writes
+// summaries: [num_seqs, blocks]; of a group of rows that nobody wants to know of the head is not
+// read, and nothing written. Dynamic shared memory: the ring, the block's summaries, then the rows
+// that it makes.
+template <typename T, int kNTiles, bool kMakesRows, typename W = T>
 __global__ void __launch_bounds__(kSkinnyThreads, 1)
     exit_confidence_softmax_kernel(ExitConfidenceSoftmaxParams params, SkinnyPlan plan,
                                    LogitSummary* summaries) {
@@ -107,16 +151,23 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     }
   };
 
+  const int64_t first_seq = static_cast<int64_t>(blockIdx.y) * kColumns;
+  if (may_be_unwanted(params)) {
+    wait_for_previous_kernel();
+    const int column = static_cast<int>(threadIdx.x);
+    const bool exists = column < kColumns && first_seq + column < params.num_seqs;
+    if (!any_in_block<kSkinnyThreads>(exists && is_wanted(params, first_seq + column))) return;
+  }
   WeightStream<W, kHeadMTiles> weight(plan, lane, my_tiles);
-  start_stream(plan, weight, rows_of);
+  const int ring_bytes = skinny_ring_bytes(plan, kHeadMTiles);
+  const auto x =
+      start_product<T, kNTiles, kMakesRows>(head_product(params), plan, weight, rows_of, first_seq,
+                                            ring_bytes + head_summary_bytes(kNTiles));
 
   // Each warp's summaries of its rows of the head, [columns] of four numbers: the lanes of row 0
   // keep them, each those of its own columns.
-  EECORE_SHARED(float, of_warps, kSkinnyWarps * kColumns * 4);
+  const Shared<float> of_warps = dynamic_shared<float>(ring_bytes);
   const Shared<float> of_warp = of_warps + static_cast<int>(threadIdx.x) / 32 * (kColumns * 4);
-  const int64_t first_seq = static_cast<int64_t>(blockIdx.y) * kColumns;
-  const auto x = skinny_rows<kNTiles>(static_cast<const T*>(params.hidden), params.hidden_stride,
-                                      params.num_seqs, first_seq);
   for (int tile = 0; tile < my_tiles; ++tile) {
     float sums[kHeadMTiles][kNTiles][4];
     multiply_tile(plan, lane, weight, rows_of, x, sums);
@@ -193,17 +244,19 @@ __device__ __forceinline__ void end_row(const ExitConfidenceSoftmaxParams& param
 constexpr int kSummaryWarps = 4;          // of a block, one to a row
 constexpr int kSummaryLeavingWarps = 16;  // where one block has all rows
 
-// Grid: the rows by the block's warps. With params.leave one block has all rows, several to a warp
+// Grid: the rows by the block's warps. Where it `leaves`, one block has all rows, several to a warp
 // where they are more than those, and goes on to let them leave.
 __global__ void __launch_bounds__(32 * kSummaryLeavingWarps)
     logit_summary_kernel(ExitConfidenceSoftmaxParams params, const LogitSummary* summaries,
-                         int num_summaries) {
+                         int num_summaries, bool leaves) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int64_t num_warps = int64_t{gridDim.x} * (blockDim.x / 32);
   int64_t row = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  for (; row < params.num_seqs; row += num_warps) end_row(params, row, summaries, num_summaries);
-  if (params.leave.all_gone == nullptr) return;
+  for (; row < params.num_seqs; row += num_warps) {
+    if (is_wanted(params, row)) end_row(params, row, summaries, num_summaries);
+  }
+  if (!leaves) return;
   __syncthreads();  // what was measured of all rows is written
   leave_rows(params.leave);
 }

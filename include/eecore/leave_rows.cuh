@@ -25,13 +25,18 @@ __device__ __forceinline__ bool any_in_block(bool condition) {
   return __any_sync(kWholeWarp, any) != 0;
 }
 
+// Whether what is measured of a row of the program counts.
+__device__ __forceinline__ bool is_wanted(const ExitRowsParams& params, int32_t r) {
+  const bool asked = params.gone[r] == 0 && params.thresholds[r] < INFINITY;
+  // With a head what an accepted row says stays what it was when it was accepted.
+  return asked && (params.token == nullptr || params.accepted[r] == 0);
+}
+
 // Takes over what was measured of the j-th row asked, and whether that is enough.
 __device__ __forceinline__ void measure_row(const ExitRowsParams& params, int64_t j) {
   const int32_t r = params.row[params.asked == nullptr ? j : params.asked[j]];
+  if (!is_wanted(params, r)) return;
   const float threshold = params.thresholds[r], confidence = params.confidence[j];
-  const bool asked = params.gone[r] == 0 && threshold < INFINITY;
-  // With a head what an accepted row says stays what it was when it was accepted.
-  if (!asked || (params.token != nullptr && params.accepted[r] != 0)) return;
   params.final_confidence[r] = confidence;
   params.measured_at[r] = params.layer;
   if (params.token != nullptr) {

@@ -1,11 +1,13 @@
 // paged_attention: a block holds the rows (query, head of the group) of one tile of a sequence that
 // share a kv head, and streams their keys and values through shared memory. The keys are cut into
-// splits; a row's results of its splits are merged in ascending order, in the block or, where
-// several blocks share a tile, by the last of them to be done or by a second kernel.
+// splits, whose results for a row are merged in ascending order: those of a span of splits in the
+// block that takes it, then those of the spans, in the block too or, where several blocks share a
+// tile, by the last of them to be done or by a second kernel.
 //
 // A row's arithmetic over a split depends on its own keys and on where the split begins alone: one
 // warp walks the split in steps of kStepKeys keys, and keys that only a neighbour sees weigh
-// exactly 0. With a fixed split size the row therefore does not depend on its company, to the bit.
+// exactly 0. With a fixed split size spans begin at fixed keys too, and the row therefore does not
+// depend on its company, to the bit.
 #pragma once
 
 #include <type_traits>
@@ -20,9 +22,8 @@ namespace eecore::cuda {
 struct RoundResults {
   Shared<float> values;  // [kAttentionWarps, kWarpRows, kPartStride]
   Shared<float> stats;   // [kAttentionWarps, kWarpRows, 2]: maximum, weight
-  int round, end_round;
-  bool is_first;     // of the block
-  bool shares_tile;  // with other blocks
+  int round;
+  TileRounds rounds;
 };
 
 // What a row of a tile is.
@@ -46,42 +47,50 @@ __device__ __forceinline__ void store_result(const PagedAttentionParams& params,
   result.store(out, plan.out_aligned);
 }
 
-// Merges a round's results with those of the block's rounds before, and passes them on: to `out`
-// when there is no more to come, else to the workspace.
+// Merges a round's results with those of its span, a whole span's with those of the block's spans
+// before, and passes them on: to `out` when there is no more to come, else to the workspace. There
+// a span of a tile that blocks share has its own place; what a block goes on with alone has the
+// first two, of all spans so far and of the one that is not whole.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
                                              const AttentionPlan& plan, const AttentionTile& tile,
                                              int kv_head, const RoundResults& results) {
   using Sizes = AttentionSizes<T, kHeadDim>;
   constexpr int kPack = Sizes::kPack;
-  // Of the rows so far, read in one half and written in the other: all threads of a row read them.
-  EECORE_SHARED(float, total_stats, Sizes::kStatsSize);
-  const Shared<float> stats_before = total_stats + results.round % 2 * Sizes::kTileRows * 2;
-  const Shared<float> stats_after = total_stats + (results.round + 1) % 2 * Sizes::kTileRows * 2;
-  const bool shares_tile = results.shares_tile;
-  const bool keeps_splits = shares_tile && plan.fixed_split_size > 0;
-  const bool is_last = results.round + plan.num_blocks >= results.end_round;
-  const int first_split = results.round * tile.num_teams();
+  // Of the span, then of all spans so far, each read in one half and written in the other: all
+  // threads of a row read them.
+  EECORE_SHARED(float, stats, Sizes::kStatsSize);
+  constexpr int kRowStats = Sizes::kTileRows * 2;
+  const Shared<float> of_span = stats, of_spans = stats + 2 * kRowStats;
+  const TileRounds& rounds = results.rounds;
+  const bool shares_tile = rounds.num_blocks(plan) > 1;
+  const int round = results.round, span_index = rounds.span_of(round);
+  const int span_place = shares_tile ? span_index : 1;
 
+#pragma unroll 1
   for (int i = threadIdx.x; i < tile.num_rows * Sizes::kPieces; i += kAttentionThreads) {
     const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * kPack;
     if (at >= params.head_dim) continue;
     const QueryHead place = query_head(plan, tile, kv_head, row);
-    const auto store_partial = [&](int index, const PartialRow<kPack>& partial) {
-      const PartialAddress to = partial_address(params, plan, index, place.token, place.head);
-      store_partial_values(to, at, partial);
-      if (at == 0) {
-        to.stats[0] = partial.maximum;
-        to.stats[1] = partial.weight;
-      }
+    const auto address_of = [&](int index) {
+      return partial_address(params, plan, index, place.token, place.head);
+    };
+    const auto take_up = [&](int index, Shared<float> kept, int turn, PartialRow<kPack>& partial) {
+      load_partial_values(address_of(index), at, partial);
+      partial.maximum = kept[turn % 2 * kRowStats + row * 2];
+      partial.weight = kept[turn % 2 * kRowStats + row * 2 + 1];
+    };
+    const auto keep = [&](int index, Shared<float> kept, int turn,
+                          const PartialRow<kPack>& partial) {
+      store_partial_values(address_of(index), at, partial);
+      if (at != 0) return;
+      kept[(turn + 1) % 2 * kRowStats + row * 2] = partial.maximum;
+      kept[(turn + 1) % 2 * kRowStats + row * 2 + 1] = partial.weight;
     };
 
-    PartialRow<kPack> total;
-    if (!results.is_first && !shares_tile) {
-      load_partial_values(partial_address(params, plan, 0, place.token, place.head), at, total);
-      total.maximum = stats_before[row * 2];
-      total.weight = stats_before[row * 2 + 1];
-    }
+    PartialRow<kPack> span;
+    if (!rounds.begins_span(round)) take_up(span_place, of_span, round, span);
+#pragma unroll 1
     for (int team = 0; team < tile.num_teams(); ++team) {
       const int part = team * tile.team_warps * Sizes::kWarpRows + row;
       PartialRow<kPack> of_team;
@@ -93,23 +102,28 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
       }
       of_team.maximum = results.stats[part * 2];
       of_team.weight = results.stats[part * 2 + 1];
-      if (!keeps_splits) {
-        total.merge(of_team);
-      } else if (first_split + team < tile.end_split) {
-        store_partial(first_split + team, of_team);
-      }
+      span.merge(of_team);
     }
-    if (keeps_splits) continue;
+    if (!rounds.ends_span(round)) {
+      keep(span_place, of_span, round, span);
+      continue;
+    }
     if (shares_tile) {
-      store_partial(results.round, total);
-    } else if (is_last) {
+      const PartialAddress to = address_of(span_place);
+      store_partial_values(to, at, span);
+      if (at == 0) {
+        to.stats[0] = span.maximum;
+        to.stats[1] = span.weight;
+      }
+      continue;
+    }
+    PartialRow<kPack> total;
+    if (span_index != rounds.first_span()) take_up(0, of_spans, span_index, total);
+    total.merge(span);
+    if (span_index + 1 >= rounds.end_span()) {
       store_result<T>(params, plan, place, at, total);
     } else {
-      store_partial_values(partial_address(params, plan, 0, place.token, place.head), at, total);
-      if (at == 0) {
-        stats_after[row * 2] = total.maximum;
-        stats_after[row * 2 + 1] = total.weight;
-      }
+      keep(0, of_spans, span_index, total);
     }
   }
 }
@@ -123,27 +137,28 @@ constexpr bool kLastBlockMerges = !(kBiased && std::is_same_v<T, float>);
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& params,
                                                     const AttentionPlan& plan,
-                                                    const AttentionTile& tile, int kv_head) {
-  using Sizes = AttentionSizes<T, kHeadDim>;
+                                                    const AttentionTile& tile,
+                                                    const TileRounds& rounds, int kv_head) {
   EECORE_SHARED(int, is_last, 1);
   __syncthreads();  // what the block leaves is written
   if (threadIdx.x == 0) {
     // The counter goes back to 0 with the last one. A fence on each side: what the others wrote
     // before they counted is seen by whoever counts last, and by its block behind the barrier.
-    const auto last = static_cast<unsigned>(tile.num_blocks(plan) - 1);
+    const auto last = static_cast<unsigned>(rounds.num_blocks(plan) - 1);
     __threadfence();
     is_last[0] = atomicInc(reinterpret_cast<unsigned*>(params.arrivals) + blockIdx.x, last) == last;
     __threadfence();
   }
   __syncthreads();
   if (!is_last[0]) return;
+  constexpr int kPieces = kHeadDim / kMergedSize;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < tile.num_rows * Sizes::kPieces; i += kAttentionThreads) {
-    const int row = i / Sizes::kPieces, at = i % Sizes::kPieces * Sizes::kPack;
+  for (int i = threadIdx.x; i < tile.num_rows * kPieces; i += kAttentionThreads) {
+    const int row = i / kPieces, at = i % kPieces * kMergedSize;
     if (at >= params.head_dim) continue;
     const QueryHead place = query_head(plan, tile, kv_head, row);
     store_result<T>(params, plan, place, at,
-                    merge_partials<Sizes::kPack>(params, plan, tile, place.token, place.head, at));
+                    merge_partials<8>(params, plan, rounds, place.token, place.head, at));
   }
 }
 
@@ -169,17 +184,16 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   };
   const QuerySequence seq = find_sequence(params, tile_index, first_tile);
   const int tile_of_seq = tile_index - first_tile(seq.index, seq.first_token);
-  const AttentionTile tile =
-      make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
+  AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, tile_of_seq * Sizes::kTileRows);
   if (tile.num_rows <= 0) return;
+  // While keys go by it lies in shared memory: registers are scarce.
+  EECORE_SHARED(AttentionTile, kept_tile, 1);
+  if (threadIdx.x == 0) kept_tile[0] = tile;
 
-  // Its rounds.
-  const int num_teams = tile.num_teams(), end_round = tile.end_round();
-  int round = tile.first_round() + static_cast<int>(blockIdx.y);
-  const int num_blocks = tile.num_blocks(plan);
-  if (static_cast<int>(blockIdx.y) >= num_blocks) return;
-  const bool shares_tile = num_blocks > 1;
-
+  // Its spans, of which it takes every num_blocks-th, and their rounds.
+  TileRounds rounds = tile.rounds(plan);
+  if (static_cast<int>(blockIdx.y) >= rounds.num_blocks(plan)) return;
+  int round = rounds.first_of_span(rounds.first_span() + static_cast<int>(blockIdx.y));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int team = warp / tile.team_warps;
   const int first_row = tile.first_row + warp % tile.team_warps * kWarpRows;
@@ -187,8 +201,8 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   const auto bias_table =
       dynamic_shared<float>(Sizes::kRestBytes + plan.num_stages * Sizes::kStageBytes);
   Rows rows(params, plan, tile, first_row, bias_table);
-  bool is_first = true;
-  do {
+  for (bool is_first = true;; is_first = false) {
+    const int num_teams = tile.num_teams();
     KeyStream<T, kHeadDim> stream(params, plan, tile, kv_head, tile.split(round * num_teams + team),
                                   ring, offsets + warp * Sizes::kStepKeys * 2);
     stream.start();
@@ -199,7 +213,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
       }
       const int row = min(first_row + lane % kWarpRows, tile.first_row + tile.num_rows - 1);
       const int query = row / plan.group_size;
-      const int64_t q_offset = (seq.first_token + query) * params.q_token_stride +
+      const int64_t q_offset = (tile.seq.first_token + query) * params.q_token_stride +
                                ((kv_head - query) * plan.group_size + row) * params.q_head_stride;
       rows.load_queries(static_cast<const T*>(params.q), q_offset, params.head_dim, plan.q_aligned,
                         stream.unused(), dynamic_shared<T>() + warp * Sizes::kRestSize);
@@ -217,53 +231,55 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     }
 
     __syncthreads();  // all teams have read the ring, where the results lie now
+    tile = kept_tile[0];
+    rounds = tile.rounds(plan);
     RoundResults results{};
     results.values = dynamic_shared<float>(Sizes::kRestBytes);
     results.stats = results.values + Sizes::kTileRows * Sizes::kPartStride;
     results.round = round;
-    results.end_round = end_round;
-    results.is_first = is_first;
-    results.shares_tile = shares_tile;
+    results.rounds = rounds;
     rows.store(results.values + warp * kWarpRows * Sizes::kPartStride,
                results.stats + warp * kWarpRows * 2);
     __syncthreads();
     finish_round<T, kHeadDim>(params, plan, tile, kv_head, results);
-    is_first = false;
-    round += plan.num_blocks;
-    if (round < end_round) __syncthreads();  // the results are read before the ring is filled again
-  } while (round < end_round);
+    const int next_span = rounds.span_of(round) + plan.num_blocks;
+    round = rounds.ends_span(round) ? rounds.first_of_span(next_span) : round + 1;
+    if (round >= rounds.end) break;
+    __syncthreads();  // the results are read before the ring is filled again
+  }
   if constexpr (kLastBlockMerges<T, kBiased>) {
-    if (plan.last_merges && shares_tile) {
-      merge_in_last_block<T, kHeadDim>(params, plan, tile, kv_head);
+    if (plan.last_merges && rounds.num_blocks(plan) > 1) {
+      merge_in_last_block<T, kHeadDim>(params, plan, tile, rounds, kv_head);
     }
   }
 }
 
-constexpr int kAttentionCombineThreads = 128;
+constexpr int kAttentionCombineThreads = 32;  // many blocks even of one query
 // Of a multiprocessor. Asked for so few, ptxas leaves registers to the loads that are under way.
-constexpr int kAttentionCombineBlocks = 4;
+constexpr int kAttentionCombineBlocks = 8;
 
 // out = the rows' partials merged in ascending order, of tiles that blocks share.
-// Grid: (num_tokens, ceil(num_q_heads * head_dim / Pack<T>::kSize / kAttentionCombineThreads)).
+// Grid: (num_tokens, ceil(num_q_heads * head_dim / kMergedSize / kAttentionCombineThreads)).
 template <typename T, int kWarpRows>
 __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlocks)
     paged_attention_combine_kernel(PagedAttentionParams params, AttentionPlan plan) {
-  constexpr int kPack = Pack<T>::kSize, kTileRows = kAttentionWarps * kWarpRows;
+  constexpr int kTileRows = kAttentionWarps * kWarpRows;
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int token = static_cast<int>(blockIdx.x);
   const QuerySequence seq =
       find_sequence(params, token, [](int, int first_token) { return first_token; });
-  const int pieces = static_cast<int>(params.head_dim) / kPack;
+  const int pieces = static_cast<int>(params.head_dim) / kMergedSize;
   const int index = static_cast<int>(blockIdx.y) * kAttentionCombineThreads + threadIdx.x;
-  const int head = index / pieces, at = index % pieces * kPack;
+  const int head = index / pieces, at = index % pieces * kMergedSize;
   if (head >= params.num_q_heads) return;
 
   const int row = (token - seq.first_token) * plan.group_size + head % plan.group_size;
   const AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, row / kTileRows * kTileRows);
-  if (tile.num_blocks(plan) == 1) return;
+  const TileRounds rounds = tile.rounds(plan);
+  if (rounds.num_blocks(plan) == 1) return;
   store_result<T>(params, plan, {token, head}, at,
-                  merge_partials<kPack>(params, plan, tile, token, head, at));
+                  merge_partials<16>(params, plan, rounds, token, head, at));
 }
 
 }  // namespace eecore::cuda

@@ -6,10 +6,20 @@
 
 namespace eecore::cuda {
 
+// Which row the j-th of those selected is.
+__device__ __forceinline__ int64_t placed_row(const PlaceHeadParams& params, int64_t j) {
+  return params.index == nullptr ? j : params.index[j];
+}
+
+// Whether what the head gives of row i is placed.
+__device__ __forceinline__ bool is_wanted(const PlaceHeadParams& params, int64_t i) {
+  return params.kind == nullptr || params.kind[i] == params.wanted;
+}
+
 // Row j of those selected, by one thread.
 __device__ __forceinline__ void place_row(const PlaceHeadParams& params, int64_t j) {
-  const int64_t i = params.index == nullptr ? j : params.index[j];
-  if (params.kind != nullptr && params.kind[i] != params.wanted) return;
+  const int64_t i = placed_row(params, j);
+  if (!is_wanted(params, i)) return;
   const float logprob = params.top_logit[j] - params.logsumexp[j];
   const int64_t token = params.token[j];  // -1: none
   const bool is_cut = params.vocabulary != nullptr && token >= 0;

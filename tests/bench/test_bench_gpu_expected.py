@@ -76,6 +76,8 @@ def test_rows_that_leave_read_what_they_fill() -> None:
     filled = sum(launch.writes for launch in launches if launch.kernel == "kv_fill_pairs_kernel")
     assert filled == 8 * (config.num_layers - 4) * 2 * config.kv_size * 2
     assert read_of(launches, "weight", "skinny_gated_linear_kernel") < 4 * layer
+    # Their tokens are known from the check.
+    assert read_of(launches, "weight", "exit_confidence_softmax_kernel") == head
     # One that nobody passes costs a head, and fills nothing.
     full = kernels(iteration(model, 8, 160, H100))
     checked = kernels(iteration(model, 8, 160, H100, leaves=False, exit_layer=4))
@@ -113,6 +115,7 @@ MORE = {
     "repeats": {"x": 1e9},
     "writes": 1e8,
     "workspace": 1e9,
+    "last_bytes": 1e9,
     "flops": 1e12,
     "reads": {"weight": 1e9},
 }
@@ -122,7 +125,7 @@ MORE = {
 @pytest.mark.parametrize("what", MORE)
 @pytest.mark.parametrize("grid", [(1, 1), (64, 1), (1000, 2)])
 def test_more_work_takes_longer(gpu: Gpu, what: str, grid: tuple[int, int]) -> None:
-    some = KernelLaunch("skinny_linear_kernel", grid, {"weight": 1e6}, flops=1e6)
+    some = KernelLaunch("skinny_linear_kernel", grid, {"weight": 1e6}, flops=1e6, last_blocks=1)
     more = dataclasses.replace(some, **{what: MORE[what]})
     assert 0 < work_seconds(gpu, some) < work_seconds(gpu, more)
     wider = dataclasses.replace(more, grid=(2 * grid[0], grid[1]))

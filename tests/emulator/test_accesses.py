@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from test_emulator import run_fault
+from test_exit_rows import LAYER, Point
 from test_kv_fill import packed
 from test_kv_fill import random_call as fill_call
 from test_paged_attention import random_call as attention_call
@@ -168,6 +169,78 @@ def test_the_head_is_read_once_for_a_group_of_rows(
     total, distinct = ran.watched["head"]
     assert distinct == planned.reads["weight"] == head.nbytes
     assert total == planned.grid[1] * distinct == distinct + planned.repeats["weight"]
+
+
+def measure_of(hidden: torch.Tensor) -> ops.SoftmaxMeasure:
+    size, dtype = hidden.shape[1], hidden.dtype
+    return ops.SoftmaxMeasure(torch.rand(size).to(dtype), torch.randn(1280, size).to(dtype), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 70])
+def test_the_head_is_read_for_groups_of_rows_of_which_some_are_placed(
+    num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = torch.randn(num_rows, 96).to(dtype)
+    measure = measure_of(hidden)
+    kind = torch.zeros(num_rows, dtype=torch.int32)
+    out = ops.HeadRows(torch.zeros(num_rows).long(), torch.zeros(num_rows), torch.zeros(num_rows))
+
+    def place() -> None:
+        ops.place_head(None, out, kind=kind, wanted=1, measure=measure, hidden=hidden)
+
+    known, head = Known(tokens_known=True), measure.lm_head
+    planned, ran = Checked(monkeypatch, place, known, head=head).of(
+        "exit_confidence_softmax_kernel"
+    )
+    assert ran.watched["head"] == (0, 0)
+    assert "weight" not in planned.reads
+    assert planned.reads["kind"] == kind.nbytes
+    assert not any(bool(tensor.any()) for tensor in out)
+    kind[-1] = 1
+    planned, ran = Checked(monkeypatch, place, head=head).of("exit_confidence_softmax_kernel")
+    assert planned.grid[1] == {1: 1, 8: 1, 9: 1, 70: 2 if dtype == torch.bfloat16 else 5}[num_rows]
+    assert ran.watched["head"] == (head.nbytes, head.nbytes)
+    expected = measure(hidden[-1:])
+    assert out.token[-1] == expected.token
+    torch.testing.assert_close(out.confidence[-1:], expected.confidence, rtol=1e-3, atol=1e-5)
+    assert not any(bool(tensor[:-1].any()) for tensor in out)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 33])
+@pytest.mark.parametrize("why", ["gone", "accepted", "not asked"])
+def test_the_head_is_not_read_where_no_row_is_asked(
+    why: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = Point(num_rows, 128)
+    measure = measure_of(point.hidden)
+    rows, thresholds = point.rows, torch.full((num_rows,), 0.5)
+    flags = {"gone": rows.gone, "accepted": rows.accepted}
+    for name, flag in flags.items():
+        flag.fill_(name == why)
+    if why == "not asked":
+        thresholds.fill_(math.inf)
+    before = [tensor.clone() for tensor in (rows.confidence, rows.token, rows.measured_at)]
+    emulated.route(monkeypatch)
+
+    def read() -> int:
+        with emulated.counting(head=measure.lm_head) as counted:
+            ops.exit_rows(
+                *(point.hidden, LAYER, rows, point.active),
+                thresholds=thresholds,
+                measure=measure,
+                decide=False,
+            )
+        return sum(launch.watched["head"][0] for launch in counted if launch.watched)
+
+    assert read() == 0
+    after = (rows.confidence, rows.token, rows.measured_at)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    thresholds[-1] = 0.5
+    for flag in flags.values():
+        flag[-1] = False
+    assert read() == measure.lm_head.nbytes
+    assert (rows.measured_at == LAYER)[-1]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -29,6 +29,19 @@ def test_there_is_no_second_kernel(case: AttentionCase) -> None:
     assert emulated.kernels_of(lambda: ops.paged_attention(**given)) == two
 
 
+def test_much_that_is_left_is_merged_by_many_blocks() -> None:
+    """Of 71 spans of 64 keys; the last block would have more to read than a launch takes."""
+    case = AttentionCase((1,), (4500,), 4, 1, 64, 16, fixed_split_size=16)
+    given = random_call(case, torch.bfloat16, CPU)
+    given["arrivals"] = torch.zeros(100, dtype=torch.int32)
+    with emulated.counting() as counted:
+        ops.paged_attention(**given)
+    assert [(launch.name, launch.grid) for launch in counted] == [
+        ("paged_attention_kernel", (1, 6)),
+        ("paged_attention_combine_kernel", (1, 2)),
+    ]
+
+
 def test_calls_take_turns_with_what_they_count_in() -> None:
     """As the layers of a graph that runs again and again do: every run with other lengths."""
     case = AttentionCase((1, 2), (1500, 900), 8, 1, 64, 16, fixed_split_size=128)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import eecore
 import emulated
-from devices import as_on_cuda
-from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative, ops
+from devices import as_on_cuda, engine_of
+from eecore import ConfidentExit, FixedExit, Full, SamplingParams, SelfSpeculative, ops
 from eecore.decoding.capture import CallByCall
 from eecore.decoding.control import Always, OnHost, Program
 from eecore.exits import Exit
@@ -24,7 +24,7 @@ from tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HEAD = ["rms_norm_kernel", "exit_confidence_softmax_kernel", "logit_summary_kernel"]
+HEAD = ["exit_confidence_softmax_kernel", "logit_summary_kernel"]
 CHECKS: dict[str, tuple[Exit, list[str]]] = {
     "softmax": (ConfidentExit(0.3), HEAD),
     "softmax_all": (ConfidentExit(0.3, batch="all"), HEAD),
@@ -157,4 +157,55 @@ def test_rows_that_one_block_does_not_end_leave_in_a_launch_of_its_own(
         check = partial(ops.exit_rows, *arguments, thresholds=point.thresholds, measure=measure)
         check()
         kernels = captured.of(check)
-        assert kernels == measuring + ["exit_rows_kernel"] * (num_rows > most), num_rows
+        norms = kind == "softmax" and num_rows > 8  # of more rows than its blocks norm
+        expected = ["rms_norm_kernel"] * norms + measuring
+        assert kernels == expected + ["exit_rows_kernel"] * (num_rows > most), num_rows
+
+
+@pytest.mark.parametrize(
+    ("policy", "together", "passes"),
+    [
+        (ConfidentExit(0.0, exit_points=(2,)), [], 1),  # its token is known
+        (ConfidentExit(1.0 - 2.0**-24, exit_points=(2,)), [], 2),
+        (ConfidentExit(0.0, exit_points=(2,)), [FixedExit(2)], 2),
+        (ConfidentExit(0.0, exit_points=(2,)), [Full(), ConfidentExit(0.0, exit_points=(2,))], 2),
+        (
+            ConfidentExit(0.0, exit_points=(1, 2, 3)),
+            [Full()],
+            2,
+        ),  # nobody is asked behind the first
+        (ConfidentExit(0.0, measure="state", exit_points=(2,)), [], 1),
+    ],
+)
+def test_the_head_is_read_once_for_a_token(
+    tiny_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Exit,
+    together: list[Exit],
+    passes: int,
+) -> None:
+    """A row that leaves where the head has measured it has its token from there."""
+    policies = [policy, *together]
+    tokens = {}
+    for kernels in ("cpu", "emulated"):
+        model = eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512)
+        if kernels == "emulated":
+            emulated.route(monkeypatch)
+            as_on_cuda(model)
+        engine = engine_of(model)
+        for i, each in enumerate(policies):
+            engine.add_request(
+                random_prompts(i + 1)[0], exit=each, sampling=SamplingParams(max_tokens=3)
+            )
+        engine.step()  # the prompts' pass
+        if kernels == "emulated":
+            head = model.network.measure.lm_head
+            with emulated.counting(head=head) as counted:
+                engine.step()
+            heads = [each for each in counted if each.name == "exit_confidence_softmax_kernel"]
+            read = [each.watched["head"][1] for each in heads if each.watched]
+            assert sum(read) == passes * head.nbytes
+        outputs = [step.output for step in engine.run() if step.output is not None]
+        tokens[kernels] = {output.request_id: output.token_ids for output in outputs}
+    assert tokens["emulated"] == tokens["cpu"]
+    assert len(tokens["cpu"]) == len(policies)

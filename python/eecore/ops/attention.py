@@ -146,8 +146,9 @@ def paged_attention(
         bidirectional: whether keys ahead of a query have buckets of their own.
         arrivals: int32 [num_arrivals] of zeros, which it holds again after the call, for calls that
             follow each other on one stream: what a GPU's blocks that share a long context count in,
-            so that the last of them merges their results and no second kernel is needed. 4096 are
-            enough on any of today's; with too few of them, or none, results are the same.
+            so that the last of them merges their results, where these are not much, and no second
+            kernel is needed. 4096 are enough on any of today's; with too few of them, or none,
+            results are the same.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:

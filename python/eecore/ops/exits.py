@@ -293,7 +293,8 @@ def exit_rows(
         asked: int32 [num_asked], the active rows that were measured, each once; None: all.
         decide: False leaves it at measuring.
         measure: measure all active rows first, in place of ``confidence`` and ``head``: what comes
-            of it is the same. On CUDA a few rows are measured and leave in one launch.
+            of it is the same. On CUDA a few rows are measured and leave in one launch, and an LM
+            head is read only where some row is asked.
         condition: of :func:`captured_condition`: the body that it is for runs where a row stays.
             Only on CUDA, on a stream that is captured.
     """
@@ -429,7 +430,7 @@ def place_head(
         vocabulary: int64 [vocab_size], the token of each row of a head that was cut; None: row t is
             token t. A token of -1 stays what it is.
         measure: run the head first, on ``hidden``: what comes of it is the same. On CUDA that
-            spares a launch.
+            spares a launch, and the head is not read where no row is of the ``wanted`` kind.
         hidden: [num_selected, hidden_size], with ``measure``.
     """
     given: dict[str, Tensor | float | None] = {}
