@@ -21,7 +21,7 @@ int64_t summary_bytes(const ExitConfidenceSoftmaxParams& params, int device) {
 }
 
 RowForm row_form(const ExitConfidenceSoftmaxParams& params) {
-  return {params.hidden_size, params.dtype, params.lm_head_scale != nullptr};
+  return {params.hidden_size, params.dtype, params.lm_head_scale, params.lm_head_table};
 }
 
 bool makes_rows(const ExitConfidenceSoftmaxParams& params) {
@@ -67,7 +67,7 @@ void run_exit_confidence_softmax(const ExitConfidenceSoftmaxParams& params, Stre
                    static_cast<char*>(params.workspace) + summary_bytes(params, stream.device),
                    ready.hidden, ready.hidden_stride, stream);
     }
-    dispatch_weight<T>(params.lm_head_scale, [&](auto weight_tag) {
+    dispatch_weight<T>(params.lm_head_scale, params.lm_head_table, [&](auto weight_tag) {
       using W = typename decltype(weight_tag)::type;
       dispatch_tokens<T, 8>(params.num_seqs, [&](auto n_tiles) {
         measure<T, W, n_tiles()>(ready, summaries, makes_rows(params), stream);

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "eecore/leave_rows.cuh"
+#include "eecore/panel_stream.cuh"
 #include "eecore/params.h"
 #include "eecore/place_row.cuh"
-#include "eecore/skinny_gemm.cuh"
 
 namespace eecore::cuda {
 
@@ -98,12 +98,12 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
            lane.group * (16 * kHeadMTiles) + lane.row;
   };
-  const auto rows_of = [&](int tile, const W*(&rows)[2 * kHeadMTiles]) {
+  const auto rows_of = [&](int tile, WeightRow<W>(&rows)[2 * kHeadMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2 * kHeadMTiles; ++i) {
       int64_t row = first_row(tile) + 8 * i;
       if (row >= params.vocab_size) row = params.vocab_size - 1;
-      rows[i] = static_cast<const W*>(params.lm_head) + row * params.lm_head_stride;
+      rows[i] = weight_row<W>(params.lm_head, params.lm_head_table, row, params.lm_head_stride);
     }
   };
 
