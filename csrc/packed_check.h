@@ -16,10 +16,16 @@ const int64_t* check_packed(Checker& check, const Tensor& packed, const char* na
                             const Tensor& table, const char* table_name,
                             std::initializer_list<Dim> table_shape, Dim columns);
 
+#ifdef EECORE_BACKEND_CUDA
+constexpr int64_t kMostColumns = int64_t{1} << 26;  // a panel has less than 2 GiB
+#else
+constexpr int64_t kMostColumns = kMaxPackedColumns;
+#endif
 // Holds the rows of a table to whole blocks.
 inline void require_blocks(const Checker& check, const char* table_name, int64_t columns) {
-  check.require(columns % kBlockColumns == 0, table_name, ": expected rows in blocks of ",
-                kBlockColumns, " columns, got ", columns);
+  check.require(columns % kBlockColumns == 0 && columns <= kMostColumns, table_name,
+                ": expected rows in blocks of ", kBlockColumns, " columns, at most ", kMostColumns,
+                ", got ", columns);
 }
 
 // What a weight is stored in besides its tensor; at most one of the two is there.

@@ -20,7 +20,7 @@ SUMMARY_BYTES = 16
 MOST_SHARED_ROWS = 8  # that each block makes ready itself
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
 STAGE_BYTES = 32 * WARPS * 64  # of 16 rows of a weight to a warp
-PACKED_STAGE_BYTES = WARPS * 4 * 544  # of 4 blocks of Q8_0
+PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks
 PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
 
 

@@ -52,12 +52,13 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
   const int64_t row = blockIdx.x;
   const PanelRow from = panel_row(params.weight, params.table[token_of_row(params, row)]);
   T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
-  const int64_t num_blocks = params.hidden_size / kBlockColumns;
-  for (int64_t i = threadIdx.x; i < 4 * num_blocks; i += kEmbedTokensThreads) {
-    const int piece = static_cast<int>(i % 4);
-    const PanelBlocks<const uint8_t*> blocks = blocks_of_panel(from, num_blocks, i / 4);
-    const Quants q = quants_of(blocks, from.form, 0, from.lane, piece);
-    const BlockScales scales = scales_of(blocks, from.form, 0, from.lane);
+  const int num_blocks = static_cast<int>(params.hidden_size / kBlockColumns);
+  for (int i = static_cast<int>(threadIdx.x); i < 4 * num_blocks; i += kEmbedTokensThreads) {
+    const int piece = i % 4;
+    const PanelBlock<const uint8_t*> block =
+        block_of_panel(from.panel, from.form, num_blocks, i / 4);
+    const Quants q = quants_of(block, from.form, from.lane, piece, 0);
+    const BlockScales scales = scales_of(block, from.form, from.lane);
     const float scale = piece < 2 ? scales.first : scales.last;
     float floats[2][4];
     to_floats(q.first, from.form, scale, scales.minimum, floats[0]);

@@ -2,7 +2,7 @@
 //
 // A warp copies the blocks of 16 rows together, as they lie in their panel: 16-byte pieces that all
 // of its lanes take numbers from. 16 rows of a tile need not be those of one panel: where they are
-// not, nothing is copied, and each lane reads its rows where they are, which is slow.
+// not, each lane gathers its numbers from where its rows are, word by word, which is slow.
 //
 // Where x is of 16 bits, the whole numbers of a block are multiplied as they are; its sums are
 // scaled in float32, and its minimum meets the sum of x: nothing of the weight is rounded. Float32
@@ -20,12 +20,12 @@ __device__ __forceinline__ bool share_panel(const PanelRow& first, const PanelRo
   return __all_sync(kWholeWarp, is_same) != 0;
 }
 
-// The blocks of a chunk that was copied to `slot`, one plane behind the other.
-__device__ __forceinline__ PanelBlocks<Shared<uint8_t>> blocks_of_slot(Shared<uint8_t> slot,
-                                                                       PanelForm form) {
-  const Shared<uint8_t> high_bits = slot + kPanelBlocks * form.quants();
-  const Shared<uint8_t> sub_scales = high_bits + kPanelBlocks * form.high_bits();
-  return {slot, high_bits, sub_scales, sub_scales + kPanelBlocks * form.sub_scales()};
+// Block i of a chunk in `slot`, as it was copied or gathered.
+__device__ __forceinline__ PanelBlock<Shared<uint8_t>> block_of_slot(Shared<uint8_t> slot,
+                                                                     PanelForm form, int i) {
+  return {slot + i * form.quants(), slot + (kHighBitsAt + i * form.high_bits()),
+          slot + (kSubScalesAt + 32 * i),
+          slot + (kScalesAt + (form.has_sub_scales() ? 0 : i * form.scales()))};
 }
 
 template <int kMTiles>
@@ -64,9 +64,9 @@ class WeightStream<Panel, kMTiles> {
       if (chunk >= plan_.num_chunks) break;
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        if (!copied_[m]) continue;
-        prefetch_l2(blocks_of_panel(panels_[m], num_blocks_, chunk * kPanelBlocks).quants +
-                    i % 8 * 128);
+        if (panels_[m] == nullptr) continue;
+        const int first = chunk * (kPanelBlocks * forms_[m].quants());
+        prefetch_l2(panels_[m] + first + i % 8 * 128);
       }
     }
   }
@@ -97,15 +97,15 @@ class WeightStream<Panel, kMTiles> {
     return slots_ + (stage * (kMTiles * kStageBytes<Panel>)+m * kPanelSlotBytes);
   }
 
-  // Of the tile whose copies begin.
+  // Of the tile whose copies begin; null where its rows do not share one.
   template <typename RowsOf>
   __device__ __forceinline__ void find_panels(const RowsOf& rows_of) {
     PanelRow rows[kRows];
     rows_of(tile_, rows);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
-      panels_[m] = rows[2 * m];
-      copied_[m] = share_panel(rows[2 * m], rows[2 * m + 1]);
+      forms_[m] = rows[2 * m].form;
+      panels_[m] = share_panel(rows[2 * m], rows[2 * m + 1]) ? rows[2 * m].panel : nullptr;
     }
   }
 
@@ -116,7 +116,11 @@ class WeightStream<Panel, kMTiles> {
     if (tile_ < num_tiles_) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
-        if (copied_[m]) copy_chunk(m);
+        if (panels_[m] != nullptr) {
+          copy_chunk(m);
+        } else {
+          gather_chunk(rows_of, m);
+        }
       }
       chunk_ += plan_.num_slices;
       if (chunk_ >= plan_.num_chunks) {
@@ -127,19 +131,24 @@ class WeightStream<Panel, kMTiles> {
     cp_async_commit();
   }
 
+  // Of the chunk that is copied.
+  __device__ __forceinline__ int count_blocks() const {
+    const int left = num_blocks_ - chunk_ * kPanelBlocks;
+    return left < kPanelBlocks ? left : kPanelBlocks;
+  }
+
   __device__ __forceinline__ void copy_chunk(int m) {
-    const PanelForm form = panels_[m].form;
-    const int first = chunk_ * kPanelBlocks;
-    const int count = num_blocks_ - first < kPanelBlocks ? num_blocks_ - first : kPanelBlocks;
-    const PanelBlocks<const uint8_t*> from = blocks_of_panel(panels_[m], num_blocks_, first);
-    const PanelBlocks<Shared<uint8_t>> to = blocks_of_slot(slot(write_, m), form);
+    const PanelForm form = forms_[m];
+    const int count = count_blocks();
+    const PanelBlock<const uint8_t*> from =
+        block_of_panel(panels_[m], form, num_blocks_, chunk_ * kPanelBlocks);
+    const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, 0);
     const int lane = 16 * (static_cast<int>(threadIdx.x) % 32);
-    const bool has_8_bits = form.is(BlockFormat::kQ8_0);
     const int quants = count * form.quants();
 #pragma unroll
-    for (int i = 0; i < kMostQuants; i += 512) {
+    for (int i = 0; i < kSubScalesAt; i += 512) {
       const int at = i + lane;
-      if (at < quants) cp_async16(to.quants + swizzled(at, has_8_bits), from.quants + at);
+      if (at < quants) cp_async16(to.quants + swizzled(at, form, -1), from.quants + at);
     }
     // Of all other planes a lane has one piece at most.
     if (lane < count * form.high_bits()) cp_async16(to.high_bits + lane, from.high_bits + lane);
@@ -149,14 +158,57 @@ class WeightStream<Panel, kMTiles> {
     }
   }
 
-  static constexpr int kMostQuants = kPanelBlocks * 512;  // bytes, of Q8_0
+  // This lane's part of rows 2 * m and 2 * m + 1 goes to where rows lane.row and lane.row + 8 of a
+  // panel have theirs. Formats may differ from row to row: no two rows share bytes of a slot.
+  template <typename RowsOf>
+  __device__ __forceinline__ void gather_chunk(const RowsOf& rows_of, int m) {
+    PanelRow rows[kRows];
+    rows_of(tile_, rows);
+    const int count = count_blocks();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const PanelRow& row = rows[2 * m + half];
+      const PanelForm form = row.form;
+      const int lane = lane_.row + 8 * half;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const PanelBlock<const uint8_t*> from =
+            block_of_panel(row.panel, form, num_blocks_, chunk_ * kPanelBlocks + i);
+        const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, i);
+        const auto take = [&]<typename T>(Shared<uint8_t> plane, const uint8_t* of_panel, int at,
+                                          T) {
+          constexpr int kSize = static_cast<int>(sizeof(T));
+          *shared_as<T>(plane + (at + kSize * lane)) =
+              number_at<T>(of_panel + (at + kSize * row.lane));
+        };
+        const int words = form.quants() / 256;
+#pragma unroll 1
+        for (int word = 0; word < words; ++word) {
+          take(to.quants, from.quants, 64 * (words * lane_.piece + word), uint32_t{});
+        }
+        if (lane_.piece != 0) continue;
+#pragma unroll 1
+        for (int at = 0; at < form.high_bits(); at += 64) {
+          take(to.high_bits, from.high_bits, at, uint32_t{});
+        }
+#pragma unroll 1
+        for (int at = 0; at < form.sub_scales(); at += 16) {
+          take(to.sub_scales, from.sub_scales, at, uint8_t{});
+        }
+#pragma unroll 1
+        for (int at = 0; at < form.scales(); at += 32) {
+          take(to.scales, from.scales, at, uint16_t{});
+        }
+      }
+    }
+  }
 
   const SkinnyPlan& plan_;
   const SkinnyLane& lane_;
   Shared<uint8_t> slots_;
-  const int num_blocks_;      // of a row
-  PanelRow panels_[kMTiles];  // of the tile that is being copied
-  bool copied_[kMTiles];      // whether it is
+  const int num_blocks_;            // of a row
+  const uint8_t* panels_[kMTiles];  // of the tile that is being copied
+  PanelForm forms_[kMTiles];
   int num_tiles_;
   int tile_ = 0, chunk_;       // to be copied next
   int read_tile_ = 0;          // to be multiplied next
@@ -187,19 +239,25 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
   using T = typename Rows::Element;
   constexpr int kRows = 2 * kMTiles;
   constexpr int kColumns = static_cast<int>(kBlockColumns);
-  PanelRow rows[kRows];
-  weight.next_rows(rows_of, rows);
-  bool copied[kMTiles];
+  // Where this lane's rows are in a slot, and whether that is swizzled.
+  PanelForm forms[kRows];
+  int lanes[kRows], swizzles[kMTiles];
+  {
+    PanelRow rows[kRows];
+    weight.next_rows(rows_of, rows);
 #pragma unroll
-  for (int m = 0; m < kMTiles; ++m) copied[m] = share_panel(rows[2 * m], rows[2 * m + 1]);
-
-  // body(blocks, m) with the blocks of a chunk of this lane's rows 2 * m and 2 * m + 1.
-  const auto with_blocks = [&](int chunk, int i, const auto& body) {
-    if (copied[i / 2]) {
-      body(blocks_of_slot(weight.slot(i / 2), rows[i].form));
-    } else {
-      body(blocks_of_panel(rows[i], weight.num_blocks(), chunk * kPanelBlocks));
+    for (int m = 0; m < kMTiles; ++m) {
+      const bool is_copied = share_panel(rows[2 * m], rows[2 * m + 1]);
+      swizzles[m] = is_copied ? -1 : 0;
+#pragma unroll
+      for (int i = 2 * m; i < 2 * m + 2; ++i) {
+        forms[i] = rows[i].form;
+        lanes[i] = is_copied ? rows[i].lane : lane.row + i % 2 * 8;
+      }
     }
+  }
+  const auto block_of = [&](int i, int block) {
+    return block_of_slot(weight.slot(i / 2), forms[i], block);
   };
   const auto count_of = [&](int chunk) {
     const int left = weight.num_blocks() - chunk * kPanelBlocks;
@@ -226,12 +284,11 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         float scale[kRows], minimum[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          with_blocks(chunk, i, [&](const auto& blocks) {
-            q[i] = quants_of(blocks, rows[i].form, block, rows[i].lane, lane.piece);
-            const BlockScales scales = scales_of(blocks, rows[i].form, block, rows[i].lane);
-            scale[i] = lane.piece < 2 ? scales.first : scales.last;
-            minimum[i] = scales.minimum;
-          });
+          const auto in_slot = block_of(i, block);
+          q[i] = quants_of(in_slot, forms[i], lanes[i], lane.piece, swizzles[i / 2]);
+          const BlockScales scales = scales_of(in_slot, forms[i], lanes[i]);
+          scale[i] = lane.piece < 2 ? scales.first : scales.last;
+          minimum[i] = scales.minimum;
         }
         // A part at a time: floats of all columns would not fit into the registers.
 #pragma unroll 1
@@ -239,7 +296,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
           float w[kRows][4];
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            to_floats(q[i].first, rows[i].form, scale[i], minimum[i], w[i]);
+            to_floats(q[i].first, forms[i], scale[i], minimum[i], w[i]);
             q[i].first = q[i].last;
           }
           auto row = from + (block * kColumns + 4 * part);
@@ -269,13 +326,21 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
   } else {
     bool has_minima = false;
     bool has_halves[kMTiles];  // of blocks, with scales of their own
+    bool are_q4_0 = true, are_q4_1 = true;
 #pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-      has_minima |= rows[2 * m].form.has_minima() || rows[2 * m + 1].form.has_minima();
-      has_halves[m] = __any_sync(kWholeWarp, rows[2 * m].form.is(BlockFormat::kQ6_K) ||
-                                                 rows[2 * m + 1].form.is(BlockFormat::kQ6_K));
+    for (int i = 0; i < kRows; ++i) {
+      has_minima |= forms[i].has_minima();
+      are_q4_0 = are_q4_0 && forms[i] == PanelForm::of<BlockFormat::kQ4_0>();
+      are_q4_1 = are_q4_1 && forms[i] == PanelForm::of<BlockFormat::kQ4_1>();
     }
     has_minima = __any_sync(kWholeWarp, has_minima);
+    are_q4_0 = __all_sync(kWholeWarp, are_q4_0);
+    are_q4_1 = __all_sync(kWholeWarp, are_q4_1);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      has_halves[m] =
+          __any_sync(kWholeWarp, forms[2 * m].has_halves() || forms[2 * m + 1].has_halves());
+    }
     decltype(from) columns[kNTiles];
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n) {
@@ -287,41 +352,37 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
       }
     }
-    // With few rows of x all that a chunk needs of them is under way before the weight is waited
-    // for; with many, registers are scarce.
-    constexpr int kAhead = kNTiles > 2 ? 1 : kPanelBlocks;
-    for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices) {
-      const int count = count_of(chunk);
-      Pack<uint32_t> ahead[kAhead][kNTiles];
-      if constexpr (kAhead > 1) {
-#pragma unroll
-        for (int block = 0; block < kAhead; ++block) {
-          if (block >= count) break;
+    // With few rows of x those that meet the next block are under way; with many, registers are
+    // scarce.
+    constexpr bool kIsAhead = kNTiles <= 2;
+    constexpr bool kKnowsForms = kNTiles <= 4;
+    Pack<uint32_t> pieces[kNTiles], next[kNTiles];
+    // The blocks of the chunk that was waited for; form_of(i) is that of the lane's row i.
+    const auto multiply_blocks = [&](int count, const auto& form_of, bool with_minima,
+                                     bool with_halves) {
+#pragma unroll 1
+      for (int block = 0; block < count; ++block) {
+        if constexpr (kIsAhead) {
 #pragma unroll
           for (int n = 0; n < kNTiles; ++n) {
-            ahead[block][n] = x.piece(columns[n] + block * kColumns);
+            pieces[n] = next[n];
+            if (block + 1 < count) next[n] = x.piece(columns[n] + (block + 1) * kColumns);
           }
         }
-      }
-      weight.advance(rows_of);
-#pragma unroll(kAhead)
-      for (int block = 0; block < kPanelBlocks; ++block) {
-        if (block >= count) break;
         Pack<uint32_t> w[kRows];
         BlockScales scales[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          with_blocks(chunk, i, [&](const auto& blocks) {
-            const PanelForm form = rows[i].form;
-            w[i] = elements_of<T>(quants_of(blocks, form, block, rows[i].lane, lane.piece), form);
-            scales[i] = scales_of(blocks, form, block, rows[i].lane);
-          });
+          const auto in_slot = block_of_slot(weight.slot(i / 2), form_of(i), block);
+          w[i] = elements_of<T>(
+              quants_of(in_slot, form_of(i), lanes[i], lane.piece, swizzles[i / 2]), form_of(i));
+          scales[i] = scales_of(in_slot, form_of(i), lanes[i]);
         }
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
-          Pack<uint32_t>& piece = ahead[block % kAhead][n];
-          if constexpr (kAhead == 1) piece = x.piece(columns[n] + block * kColumns);
-          if (has_minima) {
+          Pack<uint32_t>& piece = pieces[n];
+          if constexpr (!kIsAhead) piece = x.piece(columns[n] + block * kColumns);
+          if (with_minima) {
             const Pack<uint32_t> ones{
                 {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>}};
             float of_x[4] = {};
@@ -336,7 +397,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
           }
 #pragma unroll
           for (int m = 0; m < kMTiles; ++m) {
-            if (!has_halves[m]) {
+            if (!with_halves || !has_halves[m]) {
               float products[4] = {};
               multiply_block<T>(w[2 * m], w[2 * m + 1], piece, products);
 #pragma unroll
@@ -352,7 +413,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
               float products[4] = {}, scale[2];
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
-                const bool is_half = rows[2 * m + i].form.is(BlockFormat::kQ6_K);
+                const bool is_half = form_of(2 * m + i).has_halves();
                 const bool keeps = half == (is_half ? lane.piece / 2 : 0);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) some[i].values[j] &= keeps ? ~0u : 0u;
@@ -366,6 +427,25 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
             }
           }
         }
+      }
+    };
+    for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices) {
+      const int count = count_of(chunk);
+      if constexpr (kIsAhead) {
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) next[n] = x.piece(columns[n]);
+      }
+      weight.advance(rows_of);
+      // The usual formats are known to the compiler, with so many rows of x that there are
+      // registers for it.
+      if (kKnowsForms && are_q4_0) {
+        const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_0>(); };
+        multiply_blocks(count, form_of, false, false);
+      } else if (kKnowsForms && are_q4_1) {
+        const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_1>(); };
+        multiply_blocks(count, form_of, true, false);
+      } else {
+        multiply_blocks(count, [&](int i) { return forms[i]; }, has_minima, true);
       }
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) columns[n] += step;

@@ -50,18 +50,12 @@ template <typename W>
 constexpr bool kIsPacked = std::is_same_v<W, Panel>;
 constexpr int kPanelBlocks = kChunkSize<Panel> / static_cast<int>(kBlockColumns);
 
-// Bytes of a chunk of 16 rows of a packed weight, in the format that takes the most.
-constexpr int most_chunk_bytes() {
-  int64_t most = 0;
-  for (const BlockTraits& traits : kBlockTraits) {
-    const int64_t scales = traits.columns == kBlockColumns ? kPanelBlocks : 1;
-    const int64_t bytes = kPanelBlocks * (traits.quants + traits.high_bits + traits.sub_scales) +
-                          scales * traits.scales;
-    if (bytes > most) most = bytes;
-  }
-  return static_cast<int>(most);
-}
-constexpr int kPanelSlotBytes = most_chunk_bytes();
+// Bytes of a slot for a chunk of 16 rows of a packed weight, and where its planes begin: quants of
+// 8 bits take twice the place, and have no high bits; there are sub-scales for each block, and
+// scales.
+constexpr int kHighBitsAt = kPanelBlocks * 256, kSubScalesAt = kPanelBlocks * 512,
+              kScalesAt = kSubScalesAt + kPanelBlocks * 32,
+              kPanelSlotBytes = kScalesAt + kPanelBlocks * 64;
 
 // Bytes of a chunk of 16 rows to a warp, of all warps of a block.
 template <typename W>
