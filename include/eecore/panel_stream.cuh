@@ -175,29 +175,32 @@ class WeightStream<Panel, kMTiles> {
         const PanelBlock<const uint8_t*> from =
             block_of_panel(row.panel, form, num_blocks_, chunk_ * kPanelBlocks + i);
         const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, i);
-        const auto take = [&]<typename T>(Shared<uint8_t> plane, const uint8_t* of_panel, int at,
-                                          T) {
-          constexpr int kSize = static_cast<int>(sizeof(T));
-          *shared_as<T>(plane + (at + kSize * lane)) =
-              number_at<T>(of_panel + (at + kSize * row.lane));
-        };
-        const int words = form.quants() / 256;
+        const int words = form.quants() / 256, quants = 64 * words * lane_.piece;
 #pragma unroll 1
-        for (int word = 0; word < words; ++word) {
-          take(to.quants, from.quants, 64 * (words * lane_.piece + word), uint32_t{});
+        for (int at = quants; at < quants + 64 * words; at += 64) {
+          *shared_as<uint32_t>(to.quants + (at + 4 * lane)) =
+              number_at<uint32_t>(from.quants + (at + 4 * row.lane));
+        }
+        // Two rows share 16 bits of sub-scales, which one of their lanes writes.
+#pragma unroll
+        for (int at = 0; at < 32; at += 16) {
+          uint32_t sub = 0;
+          if (form.has_sub_scales()) sub = number_at<uint8_t>(from.sub_scales + (at + row.lane));
+          sub |= __shfl_xor_sync(kWholeWarp, sub, 4) << 8;
+          if (lane_.piece == 0 && lane % 2 == 0) {
+            *shared_as<uint16_t>(to.sub_scales + (at + lane)) = static_cast<uint16_t>(sub);
+          }
         }
         if (lane_.piece != 0) continue;
 #pragma unroll 1
         for (int at = 0; at < form.high_bits(); at += 64) {
-          take(to.high_bits, from.high_bits, at, uint32_t{});
-        }
-#pragma unroll 1
-        for (int at = 0; at < form.sub_scales(); at += 16) {
-          take(to.sub_scales, from.sub_scales, at, uint8_t{});
+          *shared_as<uint32_t>(to.high_bits + (at + 4 * lane)) =
+              number_at<uint32_t>(from.high_bits + (at + 4 * row.lane));
         }
 #pragma unroll 1
         for (int at = 0; at < form.scales(); at += 32) {
-          take(to.scales, from.scales, at, uint16_t{});
+          *shared_as<uint16_t>(to.scales + (at + 2 * lane)) =
+              number_at<uint16_t>(from.scales + (at + 2 * row.lane));
         }
       }
     }
