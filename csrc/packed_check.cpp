@@ -5,6 +5,7 @@
 namespace eecore {
 namespace {
 
+#ifndef EECORE_BACKEND_CUDA
 // Holds one entry of a table to a row of `columns` inside `num_bytes`.
 void check_place(const Checker& check, const char* table_name, int64_t entry, int64_t columns,
                  int64_t num_bytes) {
@@ -28,6 +29,7 @@ void for_each_row(const Tensor& table, const Function& function) {
   if (table.dim() == 1) return function(entries);
   for (int64_t i = 0; i < table.size(0); ++i) function(entries + i * table.stride(0));
 }
+#endif
 
 }  // namespace
 
@@ -45,6 +47,15 @@ const int64_t* check_packed(Checker& check, const Tensor& packed, const char* na
                             std::initializer_list<Dim> table_shape, Dim columns) {
   check(packed, name, Accept::kUint8, {packed.numel()});
   check.apart(table, table_name, Accept::kInt64, table_shape, 1);
+#ifdef EECORE_BACKEND_CUDA
+  check.require(reinterpret_cast<uintptr_t>(data<const uint8_t>(packed)) % 16 == 0, name,
+                ": expected packed bytes that begin at a multiple of 16");
+  if (columns.name == nullptr) {
+    require_blocks(check, table_name, columns.size);
+  } else if (check.has(columns.name)) {
+    require_blocks(check, table_name, check[columns.name]);
+  }
+#else
   if (table.numel() == 0) return data<const int64_t>(table);
   const int64_t num_rows = table.size(table.dim() - 1);
   int64_t wanted = columns.size;
@@ -62,6 +73,7 @@ const int64_t* check_packed(Checker& check, const Tensor& packed, const char* na
       if (!follows) check_place(check, table_name, entries[row], wanted, packed.numel());
     }
   });
+#endif
   return data<const int64_t>(table);
 }
 
@@ -72,9 +84,6 @@ WeightCoding check_weight(Checker& check, const WeightNames& names, const Tensor
   if (!table.has_value()) {
     return {check.weight(weight, names.weight, shape, scale, names.scale, row_shape), nullptr};
   }
-#ifdef EECORE_BACKEND_CUDA
-  no_packed(check, table, names.table);  // the table is not to be looked at
-#endif
   check.require(!scale.has_value(), names.scale, ": expected None with ", names.table,
                 ", got a tensor");
   const Dim columns = *(shape.end() - 1);

@@ -10,14 +10,22 @@ BlockFormat block_format_of(const Checker& check, const std::string& name);
 
 // Holds packed bytes to uint8 [num_bytes], and their table to int64 of a shape whose every element
 // is the place of a row of `columns`, of a known format, inside the bytes. A name of `columns` that
-// is not bound yet is bound to what the first row has. Returns the table's data.
+// is not bound yet is bound to what the first row has. On CUDA, where the table is not looked at,
+// that is left to the caller, as is require_blocks then. Returns the table's data.
 const int64_t* check_packed(Checker& check, const Tensor& packed, const char* name,
                             const Tensor& table, const char* table_name,
                             std::initializer_list<Dim> table_shape, Dim columns);
 
-// Throws where there is a table: the CUDA kernels have no packed weights.
-inline void no_packed(const Checker& check, const std::optional<Tensor>& table, const char* name) {
-  check.require(!table.has_value(), name, ": expected none on CUDA, packed weights run on the CPU");
+#ifdef EECORE_BACKEND_CUDA
+constexpr int64_t kMostColumns = int64_t{1} << 26;  // a panel has less than 2 GiB
+#else
+constexpr int64_t kMostColumns = kMaxPackedColumns;
+#endif
+// Holds the rows of a table to whole blocks.
+inline void require_blocks(const Checker& check, const char* table_name, int64_t columns) {
+  check.require(columns % kBlockColumns == 0 && columns <= kMostColumns, table_name,
+                ": expected rows in blocks of ", kBlockColumns, " columns, at most ", kMostColumns,
+                ", got ", columns);
 }
 
 // What a weight is stored in besides its tensor; at most one of the two is there.

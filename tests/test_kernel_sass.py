@@ -23,6 +23,7 @@ COMBINE = r"paged_attention_combine_kernel<(\w+), \d+> "
 MERGED_AT_ONCE, MERGED_IN_LAST_BLOCK = 16, 8  # results of spans
 ATTENTION = r"paged_attention_kernel<(\w+), (\d+), (?:true|false)> "
 INT8 = "signed char"  # of a weight's elements, which are the last argument
+PACKED = "Panel"
 # Of the permutations that put int8 below an exponent: selectors and exponents, either of which a
 # register may hold.
 SPREADS = {"0x4140", "0x4342", "0x43434343", "0x64646464"}
@@ -109,7 +110,9 @@ def test_nothing_but_weights_is_read_before_the_wait(kernels: dict[str, Code]) -
         weights = set()
         if re.match(STREAMS_WEIGHTS, name):
             element = "LDG.E.U8" if INT8 in name else "LDG.E" if "float" in name else "LDG.E.U16"
-            weights = {"LDGSTS", element}
+            # Of packed rows the table is read first, and those that lie apart by the number.
+            packed = {"LDG.E.64", "LDG.E", "LDG.E.U16", "LDG.E.U8"}
+            weights = {"LDGSTS", *(packed if PACKED in name else [element])}
         touched = {line for line in code.before("ACQBULK") if line.name in GLOBAL_ACCESSES}
         others = {line for line in touched if not {line.name, line.opcode} & weights}
         assert not others, name
@@ -131,12 +134,24 @@ def test_states_that_leave_are_loaded_four_pieces_at_a_time(kernels: dict[str, C
         assert len(loads) == 4, match.string
 
 
-def skinny_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
+def all_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
     """With the numbers of tiles of 16 rows of the weight and of 8 rows of x."""
     linear = [(m, int(m[2]), int(m[3]), code) for m, code in of(kernels, SKINNY)]
     gated = [(m, 2, int(m[2]), code) for m, code in of(kernels, GATED)]
     append = [(m, int(m[2]), 1, code) for m, code in of(kernels, APPEND)]
     return linear + gated + append + [(m, int(m[2]), int(m[3]), c) for m, c in of(kernels, FILL)]
+
+
+def skinny_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
+    """Those of floats and of int8."""
+    return [each for each in all_products(kernels) if each[0][each[0].re.groups] != PACKED]
+
+
+def packed_products(kernels: dict[str, Code]) -> list[tuple[re.Match[str], int, int, Code]]:
+    """Those of packed weights whose x is of 16 bits."""
+    products = [each for each in all_products(kernels) if each[0][each[0].re.groups] == PACKED]
+    assert products
+    return [each for each in products if each[0][1] != "float"]
 
 
 def is_int8(match: re.Match[str]) -> bool:
@@ -226,6 +241,37 @@ def test_int8_becomes_floats_two_at_a_time(kernels: dict[str, Code]) -> None:
         bytes_to_floats = [x for x in loop if x.name == "I2F" and not x.opcode.endswith(".RP")]
         assert not bytes_to_floats, match.string
     assert found > 0
+
+
+def test_packed_products_multiply_and_copy_as_their_tiles_say(
+    kernels: dict[str, Code], is_recorded_compiler: bool
+) -> None:
+    for match, m_tiles, n_tiles, code in packed_products(kernels):
+        # Of a block of any format: its numbers, those of a half of it, and sums of x; of Q4_0 and
+        # Q4_1, which the compiler knows, what they need.
+        block = 2 * m_tiles * n_tiles
+        products = 2 * block + 2 * n_tiles
+        if n_tiles <= 4:
+            products += 2 * block + 2 * n_tiles
+        check_counts(
+            code,
+            is_recorded_compiler,
+            match.string,
+            HMMA=products,
+            # When the stream begins and as it goes on: of quants of 8 bits four, and of the others.
+            LDGSTS=2 * 7 * m_tiles,
+        )
+
+
+def test_packed_numbers_become_elements_two_at_a_time(kernels: dict[str, Code]) -> None:
+    """By a permutation of bytes, as those of int8: what is converted are the scales of scales."""
+    for match, m_tiles, _, code in packed_products(kernels):
+        wait = next(i for i, line in enumerate(code.lines) if line.name == "DEPBAR")
+        loop = code.lines[wait : last_of(code, "HMMA")]
+        rows = 2 * m_tiles
+        operands = [line.operands.split(", ") for line in loop if line.name == "PRMT"]
+        assert sum(bool(SPREADS & set(those)) for those in operands) >= 4 * rows, match.string
+        assert sum(line.name == "I2F" for line in loop) <= 4 * rows, match.string
 
 
 def test_rows_of_x_are_on_their_way_before_a_weight_is_waited_for(

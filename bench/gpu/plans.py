@@ -30,6 +30,8 @@ MLP_UNITS, MLP_MAX_ROWS, MLP_FINISH_ROWS = 4, 8, 8
 def embed_tokens(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
     out = nbytes(call["out"])
     reads = {"weight": out, "token_ids": call.bytes_of("token_ids", "sources")}
+    if call["scale"] is not None or call["table"] is not None:
+        raise NotImplementedError(f"{call.op}: no plan of quantised weights")
     return [KernelLaunch("embed_tokens_kernel", (call["out"].shape[0], 1), reads, writes=out)]
 
 

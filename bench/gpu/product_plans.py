@@ -21,6 +21,9 @@ MOST_SHARED_ROWS = 8  # that each block makes ready itself
 L1_BYTES = 64 << 10  # that the ring of a weight leaves, about
 MOST_FILL_SLICES = 4
 MOST_APPENDED_ROWS = 8  # whose heads a product's blocks append
+STAGE_BYTES = 32 * WARPS * 64  # of 16 rows of a weight to a warp
+PACKED_STAGE_BYTES = WARPS * 4 * 608  # slots of 4 blocks
+PACKED_CHUNK, BLOCK_COLUMNS = 128, 32
 
 
 @dataclass(frozen=True)
@@ -31,21 +34,28 @@ class Rows:
         count: how many.
         size: elements of each.
         dtype: of them.
+        packed: whether the weight is.
     """
 
     count: int
     size: int
     dtype: torch.dtype
+    packed: bool = False
 
     @property
     def chunk(self) -> int:
-        """Elements of the 128 bytes that a warp takes of a row."""
-        return 128 // self.dtype.itemsize
+        """Elements of what a warp takes of a row."""
+        return PACKED_CHUNK if self.packed else 128 // self.dtype.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        return ceil_div(self.size, self.chunk)
 
     @property
     def row_bytes(self) -> int:
-        """With what fills up its last chunk."""
-        return ceil_div(self.size, self.chunk) * 128
+        """With what fills up its last chunk, or block of a packed weight."""
+        step = BLOCK_COLUMNS if self.packed else self.chunk
+        return ceil_div(self.size, step) * step * self.dtype.itemsize
 
     def tiles(self, most: int) -> int:
         """Tiles of 8 rows that a pass over the weight takes, at most ``most``."""
@@ -79,7 +89,7 @@ def must_be_made(rows: Rows, x: Tensor, norm: Tensor | None) -> bool:
     """Whether a product cannot read x where it is."""
     return (
         norm is not None
-        or rows.size % rows.chunk != 0
+        or rows.row_bytes != rows.size * rows.dtype.itemsize
         or x.stride(0) * rows.dtype.itemsize % 16 != 0
     )
 
@@ -90,10 +100,12 @@ def blocks_make_rows(
     """Whether shared memory has room for them beside enough stages of the weight."""
     if rows.count > MOST_SHARED_ROWS:
         return False
-    stage = 4 * m_tiles * 32 * WARPS * 16
+    stage = m_tiles * (PACKED_STAGE_BYTES if rows.packed else STAGE_BYTES)
     wanted = 1 + ceil_div((96 << 10) * device.num_multiprocessors, blocks * stage)
     exchange = own_bytes + (0 if slices == 1 else 2 * WARPS * m_tiles * 8 * 20 * 4)
-    shared_rows = (rows.count + 1) * (rows.row_bytes + 64)  # and the norm's weight
+    gap = 16 if rows.packed and rows.dtype == torch.float32 else 64
+    row = rows.num_chunks * rows.chunk * rows.dtype.itemsize + gap
+    shared_rows = (rows.count + 1) * row  # and the norm's weight
     room = device.shared_bytes // (2 if m_tiles == 1 else 1) - 1024 - exchange - shared_rows
     return room // stage >= min(wanted, 3)
 
@@ -159,10 +171,12 @@ def product(
 
 
 def weight_bytes_of(call: Call, rows: int) -> int:
-    """Of a matrix of so many rows, with its scales and tables."""
+    """Of a matrix of so many rows; packed ones are taken to be all that their bytes hold."""
     weight, scale, table = (call[name] for name in ("weight", "weight_scale", "weight_table"))
-    if scale is not None or table is not None:
-        raise NotImplementedError(f"{call.op}: no plan of quantised weights")
+    if scale is not None:
+        raise NotImplementedError(f"{call.op}: no plan of int8 weights")
+    if table is not None:
+        return nbytes(weight)
     return rows * weight.shape[-1] * weight.element_size()
 
 
@@ -223,6 +237,7 @@ def blocks_append(call: Call, rows: Rows) -> bool:
     cos_sin = call["cos_sin"]
     return (
         rows.count <= MOST_APPENDED_ROWS
+        and not rows.packed
         and call["q_norm_weight"] is None
         and call["k_norm_weight"] is None
         and call["k_cache"].shape[3] % 16 == 0
@@ -231,12 +246,12 @@ def blocks_append(call: Call, rows: Rows) -> bool:
 
 
 def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
-    x, weight, out = call["x"], call["weight"], call["out"]
-    rows = Rows(x.shape[0], x.shape[1], x.dtype)
-    out_features = weight.shape[0]
+    x, out = call["x"], call["out"]
+    rows = Rows(x.shape[0], x.shape[1], x.dtype, call["weight_table"] is not None)
+    out_features = out.shape[1]
     if rows.count == 0 or out_features == 0:
         return []
-    slices = choose_slices(out_features, ceil_div(rows.size, rows.chunk), device)
+    slices = choose_slices(out_features, rows.num_chunks, device)
     n_tiles = rows.tiles(8)
 
     def tile_rows(m_tiles: int) -> int:
@@ -279,11 +294,11 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
 
 def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     x, out = call["x"], call["out"]
-    rows = Rows(x.shape[0], x.shape[1], x.dtype)
+    rows = Rows(x.shape[0], x.shape[1], x.dtype, call["weight_table"] is not None)
     inner = out.shape[1]
     if rows.count == 0 or inner == 0:
         return []
-    slices = choose_slices(inner, ceil_div(rows.size, rows.chunk), device)
+    slices = choose_slices(inner, rows.num_chunks, device)
     tiles = ceil_div(inner, 16 * (WARPS // slices))
     blocks = min(tiles, device.num_multiprocessors)
     made = made_rows(rows, x, call["norm_weight"], 2, slices, blocks, device)
@@ -309,11 +324,12 @@ def skinny_gated_linear(call: Call, device: Device, _: Known) -> list[KernelLaun
 
 
 def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
-    hidden, head = call["hidden"], call["lm_head"]
-    rows = Rows(hidden.shape[0], hidden.shape[1], hidden.dtype)
+    hidden, head, table = call["hidden"], call["lm_head"], call["lm_head_table"]
+    rows = Rows(hidden.shape[0], hidden.shape[1], hidden.dtype, table is not None)
+    vocab_size = (head if table is None else table).shape[0]
     if rows.count == 0:
         return []
-    tiles = ceil_div(head.shape[0], 16 * HEAD_M_TILES * WARPS)
+    tiles = ceil_div(vocab_size, 16 * HEAD_M_TILES * WARPS)
     blocks = min(tiles, device.num_multiprocessors)
     summaries = rows.count * blocks * SUMMARY_BYTES
     own_bytes = WARPS * 8 * rows.tiles(8) * SUMMARY_BYTES
@@ -324,7 +340,7 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
         product(
             "exit_confidence_softmax_kernel",
             rows,
-            head.shape[0],
+            vocab_size,
             nbytes(head),
             tiles,
             16 * HEAD_M_TILES * WARPS,
@@ -343,8 +359,9 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
 
 def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     hidden, weight, cache = call["hidden"], call["kv_weight"], call["k_cache"]
-    rows = Rows(hidden.shape[0], hidden.shape[1], hidden.dtype)
-    num_layers, kv_size = weight.shape[0], weight.shape[1]
+    table = call["kv_table"]
+    rows = Rows(hidden.shape[0], hidden.shape[1], hidden.dtype, table is not None)
+    num_layers, kv_size = (weight if table is None else table).shape[:2]
     num_heads, head_dim = 2 * cache.shape[3], cache.shape[4]
     if rows.count == 0 or num_layers == 0:
         return []
@@ -366,16 +383,18 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     # Units of work of a layer, and the rows of the weight that they read: some rows, or heads.
     in_pairs = call["k_norm_weight"] is None and head_dim % 16 == 0 and rotary % 16 == 0
+    in_pairs = in_pairs and table is None
     m_tiles = 2 if in_pairs and n_tiles > 2 else 1
     units, read_rows = num_heads, kv_size
     if in_pairs:
-        slices = choose_slices(kv_size, ceil_div(rows.size, rows.chunk), device)
+        slices = choose_slices(kv_size, rows.num_chunks, device)
         slices = min(slices, MOST_FILL_SLICES)
         units = ceil_div(kv_size, 16 * m_tiles * (WARPS // slices))
         read_rows = units * 16 * m_tiles * (WARPS // slices)
     resident = (2 if m_tiles == 1 else 1) * device.num_multiprocessors
     blocks = min(num_layers * units, resident)
-    weights = deepest * kv_size * row
+    weight_row = row if table is None else nbytes(weight) / (num_layers * kv_size)
+    weights = deepest * kv_size * weight_row
     passes = sum(
         max(sorted(needed, reverse=True)[group * 8 * n_tiles], 0) for group in range(groups)
     )
@@ -384,7 +403,7 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
         (blocks, groups),
         {"weight": weights, "cos_sin": rows.count * rotary * 4},
         repeats={
-            "weight": (passes * read_rows - deepest * kv_size) * row,
+            "weight": (passes * read_rows - deepest * kv_size) * weight_row,
             "x": filled * rows.row_bytes * (units - 1),
         },
         writes=filled * num_heads * head_dim * item,

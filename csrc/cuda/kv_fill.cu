@@ -13,7 +13,7 @@ int64_t order_bytes(const KvFillParams& params) {
 }
 
 RowForm row_form(const KvFillParams& params) {
-  return {params.hidden_size, params.dtype, params.kv_scale != nullptr};
+  return {params.hidden_size, params.dtype, params.kv_scale, params.kv_table};
 }
 
 template <typename T>
@@ -88,8 +88,10 @@ void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream strea
 
 template <typename T, typename W, int kNTiles>
 void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
-  if (params.k_norm_weight == nullptr && HeadTiles::fit(params.head_dim, params.rotary_dim)) {
-    return fill_pairs<T, W, kNTiles>(params, rows, stream);
+  if constexpr (!kIsPacked<W>) {  // whose rows that are read together lie side by side
+    if (params.k_norm_weight == nullptr && HeadTiles::fit(params.head_dim, params.rotary_dim)) {
+      return fill_pairs<T, W, kNTiles>(params, rows, stream);
+    }
   }
   fill_heads<T, W, kNTiles>(params, rows, stream);
 }
@@ -110,7 +112,7 @@ void run_kv_fill(const KvFillParams& params, Stream stream) {
                     static_cast<unsigned>(params.num_layers));
     launch("kv_fill", kv_fill_rows_kernel<T>,
            {grid, dim3(kRmsNormThreads), 0, Launch::kAfterPrevious}, stream, params, rows);
-    dispatch_weight<T>(params.kv_scale, [&](auto weight_tag) {
+    dispatch_weight<T>(params.kv_scale, params.kv_table, [&](auto weight_tag) {
       using W = typename decltype(weight_tag)::type;
       if constexpr (std::is_same_v<T, float>) {
         fill<T, W, 1>(params, rows, stream);

@@ -33,15 +33,18 @@ inline void check_activation(const char* op, Activation activation,
 
 // ---- Rows of x ----
 
-// Rows of x as the products with a weight take them: whole chunks of it.
+// Rows of x as the products with a weight take them: whole chunks of it, or blocks of a packed one.
 struct RowForm {
   int64_t size;  // elements
   DType dtype;
-  bool is_int8;  // the weight
+  // Of the weight: int8 where it has scales, packed where it has a table.
+  const float* scale;
+  const int64_t* table;
 
   // Elements in the workspace.
   int64_t padded_size() const {
-    const int64_t chunk = is_int8                    ? kChunkSize<int8_t>
+    const int64_t chunk = table != nullptr           ? kBlockColumns
+                          : scale != nullptr         ? kChunkSize<int8_t>
                           : dtype == DType::kFloat32 ? kChunkSize<float>
                                                      : kChunkSize<BFloat16>;
     return ceil_div(size, chunk) * chunk;
@@ -133,6 +136,7 @@ SkinnyPlan make_plan(const void* weight, int64_t weight_stride, int64_t row_size
   plan.row_size = static_cast<int>(row_size);
   plan.num_chunks = static_cast<int>(ceil_div(row_size, kChunkSize<W>));
   plan.num_slices = 1;
+  plan.stage_bytes = kStageBytes<W>;
   plan.aligned = is_aligned(weight, weight_stride, sizeof(W));
   return plan;
 }
@@ -154,17 +158,19 @@ void dispatch_tokens(int64_t num_tokens, Body&& body) {
 }
 
 // body(TypeTag<W>{}) for the elements of a weight that meets an x of type T: int8 where it has
-// scales.
+// scales, Panel where it has a table.
 template <typename T, typename Body>
-void dispatch_weight(const float* scale, Body&& body) {
+void dispatch_weight(const float* scale, const int64_t* table, Body&& body) {
+  if (table != nullptr) return body(TypeTag<Panel>{});
   if (scale != nullptr) return body(TypeTag<int8_t>{});
   body(TypeTag<T>{});
 }
 
-// Rows of x of a product whose Params has x, norm_weight, in_features and weight_scale.
+// Rows of x of a product whose Params has x, norm_weight, in_features, weight_scale and
+// weight_table.
 template <typename Params>
 RowForm row_form(const Params& params) {
-  return {params.in_features, params.dtype, params.weight_scale != nullptr};
+  return {params.in_features, params.dtype, params.weight_scale, params.weight_table};
 }
 
 // Bytes of workspace of it: its rows, where they must be made ready, as a kernel ahead may have to
@@ -229,7 +235,7 @@ template <typename Params, typename Body>
 void dispatch_product(const char* op, const Params& params, Body&& body) {
   dispatch_dtype(params.dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    dispatch_weight<T>(params.weight_scale, [&](auto weight_tag) {
+    dispatch_weight<T>(params.weight_scale, params.weight_table, [&](auto weight_tag) {
       dispatch_tokens<T, 8>(params.num_tokens,
                             [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
     });

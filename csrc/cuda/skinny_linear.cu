@@ -11,11 +11,13 @@ namespace {
 bool appends(const SkinnyLinearParams& params) { return params.append.slot_mapping != nullptr; }
 
 // Whether the product's blocks can append what they sum. A head's norm would need all of it in one
-// block, of which there would be fewer than multiprocessors.
+// block, of which there would be fewer than multiprocessors. Rows of a packed weight that are read
+// together lie side by side, those that are rotated together do not.
 bool blocks_append(const SkinnyLinearParams& params) {
   const AppendKvParams& append = params.append;
-  return params.num_tokens <= kMostAppendedRows && append.q_norm_weight == nullptr &&
-         append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
+  return params.weight_table == nullptr && params.num_tokens <= kMostAppendedRows &&
+         append.q_norm_weight == nullptr && append.k_norm_weight == nullptr &&
+         HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
 
 template <typename T, typename W, int kMTiles, int kNTiles>
@@ -31,7 +33,7 @@ void multiply(const SkinnyLinearParams& params, SkinnyPlan plan, Stream stream) 
           auto makes_rows) {
         const LaunchShape shape = {grid, dim3(kSkinnyThreads), shared_bytes,
                                    Launch::kAfterPrevious};
-        if constexpr (8 * kNTiles <= kMostAppendedRows) {
+        if constexpr (8 * kNTiles <= kMostAppendedRows && !kIsPacked<W>) {
           if (appends(ready)) {
             const int64_t num_heads = ready.append.num_q_heads + 2 * ready.append.num_kv_heads;
             launch("skinny_linear", skinny_append_kernel<T, kMTiles, makes_rows(), W>, shape,

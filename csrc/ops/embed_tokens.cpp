@@ -22,6 +22,7 @@ void embed_tokens(const Tensor& token_ids, const Tensor& weight, const std::opti
   check.require(has_previous == has_sources, has_sources ? "previous" : "sources",
                 ": expected both previous and sources, or none, got one of them");
   check.written(out, "out", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
+  if (table) require_blocks(check, "table", check["hidden_size"]);
 
   params.token_ids = data<const int64_t>(token_ids);
   params.previous = data_or_null<const int64_t>(previous);

@@ -3,6 +3,7 @@
 
 #include "eecore/copy_row.cuh"
 #include "eecore/element.cuh"
+#include "eecore/panel_block.cuh"
 #include "eecore/params.h"
 
 namespace eecore::cuda {
@@ -39,6 +40,31 @@ __global__ void __launch_bounds__(kEmbedTokensThreads)
       const int64_t at = i + j * kEmbedTokensThreads;
       if (at < params.hidden_size) to[at] = from_float<T>(static_cast<float>(batch[j]) * scale);
     }
+  }
+}
+
+// Grid: num_tokens. A packed table: each thread makes 8 columns of a block at a time.
+template <typename T>
+__global__ void __launch_bounds__(kEmbedTokensThreads)
+    embed_packed_tokens_kernel(EmbedTokensParams params) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t row = blockIdx.x;
+  const PanelRow from = panel_row(params.weight, params.table[token_of_row(params, row)]);
+  T* to = reinterpret_cast<T*>(static_cast<char*>(params.out) + row * params.out_stride);
+  const int num_blocks = static_cast<int>(params.hidden_size / kBlockColumns);
+  for (int i = static_cast<int>(threadIdx.x); i < 4 * num_blocks; i += kEmbedTokensThreads) {
+    const int piece = i % 4;
+    const PanelBlock<const uint8_t*> block =
+        block_of_panel(from.panel, from.form, num_blocks, i / 4);
+    const Quants q = quants_of(block, from.form, from.lane, piece, 0);
+    const BlockScales scales = scales_of(block, from.form, from.lane);
+    const float scale = piece < 2 ? scales.first : scales.last;
+    float floats[2][4];
+    to_floats(q.first, from.form, scale, scales.minimum, floats[0]);
+    to_floats(q.last, from.form, scale, scales.minimum, floats[1]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) to[8 * i + j] = from_float<T>(floats[j / 4][j % 4]);
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "eecore/leave_rows.cuh"
+#include "eecore/panel_stream.cuh"
 #include "eecore/params.h"
 #include "eecore/place_row.cuh"
 #include "eecore/skinny_rows.cuh"
@@ -86,6 +87,7 @@ __device__ __forceinline__ void store_summary(Shared<float> to, const LogitSumma
 struct HeadProduct {
   const void *x, *norm_weight;
   const float* weight_scale;
+  const int64_t* weight_table;
   int64_t num_tokens, in_features, x_stride;
   float eps;
   DType dtype;
@@ -98,6 +100,7 @@ __host__ __device__ inline HeadProduct head_product(const ExitConfidenceSoftmaxP
   product.x = params.hidden;
   product.norm_weight = params.norm_weight;
   product.weight_scale = params.lm_head_scale;
+  product.weight_table = params.lm_head_table;
   product.num_tokens = params.num_seqs;
   product.in_features = params.hidden_size;
   product.x_stride = params.hidden_stride;
@@ -142,12 +145,12 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
            lane.group * (16 * kHeadMTiles) + lane.row;
   };
-  const auto rows_of = [&](int tile, const W*(&rows)[2 * kHeadMTiles]) {
+  const auto rows_of = [&](int tile, WeightRow<W>(&rows)[2 * kHeadMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2 * kHeadMTiles; ++i) {
       int64_t row = first_row(tile) + 8 * i;
       if (row >= params.vocab_size) row = params.vocab_size - 1;
-      rows[i] = static_cast<const W*>(params.lm_head) + row * params.lm_head_stride;
+      rows[i] = weight_row<W>(params.lm_head, params.lm_head_table, row, params.lm_head_stride);
     }
   };
 

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "eecore/cache_slot.cuh"
+#include "eecore/panel_stream.cuh"
 #include "eecore/params.h"
 #include "eecore/rms_norm.cuh"
-#include "eecore/skinny_gemm.cuh"
 
 namespace eecore::cuda {
 
@@ -220,16 +220,18 @@ __global__ void __launch_bounds__(kSkinnyThreads, 2)
   const int64_t first_place = static_cast<int64_t>(blockIdx.y) * (8 * kNTiles);
 
   // Each head in cut.num_parts tiles.
-  const auto rows_of = [&](int tile, const W*(&weight_rows)[2]) {
+  const auto rows_of = [&](int tile, WeightRow<W>(&weight_rows)[2]) {
     const int head = fill_unit(num_layers * num_heads, tile / cut.num_parts);
-    const W* weight = static_cast<const W*>(params.kv_weight) +
-                      head / num_heads * params.weight_layer_stride +
-                      head % num_heads * params.head_dim * params.weight_row_stride;
+    const int layer = head / num_heads;
+    const W* weight = static_cast<const W*>(params.kv_weight) + layer * params.weight_layer_stride;
+    const int64_t* table =
+        params.kv_table + layer * params.table_layer_stride;  // where there is one
+    const int64_t first_row = head % num_heads * params.head_dim;
     const int first = (tile % cut.num_parts * cut.group_tiles + lane.group) * 16 + lane.row;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = first + 8 * i < head_dim ? first + 8 * i : head_dim - 1;
-      weight_rows[i] = weight + row * params.weight_row_stride;
+      weight_rows[i] = weight_row<W>(weight, table, first_row + row, params.weight_row_stride);
     }
   };
 

@@ -15,6 +15,12 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define EECORE_HOST_DEVICE __host__ __device__
+#else
+#define EECORE_HOST_DEVICE
+#endif
+
 namespace eecore {
 
 enum class BlockFormat : int8_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
@@ -83,7 +89,7 @@ constexpr int64_t packed_place(const RowPlace& place) {
   return place.lane | static_cast<int64_t>(place.format) << 4 | place.columns / kBlockColumns << 8 |
          place.offset / 64 << 32;
 }
-constexpr RowPlace row_place(int64_t entry) {
+EECORE_HOST_DEVICE constexpr RowPlace row_place(int64_t entry) {
   return {(entry >> 32) * 64, (entry >> 8 & 0xffffff) * kBlockColumns,
           static_cast<BlockFormat>(entry >> 4 & 15), entry & 15};
 }

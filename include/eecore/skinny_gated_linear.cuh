@@ -29,13 +29,15 @@ __global__ void __launch_bounds__(kSkinnyThreads, 1)
   const auto first_row = [&](int tile) {
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows + lane.group * 16;
   };
-  const auto rows_of = [&](int tile, const W*(&rows)[2 * kGatedMTiles]) {
+  const auto rows_of = [&](int tile, WeightRow<W>(&rows)[2 * kGatedMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int64_t row = first_row(tile) + 8 * i + lane.row;
       if (row >= params.inner_size) row = params.inner_size - 1;
-      rows[i] = static_cast<const W*>(params.weight) + row * params.weight_stride;
-      rows[2 + i] = rows[i] + params.inner_size * params.weight_stride;
+      for (int half = 0; half < 2; ++half) {
+        rows[2 * half + i] = weight_row<W>(params.weight, params.weight_table,
+                                           row + half * params.inner_size, params.weight_stride);
+      }
     }
   };
 

@@ -9,7 +9,8 @@
 //
 // W may be of the type of x, or int8 with a scale for each row: whole numbers that every type of x
 // holds exactly. Those become elements of that type in registers, right before they are multiplied;
-// the sums are scaled when they are whole.
+// the sums are scaled when they are whole. Packed weights have a stream and a product of their own,
+// in panel_stream.cuh.
 //
 // A row's result depends on the number of slices that its products are summed in and on nothing
 // else: neither on the other rows of x nor on kMTiles, kNTiles or the number of stages.
@@ -19,8 +20,10 @@
 
 #include "eecore/async_copy.cuh"
 #include "eecore/element.cuh"
+#include "eecore/panel_block.cuh"
 #include "eecore/reduce.cuh"
 #include "eecore/shared.cuh"
+#include "eecore/whole_pair.cuh"
 
 namespace eecore::cuda {
 
@@ -39,12 +42,45 @@ constexpr int kChunkSize = 8 * kPieceSize<T>;
 template <typename W>
 constexpr bool kHasScales = std::is_same_v<W, int8_t>;
 
+// Stands for the elements of a packed weight, whose chunk is kPanelBlocks blocks of 32 columns.
+struct Panel {
+  uint8_t byte;
+};
+template <typename W>
+constexpr bool kIsPacked = std::is_same_v<W, Panel>;
+constexpr int kPanelBlocks = kChunkSize<Panel> / static_cast<int>(kBlockColumns);
+
+// Bytes of a slot for a chunk of 16 rows of a packed weight, and where its planes begin: quants of
+// 8 bits take twice the place, and have no high bits; there are sub-scales for each block, and
+// scales.
+constexpr int kHighBitsAt = kPanelBlocks * 256, kSubScalesAt = kPanelBlocks * 512,
+              kScalesAt = kSubScalesAt + kPanelBlocks * 32,
+              kPanelSlotBytes = kScalesAt + kPanelBlocks * 64;
+
+// Bytes of a chunk of 16 rows to a warp, of all warps of a block.
+template <typename W>
+constexpr int kStageBytes = kIsPacked<W> ? kSkinnyWarps * kPanelSlotBytes : kSkinnyThreads * 64;
+
+// A row of W, of which the stream takes pieces.
+template <typename W>
+using WeightRow = std::conditional_t<kIsPacked<W>, PanelRow, const W*>;
+template <typename W>
+__device__ __forceinline__ WeightRow<W> weight_row(const void* weight, const int64_t* table,
+                                                   int64_t row, int64_t stride) {
+  if constexpr (kIsPacked<W>) {
+    return panel_row(weight, table[row]);
+  } else {
+    return static_cast<const W*>(weight) + row * stride;
+  }
+}
+
 // How the warps of a block share a product; the same for every block of a launch.
 struct SkinnyPlan {
   int row_size;       // elements of a row of W
   int num_chunks;     // of a row, the last one filled up with zeros
   int num_slices;     // warps that share rows of W: warp i of them takes chunks i, i + num_slices..
   int num_stages;     // chunks that a warp has slots for, 2 to kSkinnyMaxStages
+  int stage_bytes;    // kStageBytes of the weight
   int num_tiles;      // of W, of skinny_tile_rows rows each
   bool aligned;       // rows of W start at multiples of 16 bytes
   bool early_weight;  // W may be read before the previous kernel has ended
@@ -58,7 +94,7 @@ __host__ __device__ inline int skinny_tile_rows(const SkinnyPlan& plan, int m_ti
 
 // Bytes of the ring of a block.
 __host__ __device__ inline int skinny_ring_bytes(const SkinnyPlan& plan, int m_tiles) {
-  return plan.num_stages * 4 * m_tiles * kSkinnyThreads * 16;
+  return plan.num_stages * m_tiles * plan.stage_bytes;
 }
 
 // This thread's part of its warp's fragments, and the warp's part of the block's work.
@@ -232,28 +268,11 @@ __device__ __forceinline__ SkinnyRows<T> skinny_rows(const T* x, int64_t stride,
   return {x + first * stride, stride, left < 8 * kNTiles ? static_cast<int>(left) : 8 * kNTiles};
 }
 
-// Two whole numbers as elements of a 16-bit type, exactly: bytes 2 * pair and 2 * pair + 1 of four.
-// They become the lowest bits of a power of two that is so large that these bits are its ones; then
-// that power is taken from it. Conversions of single bytes would take four times as long.
-template <typename T>
-__device__ __forceinline__ uint32_t whole_pair(uint32_t bytes, int pair) {
-  const uint32_t selector = pair == 0 ? 0x4140u : 0x4342u;
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    constexpr uint32_t k128 = 0x43434343u, kOne = 0x3f803f80u;
-    const uint32_t spread = permute_bytes(bytes, k128, selector);
-    // 128 and seven bits, of which 256 is taken where the byte is negative: there is no eighth.
-    return fma_pair<T>(spread & 0xff7fff7fu, kOne, (spread & 0xff80ff80u) | 0x80008000u);
-  } else {
-    constexpr uint32_t k1024 = 0x64646464u, kOne = 0x3c003c00u, kMinus1152 = 0xe480e480u;
-    // 1024 and a byte that is 128 too large.
-    const uint32_t spread = permute_bytes(bytes ^ 0x80808080u, k1024, selector);
-    return fma_pair<T>(spread, kOne, kMinus1152);
-  }
-}
-
 // Elements of W as they are multiplied with 16 bytes of x, of which a piece of W holds kXPieces.
 template <typename T, typename W>
 constexpr int kXPieces = static_cast<int>(sizeof(T) / sizeof(W));
+template <typename T>
+constexpr int kXPieces<T, Panel> = static_cast<int>(sizeof(T)) / 2;  // a piece: 8 columns
 template <typename T, typename W>
 __device__ __forceinline__ Pack<uint32_t> widened(const Pack<uint32_t>& piece, int part) {
   if constexpr (!kHasScales<W>) {

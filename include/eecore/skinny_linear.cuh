@@ -20,12 +20,12 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 && kNTiles <= 2 ?
     return (blockIdx.x + static_cast<int64_t>(tile) * gridDim.x) * tile_rows +
            lane.group * (16 * kMTiles);
   };
-  const auto rows_of = [&](int tile, const W*(&rows)[2 * kMTiles]) {
+  const auto rows_of = [&](int tile, WeightRow<W>(&rows)[2 * kMTiles]) {
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; ++i) {
       int64_t row = first_row(tile) + 8 * i + lane.row;
       if (row >= params.out_features) row = params.out_features - 1;
-      rows[i] = static_cast<const W*>(params.weight) + row * params.weight_stride;
+      rows[i] = weight_row<W>(params.weight, params.weight_table, row, params.weight_stride);
     }
   };
 

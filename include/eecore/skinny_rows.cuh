@@ -2,6 +2,7 @@
 // what rms_norm_kernel leaves in global memory, without a kernel ahead.
 #pragma once
 
+#include "eecore/panel_stream.cuh"
 #include "eecore/rms_norm.cuh"
 #include "eecore/skinny_gemm.cuh"
 
@@ -13,7 +14,7 @@ constexpr int kMostSharedRows = 8;
 // offset keeps the banks of two rows apart.
 template <typename T, typename W>
 __host__ __device__ constexpr int shared_row_stride(int num_chunks) {
-  return num_chunks * kChunkSize<W> + (kHasScales<W> ? 1 : 4) * kPieceSize<T>;
+  return num_chunks * kChunkSize<W> + (kXPieces<T, W> > 1 ? 1 : 4) * kPieceSize<T>;
 }
 
 // Bytes of shared memory of `num_rows` rows, and of the norm's weight behind them.

@@ -91,8 +91,8 @@ def load(
 
     Args:
         path: holds config.json, safetensors weights and, for text prompts, tokenizer.json. A GGUF
-            file (llama, qwen2, qwen3) runs as it is, on the CPU: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
-            Q4_K, Q5_K, Q6_K, F16, BF16 and F32, mixed as the file mixes them; so do directories of
+            file (llama, qwen2, qwen3) runs as it is: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K,
+            Q6_K, F16, BF16 and F32, mixed as the file mixes them; so do directories of
             GPTQ (``gptq``, ``gptq_v2``), AWQ (``gemm``) and compressed-tensors (4 and 8 bits,
             weights alone). Without a path it is the model that ships with eecore: what somebody
             says to a home, into a parse.
@@ -102,7 +102,7 @@ def load(
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to 8.5
             bits a number, or to 5 but for those of keys, values and the LM head, see
             :func:`eecore.ops.quantise_weight`: so many fewer bytes to read for each token. On a GPU
-            only ``int8``, a scale for each row. States and the KV cache keep ``dtype``; every exit
+            ``int8`` has a scale for each row. States and the KV cache keep ``dtype``; every exit
             mode works with it. Quantised models have their own.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what

@@ -1,20 +1,24 @@
-"""Packed weights in every op that reads a weight: products of what their formats stand for."""
+"""Packed weights in every op that reads a weight: products of what their formats stand for.
+
+On the CPU x is rounded to 8 bits first; on CUDA nothing is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from random import Random
 
 import pytest
-import test_decoder_layers
 import test_exit_confidence_softmax
 import test_kv_fill
 import test_skinny_linear
 import torch
 
 import emulated
+import fuzz_ops
+import op_calls
 import reference
-from cases import DTYPES, DecoderLayersCase, KvFillCase
+from cases import DTYPES, TOLERANCES, KvFillCase
 from coded_calls import (
     SKINNY_OPS,
     Call,
@@ -29,24 +33,60 @@ from packed_blocks import SMALL_FORMATS, packed_layers, random_blocks
 
 FORMATS = ops.BLOCK_FORMATS
 BATCH_SIZES = (0, 1, 2, 3, 7, 33)
+CUDA_OPS = (
+    "embed_tokens",
+    "exit_confidence_softmax",
+    "kv_fill",
+    "skinny_gated_linear",
+    "skinny_linear",
+)
+TABLES = {"weight_table": "weight", "lm_head_table": "lm_head", "kv_table": "kv_weight"}
 
 
-def packed_rows(format: str, rows: int, columns: int) -> ops.Matrix:
-    return ops.pack_weight(random_blocks(format, rows, columns, columns**-0.5), format)
+def packed_rows(format: str, rows: int, columns: int, device: torch.device) -> ops.Matrix:
+    blocks = random_blocks(format, rows, columns, columns**-0.5)
+    return on_device(ops.pack_weight(blocks, format), device)
+
+
+def on_device(matrix: ops.Matrix, device: torch.device) -> ops.Matrix:
+    """Weights are packed on the CPU."""
+    assert matrix.table is not None
+    return matrix._replace(weight=matrix.weight.to(device), table=matrix.table.to(device))
 
 
 def with_packed(
     call: Call, format: str, weight: str = "weight", table: str = "weight_table"
 ) -> Call:
     """The call with a packed weight of that shape instead of its own."""
-    matrix = packed_rows(format, *call[weight].shape)
+    matrix = packed_rows(format, *call[weight].shape, call[weight].device)
     return {**call, weight: matrix.weight, table: matrix.table}
 
 
-def check_close(got: torch.Tensor, wanted: torch.Tensor, *, normed: bool) -> None:
-    """Where the norm differs in its last bit, x may be rounded to the next of its steps."""
-    rtol, atol = (2e-5, 2e-5) if got.dtype == torch.float32 else (1.6e-2, 1e-2)
-    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol + 3e-2 * normed, equal_nan=True)
+def floats_of(weight: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[..., in_features], in float64."""
+    rows = ops.unpack_weight(weight.cpu(), table.cpu().flatten())
+    return rows.double().view(*table.shape, -1).to(weight.device)
+
+
+def oracle_of(call: Call, device: torch.device) -> Call:
+    """What an oracle takes for a call; for CUDA what its packed weight stands for."""
+    return as_floats(call) if emulated.is_cuda_kernel(device) else call
+
+
+def as_floats(call: Call) -> Call:
+    for table, weight in TABLES.items():
+        if call.get(table) is not None:
+            call = {**call, weight: floats_of(call[weight], call[table]), table: None}
+    return call
+
+
+def check_close(
+    got: torch.Tensor, wanted: torch.Tensor, device: torch.device, *, normed: bool
+) -> None:
+    """On the CPU x may be rounded to the next of its steps where the norm's last bit differs."""
+    tolerance = TOLERANCES[got.dtype]
+    atol = tolerance.atol + 3e-2 * (normed and not emulated.is_cuda_kernel(device))
+    torch.testing.assert_close(got, wanted, rtol=tolerance.rtol, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,22 +99,20 @@ def test_skinny_linears_match_the_reference(
         for num_tokens in BATCH_SIZES:
             call = module.random_call(num_tokens, 512, 70, options, dtype, device)
             call = with_packed(call, format)
-            expected = getattr(reference, op.__name__)(**call)
-            check_close(op(**call), expected, normed=options == "all")
+            expected = getattr(reference, op.__name__)(**oracle_of(call, device))
+            check_close(op(**call), expected, device, normed=options == "all")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_any_width_and_view(format: str, device: torch.device) -> None:
     """Rows of a view begin and end inside panels."""
     for columns in (256, 768, 1536, 4864):
-        matrix = packed_rows(format, 75, columns)
+        matrix = packed_rows(format, 75, columns, device)
         x = torch.randn(3, columns, device=device)
-        whole = ops.skinny_linear(x, matrix.weight, weight_table=matrix.table)
-        check_close(
-            whole,
-            reference.skinny_linear(x, matrix.weight, weight_table=matrix.table).float(),
-            normed=False,
-        )
+        call = {"x": x, "weight": matrix.weight, "weight_table": matrix.table}
+        whole = ops.skinny_linear(**call)
+        expected = reference.skinny_linear(**oracle_of(call, device))
+        check_close(whole, expected.float(), device, normed=False)
         for rows in (slice(8, None), slice(16, 40), slice(31, 33), slice(1, 75)):
             part = matrix.rows(rows)
             got = ops.skinny_linear(x, part.weight, weight_table=part.table)
@@ -86,8 +124,21 @@ def test_widths_of_an_odd_number_of_blocks(format: str, device: torch.device) ->
     for columns in (32, 96, 576):
         call = test_skinny_linear.random_call(5, columns, 48, "plain", device=device)
         call = with_packed(call, format)
-        expected = reference.skinny_linear(**call)
-        check_close(ops.skinny_linear(**call), expected, normed=False)
+        expected = reference.skinny_linear(**oracle_of(call, device))
+        check_close(ops.skinny_linear(**call), expected, device, normed=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_any_place_and_format(dtype: torch.dtype, device: torch.device) -> None:
+    """16 rows of a table need not be a panel: formats in turn, and rows in any order."""
+    parts = [(format, 5) for format in FORMATS]
+    matrix = on_device(packed_layers([parts], 256, size=1 / 16).unbind()[0], device)
+    call = {"x": torch.randn(9, 256, device=device).to(dtype), "weight": matrix.weight}
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(device)
+    for rows in (torch.arange(40, device=device), order, order.repeat(3)):
+        call["weight_table"] = matrix.table[rows]
+        expected = reference.skinny_linear(**oracle_of(call, device))
+        check_close(ops.skinny_linear(**call), expected.to(dtype), device, normed=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,13 +193,13 @@ def test_what_is_not_finite_stays_in_its_row(
     value: float, format: str, device: torch.device
 ) -> None:
     call = with_packed(test_skinny_linear.random_call(5, 256, 33, "plain", device=device), format)
-    check_stays_in_its_row(call, value)
+    check_stays_in_its_row(call, value, gives_nan=not emulated.is_cuda_kernel(device))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1e30, 1e36])
 def test_rows_of_any_size(size: float, device: torch.device) -> None:
     call = with_packed(test_skinny_linear.random_call(2, 64, 33, "plain", device=device), "Q4_1")
-    wide = ops.unpack_weight(call["weight"], call["weight_table"]).double()
+    wide = floats_of(call["weight"], call["weight_table"])
     check_rows_of_size(call, wide, size, atol=size * 1e-4 + 1e-35)
 
 
@@ -159,7 +210,7 @@ def test_softmax_confidence_matches_the_reference(
 ) -> None:
     call = test_exit_confidence_softmax.random_case(9, 256, 1003, dtype, device)
     call = with_packed({**call, "eps": 1e-5}, format, "lm_head", "lm_head_table")
-    check_head(call, 3e-3)
+    check_head(call, 3e-3, oracle_of(call, device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -173,70 +224,30 @@ def test_kv_fill_matches_the_reference(
     rows = num_kv_heads * 24
     layers = [[("Q4_K", rows), ("Q6_K", rows)], [("Q4_0", rows), ("Q8_0", rows)],
               [("Q5_1", rows), ("Q5_1", rows)]]  # fmt: skip
-    matrix = packed_layers(layers, 256, size=1 / 16)
+    matrix = on_device(packed_layers(layers, 256, size=1 / 16), device)
     call |= {"kv_weight": matrix.weight, "kv_table": matrix.table}
-    check_fill(call, partial(check_close, normed=True))
+
+    def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
+        check_close(got, wanted, device, normed=True)
+
+    check_fill(call, check, oracle_of(call, device))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_embeddings_are_what_the_format_says(
     format: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    matrix = packed_rows(format, 100, 256)
+    matrix = packed_rows(format, 100, 256, device)
     token_ids = torch.tensor([0, 99, 5, 5, 17], device=device)
-    previous, sources = torch.tensor([42]), torch.tensor([-1, -1, 0, -1, -1], dtype=torch.int32)
+    previous = torch.tensor([42], device=device)
+    sources = torch.tensor([-1, -1, 0, -1, -1], dtype=torch.int32, device=device)
     out = torch.zeros(5, 260, dtype=dtype, device=device)[:, :256]
     ops.embed_tokens(
         token_ids, matrix.weight, table=matrix.table, previous=previous, sources=sources, out=out
     )
-    rows = torch.tensor([0, 99, 42, 5, 17])
-    assert torch.equal(out, ops.unpack_weight(matrix.weight, matrix.table)[rows].to(dtype))
-
-
-SMALL = DecoderLayersCase((2, 1), (9, 20), hidden_size=256, inner_size=512, bias=True, qk_norm=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decoder_layers_of_mixed_formats(dtype: torch.dtype, device: torch.device) -> None:
-    one_by_one = test_decoder_layers.random_call(SMALL, dtype, device)
-    weights: ops.DecoderWeights = one_by_one["weights"]
-    layers, hidden = SMALL.num_layers, SMALL.hidden_size
-    q, kv = SMALL.num_q_heads * SMALL.head_dim, SMALL.num_kv_heads * SMALL.head_dim
-    kinds = FORMATS * layers
-
-    def packed(name: str, columns: int, *rows: int) -> ops.Matrix:
-        parts = [[(kinds[i + j], count) for j, count in enumerate(rows)] for i in range(layers)]
-        matrix = packed_layers(parts, columns, size=columns**-0.5)
-        return matrix._replace(bias=getattr(weights, name).bias)
-
-    one_by_one["weights"] = weights._replace(
-        qkv=packed("qkv", hidden, q, kv, kv),
-        o=packed("o", q, hidden),
-        gate_up=packed("gate_up", hidden, SMALL.inner_size, SMALL.inner_size),
-        down=packed("down", SMALL.inner_size, hidden),
-    )
-    at_once = test_decoder_layers.with_own_caches(one_by_one)
-    got = ops.decoder_layers(**at_once)
-    assert torch.equal(got, test_decoder_layers.compose(one_by_one))
-    test_decoder_layers.assert_same(at_once, one_by_one)
-
-
-def test_cross_attention_and_a_plain_mlp(device: torch.device) -> None:
-    case = DecoderLayersCase(
-        (2, 1), (9, 20), cross_lens=(20, 3), activation="relu", hidden_size=64, inner_size=96
-    )
-    one_by_one = test_decoder_layers.random_call(case, torch.float32, device)
-    weights, cross = one_by_one["weights"], one_by_one["cross"]
-    q_size, layers = case.num_q_heads * case.head_dim, case.num_layers
-
-    def packed(columns: int, rows: int) -> ops.Matrix:
-        return packed_layers([[("Q4_1", rows)]] * layers, columns, size=columns**-0.5)
-
-    one_by_one["weights"] = weights._replace(gate_up=packed(64, 96), down=packed(96, 64))
-    one_by_one["cross"] = cross._replace(q=packed(64, q_size), o=packed(q_size, 64))
-    at_once = test_decoder_layers.with_own_caches(one_by_one)
-    assert torch.equal(ops.decoder_layers(**at_once), test_decoder_layers.compose(one_by_one))
+    rows = torch.tensor([0, 99, 42, 5, 17], device=device)
+    assert torch.equal(out, floats_of(matrix.weight, matrix.table)[rows].to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -258,17 +269,60 @@ def test_bad_input_is_named_and_changes_nothing(change: Call, message: str) -> N
     check_refusal(call, change, message)
 
 
-def test_cuda_has_no_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 80)}, r"weight_table: expected rows in blocks of 32 columns, .*got 80"),
+        ({"weight": torch.zeros(641).byte()[1:]}, r"weight: expected packed bytes that begin at a"),
+        ({"weight": torch.zeros(640).char()}, r"weight: expected uint8 \[640\], got int8 \[640\]"),
+        ({"weight_table": torch.zeros(3, 3).long()}, r"weight_table: expected int64 \[out_fea"),
+        ({"weight_scale": torch.zeros(6)}, r"weight_scale: expected None with weight_table, got"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_on_cuda(
+    change: Call, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what the table holds, which is not looked at there."""
     emulated.route(monkeypatch)
-    refused = "expected none on CUDA, packed weights run on the CPU"
-    for module, op in SKINNY_OPS:
-        call = with_packed(module.random_call(2, 64, 6, "plain"), "Q4_1")
-        with pytest.raises(RuntimeError, match=f"{op.__name__}: weight_table: {refused}"):
-            op(**call)
-    call = test_exit_confidence_softmax.random_case(2, 64, 9)
-    call = with_packed({**call, "eps": 1e-5}, "Q4_1", "lm_head", "lm_head_table")
-    with pytest.raises(RuntimeError, match=f"lm_head_table: {refused}"):
-        ops.exit_confidence_softmax(**call)
+    call = with_packed(test_skinny_linear.random_call(2, 64, 6, "plain"), "Q4_1")
+    check_refusal(call, change, message)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_whole_numbers_are_multiplied_exactly_on_cuda(
+    num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With scales that are powers of two no sum is rounded."""
+    emulated.route(monkeypatch)
+    x = torch.randint(-8, 9, (num_tokens, 576)).to(dtype)
+    for format in SMALL_FORMATS:
+        blocks = random_blocks(format, 48, 576).view(48, 18, -1)
+        powers = 2.0 ** torch.randint(-3, 4, (48, 18, 1))
+        blocks[..., :2] = powers.half().view(torch.uint8)
+        if format in ("Q4_1", "Q5_1"):
+            blocks[..., 2:4] = (-3 * powers).half().view(torch.uint8)
+        matrix = ops.pack_weight(blocks.flatten(1), format)
+        assert matrix.table is not None
+        exact = x.double() @ floats_of(matrix.weight, matrix.table).T
+        got = ops.skinny_linear(x, matrix.weight, weight_table=matrix.table)
+        assert torch.equal(got, exact.to(dtype))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("op", CUDA_OPS)
+def test_random_calls_on_cuda(op: str, seed: int) -> None:
+    """Strides, gaps, places and sizes of any kind."""
+    random = Random(seed)
+    call = op_calls.random_call(op, random)
+    while not any(name.endswith("table") for name in call.tensors):
+        call = op_calls.random_call(op, random)
+    emulated.library()
+    memory, before = fuzz_ops.Memory(call.arguments.values()), op_calls.copied(call.arguments)
+    getattr(torch.ops.eecore_emulated, op).default(**call.arguments)
+    written = [call.arguments[name] for name in op_calls.written(op)]
+    memory.assert_unchanged(but=[tensor for tensor in written if tensor is not None])
+    call.check(before if op == "embed_tokens" else as_floats(before), call.arguments)
 
 
 def test_opcheck(device: torch.device) -> None:

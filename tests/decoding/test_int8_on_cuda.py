@@ -17,7 +17,6 @@ from eecore import SamplingParams
 from eecore.models import checkpoint
 from eecore.models.int8 import dequantise_rows, quantise_rows
 from eecore.models.linear import MAX_SKINNY_ROWS
-from eecore.models.load import choose_coding
 from head_packs import write_pack
 from tiny_models import write_model
 from tiny_t5 import write_t5
@@ -40,11 +39,11 @@ def rounded(directory: Path, into: Path) -> Path:
 
 @pytest.fixture(params=["emulated", "cuda"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU, or the emulator on the CPU's memory: where that is so, models have no blocks."""
+    """A GPU, or the emulator on the CPU's memory: where that is so, int8 has no blocks."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
         heads_in_floats(monkeypatch)
-        monkeypatch.setattr(checkpoint, "BLOCK_DEVICES", frozenset())
+        monkeypatch.setattr(checkpoint, "INT8_BLOCK_DEVICES", frozenset())
         return "cpu"
     if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
         pytest.skip("no GPU, or a build without eecore._cuda")
@@ -109,9 +108,3 @@ def test_a_seed_draws_the_tokens_of_the_rounded_weights(
     same = eecore.load(rounded(directory, tmp_path / "rounded"), device="cpu")
     expected = eecore.generate(same, PROMPTS, exit=POLICIES[mode], sampling=sampling)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
-
-
-def test_int4_is_for_the_cpu() -> None:
-    assert choose_coding("int8", torch.device("cuda:1")) == "int8"
-    with pytest.raises(eecore.ModelError, match="weights: expected int8 or None on cuda:1, got in"):
-        choose_coding("int4", torch.device("cuda:1"))

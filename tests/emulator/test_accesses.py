@@ -26,6 +26,7 @@ from bench.gpu.trace import nodes_of
 from cases import CUDA_OPS, AttentionCase, KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
+from packed_blocks import SMALL_FORMATS, random_blocks
 
 DEVICE = Device(num_multiprocessors=3, shared_bytes=232448)  # the emulator's
 CPU = torch.device("cpu")
@@ -133,6 +134,48 @@ def test_skinny_linear_reads_each_weight_once_for_a_group_of_rows(
     # Up to 8 rows the blocks make ready themselves.
     must_be_made = options == "all" or in_features % 64 != 0
     assert len(checked.ran) == (2 if must_be_made and num_tokens > 8 else 1)
+
+
+def packed_weight(format: str, rows: int, columns: int) -> ops.Matrix:
+    return ops.pack_weight(random_blocks(format, rows, columns, columns**-0.5), format)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 9, 33])
+@pytest.mark.parametrize(
+    ("in_features", "format"),
+    [*((576, format) for format in SMALL_FORMATS), *((512, f) for f in ops.BLOCK_FORMATS)],
+)
+def test_packed_weights_are_read_once_for_a_group_of_rows(
+    in_features: int,
+    format: str,
+    num_tokens: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In as many bytes as their format has, and none of them in part."""
+    x, norm = torch.randn(num_tokens, in_features).to(dtype), torch.rand(in_features).to(dtype)
+    matrix = packed_weight(format, 1024, in_features)
+    weight, table = matrix.weight, matrix.table
+    calls = {
+        "skinny_linear_kernel": lambda: ops.skinny_linear(
+            x, weight, weight_table=table, norm_weight=norm
+        ),
+        "skinny_gated_linear_kernel": lambda: ops.skinny_gated_linear(
+            x, weight, weight_table=table, norm_weight=norm
+        ),
+        "exit_confidence_softmax_kernel": lambda: ops.exit_confidence_softmax(
+            x, norm, weight, 1e-5, lm_head_table=table
+        ),
+    }
+    for kernel, call in calls.items():
+        checked = Checked(monkeypatch, call, weight=weight)
+        planned, ran = checked.of(kernel)
+        total, distinct = ran.watched["weight"]
+        assert distinct == planned.reads["weight"] == weight.numel()
+        # A chunk is half of the 256 columns that K formats have a scale for.
+        scales = {"Q6_K": 2, "Q4_K": 4, "Q5_K": 4}.get(format, 0) * 1024 * in_features // 256
+        assert total == distinct + planned.repeats["weight"] + planned.grid[1] * scales
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -331,6 +374,14 @@ def test_the_plan_knows_the_keys_of_a_call(
 # Steps of memory
 
 
+def packed_call(format: str, tokens: int, dtype: torch.dtype) -> Callable[[], object]:
+    matrix = packed_weight(format, 512, 256)
+    x, norm = torch.randn(tokens, 256).to(dtype), torch.rand(256).to(dtype)
+    return lambda: ops.skinny_linear(
+        x, matrix.weight, weight_table=matrix.table, norm_weight=norm, eps=1e-5
+    )
+
+
 def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     """Of every op; those with a ring, a tile or an exchange in shared memory in more shapes."""
     torch.manual_seed(0)
@@ -351,6 +402,9 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
             x, n, w, 1e-5
         )
     # Rows that blocks make; of others half sectors are read, and then the other halves.
+    for format in ops.BLOCK_FORMATS:
+        for tokens in (1, 8, 20, 40)[: 2 if dtype == torch.float32 else None]:
+            made[f"{format} {tokens}"] = packed_call(format, tokens, dtype)
     whole, scale = quantise_rows(torch.randn(512, 256).to(dtype))
     wide, wide_norm = torch.randn(8, 256).to(dtype), torch.rand(256).to(dtype)
     made["int8"] = lambda: ops.skinny_linear(

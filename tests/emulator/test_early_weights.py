@@ -33,11 +33,14 @@ def early_copies(run: Callable[[], object]) -> int:
     return int(ask())
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_a_weight_that_is_constant_does_not_wait(is_int8: bool) -> None:
+@pytest.mark.parametrize("kind", ["floats", "int8", "Q4_1"])
+def test_a_weight_that_is_constant_does_not_wait(kind: str) -> None:
     call = random_call(3, 128, 64, "plain")  # x is read where it is
-    if is_int8:
+    if kind == "int8":
         call["weight"], call["weight_scale"] = quantise_rows(call["weight"])
+    elif kind != "floats":
+        matrix = ops.pack_weight(ops.quantise_weight(call["weight"], kind), kind)
+        call["weight"], call["weight_table"] = matrix.weight, matrix.table
     call["residual"] = torch.randn(3, 64)
     results = {}
     copies = {

@@ -40,7 +40,7 @@ def floats(matrix: ops.Matrix) -> torch.Tensor:
 
 def check_same(file: Path, directory: Path) -> None:
     """A file's weights against those of the directory that it converts to."""
-    _, own, tokenizer = load_model(file)
+    _, own, tokenizer = load_model(file, "cpu")
     _, converted, other = load_model(convert_gguf(file, directory), "cpu", own.dtype)
     assert replace(own.config, dtype=None) == replace(converted.config, dtype=None)
     for name in ("embed_tokens", "lm_head", "qkv", "o", "gate_up", "down"):
@@ -69,10 +69,10 @@ def test_weights_are_those_of_the_converted_model(family: str, kind: str, tmp_pa
     file = tmp_path / "tiny.gguf"
     write_gguf(file, original, architecture=architecture, quantization=KIND[kind])
     check_same(file, tmp_path / "converted")
-    weights = load_model(file)[1].weights
+    weights = load_model(file, "cpu")[1].weights
     assert all(m.table is not None for m in (weights.qkv, weights.down, weights.embed_tokens))
     tied = weights.embed_tokens.weight.data_ptr() == weights.lm_head.weight.data_ptr()
-    assert tied == load_model(file)[0].tie_word_embeddings
+    assert tied == load_model(file, "cpu")[0].tie_word_embeddings
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
@@ -94,7 +94,7 @@ def test_kinds_are_mixed_as_the_file_mixes_them(tmp_path: Path) -> None:
         kinds={name: KIND[kind] for name, kind in kinds.items()},
     )
     check_same(file, tmp_path / "converted")
-    weights = load_model(file)[1].weights
+    weights = load_model(file, "cpu")[1].weights
     assert weights.o.table is None
     assert weights.embed_tokens.table is None
     assert len({int(place) >> 4 & 15 for place in weights.qkv.table.flatten()}) == 3
@@ -105,7 +105,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
     folder = tmp_path_factory.mktemp("gguf")
     original = write_model(folder / "original", "llama", seed=3, num_hidden_layers=5)
     file = write_gguf(folder / "tiny.gguf", original, quantization=KIND.Q4_0)
-    return eecore.load(file, kv_cache_tokens=2048)
+    return eecore.load(file, device="cpu", kv_cache_tokens=2048)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
     assert data[at] == KIND.Q4_0
     file.write_bytes(data[:at] + bytes([KIND.IQ4_NL]) + data[at + 1 :])
     with pytest.raises(UnsupportedModelError, match=r"attn_output.*: supported are Q4_0.*IQ4_NL"):
-        load_model(file)
+        load_model(file, "cpu")
 
 
 def test_settings_that_a_file_cannot_have(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_truncated_files_are_refused(left: int, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND.Q4_0)
     file.write_bytes(file.read_bytes()[:left])
     with pytest.raises(CheckpointError, match=r"tiny\.gguf: "):
-        load_model(file)
+        load_model(file, "cpu")
 
 
 @pytest.fixture(scope="module")

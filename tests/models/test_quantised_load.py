@@ -111,7 +111,7 @@ def test_weights_are_what_the_method_says(case: str, original: Path, tmp_path: P
     expected = write_quantised(original, tmp_path / "model", how)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        config, network, tokenizer = load_model(tmp_path / "model")
+        config, network, tokenizer = load_model(tmp_path / "model", "cpu")
     assert tokenizer is not None
     check_values(network, expected)
     fields = {
@@ -122,7 +122,7 @@ def test_weights_are_what_the_method_says(case: str, original: Path, tmp_path: P
     assert all("runs as float32" in str(warning.message) for warning in caught)
     source = load_file(original / "model.safetensors")
     assert torch.equal(network.weights.lm_head.weight, source["lm_head.weight"])
-    assert config == replace(load_model(original)[0])
+    assert config == replace(load_model(original, "cpu")[0])
     token_ids = tokens_for(network, 30)
     assert Session(network, 30).logits(token_ids, [30]).isfinite().all()
 
@@ -131,7 +131,7 @@ def test_weights_are_what_the_method_says(case: str, original: Path, tmp_path: P
 def test_every_family(family: str, tmp_path: Path) -> None:
     source = write_model(tmp_path / "original", family, **SIZES)
     expected = write_quantised(source, tmp_path / "model", Quantisation("gptq", symmetric=False))
-    _, network, _ = load_model(tmp_path / "model")
+    _, network, _ = load_model(tmp_path / "model", "cpu")
     check_values(network, expected)
     tensors = load_file(source / "model.safetensors")
     tensors |= {name: torch.from_numpy(values) for name, values in expected.items()}
@@ -164,7 +164,7 @@ def test_a_layer_in_floats_makes_floats_of_its_kind(original: Path, tmp_path: Pa
     how = Quantisation("packed", skipped=("model.layers.2.self_attn.k_proj",))
     write_quantised(original, tmp_path / "model", how)
     with pytest.warns(UserWarning, match=r"2\.self_attn\.k_proj.*stored in floats: all of qkv"):
-        _, network, _ = load_model(tmp_path / "model")
+        _, network, _ = load_model(tmp_path / "model", "cpu")
     assert held(network.weights.qkv) == "float32"
     assert held(network.weights.o) == "Q4_0"
 
@@ -188,7 +188,7 @@ def test_zero_points_of_zero(original: Path, tmp_path: Path) -> None:
     scales = before["scales"].float().numpy()
     values = (q - zeros.astype(np.int32).repeat(32, 0)).astype(np.float32) * scales.repeat(32, 0)
     expected[f"{name}.weight"] = np.ascontiguousarray(values.T)
-    check_values(load_model(tmp_path / "model")[1], expected)
+    check_values(load_model(tmp_path / "model", "cpu")[1], expected)
 
 
 @pytest.fixture(scope="module", params=["gptq", "awq", "plain_float32"])
@@ -228,10 +228,10 @@ def test_biases_of_zeros_that_a_tool_adds(original: Path, tmp_path: Path) -> Non
     tensors = load_file(path)
     bias = "model.layers.0.self_attn.k_proj.bias"
     save_file(tensors | {bias: torch.zeros(128)}, path)
-    check_values(load_model(tmp_path / "model")[1], expected)
+    check_values(load_model(tmp_path / "model", "cpu")[1], expected)
     save_file(tensors | {bias: torch.ones(128)}, path)
     with pytest.raises(UnsupportedModelError, match=r"knows no .*k_proj\.bias"):
-        load_model(tmp_path / "model")
+        load_model(tmp_path / "model", "cpu")
 
 
 def test_a_tied_head_that_was_quantised_alone(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_tied_head_that_was_quantised_alone(tmp_path: Path) -> None:
     save_file(tensors | {"lm_head.weight": head}, source / "model.safetensors")
     modules = (*LINEAR, "lm_head")
     expected = write_quantised(source, tmp_path / "model", Quantisation("packed"), modules)
-    config, network, _ = load_model(tmp_path / "model")
+    config, network, _ = load_model(tmp_path / "model", "cpu")
     assert not config.tie_word_embeddings
     assert torch.equal(
         floats(network.weights.lm_head), torch.from_numpy(expected["lm_head.weight"])
@@ -253,8 +253,6 @@ def test_settings_that_it_cannot_have(original: Path, tmp_path: Path) -> None:
     write_quantised(original, tmp_path / "model", Quantisation("awq"))
     with pytest.raises(ModelError, match=r"weights: expected None with a directory of awq, .*int8"):
         eecore.load(tmp_path / "model", weights="int8")
-    with pytest.raises(ModelError, match="device: expected cpu"):
-        eecore.load(tmp_path / "model", device="cuda")
     assert eecore.load(tmp_path / "model", dtype="bfloat16").network.dtype == torch.bfloat16
 
 
@@ -318,7 +316,7 @@ def test_wrong_tensors(
     path = tmp_path / "model" / "model.safetensors"
     save_file(change(load_file(path)), path)
     with pytest.raises(CheckpointError, match=match) as error:
-        load_model(tmp_path / "model")
+        load_model(tmp_path / "model", "cpu")
     assert str(tmp_path) in str(error.value)
 
 
@@ -369,7 +367,7 @@ def test_configs_that_are_not_read(
     config["quantization_config"] |= changes
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError, match=match):
-        load_model(tmp_path / "model")
+        load_model(tmp_path / "model", "cpu")
 
 
 def test_the_command_line_takes_it(

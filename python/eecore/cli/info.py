@@ -181,7 +181,8 @@ def _file_facts(
     sizes = {name: checkpoint.num_bytes(name) for name in names}
     numbers = {name: math.prod(checkpoint.shape(name)) for name in names}
     looked_up = 0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
-    dtype = choose_dtype(None, torch.device("cpu"), stored_dtype(checkpoint))
+    device = torch.device("cpu")
+    dtype = choose_dtype(None, device, stored_dtype(checkpoint, device))
     facts = {
         "stored_dtypes": sorted({checkpoint.kind(name) for name in names}),
         "bytes_on_disk": path.stat().st_size,

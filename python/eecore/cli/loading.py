@@ -61,9 +61,7 @@ Dtype = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(
-        help="int8, int4 (CPU): quantised as they are read.", show_default="those of the dtype"
-    ),
+    typer.Option(help="int8, int4: quantised as they are read.", show_default="those of the dtype"),
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="torch's choice")

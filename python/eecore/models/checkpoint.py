@@ -24,7 +24,7 @@ from eecore.json_fields import JsonFields
 from eecore.models.llama import LlamaWeights
 from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import (
-    BLOCK_DEVICES,
+    INT8_BLOCK_DEVICES,
     CodedForms,
     Coding,
     Filling,
@@ -249,7 +249,7 @@ def load_weights(
         config = config.first_layers(num_layers)
     embeddings = embeddings_name(config, checkpoint)
     try:
-        forms = CodedForms(coding, has_blocks=device.type in BLOCK_DEVICES)
+        forms = CodedForms(coding, int8_blocks=device.type in INT8_BLOCK_DEVICES)
         new = NewWeights(device, dtype, forms)
         weights, views = empty_weights(config, embeddings, new)
     except RuntimeError as error:  # of torch, which is out of memory

@@ -196,6 +196,7 @@ class _Form:
 def matrix_rows(matrix: Matrix, index: Tensor) -> Tensor:
     """[n, in_features]: rows of a matrix of one layer, by int64 [n], in floats."""
     if matrix.table is not None:
-        return ops.unpack_weight(matrix.weight, matrix.table[index])
+        rows = ops.unpack_weight(matrix.weight.cpu(), matrix.table[index].cpu())
+        return rows.to(matrix.weight.device)
     rows = matrix.weight[index]
     return rows if matrix.scale is None else rows.float() * matrix.scale[index, None]

@@ -58,8 +58,8 @@ class Linear:
     ) -> Tensor:
         """Linear layer of x, normed first when there is a norm, added to the residual if any.
 
-        ``few``: by eecore's product, however many rows there are. Of others int8 weights become
-        floats of x's dtype first, rounded to it.
+        ``few``: by eecore's product, however many rows there are. For others quantised weights
+        become floats of x's dtype first, rounded to it.
         """
         if few or self.is_skinny(x):
             return self._skinny(x, matrix, norm, residual=residual)
@@ -68,6 +68,10 @@ class Linear:
             x = self.normed(x, norm)
         if scale is not None:
             weight = dequantise_rows(weight, scale, x.dtype)
+        if table is not None:
+            every = torch.arange(len(table), device=x.device)
+            weight = x.new_empty(len(table), x.shape[1])
+            ops.embed_tokens(every, matrix.weight, table=table, out=weight)
         out = functional.linear(x, weight, bias)
         return out if residual is None else out.add_(residual)
 

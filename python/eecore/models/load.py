@@ -28,7 +28,7 @@ from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.tokenizer import Tokenizer
-from eecore.models.weights import BLOCK_DEVICES, Coding
+from eecore.models.weights import Coding
 from eecore.readable import kind_of, path_of
 
 CODINGS: dict[str, Coding] = {"int8": "int8", "int4": "int4"}
@@ -46,15 +46,16 @@ def load_model(
     Args:
         path: a directory with config.json and safetensors files, or a GGUF file. A GGUF file, and a
             directory that GPTQ, AWQ or compressed-tensors quantised, runs as it is: its matrices
-            in their own bits, on the CPU.
+            in their own bits.
         device: by default the current GPU where there is one and the build has CUDA, else the CPU.
-        dtype: by default that of the checkpoint on a GPU. On the CPU a bfloat16 checkpoint stays so
-            only where the CPU multiplies bfloat16 (AVX-512 BF16), and everything else is float32.
+        dtype: by default that of the checkpoint on a GPU, of a GGUF file in blocks bfloat16. On the
+            CPU a bfloat16 checkpoint stays so only where the CPU multiplies bfloat16 (AVX-512
+            BF16), and everything else is float32.
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to
             blocks of 32 numbers, see :func:`eecore.ops.quantise_weight`: of 8 bits, or of 4 but for
             keys of 5, and values and an LM head of 8. Rows that are no multiple of 32 become int8
-            with a scale of their own, and so do all on a GPU, which has no ``int4``. States, the KV
-            cache and norms stay in ``dtype``.
+            with a scale of their own, and on a GPU so does all of ``int8``. States, the KV cache
+            and norms stay in ``dtype``.
 
     Raises:
         ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
@@ -68,7 +69,7 @@ def load_model(
     if isinstance(config, ModelConfig) and (layout := read_layout(directory)) is not None:
         return _load_quantised(directory, config, layout, device, dtype, weights)
     where = choose_device(device)
-    coding = choose_coding(weights, where)
+    coding = choose_coding(weights)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     with Checkpoint(directory) as checkpoint:
         config = with_stored_tying(config, checkpoint)
@@ -119,7 +120,7 @@ def load_first_layers(
         assert isinstance(whole, LlamaModel)
         return whole
     where = choose_device("cpu")
-    coding = choose_coding(weights, where)
+    coding = choose_coding(weights)
     with Checkpoint(directory) as checkpoint:
         tied = with_stored_tying(config, checkpoint)
         what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, tied), tied)
@@ -134,12 +135,13 @@ def _load_gguf(
     dtype: str | torch.dtype | None,
     weights: str | None,
 ) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
-    where = _cpu_of("a GGUF file", device, weights)
+    _refuse_coding("a GGUF file", weights)
+    where = choose_device(device)
     checkpoint = GGUFCheckpoint(path)
     check_kinds(checkpoint)
-    what = choose_dtype(dtype, where, stored_dtype(checkpoint))
+    what = choose_dtype(dtype, where, stored_dtype(checkpoint, where))
     tokenizer = gguf_tokenizer(checkpoint)
-    loaded = packed_weights(checkpoint, checkpoint.config, what)
+    loaded = packed_weights(checkpoint, checkpoint.config, where, what)
     source = ModelSource(path, str(what).removeprefix("torch."), None)
     return checkpoint.config, LlamaModel(checkpoint.config, loaded, source), tokenizer
 
@@ -152,26 +154,23 @@ def _load_quantised(
     dtype: str | torch.dtype | None,
     weights: str | None,
 ) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
-    where = _cpu_of(f"a directory of {layout.method}", device, weights)
+    _refuse_coding(f"a directory of {layout.method}", weights)
+    where = choose_device(device)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     with Checkpoint(directory) as files:
         checkpoint = QuantisedCheckpoint(files, layout, config)
         tied = with_stored_tying(config, checkpoint)
         what = choose_dtype(dtype, where, stored_model_dtype(checkpoint, tied))
         warn_of_floats(checkpoint, what)
-        loaded = packed_weights(checkpoint, tied, what)
+        loaded = packed_weights(checkpoint, tied, where, what)
     source = ModelSource(directory, str(what).removeprefix("torch."), None)
     return tied, LlamaModel(tied, loaded, source), tokenizer
 
 
-def _cpu_of(what: str, device: str | torch.device | None, weights: str | None) -> torch.device:
-    """The device of a model that has quantised weights of its own."""
+def _refuse_coding(what: str, weights: str | None) -> None:
+    """A model that has quantised weights of its own takes no others."""
     if weights is not None:
         raise ModelError(f"weights: expected None with {what}, which has its own, got {weights!r}")
-    where = choose_device("cpu" if device is None else device)
-    if where.type != "cpu":
-        raise ModelError(f"device: expected cpu for {what}, got {where}")
-    return where
 
 
 def read_config(path: Path) -> AnyModelConfig:
@@ -248,17 +247,13 @@ def choose_model_dtype(
     return torch.bfloat16
 
 
-def choose_coding(weights: str | None, device: torch.device) -> Coding | None:
+def choose_coding(weights: str | None) -> Coding | None:
     """What the matrices are to be quantised to."""
     if weights is None:
         return None
     if weights not in CODINGS:
         raise ModelError(
             f"weights: expected {', '.join(CODINGS)} or None (those of the dtype), got {weights!r}"
-        )
-    if weights == "int4" and device.type not in BLOCK_DEVICES:
-        raise ModelError(
-            f"weights: expected int8 or None on {device}, got int4: only the CPU multiplies blocks"
         )
     return CODINGS[weights]
 

@@ -61,7 +61,7 @@ class Int8Tensors(PackedTensors, Protocol):
 
 
 def packed_weights(
-    checkpoint: PackedTensors, config: ModelConfig, dtype: torch.dtype
+    checkpoint: PackedTensors, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> LlamaWeights:
     """The weights of a checkpoint that has been checked; norms and biases in ``dtype``.
 
@@ -69,11 +69,11 @@ def packed_weights(
         ModelError: there is no memory for them.
     """
     try:
-        new = NewWeights("cpu", dtype, _StoredForms(checkpoint))
+        new = NewWeights(device, dtype, _StoredForms(checkpoint))
         weights = LlamaWeights.empty(config, new)
     except RuntimeError as error:  # of torch, which is out of memory
         raise ModelError(
-            f"{checkpoint.place}: expected memory for the weights, got: "
+            f"{checkpoint.place}: expected memory for the weights on {device}, got: "
             f"{str(error).splitlines()[0]}"
         ) from None
     filling = Filling()

@@ -27,8 +27,8 @@ BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
 }
 """Of matrices whose rows the blocks' columns fill; others get a scale per row of int8."""
 BLOCK_COLUMNS = 32
-BLOCK_DEVICES = frozenset({"cpu"})
-"""The types of devices that multiply blocks."""
+INT8_BLOCK_DEVICES = frozenset({"cpu"})
+"""The types of devices on which int8 is in blocks; on others its rows have a scale each."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class CodedForms:
     """Those that matrices are quantised to as they are read; None: all are floats."""
 
     coding: Coding | None
-    has_blocks: bool = True
-    """Whether the device multiplies blocks; without, int8 has a scale for each row."""
+    int8_blocks: bool = True
+    """Whether int8 is in blocks; else it has a scale for each row."""
 
     def form(self, matrix: NewMatrix) -> Form:
         is_table = matrix.field == "embed_tokens" and not matrix.is_head
         if self.coding is None or is_table:
             return "floats"
         fills = matrix.shape[-1] % BLOCK_COLUMNS == 0
-        return "blocks" if fills and self.has_blocks else "int8"
+        return "blocks" if fills and (self.coding != "int8" or self.int8_blocks) else "int8"
 
     def packed_bytes(self, matrix: NewMatrix) -> int:
         assert self.coding is not None
@@ -190,5 +190,15 @@ class Filling:
         """With blocks as a file has them, uint8 [num_rows, row_bytes]."""
         address = view.weight.data_ptr()
         offset = self._filled.get(address, 0)
-        ops.pack_weight(blocks, format, offset=offset, packed=view.weight, table=view.table)
-        self._filled[address] = offset + ops.packed_bytes(format, len(blocks), in_features)
+        end = offset + ops.packed_bytes(format, len(blocks), in_features)
+        assert view.table is not None
+        if view.weight.device.type == "cpu":
+            ops.pack_weight(blocks, format, offset=offset, packed=view.weight, table=view.table)
+        else:
+            # Memory below the offset is not touched, and so not taken.
+            packed = torch.empty(end, dtype=torch.uint8)
+            matrix = ops.pack_weight(blocks, format, offset=offset, packed=packed)
+            assert matrix.table is not None
+            view.weight[offset:end].copy_(packed[offset:])
+            view.table.copy_(matrix.table)
+        self._filled[address] = end

@@ -75,7 +75,7 @@ def skinny_linear(
     weight_scale[r]``. On the CPU each (normed) row of x is then quantised to 16 bits, at 1/32767 of
     its largest magnitude, and the products are summed as integers; a row that holds NaN or infinity
     gives NaN throughout. On CUDA x stays as it is, and the products are summed in float32 before
-    the scale. With ``weight_table`` the weight is packed, on the CPU alone: :func:`pack_weight`.
+    the scale. With ``weight_table`` the weight is packed: :func:`pack_weight`.
 
     Args:
         x: [num_tokens, in_features], any row stride.

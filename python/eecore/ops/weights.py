@@ -21,7 +21,7 @@ __all__ = [
     "unpack_weight",
 ]
 
-# CUDA has no packed weights.
+# Weights are packed on the CPU; CUDA reads them as they are packed.
 _pack_weight = compiled("pack_weight", cpu_only=True)
 _quantise_weight = compiled("quantise_weight", cpu_only=True)
 _unpack_weight = compiled("unpack_weight", cpu_only=True)
@@ -111,10 +111,15 @@ def pack_weight(
         packed = ops.pack_weight(blocks, "Q4_0")
         y = ops.skinny_linear(x, packed.weight, weight_table=packed.table)
 
-    In products each (normed) row of x is quantised to 8 bits with a scale per 32 columns, at 1/127
-    of their largest magnitude. Products within 32 columns (16 of Q6_K) are summed as exact
-    integers, those sums in float32 in ascending order of columns. A row that holds NaN or infinity
-    gives NaN throughout. On the CPU only.
+    In products on the CPU each (normed) row of x is quantised to 8 bits with a scale per 32
+    columns, at 1/127 of their largest magnitude. Products within 32 columns (16 of Q6_K) are summed
+    as exact integers, those sums in float32 in ascending order of columns. A row that holds NaN or
+    infinity gives NaN throughout. On CUDA x stays as it is: of bfloat16 and float16 the products
+    with the whole numbers of a block are summed in float32, then scaled, of float32 those with the
+    floats that the weight stands for.
+
+    Weights are packed on the CPU. On CUDA the two tensors are moved there as they are; the table is
+    not looked at there, so a place that is none is read wherever it points.
 
     Args:
         blocks: uint8 [num_rows, row_bytes], whole blocks, any row stride.

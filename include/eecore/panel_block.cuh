@@ -1,0 +1,213 @@
+// Blocks of packed weights (packed_weight.h) as a thread takes them: of 32 columns of a row the 8
+// of a piece, and what scales them. Whole numbers of 4 to 8 bits are elements of any type exactly.
+#pragma once
+
+#include <type_traits>
+
+#include "eecore/element.cuh"
+#include "eecore/packed_weight.h"
+#include "eecore/shared.cuh"
+#include "eecore/whole_pair.cuh"
+
+namespace eecore::cuda {
+
+// What a kernel asks of a format, in 16 bits, the lowest 8 of which are quant_offset: device code
+// cannot index kBlockTraits.
+constexpr uint32_t k8Bits = 0x100, k5Bits = 0x200, k6Bits = 0x400, kMinima = 0x800,
+                   kSubScales = 0x1000, kHalves = 0x2000;
+constexpr uint64_t form_bits(BlockFormat format) {
+  const BlockTraits& traits = traits_of(format);
+  return static_cast<uint64_t>(quant_offset(format)) | (traits.quants == 512 ? k8Bits : 0) |
+         (traits.high_bits == 64 ? k5Bits : 0) | (traits.high_bits == 128 ? k6Bits : 0) |
+         (has_minima(format) ? kMinima : 0) | (traits.sub_scales > 0 ? kSubScales : 0) |
+         (format == BlockFormat::kQ6_K ? kHalves : 0);
+}
+constexpr uint64_t four_forms(int first) {
+  uint64_t all = 0;
+  for (int i = 0; i < 4; ++i) all |= form_bits(static_cast<BlockFormat>(first + i)) << 16 * i;
+  return all;
+}
+template <BlockFormat kFormat>
+constexpr uint32_t kFormBits = static_cast<uint32_t>(form_bits(kFormat));
+constexpr uint64_t kFirstForms = four_forms(0), kLastForms = four_forms(4);
+static_assert(kNumBlockFormats == 8);
+
+class PanelForm {
+ public:
+  PanelForm() = default;
+  __device__ __forceinline__ explicit PanelForm(BlockFormat format) {
+    const int i = static_cast<int>(format);
+    bits_ = static_cast<uint32_t>((i < 4 ? kFirstForms : kLastForms) >> 16 * (i % 4) & 0xffff);
+  }
+  // Of a format that the compiler knows: it answers all that is asked.
+  template <BlockFormat kFormat>
+  __device__ __forceinline__ static PanelForm of() {
+    PanelForm form;
+    form.bits_ = kFormBits<kFormat>;
+    return form;
+  }
+  __device__ __forceinline__ bool operator==(const PanelForm& other) const {
+    return bits_ == other.bits_;
+  }
+
+  __device__ __forceinline__ bool has_8_bits() const { return (bits_ & k8Bits) != 0; }
+  __device__ __forceinline__ bool has_5_bits() const { return (bits_ & k5Bits) != 0; }
+  __device__ __forceinline__ bool has_6_bits() const { return (bits_ & k6Bits) != 0; }
+  __device__ __forceinline__ bool has_minima() const { return (bits_ & kMinima) != 0; }
+  __device__ __forceinline__ bool has_sub_scales() const { return (bits_ & kSubScales) != 0; }
+  // Whether the last 16 columns of a block have a scale of their own.
+  __device__ __forceinline__ bool has_halves() const { return (bits_ & kHalves) != 0; }
+
+  // As BlockTraits has them.
+  __device__ __forceinline__ int quants() const { return has_8_bits() ? 512 : 256; }
+  __device__ __forceinline__ int high_bits() const {
+    return has_5_bits() ? 64 : has_6_bits() ? 128 : 0;
+  }
+  __device__ __forceinline__ int sub_scales() const { return has_sub_scales() ? 32 : 0; }
+  __device__ __forceinline__ int scales() const { return has_minima() ? 64 : 32; }
+  __device__ __forceinline__ int offset() const { return static_cast<int>(bits_ & 0xff); }
+
+ private:
+  uint32_t bits_;
+};
+
+// A row of a packed weight.
+struct PanelRow {
+  const uint8_t* panel;
+  PanelForm form;
+  int lane;
+};
+__device__ __forceinline__ PanelRow panel_row(const void* weight, int64_t entry) {
+  const RowPlace place = row_place(entry);
+  return {static_cast<const uint8_t*>(weight) + place.offset, PanelForm(place.format),
+          static_cast<int>(place.lane)};
+}
+
+// Where the planes of a panel have a block: in a panel where it is, Bytes = const uint8_t*, or in
+// what was copied of it to shared memory.
+template <typename Bytes>
+struct PanelBlock {
+  Bytes quants, high_bits, sub_scales, scales;
+};
+
+// Block i of a panel of `num_blocks`, which is less than 2 GiB.
+__device__ __forceinline__ PanelBlock<const uint8_t*> block_of_panel(const uint8_t* panel,
+                                                                     PanelForm form, int num_blocks,
+                                                                     int i) {
+  const int quants = form.quants(), high_bits = form.high_bits(), subs = form.sub_scales();
+  const int sub_plane = num_blocks * (quants + high_bits),
+            scale_plane = sub_plane + num_blocks * subs;
+  const int scale = form.has_sub_scales() ? i / 8 : i;  // of 256 columns, or 32
+  return {panel + i * quants, panel + (num_blocks * quants + i * high_bits),
+          panel + (sub_plane + i * subs), panel + (scale_plane + scale * form.scales())};
+}
+
+// A number at a place of a panel or of a copy.
+template <typename T, typename Bytes>
+__device__ __forceinline__ T number_at(Bytes place) {
+  if constexpr (std::is_same_v<Bytes, const uint8_t*>) {
+    return *reinterpret_cast<const T*>(place);
+  } else {
+    return *shared_as<T>(place);
+  }
+}
+template <typename Bytes>
+__device__ __forceinline__ float half_at(Bytes place) {
+  return half_to_float(Float16{number_at<uint16_t>(place)});
+}
+
+// Where byte `at` of the quants of some blocks lies when it is copied: so that the 8 rows and 4
+// pieces that a warp takes at once are in different banks. `mask` is -1, or 0 for at itself.
+__device__ __forceinline__ int swizzled(int at, PanelForm form, int mask) {
+  const int way = form.has_8_bits() ? (at >> 1 & 64) | (at >> 3 & 32) : at >> 2 & 32;
+  return at ^ (way & mask);
+}
+
+// 8 whole numbers, columns 8 * piece and on of a block's 32: a byte each, of 8 bits with a sign.
+struct Quants {
+  uint32_t first, last;
+};
+template <typename Bytes>
+__device__ __forceinline__ Quants quants_of(const PanelBlock<Bytes>& block, PanelForm form,
+                                            int lane, int piece, int swizzle) {
+  if (form.has_8_bits()) {
+    const int at = 128 * piece + 4 * lane;
+    const auto first = number_at<uint32_t>(block.quants + swizzled(at, form, swizzle));
+    const auto last = number_at<uint32_t>(block.quants + swizzled(at + 64, form, swizzle));
+    return {first ^ 0x80808080u, last ^ 0x80808080u};
+  }
+  const int at = swizzled(64 * piece + 4 * lane, form, swizzle);
+  const auto nibbles = number_at<uint32_t>(block.quants + at);
+  Quants q{nibbles & 0x0f0f0f0fu, nibbles >> 4 & 0x0f0f0f0fu};
+  if (form.has_5_bits()) {
+    const uint32_t bits = number_at<uint32_t>(block.high_bits + 4 * lane) >> 2 * piece;
+    q.first |= (bits & 0x01010101u) << 4;
+    q.last |= (bits >> 1 & 0x01010101u) << 4;
+  } else if (form.has_6_bits()) {
+    const int word = piece / 2 * 64 + 4 * lane;
+    const uint32_t bits = number_at<uint32_t>(block.high_bits + word) >> piece % 2 * 4;
+    q.first |= (bits & 0x03030303u) << 4;
+    q.last |= (bits >> 2 & 0x03030303u) << 4;
+  }
+  return q;
+}
+
+// As elements of a 16-bit type, in pairs.
+template <typename T>
+__device__ __forceinline__ Pack<uint32_t> elements_of(const Quants& q, PanelForm form) {
+  Pack<uint32_t> elements;
+  if (form.has_8_bits()) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      elements.values[i] = whole_pair<T>(i < 2 ? q.first : q.last, i % 2);
+    }
+  } else {
+    const uint32_t offset = static_cast<uint32_t>(form.offset());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      elements.values[i] = small_pair<T>(i < 2 ? q.first : q.last, i % 2, offset);
+    }
+  }
+  return elements;
+}
+
+// What a block's numbers are multiplied with, those of its first and of its last 16 columns, and
+// what is added then.
+struct BlockScales {
+  float first, last, minimum;
+};
+template <typename Bytes>
+__device__ __forceinline__ BlockScales scales_of(const PanelBlock<Bytes>& block, PanelForm form,
+                                                 int lane) {
+  const Bytes at = block.scales + 2 * lane;
+  BlockScales scales{half_at(at), 0.0f, 0.0f};
+  if (form.has_minima()) scales.minimum = half_at(at + 2 * static_cast<int>(kPanelRows));
+  scales.last = scales.first;
+  if (form.has_sub_scales()) {
+    const Bytes sub = block.sub_scales + lane;
+    const auto first = number_at<uint8_t>(sub), last = number_at<uint8_t>(sub + 16);
+    if (form.has_halves()) {
+      scales.last *= static_cast<float>(static_cast<int8_t>(last));
+      scales.first *= static_cast<float>(static_cast<int8_t>(first));
+    } else {
+      scales.first *= static_cast<float>(first);
+      scales.last = scales.first;
+      scales.minimum *= -static_cast<float>(last);
+    }
+  }
+  return scales;
+}
+
+// The floats that numbers stand for, rounded where the minimum is added, as the formats say.
+__device__ __forceinline__ void to_floats(uint32_t quants, PanelForm form, float scale,
+                                          float minimum, float (&out)[4]) {
+  const int offset = form.offset();
+  const uint32_t bytes = form.has_8_bits() ? quants ^ 0x80808080u : quants;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int whole = static_cast<int>(bytes >> 8 * i & 0xff) - offset;
+    out[i] = fmaf(static_cast<float>(whole), scale, minimum);
+  }
+}
+
+}  // namespace eecore::cuda

@@ -1,0 +1,459 @@
+// The stream of a packed weight and its product with few rows of x.
+//
+// A warp copies the blocks of 16 rows together, as they lie in their panel: 16-byte pieces that all
+// of its lanes take numbers from. 16 rows of a tile need not be those of one panel: where they are
+// not, each lane gathers its numbers from where its rows are, word by word, which is slow.
+//
+// Where x is of 16 bits, the whole numbers of a block are multiplied as they are; its sums are
+// scaled in float32, and its minimum meets the sum of x: nothing of the weight is rounded. Float32
+// x meets the floats that the weight stands for.
+#pragma once
+
+#include "eecore/skinny_gemm.cuh"
+
+namespace eecore::cuda {
+
+// Whether a warp's 16 rows, of which each lane has two, lie in one panel.
+__device__ __forceinline__ bool share_panel(const PanelRow& first, const PanelRow& second) {
+  const auto place = reinterpret_cast<unsigned long long>(first.panel);
+  const bool is_same = place == __shfl_sync(kWholeWarp, place, 0) && first.panel == second.panel;
+  return __all_sync(kWholeWarp, is_same) != 0;
+}
+
+// Block i of a chunk in `slot`, as it was copied or gathered.
+__device__ __forceinline__ PanelBlock<Shared<uint8_t>> block_of_slot(Shared<uint8_t> slot,
+                                                                     PanelForm form, int i) {
+  return {slot + i * form.quants(), slot + (kHighBitsAt + i * form.high_bits()),
+          slot + (kSubScalesAt + 32 * i),
+          slot + (kScalesAt + (form.has_sub_scales() ? 0 : i * form.scales()))};
+}
+
+template <int kMTiles>
+class WeightStream<Panel, kMTiles> {
+ public:
+  static constexpr int kRows = 2 * kMTiles;
+
+  // `num_tiles` of this block; 0 for a warp without work.
+  __device__ __forceinline__ WeightStream(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                          int num_tiles)
+      : plan_(plan),
+        lane_(lane),
+        slots_(dynamic_shared<uint8_t>() +
+               static_cast<int>(threadIdx.x) / 32 * (kMTiles * kPanelSlotBytes)),
+        num_blocks_(plan.row_size / static_cast<int>(kBlockColumns)),
+        num_tiles_(num_tiles),
+        chunk_(lane.slice) {}
+
+  // There are only `num_tiles` of this block; those behind that are under way are never read.
+  __device__ __forceinline__ void end_at(int num_tiles) { num_tiles_ = num_tiles; }
+
+  // Fills all stages but one.
+  template <typename RowsOf>
+  __device__ __forceinline__ void start(const RowsOf& rows_of) {
+    if (num_tiles_ > 0) find_panels(rows_of);
+    for (int i = 1; i < plan_.num_stages; ++i) copy_next(rows_of);
+  }
+
+  // Brings the first chunks closer without reading them.
+  template <typename RowsOf>
+  __device__ __forceinline__ void prefetch(const RowsOf& rows_of) {
+    if (num_tiles_ == 0) return;
+    find_panels(rows_of);
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < 8 * kPrefetchedChunks; i += 32) {
+      const int chunk = lane_.slice + i / 8 * plan_.num_slices;
+      if (chunk >= plan_.num_chunks) break;
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        if (panels_[m] == nullptr) continue;
+        const int first = chunk * (kPanelBlocks * forms_[m].quants());
+        prefetch_l2(panels_[m] + first + i % 8 * 128);
+      }
+    }
+  }
+
+  // Waits for the next chunk, and has the stage of the one before it filled anew: all lanes have
+  // read that one.
+  template <typename RowsOf>
+  __device__ __forceinline__ void advance(const RowsOf& rows_of) {
+    cp_async_wait_all_but(plan_.num_stages - 2);
+    __syncwarp();
+    copy_next(rows_of);
+    read_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
+  }
+
+  // This lane's rows of the tile that is to be multiplied next.
+  template <typename RowsOf>
+  __device__ __forceinline__ void next_rows(const RowsOf& rows_of, PanelRow (&rows)[kRows]) {
+    rows_of(read_tile_++, rows);
+  }
+
+  // The chunk of 16 rows m.
+  __device__ __forceinline__ Shared<uint8_t> slot(int m) const { return slot(read_, m); }
+
+  __device__ __forceinline__ int num_blocks() const { return num_blocks_; }
+
+ private:
+  __device__ __forceinline__ Shared<uint8_t> slot(int stage, int m) const {
+    return slots_ + (stage * (kMTiles * kStageBytes<Panel>)+m * kPanelSlotBytes);
+  }
+
+  // Of the tile whose copies begin; null where its rows do not share one.
+  template <typename RowsOf>
+  __device__ __forceinline__ void find_panels(const RowsOf& rows_of) {
+    PanelRow rows[kRows];
+    rows_of(tile_, rows);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      forms_[m] = rows[2 * m].form;
+      panels_[m] = share_panel(rows[2 * m], rows[2 * m + 1]) ? rows[2 * m].panel : nullptr;
+    }
+  }
+
+  // A group of copies for each call, without any where no chunk is left: so the groups count right.
+  template <typename RowsOf>
+  __device__ __forceinline__ void copy_next(const RowsOf& rows_of) {
+    write_ = write_ + 1 == plan_.num_stages ? 0 : write_ + 1;
+    if (tile_ < num_tiles_) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        if (panels_[m] != nullptr) {
+          copy_chunk(m);
+        } else {
+          gather_chunk(rows_of, m);
+        }
+      }
+      chunk_ += plan_.num_slices;
+      if (chunk_ >= plan_.num_chunks) {
+        chunk_ = lane_.slice;
+        if (++tile_ < num_tiles_) find_panels(rows_of);
+      }
+    }
+    cp_async_commit();
+  }
+
+  // Of the chunk that is copied.
+  __device__ __forceinline__ int count_blocks() const {
+    const int left = num_blocks_ - chunk_ * kPanelBlocks;
+    return left < kPanelBlocks ? left : kPanelBlocks;
+  }
+
+  __device__ __forceinline__ void copy_chunk(int m) {
+    const PanelForm form = forms_[m];
+    const int count = count_blocks();
+    const PanelBlock<const uint8_t*> from =
+        block_of_panel(panels_[m], form, num_blocks_, chunk_ * kPanelBlocks);
+    const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, 0);
+    const int lane = 16 * (static_cast<int>(threadIdx.x) % 32);
+    const int quants = count * form.quants();
+#pragma unroll
+    for (int i = 0; i < kSubScalesAt; i += 512) {
+      const int at = i + lane;
+      if (at < quants) cp_async16(to.quants + swizzled(at, form, -1), from.quants + at);
+    }
+    // Of all other planes a lane has one piece at most.
+    if (lane < count * form.high_bits()) cp_async16(to.high_bits + lane, from.high_bits + lane);
+    if (lane < count * form.sub_scales()) cp_async16(to.sub_scales + lane, from.sub_scales + lane);
+    if (lane < (form.has_sub_scales() ? 1 : count) * form.scales()) {
+      cp_async16(to.scales + lane, from.scales + lane);
+    }
+  }
+
+  // This lane's part of rows 2 * m and 2 * m + 1 goes to where rows lane.row and lane.row + 8 of a
+  // panel have theirs. Formats may differ from row to row: no two rows share bytes of a slot.
+  template <typename RowsOf>
+  __device__ __forceinline__ void gather_chunk(const RowsOf& rows_of, int m) {
+    PanelRow rows[kRows];
+    rows_of(tile_, rows);
+    const int count = count_blocks();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const PanelRow& row = rows[2 * m + half];
+      const PanelForm form = row.form;
+      const int lane = lane_.row + 8 * half;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const PanelBlock<const uint8_t*> from =
+            block_of_panel(row.panel, form, num_blocks_, chunk_ * kPanelBlocks + i);
+        const PanelBlock<Shared<uint8_t>> to = block_of_slot(slot(write_, m), form, i);
+        const int words = form.quants() / 256, quants = 64 * words * lane_.piece;
+#pragma unroll 1
+        for (int at = quants; at < quants + 64 * words; at += 64) {
+          *shared_as<uint32_t>(to.quants + (at + 4 * lane)) =
+              number_at<uint32_t>(from.quants + (at + 4 * row.lane));
+        }
+        // Two rows share 16 bits of sub-scales, which one of their lanes writes.
+#pragma unroll
+        for (int at = 0; at < 32; at += 16) {
+          uint32_t sub = 0;
+          if (form.has_sub_scales()) sub = number_at<uint8_t>(from.sub_scales + (at + row.lane));
+          sub |= __shfl_xor_sync(kWholeWarp, sub, 4) << 8;
+          if (lane_.piece == 0 && lane % 2 == 0) {
+            *shared_as<uint16_t>(to.sub_scales + (at + lane)) = static_cast<uint16_t>(sub);
+          }
+        }
+        if (lane_.piece != 0) continue;
+#pragma unroll 1
+        for (int at = 0; at < form.high_bits(); at += 64) {
+          *shared_as<uint32_t>(to.high_bits + (at + 4 * lane)) =
+              number_at<uint32_t>(from.high_bits + (at + 4 * row.lane));
+        }
+#pragma unroll 1
+        for (int at = 0; at < form.scales(); at += 32) {
+          *shared_as<uint16_t>(to.scales + (at + 2 * lane)) =
+              number_at<uint16_t>(from.scales + (at + 2 * row.lane));
+        }
+      }
+    }
+  }
+
+  const SkinnyPlan& plan_;
+  const SkinnyLane& lane_;
+  Shared<uint8_t> slots_;
+  const int num_blocks_;            // of a row
+  const uint8_t* panels_[kMTiles];  // of the tile that is being copied
+  PanelForm forms_[kMTiles];
+  int num_tiles_;
+  int tile_ = 0, chunk_;       // to be copied next
+  int read_tile_ = 0;          // to be multiplied next
+  int write_ = -1, read_ = 0;  // stages
+};
+
+// sums += the products of 32 columns of 16 rows, of which the lane has pieces of two, with 8 rows
+// of x.
+template <typename T>
+__device__ __forceinline__ void multiply_block(const Pack<uint32_t>& first,
+                                               const Pack<uint32_t>& second,
+                                               const Pack<uint32_t>& x, float (&sums)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t w_part[4] = {first.values[i], second.values[i], first.values[i + 1],
+                                second.values[i + 1]};
+    const uint32_t x_part[2] = {x.values[i], x.values[i + 1]};
+    mma_m16n8k16<T>(sums, w_part, x_part);
+  }
+}
+
+// multiply_tile of a packed weight.
+template <int kMTiles, int kNTiles, typename RowsOf, typename Rows>
+__device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const SkinnyLane& lane,
+                                              WeightStream<Panel, kMTiles>& weight,
+                                              const RowsOf& rows_of, const Rows& x,
+                                              float (&sums)[kMTiles][kNTiles][4]) {
+  using T = typename Rows::Element;
+  constexpr int kRows = 2 * kMTiles;
+  constexpr int kColumns = static_cast<int>(kBlockColumns);
+  // Where this lane's rows are in a slot, and whether that is swizzled.
+  PanelForm forms[kRows];
+  int lanes[kRows], swizzles[kMTiles];
+  {
+    PanelRow rows[kRows];
+    weight.next_rows(rows_of, rows);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      const bool is_copied = share_panel(rows[2 * m], rows[2 * m + 1]);
+      swizzles[m] = is_copied ? -1 : 0;
+#pragma unroll
+      for (int i = 2 * m; i < 2 * m + 2; ++i) {
+        forms[i] = rows[i].form;
+        lanes[i] = is_copied ? rows[i].lane : lane.row + i % 2 * 8;
+      }
+    }
+  }
+  const auto block_of = [&](int i, int block) {
+    return block_of_slot(weight.slot(i / 2), forms[i], block);
+  };
+  const auto count_of = [&](int chunk) {
+    const int left = weight.num_blocks() - chunk * kPanelBlocks;
+    return left < kPanelBlocks ? left : kPanelBlocks;
+  };
+  auto from = x.data + (lane.slice * kChunkSize<Panel> + 8 * lane.piece);
+  const int step = plan.num_slices * kChunkSize<Panel>;
+
+  if constexpr (std::is_same_v<T, float>) {
+    // Each thread sums its pieces' part of the products of its rows with all rows of x.
+    constexpr int kTokens = 8 * kNTiles;
+    float parts[kRows][kTokens];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) parts[i][token] = 0.0f;
+    }
+    for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices, from += step) {
+      weight.advance(rows_of);
+      const int count = count_of(chunk);
+#pragma unroll 1
+      for (int block = 0; block < count; ++block) {
+        Quants q[kRows];
+        float scale[kRows], minimum[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const auto in_slot = block_of(i, block);
+          q[i] = quants_of(in_slot, forms[i], lanes[i], lane.piece, swizzles[i / 2]);
+          const BlockScales scales = scales_of(in_slot, forms[i], lanes[i]);
+          scale[i] = lane.piece < 2 ? scales.first : scales.last;
+          minimum[i] = scales.minimum;
+        }
+        // A part at a time: floats of all columns would not fit into the registers.
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+          float w[kRows][4];
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            to_floats(q[i].first, forms[i], scale[i], minimum[i], w[i]);
+            q[i].first = q[i].last;
+          }
+          auto row = from + (block * kColumns + 4 * part);
+#pragma unroll
+          for (int token = 0; token < kTokens; ++token) {
+            const Pack<uint32_t> piece = x.piece(row);
+            if (token + 1 < x.count) row += x.stride;
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                parts[i][token] = fmaf(w[i][j], bits_to_float(piece.values[j]), parts[i][token]);
+              }
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        const float sum = reduce_lanes<4>(parts[i][token]);
+        if (token % 8 / 2 == lane.piece) sums[i / 2][token / 8][i % 2 * 2 + token % 2] = sum;
+      }
+    }
+  } else {
+    bool has_minima = false;
+    bool has_halves[kMTiles];  // of blocks, with scales of their own
+    bool are_q4_0 = true, are_q4_1 = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      has_minima |= forms[i].has_minima();
+      are_q4_0 = are_q4_0 && forms[i] == PanelForm::of<BlockFormat::kQ4_0>();
+      are_q4_1 = are_q4_1 && forms[i] == PanelForm::of<BlockFormat::kQ4_1>();
+    }
+    has_minima = __any_sync(kWholeWarp, has_minima);
+    are_q4_0 = __all_sync(kWholeWarp, are_q4_0);
+    are_q4_1 = __all_sync(kWholeWarp, are_q4_1);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      has_halves[m] =
+          __any_sync(kWholeWarp, forms[2 * m].has_halves() || forms[2 * m + 1].has_halves());
+    }
+    decltype(from) columns[kNTiles];
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      const int column = 8 * n + lane.row;
+      columns[n] = from + (column < x.count ? column : x.count - 1) * x.stride;
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+      }
+    }
+    // With few rows of x those that meet the next block are under way; with many, registers are
+    // scarce.
+    constexpr bool kIsAhead = kNTiles <= 2;
+    constexpr bool kKnowsForms = kNTiles <= 4;
+    Pack<uint32_t> pieces[kNTiles], next[kNTiles];
+    // The blocks of the chunk that was waited for; form_of(i) is that of the lane's row i.
+    const auto multiply_blocks = [&](int count, const auto& form_of, bool with_minima,
+                                     bool with_halves) {
+#pragma unroll 1
+      for (int block = 0; block < count; ++block) {
+        if constexpr (kIsAhead) {
+#pragma unroll
+          for (int n = 0; n < kNTiles; ++n) {
+            pieces[n] = next[n];
+            if (block + 1 < count) next[n] = x.piece(columns[n] + (block + 1) * kColumns);
+          }
+        }
+        Pack<uint32_t> w[kRows];
+        BlockScales scales[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const auto in_slot = block_of_slot(weight.slot(i / 2), form_of(i), block);
+          w[i] = elements_of<T>(
+              quants_of(in_slot, form_of(i), lanes[i], lane.piece, swizzles[i / 2]), form_of(i));
+          scales[i] = scales_of(in_slot, form_of(i), lanes[i]);
+        }
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) {
+          Pack<uint32_t>& piece = pieces[n];
+          if constexpr (!kIsAhead) piece = x.piece(columns[n] + block * kColumns);
+          if (with_minima) {
+            const Pack<uint32_t> ones{
+                {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>}};
+            float of_x[4] = {};
+            multiply_block<T>(ones, ones, piece, of_x);
+#pragma unroll
+            for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                sums[m][n][i] = fmaf(scales[2 * m + i / 2].minimum, of_x[i], sums[m][n][i]);
+              }
+            }
+          }
+#pragma unroll
+          for (int m = 0; m < kMTiles; ++m) {
+            if (!with_halves || !has_halves[m]) {
+              float products[4] = {};
+              multiply_block<T>(w[2 * m], w[2 * m + 1], piece, products);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                sums[m][n][i] = fmaf(scales[2 * m + i / 2].first, products[i], sums[m][n][i]);
+              }
+              continue;
+            }
+            // The numbers of one half and zeros for those of the other, which other lanes have.
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+              Pack<uint32_t> some[2] = {w[2 * m], w[2 * m + 1]};
+              float products[4] = {}, scale[2];
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const bool is_half = form_of(2 * m + i).has_halves();
+                const bool keeps = half == (is_half ? lane.piece / 2 : 0);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) some[i].values[j] &= keeps ? ~0u : 0u;
+                scale[i] = half == 0 ? scales[2 * m + i].first : scales[2 * m + i].last;
+              }
+              multiply_block<T>(some[0], some[1], piece, products);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                sums[m][n][i] = fmaf(scale[i / 2], products[i], sums[m][n][i]);
+              }
+            }
+          }
+        }
+      }
+    };
+    for (int chunk = lane.slice; chunk < plan.num_chunks; chunk += plan.num_slices) {
+      const int count = count_of(chunk);
+      if constexpr (kIsAhead) {
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n) next[n] = x.piece(columns[n]);
+      }
+      weight.advance(rows_of);
+      // The usual formats are known to the compiler, with so many rows of x that there are
+      // registers for it.
+      if (kKnowsForms && are_q4_0) {
+        const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_0>(); };
+        multiply_blocks(count, form_of, false, false);
+      } else if (kKnowsForms && are_q4_1) {
+        const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_1>(); };
+        multiply_blocks(count, form_of, true, false);
+      } else {
+        multiply_blocks(count, [&](int i) { return forms[i]; }, has_minima, true);
+      }
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) columns[n] += step;
+    }
+  }
+}
+
+}  // namespace eecore::cuda

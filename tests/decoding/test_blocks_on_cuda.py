@@ -1,0 +1,137 @@
+"""Models whose weights are blocks of 4 to 8 bits, on the CUDA path: the tokens of their floats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_cuda_path import POLICIES, PROMPTS
+
+import eecore
+import emulated
+from devices import as_on_cuda, heads_in_floats
+from eecore import ops
+from eecore.models import load_model
+from eecore.models.gguf_convert import convert_gguf
+from eecore.models.linear import MAX_SKINNY_ROWS
+from eecore.models.weights import Filling, WeightView
+from head_packs import write_pack
+from packed_blocks import block_sizes, random_blocks
+from tiny_gguf import write_gguf
+from tiny_models import write_model
+from tiny_t5 import write_t5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KIND = gguf.GGMLQuantizationType
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU, or the emulator on the CPU's memory."""
+    if request.param == "emulated":
+        emulated.route(monkeypatch)
+        heads_in_floats(monkeypatch)
+        return "cpu"
+    if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
+        pytest.skip("no GPU, or a build without eecore._cuda")
+    return "cuda"
+
+
+def load(path: Path, device: str, **settings: str | Path | None) -> eecore.Model:
+    model = eecore.load(path, device=device, dtype="float32", kv_cache_tokens=512, **settings)
+    return model if device == "cuda" else as_on_cuda(model)
+
+
+def write_floats(directory: Path, *embeddings: str) -> None:
+    """Make the checkpoint's matrices what is left of them as int4; ``embeddings``: a T5's name."""
+    _, network, _ = load_model(directory, "cpu", weights="int4")
+    tensors = load_file(directory / "model.safetensors")
+    views = network.weights.by_checkpoint_name(network.config, *embeddings)
+    packed = {name: view for name, view in views.items() if view.table is not None}
+    assert packed
+    for name, view in packed.items():
+        tensors[name] = ops.unpack_weight(view.weight, view.table)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def check_same_tokens(
+    model: eecore.Model, floats: Path, mode: str, monkeypatch: pytest.MonkeyPatch, pack: Path | None
+) -> None:
+    """``floats`` holds what the model's blocks stand for."""
+    got = eecore.generate(model, PROMPTS, exit=POLICIES[mode], max_tokens=6)
+    monkeypatch.undo()
+    heads_in_floats(monkeypatch)
+    same = eecore.load(floats, device="cpu", dtype="float32", exits=pack)
+    expected = eecore.generate(same, PROMPTS, exit=POLICIES[mode], max_tokens=6)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
+
+
+# Embeddings of their own, and such as are the LM head too.
+MODES = [("llama_biased", mode) for mode in POLICIES]
+MODES += [("llama_tied", mode) for mode in ("full", "softmax_each", "speculative")]
+
+
+@pytest.mark.parametrize(("family", "mode"), MODES)
+def test_every_mode_of_int4_gives_the_tokens_of_its_floats(
+    family: str, mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The longest prompt has more rows than the skinny products take."""
+    assert max(map(len, PROMPTS)) > MAX_SKINNY_ROWS
+    directory = write_model(tmp_path / "model", family)
+    pack = None
+    if mode == "head":
+        whole = eecore.load(directory, device="cpu")
+        pack = write_pack(tmp_path / "pack", whole, taps=(2,), vocabulary_size=300)
+    model = load(directory, backend, weights="int4", exits=pack)
+    assert model.network.weights.lm_head.table is not None
+    write_floats(directory)
+    check_same_tokens(model, directory, mode, monkeypatch, pack)
+
+
+@pytest.mark.parametrize("mode", ["full", "softmax_each"])
+def test_a_t5_of_int4_gives_the_tokens_of_its_floats(
+    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = write_t5(tmp_path / "model")
+    model = load(directory, backend, weights="int4")
+    write_floats(directory, "shared.weight")
+    check_same_tokens(model, directory, mode, monkeypatch, None)
+
+
+@pytest.mark.parametrize("mode", ["full", "state", "speculative"])
+def test_a_gguf_file_gives_the_tokens_of_the_directory_it_converts_to(
+    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kinds are mixed within a matrix."""
+    original = write_model(tmp_path / "original")
+    kinds = {"blk.0.attn_v": KIND.Q8_0, "blk.1.attn_q": KIND.Q5_1, "output": KIND.Q5_0}
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, original, quantization=KIND.Q4_0, kinds=kinds)
+    model = load(file, backend)
+    assert model.network.weights.qkv.table is not None
+    floats = convert_gguf(file, tmp_path / "converted")
+    check_same_tokens(model, floats, mode, monkeypatch, None)
+
+
+def test_blocks_of_a_gpu_are_those_of_the_cpu() -> None:
+    """One tensor behind the other, each at its place."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    parts = [("Q4_K", 48), ("Q6_K", 20)]
+    size = sum(ops.packed_bytes(format, rows, 256) for format, rows in parts)
+    filled = []
+    for device in ("cpu", "cuda"):
+        weight = torch.zeros(size, dtype=torch.uint8, device=device)
+        table = torch.zeros(68, dtype=torch.int64, device=device)
+        filling = Filling()
+        for (format, rows), of_rows in zip(parts, table.split([48, 20]), strict=True):
+            blocks = random_blocks(format, rows, 256)
+            assert blocks.shape[1] == block_sizes(format)[1]
+            filling.pack(WeightView(weight, None, of_rows), blocks, format, 256)
+        filled.append((weight.cpu(), table.cpu()))
+    assert all(map(torch.equal, *filled))
