@@ -30,6 +30,9 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     if num_tokens == 0 or num_seqs == 0:
         return []
     item, group = q.element_size(), num_q_heads // num_kv_heads
+    name = "paged_attention_kernel"
+    if cache.dtype == torch.float8_e4m3fn:
+        name = "paged_attention_float8_kernel"
     max_keys = table.shape[1] * cache.shape[1]
     keys = min(known.seq_len or max_keys, max_keys)
     warp_rows = 4 if q.dtype == torch.float32 else 16
@@ -67,7 +70,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     window = call["sliding_window"]
     used = min(keys, window + queries - 1) if window > 0 else keys
     seen = used - ((queries - 1) / 2 if call["causal"] else 0)
-    kv = 2 * num_seqs * used * num_kv_heads * head_dim * item
+    kv = 2 * num_seqs * used * num_kv_heads * head_dim * cache.element_size()
     out = num_tokens * num_q_heads * head_dim * item
     partial = partials * num_tokens * num_q_heads * (head_dim + 2) * 4
     padded = ceil_div(rows, warp_rows) * warp_rows
@@ -78,7 +81,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     combines = blocks > 1 and not can_merge
     launches = [
         KernelLaunch(
-            "paged_attention_kernel",
+            name,
             (bound * num_kv_heads, blocks),
             {
                 "k_cache, v_cache": kv,
@@ -100,6 +103,6 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     if combines:
         pieces = num_q_heads * head_dim // (16 // item)
         grid = (num_tokens, ceil_div(pieces, 128))
-        name = "paged_attention_combine_kernel"
-        launches.append(KernelLaunch(name, grid, writes=out, workspace=partial))
+        combine = "paged_attention_combine_kernel"
+        launches.append(KernelLaunch(combine, grid, writes=out, workspace=partial))
     return launches

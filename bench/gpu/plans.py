@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from bench.gpu.attention_plan import paged_attention
@@ -39,6 +40,10 @@ def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
         lanes *= 2
     all_heads = heads + 2 * num_kv_heads
     moved = num_tokens * all_heads * head_dim * k.element_size()
+    cached = num_tokens * 2 * num_kv_heads * head_dim
+    narrower = cached * (k.element_size() - call["k_cache"].element_size())
+    is_float8 = call["k_cache"].dtype == torch.float8_e4m3fn
+    name = "append_kv_float8_kernel" if is_float8 else "append_kv_kernel"
     reads = {
         "q, k, v": moved,
         "cos_sin": num_tokens * rotary * 4,
@@ -46,7 +51,7 @@ def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
         "slots": call.bytes_of("slot_mapping", "positions"),
     }
     grid = (num_tokens, ceil_div(all_heads, 128 // lanes))
-    return [KernelLaunch("append_kv_kernel", grid, reads, writes=moved)]
+    return [KernelLaunch(name, grid, reads, writes=moved - narrower)]
 
 
 def embed_tokens(call: Call, _: Device, __: Known) -> list[KernelLaunch]:

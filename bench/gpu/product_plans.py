@@ -315,7 +315,7 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
             "weight": (passes - deepest) * kv_size * row,
             "x": filled * rows.row_bytes * (num_heads - 1),
         },
-        writes=filled * num_heads * head_dim * item,
+        writes=filled * num_heads * head_dim * cache.element_size(),
         workspace=filled * rows.row_bytes,
         flops=2.0 * passes * 8 * n_tiles * kv_size * rows.size,
     )

@@ -1,5 +1,6 @@
 // append_kv: new keys and values to their cache slots, head norms and rotary embedding fused.
 #include "backend.h"
+#include "cache_format.h"
 #include "index_checks.h"
 
 namespace eecore {
@@ -8,14 +9,15 @@ namespace {
 void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor k_cache,
                Tensor v_cache, const Tensor& slot_mapping, const std::optional<Tensor>& positions,
                const std::optional<Tensor>& cos_sin, const std::optional<Tensor>& q_norm_weight,
-               const std::optional<Tensor>& k_norm_weight, double eps) {
+               const std::optional<Tensor>& k_norm_weight, double eps,
+               const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales) {
   Checker check("append_kv");
   check(k, "k", Accept::kModel, {"num_tokens", "num_kv_heads", "head_dim"}, 1);
   check(v, "v", Accept::kModel, {"num_tokens", "num_kv_heads", "head_dim"}, 1);
   const bool has_q =
       check.written(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
-    check.written(*cache, name, Accept::kModel,
+    check.written(*cache, name, Accept::kCache,
                   {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   check(slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
@@ -26,6 +28,8 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
   check(k_norm_weight, "k_norm_weight", Accept::kModel, {"head_dim"});
 
   AppendKvParams params{};
+  params.cache_format =
+      check_cache_format(check, k_cache, v_cache, key_scales, value_scales, {"num_kv_heads"});
   params.num_tokens = check["num_tokens"];
   params.num_q_heads = has_q ? check["num_q_heads"] : 0;
   params.num_kv_heads = check["num_kv_heads"];
@@ -76,7 +80,7 @@ void append_kv(std::optional<Tensor> q, const Tensor& k, const Tensor& v, Tensor
 EECORE_OP(append_kv,
           "Tensor(a!)? q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, "
           "Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, Tensor? q_norm_weight, "
-          "Tensor? k_norm_weight, float eps")
+          "Tensor? k_norm_weight, float eps, Tensor? key_scales=None, Tensor? value_scales=None")
 
 }  // namespace
 }  // namespace eecore

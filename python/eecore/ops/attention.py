@@ -28,19 +28,26 @@ def append_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """Write new keys and values to their cache slots, with head norms and rotary embedding fused.
 
     ``q``, when given, gets its head norm and rotary embedding in place. ``k`` and ``v`` are read
     only. A slot is ``page * page_size + offset``; slot -1 writes nothing.
 
+    A cache may be in float8 (e4m3), whatever the model's dtype: of a key or value, divided by its
+    head's scale, it holds the nearest number, the even one of two, and 448 of what is larger. NaN
+    stays NaN.
+
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; or None.
         k: [num_tokens, num_kv_heads, head_dim], likewise.
         v: [num_tokens, num_kv_heads, head_dim], likewise.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer, any strides with
-            contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``.
-        v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
+            contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``. Of the
+            model's dtype or float8_e4m3fn.
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise, in the same dtype.
         slot_mapping: int64 [num_tokens].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines; pairs
@@ -48,6 +55,8 @@ def append_kv(
         q_norm_weight: [head_dim], RMS norm of each query head.
         k_norm_weight: [head_dim], RMS norm of each key head.
         eps: of the head norms.
+        key_scales: float32 [num_kv_heads], positive, of keys in float8; None: 1.
+        value_scales: float32 [num_kv_heads], likewise of values.
     """
     _append_kv(
         q,
@@ -61,6 +70,8 @@ def append_kv(
         q_norm_weight,
         k_norm_weight,
         eps,
+        key_scales,
+        value_scales,
     )
 
 
@@ -80,6 +91,8 @@ def paged_attention(
     max_distance: int = 128,
     bidirectional: bool = False,
     arrivals: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of ragged queries to a paged KV cache.
@@ -103,7 +116,9 @@ def paged_attention(
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
             multiple of 8 up to 256.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], strides as in :func:`append_kv`.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], strides and dtype as in
+            :func:`append_kv`. Of float8, which every dtype holds exactly, what is multiplied is
+            the stored number; a GPU has no kernel for it with a ``position_bias``.
         v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
         page_table: int32 [num_seqs, max_pages_per_seq].
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
@@ -123,6 +138,9 @@ def paged_attention(
             follow each other on one stream: what a GPU's blocks that share a long context count in,
             so that the last of them merges their results and no second kernel is needed. 4096 are
             enough on any of today's; with too few of them, or none, results are the same.
+        key_scales: float32 [num_kv_heads], positive, of keys in float8: they are multiplied by it,
+            in the score. None: 1.
+        value_scales: float32 [num_kv_heads], likewise of values, in the result.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:
@@ -146,6 +164,8 @@ def paged_attention(
         max_distance,
         bidirectional,
         arrivals,
+        key_scales,
+        value_scales,
     )
     return out
 
@@ -163,6 +183,8 @@ def kv_fill(
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
     eps: float = 1e-6,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """Fill the KV cache of the layers that each row skipped, all layers in one call.
 
@@ -177,13 +199,15 @@ def kv_fill(
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
             and row stride, so a view of a stacked QKV matrix does.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], any strides with
-            contiguous head_dim.
+            contiguous head_dim; dtype as in :func:`append_kv`.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; -1 writes nothing.
         k_norm_weight: [num_layers, head_dim].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
         eps: of the norms.
+        key_scales: float32 [num_layers, num_kv_heads], as in :func:`append_kv`.
+        value_scales: float32 [num_layers, num_kv_heads], likewise.
     """
     _kv_fill(
         hidden,
@@ -200,4 +224,6 @@ def kv_fill(
         slot_mapping,
         eps,
         kv.table,
+        key_scales,
+        value_scales,
     )
