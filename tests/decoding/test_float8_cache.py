@@ -16,6 +16,7 @@ from eecore import (
     ConfidentExit,
     DraftAndVerify,
     EngineConfig,
+    ExitError,
     FixedExit,
     Full,
     HeadDrafts,
@@ -24,6 +25,7 @@ from eecore import (
     RequestError,
     SelfSpeculative,
 )
+from eecore.cli.app import run
 from eecore.exits import Exit
 from eecore.models import KVCache
 from head_packs import write_pack
@@ -144,6 +146,24 @@ def test_unknown_and_unsuitable_dtypes_are_refused(tiny_directory: Path, tmp_pat
         load(tiny_directory, kv_cache_dtype="int8")
     with pytest.raises(ModelError, match="kv_cache_dtype: expected auto for T5"):
         load(write_t5(tmp_path), kv_cache_dtype="fp8")
+
+
+def test_a_guarantee_is_for_the_cache_that_it_was_made_with(
+    narrow: eecore.Model,
+) -> None:
+    policy = ConfidentExit(0.5)
+    object.__setattr__(policy, "calibration", object())
+    with pytest.raises(ExitError, match=r"calibration: expected a KV cache in .* got fp8"):
+        eecore.generate(narrow, PROMPTS[0], exit=policy, max_tokens=2)
+
+
+def test_the_command_line_takes_it(
+    agreeing_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(agreeing_directory), "hello", "--max-tokens", "4"]
+    assert run([*command, "--kv-cache-dtype", "fp8", "--device", "cpu"]) == 0
+    assert run([*command, "--kv-cache-dtype", "fp4", "--device", "cpu"]) == 4
+    assert "kv_cache_dtype: expected auto or fp8, got 'fp4'" in capsys.readouterr().err
 
 
 def test_other_families(tmp_path: Path) -> None:
