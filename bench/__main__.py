@@ -26,6 +26,7 @@ BENCHMARKS = {
     "intents": "bench.intents.intents",
     "calm": "bench.calm.calm",
     "weights": "bench.quality.weights",
+    "cache": "bench.quality.cache",
     "quality": "bench.quality.quality",
     "transformers": "bench.integrations.transformers",
     "vllm": "bench.integrations.vllm",

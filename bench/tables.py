@@ -31,6 +31,7 @@ WITH_REPORTS = (
     "intents.intents",
     "calm.tables",
     "quality.weights",
+    "quality.cache",
     "quality.quality",
     "integrations.transformers",
     "integrations.vllm",

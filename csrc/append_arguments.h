@@ -1,6 +1,7 @@
 // The tensors of append_kv beside q, k and v, which skinny_linear takes too, to go on with it.
 #pragma once
 
+#include "cache_format.h"
 #include "index_checks.h"
 
 namespace eecore {
@@ -9,6 +10,7 @@ struct AppendTensors {
   const Tensor &k_cache, &v_cache, &slot_mapping;
   const std::optional<Tensor>&positions, &cos_sin, &q_norm_weight, &k_norm_weight;
   double eps;
+  const std::optional<Tensor>&key_scales, &value_scales;
 };
 
 // Checks them, of num_tokens rows; heads that were checked before have the caches' sizes. Of the
@@ -16,7 +18,7 @@ struct AppendTensors {
 inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors) {
   for (const auto& [cache, name] :
        {std::pair(&tensors.k_cache, "k_cache"), {&tensors.v_cache, "v_cache"}}) {
-    check.written(*cache, name, Accept::kModel,
+    check.written(*cache, name, Accept::kCache,
                   {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   check(tensors.slot_mapping, "slot_mapping", Accept::kInt64, {"num_tokens"});
@@ -27,6 +29,9 @@ inline AppendKvParams append_params(Checker& check, const AppendTensors& tensors
   check(tensors.k_norm_weight, "k_norm_weight", Accept::kModel, {"head_dim"});
 
   AppendKvParams params{};
+  params.cache_format =
+      check_cache_format(check, tensors.k_cache, tensors.v_cache, tensors.key_scales,
+                         tensors.value_scales, {"num_kv_heads"});
   params.num_tokens = check["num_tokens"];
   params.num_kv_heads = check["num_kv_heads"];
   params.head_dim = check["head_dim"];

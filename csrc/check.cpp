@@ -28,6 +28,8 @@ const char* dtype_name(ScalarType type) {
       return "uint8";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
     default:
       return "an unsupported dtype";
   }
@@ -49,6 +51,8 @@ bool dtype_matches(ScalarType type, Accept accept) {
       return type == ScalarType::Bool;
     case Accept::kModel:
       return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+    case Accept::kCache:
+      return type == ScalarType::Float8_e4m3fn || dtype_matches(type, Accept::kModel);
   }
   return false;
 }
@@ -69,6 +73,8 @@ const char* accept_name(Accept accept) {
       return "bool";
     case Accept::kModel:
       return "float32, bfloat16 or (CUDA) float16";
+    case Accept::kCache:
+      return "float8_e4m3fn, float32, bfloat16 or (CUDA) float16";
   }
   return "";
 }
@@ -140,8 +146,10 @@ DType Checker::dtype() const {
 
 void Checker::mismatch(const Tensor& tensor, const char* name, Accept accept,
                        const std::initializer_list<Dim>& shape) const {
-  const bool bound = accept == Accept::kModel && has_dtype_;
+  const bool is_cache = accept == Accept::kCache;
+  const bool bound = (accept == Accept::kModel || is_cache) && has_dtype_;
   std::string expected = bound ? dtype_name(model_dtype_) : accept_name(accept);
+  if (bound && is_cache) expected += " or float8_e4m3fn";
   expected += " [";
   bool first = true;
   for (const Dim& dim : shape) {
@@ -212,7 +220,9 @@ void Checker::check_form(const Tensor& tensor, const char* name, Accept accept,
   const int64_t rank = static_cast<int64_t>(shape.size());
   const ScalarType type = tensor.scalar_type();
   bool ok = tensor.dim() == rank && dtype_matches(type, accept);
-  if (accept == Accept::kModel && has_dtype_ && type != model_dtype_) ok = false;
+  const bool is_model =
+      accept == Accept::kModel || (accept == Accept::kCache && type != ScalarType::Float8_e4m3fn);
+  if (is_model && has_dtype_ && type != model_dtype_) ok = false;
   int64_t axis = 0;
   bool is_empty = false;
   for (const Dim& dim : shape) {
@@ -243,7 +253,7 @@ void Checker::check_form(const Tensor& tensor, const char* name, Accept accept,
     fail(std::string(name) + ": expected a tensor on " + device_text(device_type_, device_index_) +
          ", got one on " + device_text(device_type, device_index));
   }
-  if (accept == Accept::kModel && !has_dtype_) {
+  if (is_model && !has_dtype_) {
 #ifndef EECORE_BACKEND_CUDA
     if (type == ScalarType::Half &&
         device_type == static_cast<int32_t>(torch::headeronly::DeviceType::CPU)) {

@@ -28,8 +28,8 @@ namespace eecore {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Element types a tensor may have.
-enum class Accept : uint8_t { kFloat32, kUint8, kInt8, kInt32, kInt64, kBool, kModel };
+// Element types a tensor may have. kCache: float8 (e4m3), or as kModel.
+enum class Accept : uint8_t { kFloat32, kUint8, kInt8, kInt32, kInt64, kBool, kModel, kCache };
 
 // A size of an expected shape: a name to bind or match, or a number.
 struct Dim {

@@ -35,7 +35,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
 TILED += ("decoder_layers", "rows_alone", "tiles")
 # What runs on CUDA too: ops, and what is tested across them.
-ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads"}
+ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads", "float8_caches"}
 # opcheck is about what torch sees of an op, which is the same in front of all of the CPU's kernels.
 ALIKE_AT_THE_BOUNDARY = tuple(f"cpu-{name}" for name in CPU_CAPABILITIES if name != "portable")
 

@@ -21,6 +21,8 @@ Arguments = dict[str, Any]
 # As a schema has them, and what holds the arguments behind the call to those before it.
 Checked = tuple[Arguments, Callable[[Arguments, Arguments], None]]
 EXACT = Tolerance(0.0, 0.0)
+# A step of float8: float32 may fall on another side of what is between two numbers.
+FLOAT8_STEP = Tolerance(rtol=0.13, atol=2.0**-9)
 
 
 class Maker:
@@ -172,6 +174,18 @@ class Maker:
         both = self.cache(*rest, 2 * heads, width, dtype=dtype)
         return both[..., :heads, :], both[..., heads:, :]
 
+    def cache_format(
+        self, dtype: torch.dtype, *shape: int
+    ) -> tuple[torch.dtype, dict[str, Tensor | None]]:
+        """What caches of a model of the dtype are in, and the scales of this shape."""
+        if self.chance(0.7):
+            return dtype, {"key_scales": None, "value_scales": None}
+        scales = {
+            name: self.maybe(lambda: self.placed(0.1 + self.uniform(*shape)))
+            for name in ("key_scales", "value_scales")
+        }
+        return torch.float8_e4m3fn, scales
+
     def slots(self, count: int, cache: Tensor) -> Tensor:
         """Distinct ones, and some -1."""
         chosen = self.shuffled(cache.shape[-4] * cache.shape[-3])[:count]
@@ -197,7 +211,8 @@ def compare(
 
     def check(before: Arguments, after: Arguments) -> None:
         for name, want in oracle(before).items():
-            assert_close(after[name], want, tolerance, name)
+            is_float8 = after[name].dtype == torch.float8_e4m3fn
+            assert_close(after[name], want, FLOAT8_STEP if is_float8 else tolerance, name)
 
     return check
 

@@ -437,6 +437,8 @@ def kv_fill(
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
     eps: float = 1e-6,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """What the layers from each row's exit layer on would have written, in place."""
     num_layers, _, _, num_kv_heads, head_dim = k_cache.shape
@@ -455,8 +457,26 @@ def kv_fill(
         if positions is not None and cos_sin is not None:
             k = rotary(k, positions[rows], cos_sin)
         page, offset = slot_mapping[rows] // k_cache.shape[2], slot_mapping[rows] % k_cache.shape[2]
-        k_cache[layer, page, offset] = k.to(k_cache.dtype)
-        v_cache[layer, page, offset] = v
+        scales = (None if each is None else each[layer] for each in (key_scales, value_scales))
+        for cache, x, scale in zip((k_cache, v_cache), (k, v), scales, strict=True):
+            cache[layer, page, offset] = stored(x, cache.dtype, scale).to(cache.dtype)
+
+
+def to_float8(x: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Keys or values [..., num_kv_heads, head_dim] as a cache in float8 holds them."""
+    if scales is not None:
+        x = x.float() * (1.0 / scales[:, None])
+    return x.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def stored(x: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """What a cache of the dtype keeps of keys or values, in float64; not yet rounded to floats."""
+    return (to_float8(x, scales) if dtype == torch.float8_e4m3fn else x).double()
+
+
+def _scaled(x: Tensor, scales: Tensor | None) -> Tensor:
+    """What is meant by [..., num_kv_heads, head_dim] of a cache, in float64."""
+    return x.double() if scales is None else x.double() * scales.double()[:, None]
 
 
 def norm_and_rotate(
@@ -483,6 +503,8 @@ def append_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """New (q, k_cache, v_cache) in float64; see eecore.ops.append_kv."""
     if q is not None:
@@ -492,8 +514,8 @@ def append_kv(
     written = slot_mapping >= 0
     page = slot_mapping[written] // k_cache.shape[1]
     offset = slot_mapping[written] % k_cache.shape[1]
-    new_k[page, offset] = k[written]
-    new_v[page, offset] = v.double()[written]
+    new_k[page, offset] = stored(k[written], k_cache.dtype, key_scales)
+    new_v[page, offset] = stored(v[written], v_cache.dtype, value_scales)
     return q, new_k, new_v
 
 
@@ -525,6 +547,8 @@ def paged_attention(
     position_bias: Tensor | None = None,
     max_distance: int = 128,
     bidirectional: bool = False,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention sequence by sequence in float64; see eecore.ops.paged_attention."""
     page_size = k_cache.shape[1]
@@ -543,8 +567,10 @@ def paged_attention(
         used = seen.any(0).nonzero().flatten()
         rows = seen.any(1).nonzero().flatten()
         pages = page_table[seq, used // page_size].long()
-        k = k_cache[pages, used % page_size].double().repeat_interleave(group_size, dim=1)
-        v = v_cache[pages, used % page_size].double().repeat_interleave(group_size, dim=1)
+        k, v = (
+            _scaled(cache[pages, used % page_size], scales).repeat_interleave(group_size, dim=1)
+            for cache, scales in ((k_cache, key_scales), (v_cache, value_scales))
+        )
         scores = torch.einsum("qhd,khd->hqk", q[begin:end][rows].double(), k) * scale
         if position_bias is not None:
             relative = used - positions[rows, None]
@@ -658,6 +684,8 @@ def decoder_layers(
     position_bias: Tensor | None = None,
     max_distance: int = 128,
     activation: str = "silu",
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """The residual stream after the layers; keys and values are written in place."""
     dtype = hidden.dtype
@@ -665,6 +693,10 @@ def decoder_layers(
     layers = weights.unbind()
     for layer in range(begin_layer, end_layer):
         w = layers[layer]
+        scales = {
+            name: None if each is None else each[layer]
+            for name, each in (("key_scales", key_scales), ("value_scales", value_scales))
+        }
         if skip_attention is None or not skip_attention[layer]:
             qkv = skinny_linear(
                 hidden, norm_weight=w.attention_norm, eps=eps, **_of_matrix(w.qkv)
@@ -683,9 +715,10 @@ def decoder_layers(
                 w.q_norm,
                 w.k_norm,
                 eps,
+                **scales,
             )
             assert rotated is not None
-            k_cache[layer], v_cache[layer] = new_k.to(dtype), new_v.to(dtype)
+            k_cache[layer], v_cache[layer] = (new.to(k_cache.dtype) for new in (new_k, new_v))
             attended = paged_attention(
                 rotated.to(dtype),
                 k_cache[layer],
@@ -697,6 +730,7 @@ def decoder_layers(
                 sliding_window=0 if sliding_window is None else int(sliding_window[layer]),
                 position_bias=position_bias,
                 max_distance=max_distance,
+                **scales,
             )
             attended = attended.to(dtype).flatten(1)
             hidden = skinny_linear(attended, residual=hidden, **_of_matrix(w.o))
@@ -714,6 +748,7 @@ def decoder_layers(
                     query_start_loc,
                     scale=scale,
                     causal=False,
+                    **scales,
                 )
                 attended = attended.to(dtype).flatten(1)
                 hidden = skinny_linear(attended, residual=hidden, **_of_matrix(cross_o))

@@ -32,6 +32,9 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     if num_tokens == 0 or num_seqs == 0:
         return []
     item, group = q.element_size(), num_q_heads // num_kv_heads
+    name = "paged_attention_kernel"
+    if cache.dtype == torch.float8_e4m3fn:
+        name = "paged_attention_float8_kernel"
     max_keys = table.shape[1] * cache.shape[1]
     keys = min(known.seq_len or max_keys, max_keys)
     warp_rows = 4 if q.dtype == torch.float32 else 16
@@ -71,7 +74,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     window = call["sliding_window"]
     used = min(keys, window + queries - 1) if window > 0 else keys
     seen = used - ((queries - 1) / 2 if call["causal"] else 0)
-    kv = 2 * num_seqs * used * num_kv_heads * head_dim * item
+    kv = 2 * num_seqs * used * num_kv_heads * head_dim * cache.element_size()
     out = num_tokens * num_q_heads * head_dim * item
     partial = partials * all_rows
     padded = ceil_div(rows, warp_rows) * warp_rows
@@ -84,7 +87,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     merges = blocks > 1 and not combines
     launches = [
         KernelLaunch(
-            "paged_attention_kernel",
+            name,
             (bound * num_kv_heads, blocks),
             {
                 "k_cache, v_cache": kv,
@@ -108,6 +111,6 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     ]
     if combines:
         grid = (num_tokens, ceil_div(num_q_heads * head_dim // MERGED_SIZE, 32))
-        name = "paged_attention_combine_kernel"
-        launches.append(KernelLaunch(name, grid, writes=out, workspace=partial))
+        combine = "paged_attention_combine_kernel"
+        launches.append(KernelLaunch(combine, grid, writes=out, workspace=partial))
     return launches

@@ -198,13 +198,16 @@ def made_rows(
 
 def append_kv(call: Call, _: Device, __: Known) -> list[KernelLaunch]:
     heads = call["q"].shape[1] if call["q"] is not None else 0
-    return [append_launch(call, *call["k"].shape[:2], heads)]
+    k = call["k"]
+    return [append_launch(call, *k.shape[:2], heads, k.element_size())]
 
 
-def append_launch(call: Call, num_tokens: int, num_kv_heads: int, num_q_heads: int) -> KernelLaunch:
-    """append_kv as a kernel of its own."""
+def append_launch(
+    call: Call, num_tokens: int, num_kv_heads: int, num_q_heads: int, item: int
+) -> KernelLaunch:
+    """append_kv as a kernel of its own, of heads of so many bytes a number."""
     cache, cos_sin = call["k_cache"], call["cos_sin"]
-    head_dim, item = cache.shape[3], cache.element_size()
+    head_dim, is_float8 = cache.shape[3], cache.dtype == torch.float8_e4m3fn
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     pack = 16 // item
     rest = ceil_div(ceil_div(head_dim - rotary, 2), pack)
@@ -220,7 +223,9 @@ def append_launch(call: Call, num_tokens: int, num_kv_heads: int, num_q_heads: i
         **append_reads(call, num_tokens),
     }
     grid = (num_tokens, ceil_div(heads, 128 // lanes))
-    return KernelLaunch("append_kv_kernel", grid, reads, writes=moved)
+    narrower = num_tokens * 2 * num_kv_heads * head_dim * (item - cache.element_size())
+    name = "append_kv_float8_kernel" if is_float8 else "append_kv_kernel"
+    return KernelLaunch(name, grid, reads, writes=moved - narrower)
 
 
 def append_reads(call: Call, num_tokens: int) -> dict[str, float]:
@@ -238,6 +243,7 @@ def blocks_append(call: Call, rows: Rows) -> bool:
     return (
         rows.count <= MOST_APPENDED_ROWS
         and not rows.packed
+        and call["k_cache"].dtype == rows.dtype
         and call["q_norm_weight"] is None
         and call["k_norm_weight"] is None
         and call["k_cache"].shape[3] % 16 == 0
@@ -288,7 +294,7 @@ def skinny_linear(call: Call, device: Device, _: Known) -> list[KernelLaunch]:
     )
     if appends and not in_blocks:
         heads = out_features // head_dim - 2 * kv_heads
-        launches.append(append_launch(call, rows.count, kv_heads, heads))
+        launches.append(append_launch(call, rows.count, kv_heads, heads, rows.dtype.itemsize))
     return launches
 
 
@@ -383,7 +389,7 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     # Units of work of a layer, and the rows of the weight that they read: some rows, or heads.
     in_pairs = call["k_norm_weight"] is None and head_dim % 16 == 0 and rotary % 16 == 0
-    in_pairs = in_pairs and table is None
+    in_pairs = in_pairs and table is None and cache.dtype == rows.dtype
     m_tiles = 2 if in_pairs and n_tiles > 2 else 1
     units, read_rows = num_heads, kv_size
     if in_pairs:
@@ -406,7 +412,7 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
             "weight": (passes * read_rows - deepest * kv_size) * weight_row,
             "x": filled * rows.row_bytes * (units - 1),
         },
-        writes=filled * num_heads * head_dim * item,
+        writes=filled * num_heads * head_dim * cache.element_size(),
         workspace=filled * rows.row_bytes,
         flops=2.0 * passes * 8 * n_tiles * read_rows * rows.size,
         at_work=groups * min(blocks, deepest * units),

@@ -18,10 +18,14 @@ from torch.nn import functional
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 
 
-def states_of(model: LlamaModel, token_ids: Tensor) -> Tensor:
-    """[num_tokens, hidden_size] of one text, behind the last layer."""
-    count = len(token_ids)
-    kv = KVCache.allocate(model.config, 1, count, device=model.device, dtype=model.dtype)
+def states_of(
+    model: LlamaModel, token_ids: Tensor, cache_dtype: torch.dtype | None = None
+) -> Tensor:
+    """[num_tokens, hidden_size] of one text, behind the last layer; cache_dtype: the model's when
+    None.
+    """
+    count, dtype = len(token_ids), cache_dtype or model.dtype
+    kv = KVCache.allocate(model.config, 1, count, device=model.device, dtype=dtype)
     batch = AttentionBatch(
         positions=torch.arange(count),
         slot_mapping=torch.arange(count),

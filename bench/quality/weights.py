@@ -9,9 +9,10 @@ the table in bench/RESULTS.md, in about 2 minutes.
 
 from __future__ import annotations
 
+import argparse
 import platform
 import pydoc_data.topics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import get_smollm2
 from bench.quality.perplexity import states_of
 from eecore.evaluation.tables import markdown_table
-from eecore.models import LlamaModel
+from eecore.models import LlamaModel, cache_dtype
 
 TOPICS = ("objects", "execmodel", "exceptions", "operator-summary", "class", "try", "strings")
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,12 +38,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8, bfloat16 states": {"dtype": "bfloat16", "weights": "int8"},
     "int4, float32 states": {"dtype": "float32", "weights": "int4"},
 }
+QUALITY = ("perplexity", "same likeliest token", "KL (nats)", "greedy tokens alike")
 PROMPT_LENGTH = 32
 
 
-def logits_of(model: LlamaModel, token_ids: Tensor) -> Tensor:
-    """Float32 [num_tokens, vocab_size] of one text."""
-    return model.logits(states_of(model, token_ids))
+def logits_of(model: eecore.Model, token_ids: Tensor) -> Tensor:
+    """Float32 [num_tokens, vocab_size] of one text, its keys and values cached as the model's
+    engine has them.
+    """
+    network = model.network
+    assert isinstance(network, LlamaModel)
+    kept = cache_dtype(network.config, model.engine_config.kv_cache_dtype, network.dtype)
+    return network.logits(states_of(network, token_ids, kept))
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Text:
     logprobs: Tensor
 
 
-def measure(model: LlamaModel, texts: list[Text]) -> dict[str, float]:
+def measure(model: eecore.Model, texts: list[Text]) -> dict[str, float]:
     """Means over every position of every text."""
     nats, agreed, divergence, count = 0.0, 0, 0.0, 0
     for text in texts:
@@ -92,13 +99,15 @@ def weight_bytes(model: LlamaModel) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def rows_of(num_tokens: int, max_tokens: int) -> tuple[list[dict[str, Any]], list[Text]]:
-    """Of each kind of weights, and the texts that they were held against."""
+def rows_of(
+    kinds: Mapping[str, dict[str, Any]], num_tokens: int, max_tokens: int
+) -> tuple[list[dict[str, Any]], list[Text]]:
+    """Of each kind, by its options of ``eecore.load``, and the texts that they are held to."""
     directory = get_smollm2()
     texts: list[Text] = []
     expected: list[list[int]] = []
     rows = []
-    for name, options in KINDS.items():
+    for name, options in kinds.items():
         model = eecore.load(
             directory, device="cpu", prefix_cache=False, kv_cache_tokens=2048, **options
         )
@@ -107,7 +116,7 @@ def rows_of(num_tokens: int, max_tokens: int) -> tuple[list[dict[str, Any]], lis
             for topic in TOPICS:
                 ids = model.tokenizer.encode(pydoc_data.topics.topics[topic])
                 token_ids = torch.tensor(ids[:num_tokens])
-                texts.append(Text(token_ids, logits_of(model.network, token_ids).log_softmax(-1)))
+                texts.append(Text(token_ids, logits_of(model, token_ids).log_softmax(-1)))
         tokens = greedy(model, texts, max_tokens)
         expected = expected or tokens
         alike = [same_prefix(*pair) for pair in zip(tokens, expected, strict=True)]
@@ -115,7 +124,7 @@ def rows_of(num_tokens: int, max_tokens: int) -> tuple[list[dict[str, Any]], lis
             {
                 "name": name,
                 "weight_bytes": weight_bytes(model.network),
-                **measure(model.network, texts),
+                **measure(model, texts),
                 "greedy_alike": sum(alike) / len(alike),
             }
         )
@@ -123,39 +132,9 @@ def rows_of(num_tokens: int, max_tokens: int) -> tuple[list[dict[str, Any]], lis
     return rows, texts
 
 
-def markdown(result: Figures) -> str:
-    lines = [
-        [
-            row["name"],
-            f"{row['weight_bytes'] / 1e6:.0f}",
-            f"{row['perplexity']:.3f}",
-            f"{row['top1_agreement']:.1%}",
-            f"{row['kl_nats']:.4f}",
-            f"{row['greedy_alike']:.1f} of {result['max_tokens']}",
-        ]
-        for row in result["kinds"]
-    ]
-    head = ["weights", "MB", "perplexity", "same likeliest token", "KL (nats)"]
-    about = (
-        f"SmolLM2-135M-Instruct on {result['num_tokens']} tokens of Python {result['python']}'s "
-        "language reference, against float32 weights, which come from blocks of 4 bits: int4 finds "
-        "them again. int8 and int4: blocks of 32 numbers, states quantised to 8 bits within each "
-        "product. Greedy: mean length of the common beginning with the float32 text, "
-        f"{result['num_texts']} texts. `python -m bench weights`"
-    )
-    return f"{markdown_table([*head, 'greedy tokens alike'], lines)}\n\n{about}"
-
-
-REPORTS = (Report("weights", {"weights": markdown}),)
-
-
-def main(words: Sequence[str]) -> None:
-    made = parser("weights", __doc__)
-    made.add_argument("--tokens", type=int, default=512, help="of each text")
-    made.add_argument("--max-tokens", type=int, default=64)
-    arguments = made.parse_args(words)
-    rows, texts = rows_of(arguments.tokens, arguments.max_tokens)
-    result = {
+def figures_of(kinds: Mapping[str, dict[str, Any]], arguments: argparse.Namespace) -> Figures:
+    rows, texts = rows_of(kinds, arguments.tokens, arguments.max_tokens)
+    return {
         "python": platform.python_version(),
         **machine(),
         "num_texts": len(texts),
@@ -163,4 +142,47 @@ def main(words: Sequence[str]) -> None:
         "max_tokens": arguments.max_tokens,
         "kinds": rows,
     }
-    REPORTS[0].finish(result, arguments)
+
+
+def quality_cells(row: dict[str, Any], max_tokens: int) -> list[str]:
+    """Of a table, under :data:`QUALITY`."""
+    return [
+        f"{row['perplexity']:.3f}",
+        f"{row['top1_agreement']:.1%}",
+        f"{row['kl_nats']:.4f}",
+        f"{row['greedy_alike']:.1f} of {max_tokens}",
+    ]
+
+
+def markdown(result: Figures) -> str:
+    lines = [
+        [
+            row["name"],
+            f"{row['weight_bytes'] / 1e6:.0f}",
+            *quality_cells(row, result["max_tokens"]),
+        ]
+        for row in result["kinds"]
+    ]
+    about = (
+        f"SmolLM2-135M-Instruct on {result['num_tokens']} tokens of Python {result['python']}'s "
+        "language reference, against float32 weights, which come from blocks of 4 bits: int4 finds "
+        "them again. int8 and int4: blocks of 32 numbers, states quantised to 8 bits within each "
+        "product. Greedy: mean length of the common beginning with the float32 text, "
+        f"{result['num_texts']} texts. `python -m bench weights`"
+    )
+    return f"{markdown_table(['weights', 'MB', *QUALITY], lines)}\n\n{about}"
+
+
+REPORTS = (Report("weights", {"weights": markdown}),)
+
+
+def parsed(name: str, about: str | None, words: Sequence[str]) -> argparse.Namespace:
+    made = parser(name, about)
+    made.add_argument("--tokens", type=int, default=512, help="of each text")
+    made.add_argument("--max-tokens", type=int, default=64)
+    return made.parse_args(words)
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = parsed("weights", __doc__, words)
+    REPORTS[0].finish(figures_of(KINDS, arguments), arguments)

@@ -62,12 +62,14 @@ struct AttentionTile {
 
 // What a thread holds of a tile, the rows of one kv head after those of another.
 struct TileScratch {
-  alignas(64) float q[kTileFloats];                  // [rows, width], as the blocks take them
-  alignas(64) float acc[kTileFloats];                // [rows, width]: weights times values
-  alignas(64) float total[kTileFloats];              // the same, of the splits merged so far
-  alignas(64) float k_block[kTileFloats];            // [block, width], when gathered
-  alignas(64) float v_block[kTileFloats];            // [block, width], when gathered
-  alignas(64) float scores[kGroupRows * kMaxBlock];  // [rows of a group, block]
+  alignas(64) float q[kTileFloats];        // [rows, width], as the blocks take them
+  alignas(64) float acc[kTileFloats];      // [rows, width]: weights times values
+  alignas(64) float total[kTileFloats];    // the same, of the splits merged so far
+  alignas(64) float k_block[kTileFloats];  // [block, width], when gathered
+  alignas(64) float v_block[kTileFloats];  // [block, width], when gathered
+  alignas(64) uint8_t k_widened[kTileFloats * sizeof(float)];  // [block, width], of float8
+  alignas(64) uint8_t v_widened[kTileFloats * sizeof(float)];  // [block, width], of float8
+  alignas(64) float scores[kGroupRows * kMaxBlock];            // [rows of a group, block]
 #if defined(__AVX512BF16__)
   alignas(64) uint32_t q_pairs[kTileFloats / 2];  // [rows, width / 2], of pairs of bfloat16
   alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];

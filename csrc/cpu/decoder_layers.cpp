@@ -11,6 +11,21 @@ const T* at(const void* tensor, int64_t elements) {
   return tensor ? static_cast<const T*>(tensor) + elements : nullptr;
 }
 
+// A layer's part of a cache; stride: in elements, from a layer to the next.
+template <typename T>
+void* layer_cache(const DecoderLayersParams& params, void* cache, int64_t stride, int64_t layer) {
+  const int64_t size = params.append.cache_format.is_float8 ? 1 : int64_t{sizeof(T)};
+  return static_cast<char*>(cache) + layer * stride * size;
+}
+
+CacheFormat layer_format(const DecoderLayersParams& params, int64_t layer) {
+  CacheFormat format = params.append.cache_format;
+  const int64_t scales = layer * params.append.num_kv_heads;
+  format.key_scales = at<float>(format.key_scales, scales);
+  format.value_scales = at<float>(format.value_scales, scales);
+  return format;
+}
+
 // What passes between the kernels of a layer. Queries, keys and values lie side by side.
 template <typename T>
 struct Buffers {
@@ -79,8 +94,9 @@ template <typename T>
 void attend(const DecoderLayersParams& params, PagedAttentionParams call, int64_t layer,
             const Buffers<T>& buffers, int64_t q_stride, const Parallel& parallel) {
   call.q = buffers.qkv;
-  call.k_cache = at<T>(params.append.k_cache, layer * params.k_cache_layer_stride);
-  call.v_cache = at<T>(params.append.v_cache, layer * params.v_cache_layer_stride);
+  call.k_cache = layer_cache<T>(params, params.append.k_cache, params.k_cache_layer_stride, layer);
+  call.v_cache = layer_cache<T>(params, params.append.v_cache, params.v_cache_layer_stride, layer);
+  call.cache_format = layer_format(params, layer);
   call.out = buffers.attended;
   call.q_token_stride = q_stride;
   call.out_token_stride = call.num_q_heads * call.head_dim;
@@ -102,8 +118,9 @@ void run_self_attention(const DecoderLayersParams& params, int64_t layer, const 
   append.v = buffers.qkv + (append.num_q_heads + append.num_kv_heads) * head_dim;
   append.q_norm_weight = at<T>(params.q_norm, layer * head_dim);
   append.k_norm_weight = at<T>(params.k_norm, layer * head_dim);
-  append.k_cache = static_cast<T*>(append.k_cache) + layer * params.k_cache_layer_stride;
-  append.v_cache = static_cast<T*>(append.v_cache) + layer * params.v_cache_layer_stride;
+  append.k_cache = layer_cache<T>(params, append.k_cache, params.k_cache_layer_stride, layer);
+  append.v_cache = layer_cache<T>(params, append.v_cache, params.v_cache_layer_stride, layer);
+  append.cache_format = layer_format(params, layer);
   append.q_token_stride = append.k_token_stride = append.v_token_stride = params.qkv.out_features;
   append.q_head_stride = append.k_head_stride = append.v_head_stride = head_dim;
   EECORE_CAPABILITY::run_append_kv(append, parallel);

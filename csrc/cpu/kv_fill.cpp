@@ -1,6 +1,7 @@
 // kv_fill on the CPU: one list of work over every layer, block of rows and head, one parallel
 // region. Rows are ordered by exit layer, so that the rows a layer needs are the first ones of that
 // order.
+#include "float8.h"
 #include "head_row.h"
 #include "packed_rows.h"
 
@@ -94,11 +95,17 @@ class Worker {
           values);
     }
     store_row(values, n, rounded);
+    const bool is_float8 = params_.cache_format.is_float8;
     if (head >= params_.num_kv_heads) {
-      T* out = static_cast<T*>(params_.v_cache) + layer * params_.v_cache_layer_stride +
-               cache_offset(params_.v_cache_strides, slot, head - params_.num_kv_heads);
-      copy_bytes(out, rounded, n * sizeof(T));
-      return;
+      const int64_t at = layer * params_.v_cache_layer_stride +
+                         cache_offset(params_.v_cache_strides, slot, head - params_.num_kv_heads);
+      if (!is_float8)
+        return copy_bytes(static_cast<T*>(params_.v_cache) + at, rounded, n * sizeof(T));
+      load_row(rounded, n, values);
+      return store_scaled_row(
+          values, n,
+          scale_of(params_.cache_format.value_scales, (layer - 1) * params_.num_kv_heads + head),
+          static_cast<Float8*>(params_.v_cache) + at);
     }
     load_row(rounded, n, values);
     if (params_.k_norm_weight) {
@@ -110,9 +117,12 @@ class Worker {
       rotate_row(values, params_.cos_sin + params_.positions[row] * params_.rotary_dim,
                  params_.rotary_dim / 2);
     }
-    store_row(values, n,
-              static_cast<T*>(params_.k_cache) + layer * params_.k_cache_layer_stride +
-                  cache_offset(params_.k_cache_strides, slot, head));
+    const int64_t at =
+        layer * params_.k_cache_layer_stride + cache_offset(params_.k_cache_strides, slot, head);
+    if (!is_float8) return store_row(values, n, static_cast<T*>(params_.k_cache) + at);
+    store_scaled_row(values, n,
+                     scale_of(params_.cache_format.key_scales, layer * params_.num_kv_heads + head),
+                     static_cast<Float8*>(params_.k_cache) + at);
   }
 
   // values += bias, both [n].

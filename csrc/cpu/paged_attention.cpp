@@ -7,6 +7,7 @@
 // block size within a split, every score is summed in one order whatever the tile, and values that
 // only a neighbour sees are not added. What is not a number comes out as of softmax(q k) v: in the
 // whole row where it is in the query or in a key that the row sees, in its column where in a value.
+#include "attention_float8.h"
 #include "attention_pairs.h"
 #include "attention_rows.h"
 
@@ -46,8 +47,15 @@ void locate_block(const AttentionPlan& params, const AttentionTile& tile, Range 
   }
 }
 
-// Adds the keys of one split to the rows' maximum, weight_sum and acc, which it sets up.
-template <typename T>
+// What the scores of a kv head's rows are multiplied by.
+inline float score_scale(const AttentionPlan& params, int64_t kv_head) {
+  const float* scale = scale_of(params.cache_format.key_scales, kv_head);
+  return scale != nullptr ? params.scale * *scale : params.scale;
+}
+
+// Adds the keys of one split to the rows' maximum, weight_sum and acc, which it sets up. C: what
+// the caches hold.
+template <typename T, typename C>
 void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range split,
                   TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
@@ -63,11 +71,12 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
   const Range used = intersect(tile.used, split);
   const auto block_at = [&](int64_t key) { return Range{key, min_of(key + block_keys, used.end)}; };
   int64_t key = split.begin + (used.begin - split.begin) / block_keys * block_keys;
-  const auto of_head = [&](const BlockRows<T>& block, int64_t head) {
-    return HeadBlock<T>{{block.k, head * params.k_cache_strides.head},
+  const auto of_head = [&](const BlockRows<C>& block, int64_t head) {
+    return HeadBlock<C>{{block.k, head * params.k_cache_strides.head},
                         {block.v, head * params.v_cache_strides.head}};
   };
-  BlockRows<T> rows[2];
+  BlockRows<C> rows[2];
+  BlockRows<T> wide_rows;  // of float8
   locate_block(params, tile, block_at(key), used, rows[0]);
   for (int current = 0; key < used.end; key += block_keys, current ^= 1) {
     const Range keys = block_at(key);
@@ -76,10 +85,13 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
 
     // Head by head within a block, so that memory is read in its own order.
     for (int64_t head = 0; head < tile.num_heads; ++head) {
-      HeadBlock<T> next = of_head(rows[current], head + 1);
-      if (head + 1 == tile.num_heads) next = last ? HeadBlock<T>{} : of_head(rows[current ^ 1], 0);
-      attend_block(scratch, tile.num_rows, head * tile.num_rows, head_dim, params.scale, keys,
-                   of_head(rows[current], head), next);
+      HeadBlock<C> next = of_head(rows[current], head + 1);
+      if (head + 1 == tile.num_heads) next = last ? HeadBlock<C>{} : of_head(rows[current ^ 1], 0);
+      const HeadBlock<T> block =
+          widened(of_head(rows[current], head), next, keys, head_dim, scratch, wide_rows);
+      attend_block(scratch, tile.num_rows, head * tile.num_rows, head_dim,
+                   score_scale(params, tile.first_head + head), keys, block,
+                   ahead(next, wide_rows));
     }
   }
 }
@@ -102,10 +114,17 @@ inline void merge_split(const float* acc, float maximum, float weight, int64_t w
   *total_maximum = new_maximum;
 }
 
-// out = total / weight; zeros for a row that saw no key, or nothing but scores of -inf.
+// A row's result = total / weight; zeros where it saw no key, or nothing but scores of -inf.
 template <typename T>
-void write_row(const float* total, float weight, int64_t head_dim, T* out) {
-  const Vec inverse = broadcast(weight == 0.0f ? 0.0f : 1.0f / weight);
+void write_row(const AttentionPlan& params, int64_t token, int64_t head, const float* total,
+               float weight) {
+  const int64_t head_dim = params.head_dim;
+  T* out =
+      static_cast<T*>(params.out) + token * params.out_token_stride + head * params.out_head_stride;
+  const float* scale =
+      scale_of(params.cache_format.value_scales, head / (params.num_q_heads / params.num_kv_heads));
+  const Vec inverse =
+      broadcast(weight == 0.0f ? 0.0f : (scale != nullptr ? *scale : 1.0f) / weight);
   int64_t d = 0;
   for (; d + kPairWidth <= head_dim; d += kPairWidth) {
     store_pair(out + d, load_kept(total + d) * inverse);
@@ -116,12 +135,6 @@ void write_row(const float* total, float weight, int64_t head_dim, T* out) {
 inline float* partial_of(const AttentionPlan& params, int64_t token, int64_t head, int64_t split) {
   return params.partials +
          ((token * params.num_q_heads + head) * params.max_splits + split) * params.partial_size;
-}
-
-template <typename T>
-T* out_row(const AttentionPlan& params, int64_t token, int64_t head) {
-  return static_cast<T*>(params.out) + token * params.out_token_stride +
-         head * params.out_head_stride;
 }
 
 // The splits that hold any of `keys`, as a range.
@@ -135,7 +148,7 @@ inline Range keys_of_split(const AttentionPlan& params, int64_t split) {
 }
 
 // One work item: a tile with one split, written to `partials`, or with all of them, written to out.
-template <typename T>
+template <typename T, typename C>
 void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t only_split,
                  TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
@@ -152,7 +165,7 @@ void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t
   for (int64_t at = 0; at < num_rows; ++at) {
     take_query(static_cast<const T*>(params.q) + token_of(at) * params.q_token_stride +
                    head_of(at) * params.q_head_stride,
-               head_dim, params.scale, at, scratch);
+               head_dim, score_scale(params, tile.first_head + at / tile.num_rows), at, scratch);
   }
   for (int64_t row = 0; row < tile.num_rows; ++row) {
     scratch.visible[row] = visible_keys(params, tile.seq, tile.query(row));
@@ -166,7 +179,7 @@ void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t
   const Range splits = splits_of(params, tile.used);
   if (params.partials != nullptr) {
     if (only_split < splits.begin || only_split >= splits.end) return;
-    attend_split<T>(params, tile, keys_of_split(params, only_split), scratch);
+    attend_split<T, C>(params, tile, keys_of_split(params, only_split), scratch);
     for (int64_t at = 0; at < num_rows; ++at) {
       float* partial = partial_of(params, token_of(at), head_of(at), only_split);
       __builtin_memcpy(partial, scratch.acc + at * width, width * sizeof(float));
@@ -181,7 +194,7 @@ void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t
   }
   for (int64_t i = 0; i < num_rows * width; i += kWidth) store(scratch.total + i, zero());
   for (int64_t split = splits.begin; split < splits.end; ++split) {
-    attend_split<T>(params, tile, keys_of_split(params, split), scratch);
+    attend_split<T, C>(params, tile, keys_of_split(params, split), scratch);
     for (int64_t at = 0; at < num_rows; ++at) {
       merge_split(scratch.acc + at * width, scratch.maximum[at],
                   sum(load(scratch.weight_sum + at * kWidth)), width, scratch.total + at * width,
@@ -189,8 +202,8 @@ void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t
     }
   }
   for (int64_t at = 0; at < num_rows; ++at) {
-    write_row(scratch.total + at * width, scratch.total_weight[at], head_dim,
-              out_row<T>(params, token_of(at), head_of(at)));
+    write_row<T>(params, token_of(at), head_of(at), scratch.total + at * width,
+                 scratch.total_weight[at]);
   }
 }
 
@@ -222,7 +235,7 @@ struct SequenceItems {
   int64_t count() const { return num_splits * num_head_groups * num_tiles; }
 };
 
-template <typename T>
+template <typename T, typename C>
 void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t item,
               TileScratch& scratch) {
   const int64_t head_group = item / items.num_tiles % items.num_head_groups;
@@ -235,12 +248,12 @@ void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t i
   tile.first_row = item % items.num_tiles * params.tile_rows;
   tile.num_rows = min_of(params.tile_rows, tile.seq.num_queries * tile.group_size - tile.first_row);
   tile.used = keys_of_queries(params, tile.seq, tile.query(0), tile.query(tile.num_rows - 1));
-  attend_tile<T>(params, tile, split, scratch);
+  attend_tile<T, C>(params, tile, split, scratch);
 }
 
 // Takes items off the list until it is empty. Counters only grow, so one walk over the sequences
 // finds all of a thread's items.
-template <typename T>
+template <typename T, typename C>
 void run_items(const AttentionPlan& params, int64_t num_items, int64_t* next_item) {
   TileScratch& scratch = kept_by_thread<TileScratch>();
   int64_t index = 0, items_before = 0;
@@ -252,7 +265,7 @@ void run_items(const AttentionPlan& params, int64_t num_items, int64_t* next_ite
       items_before += items.count();
       items = SequenceItems(params, ++index);
     }
-    run_item<T>(params, items, item - items_before, scratch);
+    run_item<T, C>(params, items, item - items_before, scratch);
   }
 }
 
@@ -272,11 +285,11 @@ void merge_rows(const AttentionPlan& params, int64_t begin, int64_t end) {
       const float* partial = partial_of(params, token, head, split);
       merge_split(partial, partial[width], partial[width + 1], width, total, &maximum, &weight);
     }
-    write_row(total, weight, params.head_dim, out_row<T>(params, token, head));
+    write_row<T>(params, token, head, total, weight);
   }
 }
 
-template <typename T>
+template <typename T, typename C>
 void run(AttentionPlan params, const Parallel& parallel) {
   const Scratch<float> partials(params.num_tokens * params.num_q_heads * params.max_splits *
                                 params.partial_size);
@@ -294,7 +307,7 @@ void run(AttentionPlan params, const Parallel& parallel) {
     int64_t next_item = 0;
     const int64_t num_threads = min_of(params.num_threads, num_items);
     parallel_for(parallel, num_threads, 1,
-                 [&](int64_t, int64_t) { run_items<T>(params, num_items, &next_item); });
+                 [&](int64_t, int64_t) { run_items<T, C>(params, num_items, &next_item); });
   }
   if (params.partials != nullptr) {
     parallel_for(parallel, params.num_tokens * params.num_q_heads, 16,
@@ -307,11 +320,8 @@ void run(AttentionPlan params, const Parallel& parallel) {
 void run_paged_attention(const PagedAttentionParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0 || params.num_q_heads == 0) return;
   const AttentionPlan plan = plan_attention(params, parallel.num_threads);
-  if (params.dtype == DType::kFloat32) {
-    run<float>(plan, parallel);
-  } else {
-    run<BFloat16>(plan, parallel);
-  }
+  dispatch_cache(params.dtype, params.cache_format,
+                 [&]<typename T, typename C>() { run<T, C>(plan, parallel); });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -19,7 +19,9 @@ void run_append_kv(const AppendKvParams& params, Stream stream) {
         dim3(lanes, heads_per_block), 0, Launch::kAfterPrevious};
     dispatch_at_least<1, 3>(
         (items.count<T>() + lanes - 1) / lanes, "append_kv", "items of a lane", [&](auto per_lane) {
-          launch("append_kv", append_kv_kernel<T, per_lane()>, shape, stream, params, items);
+          const auto kernel = params.cache_format.is_float8 ? append_kv_float8_kernel<T, per_lane()>
+                                                            : append_kv_kernel<T, per_lane()>;
+          launch("append_kv", kernel, shape, stream, params, items);
         });
   });
 }

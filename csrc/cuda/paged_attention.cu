@@ -20,24 +20,51 @@ bool is_aligned(const void* pointer, std::initializer_list<int64_t> strides, DTy
          std::all_of(strides.begin(), strides.end(), [&](int64_t s) { return s % pack == 0; });
 }
 
-bool is_aligned(const void* cache, const CacheStrides& strides, DType dtype) {
-  return is_aligned(cache, {strides.page, strides.slot, strides.head}, dtype);
+bool is_aligned(const void* cache, const CacheStrides& strides, int64_t element_size) {
+  const auto whole = [&](int64_t stride) { return stride * element_size % 16 == 0; };
+  return reinterpret_cast<uintptr_t>(cache) % 16 == 0 && whole(strides.page) &&
+         whole(strides.slot) && whole(strides.head);
 }
 
-// body(TypeTag<T>{}, std::integral_constant<int, kHeadDim>{}, std::bool_constant<kBiased>{}) for a
-// call's dtype and head_dim. With a bias, which few models have, there are kernels of fewer sizes.
+// A kernel: of what dtype, head dimension and cache, and whether with a bias.
+template <typename T_, int kHeadDim_, bool kBiased_, typename C_>
+struct Kernel {
+  using T = T_;
+  using C = C_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kBiased = kBiased_;
+  using Sizes = AttentionSizes<T, kHeadDim, C>;
+
+  static constexpr auto function() {
+    if constexpr (Sizes::kWidens) {
+      return paged_attention_float8_kernel<T, kHeadDim>;
+    } else {
+      return paged_attention_kernel<T, kHeadDim, kBiased>;
+    }
+  }
+};
+
+// body(Kernel<...>{}) for a call. With a bias or caches in float8, which few models have, there are
+// kernels of fewer sizes.
 template <typename Body>
 void dispatch(const PagedAttentionParams& params, Body&& body) {
   constexpr const char* kOp = "paged_attention";
+  const bool is_float8 = params.cache_format.is_float8;
+  if (is_float8 && params.position_bias != nullptr) {
+    throw std::runtime_error(
+        "paged_attention: expected caches in the model's dtype with a position_bias on CUDA, got "
+        "float8_e4m3fn");
+  }
   dispatch_dtype(params.dtype, kOp, [&](auto type) {
-    if (params.position_bias == nullptr) {
-      dispatch_head_dim(params.head_dim, kOp,
-                        [&](auto head_dim) { body(type, head_dim, std::false_type{}); });
-    } else {
-      dispatch_at_least<64, 128, 256>(params.head_dim, kOp, "head_dim", [&](auto head_dim) {
-        body(type, head_dim, std::true_type{});
-      });
+    using T = typename decltype(type)::type;
+    if (params.position_bias == nullptr && !is_float8) {
+      return dispatch_head_dim(params.head_dim, kOp,
+                               [&](auto head_dim) { body(Kernel<T, head_dim(), false, T>{}); });
     }
+    dispatch_at_least<64, 128, 256>(params.head_dim, kOp, "head_dim", [&](auto head_dim) {
+      if (is_float8) return body(Kernel<T, head_dim(), false, Float8>{});
+      body(Kernel<T, head_dim(), true, T>{});
+    });
   });
 }
 
@@ -145,9 +172,9 @@ struct Call {
   LaunchShape shape;
 };
 
-template <typename T, int kHeadDim, bool kBiased>
+template <typename Kernel>
 Call plan_call(const PagedAttentionParams& params, int device) {
-  using Sizes = AttentionSizes<T, kHeadDim>;
+  using Sizes = typename Kernel::Sizes;
   const DeviceProperties& properties = device_properties(device);
   AttentionPlan plan{};
   plan.group_size = static_cast<int32_t>(params.num_q_heads / params.num_kv_heads);
@@ -171,20 +198,22 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   plan.scale = params.scale * kLog2E;
   plan.q_aligned =
       is_aligned(params.q, {params.q_token_stride, params.q_head_stride}, params.dtype);
-  plan.kv_aligned = is_aligned(params.k_cache, params.k_cache_strides, params.dtype) &&
-                    is_aligned(params.v_cache, params.v_cache_strides, params.dtype);
+  constexpr int64_t kCacheSize = sizeof(typename Kernel::C);
+  plan.kv_aligned = is_aligned(params.k_cache, params.k_cache_strides, kCacheSize) &&
+                    is_aligned(params.v_cache, params.v_cache_strides, kCacheSize);
   plan.out_aligned =
       is_aligned(params.out, {params.out_token_stride, params.out_head_stride}, params.dtype);
   const int64_t bias_bytes = plan_bias<Sizes>(params, max_keys, plan);
   plan_splits<Sizes>(params, properties.num_multiprocessors, plan);
-  plan.last_merges = kLastBlockMerges<T, kBiased> && last_block_merges<Sizes>(params, plan);
+  plan.last_merges = kLastBlockMerges<typename Kernel::T, Kernel::kBiased> &&
+                     last_block_merges<Sizes>(params, plan);
 
   // Stages: two blocks side by side on a multiprocessor, or all for one where there are few blocks.
   const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
   const auto stages_of = [&](int64_t blocks_per_multiprocessor) {
     const int64_t all = static_cast<int64_t>(properties.max_shared_bytes) + kReservedSharedBytes;
-    const int64_t taken =
-        kReservedSharedBytes + Sizes::kFixedBytes + Sizes::kRestBytes + bias_bytes;
+    const int64_t taken = kReservedSharedBytes + Sizes::kFixedBytes + Sizes::kRestBytes +
+                          Sizes::kWideBytes + bias_bytes;
     return (all / blocks_per_multiprocessor - taken) / Sizes::kStageBytes;
   };
   int64_t stages = stages_of(kAttentionBlocksPerMultiprocessor);
@@ -199,12 +228,12 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   }
   stages = std::clamp<int64_t>(stages, kMinAttentionStages, kMaxAttentionStages);
   plan.num_stages = static_cast<int32_t>(stages);
-  LaunchShape shape{
-      dim3(static_cast<unsigned>(num_tiles * params.num_kv_heads),
-           static_cast<unsigned>(plan.num_blocks)),
-      dim3(kAttentionThreads),
-      static_cast<size_t>(Sizes::kRestBytes + stages * Sizes::kStageBytes + bias_bytes),
-      Launch::kAfterPrevious};
+  LaunchShape shape{dim3(static_cast<unsigned>(num_tiles * params.num_kv_heads),
+                         static_cast<unsigned>(plan.num_blocks)),
+                    dim3(kAttentionThreads),
+                    static_cast<size_t>(Sizes::kRestBytes + Sizes::kWideBytes +
+                                        stages * Sizes::kStageBytes + bias_bytes),
+                    Launch::kAfterPrevious};
   return {plan, shape};
 }
 
@@ -217,9 +246,8 @@ bool is_empty(const PagedAttentionParams& params) {
 int64_t paged_attention_workspace(const PagedAttentionParams& params, int device) {
   if (is_empty(params)) return 0;
   int64_t num_partials = 0;
-  dispatch(params, [&](auto type, auto head_dim, auto biased) {
-    using T = typename decltype(type)::type;
-    num_partials = plan_call<T, head_dim(), biased()>(params, device).plan.num_partials;
+  dispatch(params, [&](auto kernel) {
+    num_partials = plan_call<decltype(kernel)>(params, device).plan.num_partials;
   });
   return num_partials * params.num_tokens * params.num_q_heads * (params.head_dim + 2) *
          static_cast<int64_t>(sizeof(float));
@@ -227,12 +255,11 @@ int64_t paged_attention_workspace(const PagedAttentionParams& params, int device
 
 void run_paged_attention(const PagedAttentionParams& params, Stream stream) {
   if (is_empty(params)) return;
-  dispatch(params, [&](auto type, auto head_dim, auto biased) {
-    using T = typename decltype(type)::type;
-    using Sizes = AttentionSizes<T, head_dim()>;
-    const auto [plan, shape] = plan_call<T, head_dim(), biased()>(params, stream.device);
-    launch("paged_attention", paged_attention_kernel<T, head_dim(), biased()>, shape, stream,
-           params, plan);
+  dispatch(params, [&](auto kernel) {
+    using T = typename decltype(kernel)::T;
+    using Sizes = typename decltype(kernel)::Sizes;
+    const auto [plan, shape] = plan_call<decltype(kernel)>(params, stream.device);
+    launch("paged_attention", kernel.function(), shape, stream, params, plan);
     if (plan.num_blocks == 1 || plan.last_merges) return;
     const int64_t pieces = params.num_q_heads * params.head_dim / kMergedSize;
     launch("paged_attention", paged_attention_combine_kernel<T, Sizes::kWarpRows>,

@@ -15,9 +15,9 @@ bool appends(const SkinnyLinearParams& params) { return params.append.slot_mappi
 // together lie side by side, those that are rotated together do not.
 bool blocks_append(const SkinnyLinearParams& params) {
   const AppendKvParams& append = params.append;
-  return params.weight_table == nullptr && params.num_tokens <= kMostAppendedRows &&
-         append.q_norm_weight == nullptr && append.k_norm_weight == nullptr &&
-         HeadTiles::fit(append.head_dim, append.rotary_dim);
+  return params.weight_table == nullptr && !append.cache_format.is_float8 &&
+         params.num_tokens <= kMostAppendedRows && append.q_norm_weight == nullptr &&
+         append.k_norm_weight == nullptr && HeadTiles::fit(append.head_dim, append.rotary_dim);
 }
 
 template <typename T, typename W, int kMTiles, int kNTiles>

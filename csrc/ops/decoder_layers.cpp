@@ -3,6 +3,7 @@
 
 #include "activation_name.h"
 #include "backend.h"
+#include "cache_format.h"
 #include "cpu/crew.h"
 #include "index_checks.h"
 #include "packed_check.h"
@@ -160,13 +161,14 @@ void decoder_layers(
     int64_t max_distance, const Text& activation, const std::optional<Tensor>& qkv_table,
     const std::optional<Tensor>& o_table, const std::optional<Tensor>& gate_up_table,
     const std::optional<Tensor>& down_table, const std::optional<Tensor>& cross_q_table,
-    const std::optional<Tensor>& cross_o_table) {
+    const std::optional<Tensor>& cross_o_table, const std::optional<Tensor>& key_scales,
+    const std::optional<Tensor>& value_scales) {
   Checker check("decoder_layers");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(attention_norm, "attention_norm", Accept::kModel, {"num_layers", "hidden_size"});
   check(mlp_norm, "mlp_norm", Accept::kModel, {"num_layers", "hidden_size"});
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
-    check.written(*cache, name, Accept::kModel,
+    check.written(*cache, name, Accept::kCache,
                   {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   const int64_t num_kv_heads = check["num_kv_heads"], head_dim = check["head_dim"];
@@ -253,6 +255,8 @@ void decoder_layers(
   append.page_size = check["page_size"];
   append.k_cache_strides = check.cache_strides(k_cache, "k_cache");
   append.v_cache_strides = check.cache_strides(v_cache, "v_cache");
+  append.cache_format = check_cache_format(check, k_cache, v_cache, key_scales, value_scales,
+                                           {"num_layers", "num_kv_heads"});
   append.eps = params.eps;
   append.dtype = params.dtype;
 
@@ -318,7 +322,7 @@ EECORE_OP(decoder_layers,
           "Tensor? cross_seq_lens=None, Tensor? position_bias=None, int max_distance=128, "
           "str activation='silu', Tensor? qkv_table=None, Tensor? o_table=None, "
           "Tensor? gate_up_table=None, Tensor? down_table=None, Tensor? cross_q_table=None, "
-          "Tensor? cross_o_table=None")
+          "Tensor? cross_o_table=None, Tensor? key_scales=None, Tensor? value_scales=None")
 
 }  // namespace
 }  // namespace eecore

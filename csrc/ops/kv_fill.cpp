@@ -1,5 +1,6 @@
 // kv_fill: norm, K/V projection, k-norm, rotary and cache write of every layer that a row skipped.
 #include "backend.h"
+#include "cache_format.h"
 #include "index_checks.h"
 #include "packed_check.h"
 
@@ -11,14 +12,15 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
              const std::optional<Tensor>& kv_scale, const std::optional<Tensor>& k_norm_weight,
              const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
              Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping, double eps,
-             const std::optional<Tensor>& kv_table) {
+             const std::optional<Tensor>& kv_table, const std::optional<Tensor>& key_scales,
+             const std::optional<Tensor>& value_scales) {
   Checker check("kv_fill");
   check(hidden, "hidden", Accept::kModel, {"num_tokens", "hidden_size"}, 1);
   check(exit_layer, "exit_layer", Accept::kInt32, {"num_tokens"});
   check(norm_weight, "norm_weight", Accept::kModel, {"num_layers", "hidden_size"}, 1);
-  check.written(k_cache, "k_cache", Accept::kModel,
+  check.written(k_cache, "k_cache", Accept::kCache,
                 {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
-  check.written(v_cache, "v_cache", Accept::kModel,
+  check.written(v_cache, "v_cache", Accept::kCache,
                 {"num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   const int64_t head_dim = check["head_dim"], kv_size = 2 * check["num_kv_heads"] * head_dim;
   const WeightCoding coding = check_weight(check, {"kv_weight", "kv_scale", "kv_table"}, kv_weight,
@@ -40,6 +42,8 @@ void kv_fill(const Tensor& hidden, const Tensor& exit_layer, const Tensor& norm_
   check.require(eps >= 0, "eps: expected a number >= 0, got ", eps);
 
   KvFillParams params{};
+  params.cache_format = check_cache_format(check, k_cache, v_cache, key_scales, value_scales,
+                                           {"num_layers", "num_kv_heads"});
   params.page_size = check["page_size"];
   params.k_cache_strides = check.cache_strides(k_cache, "k_cache");
   params.v_cache_strides = check.cache_strides(v_cache, "v_cache");
@@ -97,7 +101,7 @@ EECORE_OP(kv_fill,
           "Tensor hidden, Tensor exit_layer, Tensor norm_weight, Tensor kv_weight, "
           "Tensor? kv_bias, Tensor? kv_scale, Tensor? k_norm_weight, Tensor? positions, "
           "Tensor? cos_sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-          "float eps, Tensor? kv_table=None")
+          "float eps, Tensor? kv_table=None, Tensor? key_scales=None, Tensor? value_scales=None")
 
 }  // namespace
 }  // namespace eecore

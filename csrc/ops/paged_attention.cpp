@@ -1,5 +1,6 @@
 // paged_attention: ragged queries against a paged KV cache.
 #include "backend.h"
+#include "cache_format.h"
 #include "index_checks.h"
 #include "position_buckets.h"
 
@@ -11,11 +12,13 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      const Tensor& query_start_loc, Tensor out, double scale, bool causal,
                      int64_t sliding_window, int64_t fixed_split_size,
                      const std::optional<Tensor>& position_bias, int64_t max_distance,
-                     bool bidirectional, const std::optional<Tensor>& arrivals) {
+                     bool bidirectional, const std::optional<Tensor>& arrivals,
+                     const std::optional<Tensor>& key_scales,
+                     const std::optional<Tensor>& value_scales) {
   Checker check("paged_attention");
   check(q, "q", Accept::kModel, {"num_tokens", "num_q_heads", "head_dim"}, 1);
   for (const auto& [cache, name] : {std::pair(&k_cache, "k_cache"), {&v_cache, "v_cache"}}) {
-    check.apart(*cache, name, Accept::kModel,
+    check.apart(*cache, name, Accept::kCache,
                 {"num_pages", "page_size", "num_kv_heads", "head_dim"}, 1);
   }
   check(page_table, "page_table", Accept::kInt32, {"num_seqs", "max_pages_per_seq"}, 1);
@@ -37,6 +40,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                 "fixed_split_size: expected 0 or more keys, got ", fixed_split_size);
 
   PagedAttentionParams params{};
+  params.cache_format =
+      check_cache_format(check, k_cache, v_cache, key_scales, value_scales, {"num_kv_heads"});
   params.q = data<const void>(q);
   params.k_cache = data<const void>(k_cache);
   params.v_cache = data<const void>(v_cache);
@@ -86,7 +91,8 @@ EECORE_OP(paged_attention,
           "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
           "Tensor query_start_loc, Tensor(a!) out, float scale, bool causal, int sliding_window, "
           "int fixed_split_size, Tensor? position_bias=None, int max_distance=128, "
-          "bool bidirectional=False, Tensor(b!)? arrivals=None")
+          "bool bidirectional=False, Tensor(b!)? arrivals=None, Tensor? key_scales=None, "
+          "Tensor? value_scales=None")
 
 }  // namespace
 }  // namespace eecore

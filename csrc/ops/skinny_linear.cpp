@@ -28,16 +28,15 @@ AppendKvParams append_params_of_rows(Checker& check, const AppendTensors& tensor
   return params;
 }
 
-void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, double eps,
-                   const Tensor& weight, const std::optional<Tensor>& weight_scale,
-                   const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                   Tensor out, const std::optional<Text>& activation,
-                   const std::optional<Tensor>& weight_table, bool constant_weight,
-                   std::optional<Tensor> k_cache, std::optional<Tensor> v_cache,
-                   const std::optional<Tensor>& slot_mapping,
-                   const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
-                   const std::optional<Tensor>& q_norm_weight,
-                   const std::optional<Tensor>& k_norm_weight) {
+void skinny_linear(
+    const Tensor& x, const std::optional<Tensor>& norm_weight, double eps, const Tensor& weight,
+    const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& residual, Tensor out, const std::optional<Text>& activation,
+    const std::optional<Tensor>& weight_table, bool constant_weight, std::optional<Tensor> k_cache,
+    std::optional<Tensor> v_cache, const std::optional<Tensor>& slot_mapping,
+    const std::optional<Tensor>& positions, const std::optional<Tensor>& cos_sin,
+    const std::optional<Tensor>& q_norm_weight, const std::optional<Tensor>& k_norm_weight,
+    const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales) {
   Checker check("skinny_linear");
   check(x, "x", Accept::kModel, {"num_tokens", "in_features"}, 1);
   check(norm_weight, "norm_weight", Accept::kModel, {"in_features"});
@@ -57,7 +56,9 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
   for (const auto& [tensor, name] : {std::pair(&positions, "positions"),
                                      {&cos_sin, "cos_sin"},
                                      {&q_norm_weight, "q_norm_weight"},
-                                     {&k_norm_weight, "k_norm_weight"}}) {
+                                     {&k_norm_weight, "k_norm_weight"},
+                                     {&key_scales, "key_scales"},
+                                     {&value_scales, "value_scales"}}) {
     check.require(appended > 0 || !tensor->has_value(), name,
                   ": expected None without k_cache, got a tensor");
   }
@@ -86,10 +87,11 @@ void skinny_linear(const Tensor& x, const std::optional<Tensor>& norm_weight, do
                                  : Activation::kNone;
   params.constant_weight = constant_weight;
   if (appended > 0) {
-    params.append = append_params_of_rows(
-        check,
-        {*k_cache, *v_cache, *slot_mapping, positions, cos_sin, q_norm_weight, k_norm_weight, eps},
-        out);
+    params.append =
+        append_params_of_rows(check,
+                              {*k_cache, *v_cache, *slot_mapping, positions, cos_sin, q_norm_weight,
+                               k_norm_weight, eps, key_scales, value_scales},
+                              out);
   }
 #ifdef EECORE_BACKEND_CUDA
   const Tensor memory =
@@ -107,7 +109,8 @@ EECORE_OP(skinny_linear,
           "Tensor? bias, Tensor? residual, Tensor(a!) out, str? activation=None, "
           "Tensor? weight_table=None, bool constant_weight=False, Tensor(b!)? k_cache=None, "
           "Tensor(c!)? v_cache=None, Tensor? slot_mapping=None, Tensor? positions=None, "
-          "Tensor? cos_sin=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None")
+          "Tensor? cos_sin=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, "
+          "Tensor? key_scales=None, Tensor? value_scales=None")
 
 }  // namespace
 }  // namespace eecore

@@ -4,6 +4,7 @@
 
 #include "eecore/cache_slot.cuh"
 #include "eecore/element.cuh"
+#include "eecore/float8.cuh"
 #include "eecore/params.h"
 #include "eecore/reduce.cuh"
 
@@ -68,11 +69,12 @@ __device__ __forceinline__ bool is_aligned16(const void* address) {
 }
 
 // Grid: (num_tokens, heads of q, k and v by the block's rows). Block: (lanes, heads), the lanes of
-// a head being a power of two of at most 32, which hold it in kItems items each.
-template <typename T, int kItems>
-__global__ void __launch_bounds__(kAppendKvThreads)
-    append_kv_kernel(AppendKvParams params, HeadItems items) {
+// a head being a power of two of at most 32, which hold it in kItems items each. C: what the caches
+// hold, T or float8.
+template <typename T, int kItems, typename C>
+__device__ __forceinline__ void append_heads(const AppendKvParams& params, const HeadItems& items) {
   constexpr int kSize = Pack<T>::kSize;
+  constexpr bool kNarrows = !std::is_same_v<T, C>;
   wait_for_previous_kernel();
   let_next_kernel_start();
 
@@ -87,6 +89,8 @@ __global__ void __launch_bounds__(kAppendKvThreads)
   const int64_t v_head = k_head - params.num_kv_heads;
   const T* in = nullptr;  // stays null where there is no head, or nothing to do with it
   T* out = nullptr;
+  Float8* narrow_out = nullptr;  // where float8 goes instead
+  float factor = 1.0f;
   const T* weight = nullptr;
   if (k_head < 0) {
     weight = static_cast<const T*>(params.q_norm_weight);
@@ -99,14 +103,26 @@ __global__ void __launch_bounds__(kAppendKvThreads)
     weight = static_cast<const T*>(params.k_norm_weight);
     in = static_cast<const T*>(params.k) + token * params.k_token_stride +
          k_head * params.k_head_stride;
-    out = static_cast<T*>(params.k_cache) +
-          cache_offset(params.k_cache_strides, cache_slot(slot, params.page_size), k_head);
+    const int64_t to =
+        cache_offset(params.k_cache_strides, cache_slot(slot, params.page_size), k_head);
+    if constexpr (kNarrows) {
+      narrow_out = static_cast<Float8*>(params.k_cache) + to;
+      factor = float8_factor(params.cache_format.key_scales, k_head);
+    } else {
+      out = static_cast<T*>(params.k_cache) + to;
+    }
   } else if (slot >= 0 && v_head < params.num_kv_heads) {
     cos_sin = nullptr;
     in = static_cast<const T*>(params.v) + token * params.v_token_stride +
          v_head * params.v_head_stride;
-    out = static_cast<T*>(params.v_cache) +
-          cache_offset(params.v_cache_strides, cache_slot(slot, params.page_size), v_head);
+    const int64_t to =
+        cache_offset(params.v_cache_strides, cache_slot(slot, params.page_size), v_head);
+    if constexpr (kNarrows) {
+      narrow_out = static_cast<Float8*>(params.v_cache) + to;
+      factor = float8_factor(params.cache_format.value_scales, v_head);
+    } else {
+      out = static_cast<T*>(params.v_cache) + to;
+    }
   }
   const bool is_whole = items.half % kSize == 0;  // every pack starts on a multiple of its size
   const bool in_aligned = is_whole && is_aligned16(in);
@@ -166,7 +182,7 @@ __global__ void __launch_bounds__(kAppendKvThreads)
   // Norm, rotary, and out; what needs neither goes bit by bit.
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (weight != nullptr || item[i].is_rotary) {
+    if (weight != nullptr || item[i].is_rotary || (kNarrows && narrow_out != nullptr)) {
       float x[kSize], y[kSize];
       to_floats(first[i], x);
       to_floats(second[i], y);
@@ -186,12 +202,32 @@ __global__ void __launch_bounds__(kAppendKvThreads)
           y[j] = fmaf(b, c, a * s);
         }
       }
+      if constexpr (kNarrows) {
+        if (narrow_out != nullptr) {
+          const bool aligned = is_whole && reinterpret_cast<uintptr_t>(narrow_out) % 4 == 0;
+          store_float8(narrow_out + item[i].first, x, factor, item[i].first_count, aligned);
+          store_float8(narrow_out + item[i].second, y, factor, item[i].second_count, aligned);
+          continue;
+        }
+      }
       first[i] = from_floats<T>(x);
       second[i] = from_floats<T>(y);
     }
     store_pack(out + item[i].first, first[i], item[i].first_count, out_aligned);
     store_pack(out + item[i].second, second[i], item[i].second_count, out_aligned);
   }
+}
+
+template <typename T, int kItems>
+__global__ void __launch_bounds__(kAppendKvThreads)
+    append_kv_kernel(AppendKvParams params, HeadItems items) {
+  append_heads<T, kItems, T>(params, items);
+}
+
+template <typename T, int kItems>
+__global__ void __launch_bounds__(kAppendKvThreads)
+    append_kv_float8_kernel(AppendKvParams params, HeadItems items) {
+  append_heads<T, kItems, Float8>(params, items);
 }
 
 }  // namespace eecore::cuda

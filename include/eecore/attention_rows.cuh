@@ -21,19 +21,39 @@ __device__ __forceinline__ float attention_score(float dot, float scale, float b
   return fmaf(dot, scale, bias);
 }
 
+// What the products of queries and keys are multiplied by: of float8 another one for each key head.
+template <bool kOfHead>
+struct ScoreScale {
+  __device__ __forceinline__ ScoreScale(const AttentionPlan& plan, float key_scale)
+      : scale(plan.scale * key_scale) {}
+  __device__ __forceinline__ float of(const AttentionPlan&) const { return scale; }
+  float scale;
+};
+template <>
+struct ScoreScale<false> {
+  __device__ __forceinline__ ScoreScale(const AttentionPlan&, float) {}
+  __device__ __forceinline__ float of(const AttentionPlan& plan) const { return plan.scale; }
+};
+
 // A warp's 16 rows on the tensor cores; rows past the tile's last repeat it and are never stored.
 // Lane l has rows l / 4 and l / 4 + 8.
-template <typename T, int kHeadDim, bool kBiased>
+// C: what the cache holds; where that is not T, scores are scaled by `key_scale` too.
+template <typename T, int kHeadDim, bool kBiased, typename C>
 class TensorCoreRows {
-  using Sizes = AttentionSizes<T, kHeadDim>;
+  using Sizes = AttentionSizes<T, kHeadDim, C>;
   static constexpr int kStepKeys = Sizes::kStepKeys, kRowStride = Sizes::kRowStride;
   static constexpr int kKeptSteps = Sizes::kKeptColumns / 16;
 
  public:
   __device__ __forceinline__ TensorCoreRows(const PagedAttentionParams& params,
                                             const AttentionPlan& plan, const AttentionTile& tile,
-                                            int first_row, Shared<float> bias_table)
-      : params_(params), plan_(plan), lane_(threadIdx.x % 32), length_(tile.seq.length) {
+                                            int first_row, Shared<float> bias_table,
+                                            float key_scale)
+      : params_(params),
+        plan_(plan),
+        lane_(threadIdx.x % 32),
+        length_(tile.seq.length),
+        scale_(plan, key_scale) {
     const int last = tile.first_row + tile.num_rows - 1;
     const auto position = [&](int row) {
       return tile.seq.position(min(row, last) / plan.group_size);
@@ -120,7 +140,7 @@ class TensorCoreRows {
 #pragma unroll
       for (int j = 0; j < kStepKeys / 8; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores[j][i], plan_.scale);
+        for (int i = 0; i < 4; ++i) scores[j][i] = attention_score(scores[j][i], scale_.of(plan_));
       }
     }
     if (first_key < last.begin || first_key + kStepKeys > min(first.end, end)) {
@@ -282,7 +302,7 @@ class TensorCoreRows {
       for (int j = 0; j < kStepKeys / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          scores[j][i] = attention_score(scores[j][i], plan_.scale, bias_of(j, i));
+          scores[j][i] = attention_score(scores[j][i], scale_.of(plan_), bias_of(j, i));
         }
       }
     };
@@ -299,6 +319,7 @@ class TensorCoreRows {
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
   int lane_, length_;
+  ScoreScale<Sizes::kWidens> scale_;
   bool has_rows_;
   int position_[2], first_position_, last_position_;  // of this lane's rows, of the warp's
   RowBias bias_[2];
@@ -310,9 +331,9 @@ class TensorCoreRows {
 
 // A warp's 4 rows of float32 on the CUDA cores. kLanes neighbouring lanes share a key, kGroups keys
 // are under way at a time, and each group has a softmax of its own until the end.
-template <int kHeadDim, bool kBiased>
+template <int kHeadDim, bool kBiased, typename C>
 class PlainRows {
-  using Sizes = AttentionSizes<float, kHeadDim>;
+  using Sizes = AttentionSizes<float, kHeadDim, C>;
   static constexpr int kRows = Sizes::kWarpRows;
   static constexpr int kLanes = kHeadDim > 128 ? 16 : 8;
   static constexpr int kGroups = 32 / kLanes;
@@ -322,12 +343,13 @@ class PlainRows {
  public:
   __device__ __forceinline__ PlainRows(const PagedAttentionParams& params,
                                        const AttentionPlan& plan, const AttentionTile& tile,
-                                       int first_row, Shared<float> bias_table)
+                                       int first_row, Shared<float> bias_table, float key_scale)
       : params_(params),
         plan_(plan),
         lane_(threadIdx.x % kLanes),
         group_(threadIdx.x % 32 / kLanes),
-        length_(tile.seq.length) {
+        length_(tile.seq.length),
+        scale_(plan, key_scale) {
     const int last = tile.first_row + tile.num_rows - 1;
     has_rows_ = first_row <= last;
 #pragma unroll
@@ -400,9 +422,9 @@ class PlainRows {
         const int key = first_key + j * kGroups + group_;
         const float dot = reduce_lanes<kLanes>(scores[j][r]);
         if constexpr (kBiased) {
-          scores[j][r] = attention_score(dot, plan_.scale, bias_[r].of(plan_, key));
+          scores[j][r] = attention_score(dot, scale_.of(plan_), bias_[r].of(plan_, key));
         } else {
-          scores[j][r] = attention_score(dot, plan_.scale);
+          scores[j][r] = attention_score(dot, scale_.of(plan_));
         }
         if (key < seen.begin || key >= min(seen.end, end)) scores[j][r] = -INFINITY;
         largest[r] = fmaxf(largest[r], scores[j][r]);
@@ -497,6 +519,7 @@ class PlainRows {
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
   int lane_, group_, length_;
+  ScoreScale<Sizes::kWidens> scale_;
   bool has_rows_;
   int position_[kRows];
   RowBias bias_[kRows];

@@ -2,6 +2,8 @@
 // the splits of a row leave.
 #pragma once
 
+#include <type_traits>
+
 #include "eecore/async_copy.cuh"
 #include "eecore/element.cuh"
 #include "eecore/params.h"
@@ -35,10 +37,11 @@ struct AttentionPlan {
 
 // What a head dimension makes of the tiles. 16-bit elements go through the tensor cores whatever
 // the number of rows: a step's instructions, rows of padding included, take a fraction of the time
-// that its keys take to arrive.
-template <typename T, int kHeadDim>
+// that its keys take to arrive. C: what the cache holds, T or float8.
+template <typename T, int kHeadDim, typename C = T>
 struct AttentionSizes {
   static constexpr bool kTensorCores = sizeof(T) == 2;
+  static constexpr bool kWidens = !std::is_same_v<T, C>;
   static constexpr int kPack = Pack<T>::kSize;
   static constexpr int kPieces = kHeadDim / kPack;  // 16-byte pieces of a row
   static constexpr int kWarpRows = kTensorCores ? 16 : 4;
@@ -48,7 +51,16 @@ struct AttentionSizes {
                                        : (kHeadDim > 64 ? 8 : 16);
   static constexpr int kRowStride = kHeadDim + kPack;        // no two of 8 rows in the same banks
   static constexpr int kBlockSize = kStepKeys * kRowStride;  // elements of the keys of a step
-  static constexpr int kStageBytes = kAttentionWarps * 2 * kBlockSize * static_cast<int>(sizeof(T));
+  // Of the ring, in what the cache holds, and of what is widened. Of float8 a row is read by lanes
+  // side by side.
+  static constexpr int kCachePack = 16 / static_cast<int>(sizeof(C));
+  static constexpr int kCachePieces = kHeadDim / kCachePack;
+  static constexpr int kCacheRowStride = kWidens ? kHeadDim : kRowStride;
+  static constexpr int kCacheBlockSize = kStepKeys * kCacheRowStride;
+  static constexpr int kStageBytes =
+      kAttentionWarps * 2 * kCacheBlockSize * static_cast<int>(sizeof(C));
+  static constexpr int kWideBytes =
+      kWidens ? kAttentionWarps * 2 * kBlockSize * static_cast<int>(sizeof(T)) : 0;
   // Columns of the queries that stay in registers; what has no room there is read again and again
   // from shared memory of each warp.
   static constexpr int kKeptColumns = kTensorCores && kHeadDim > 128 ? 112 : kHeadDim;
@@ -61,8 +73,8 @@ struct AttentionSizes {
   static constexpr int kFixedBytes =                    // beside the stages
       kStatsSize * int{sizeof(float)} + kAttentionWarps * kStepKeys * 2 * int{sizeof(int64_t)} +
       128;  // whether the block is the last one, and what aligns the stages
-  static_assert(kHeadDim % 16 == 0 && kStepKeys * kPieces % 32 == 0);
-  static_assert(kPartBytes <= kMinAttentionStages * kStageBytes);
+  static_assert(kHeadDim % 16 == 0 && kStepKeys * kCachePieces % 32 == 0);
+  static_assert(kPartBytes <= kWideBytes + kMinAttentionStages * kStageBytes);
 };
 
 // Keys [begin, end) of a sequence.
@@ -229,11 +241,11 @@ struct PartialRow {
     maximum = largest;
   }
 
-  // Writes the row's `kSize` elements of the result; zeros where no key was seen, or nothing but
-  // scores of -inf.
+  // Writes the row's `kSize` elements of the result, times the values' scale; zeros where no key
+  // was seen, or nothing but scores of -inf.
   template <typename T>
-  __device__ __forceinline__ void store(T* out, bool aligned) const {
-    const float inverse = weight == 0.0f ? 0.0f : 1.0f / weight;
+  __device__ __forceinline__ void store(T* out, bool aligned, float scale) const {
+    const float inverse = weight == 0.0f ? 0.0f : scale / weight;
     struct alignas(kSize * sizeof(T)) Results {
       T values[kSize];
     } results;

@@ -5,15 +5,19 @@
 #include "eecore/async_copy.cuh"
 #include "eecore/attention_tile.cuh"
 #include "eecore/cache_slot.cuh"
+#include "eecore/float8.cuh"
 
 namespace eecore::cuda {
 
 // A split as one warp of the team that takes it sees it. Each warp of the team brings a part of
-// every stage, the keys of one step; all of them read all parts.
-template <typename T, int kHeadDim>
+// every stage, the keys of one step; all of them read all parts. What is float8 in the cache (C) is
+// so in the ring, and becomes T in memory of its own once it is there.
+template <typename T, int kHeadDim, typename C = T>
 class KeyStream {
-  using Sizes = AttentionSizes<T, kHeadDim>;
-  static constexpr int kStepKeys = Sizes::kStepKeys, kPieces = Sizes::kPieces;
+  using Sizes = AttentionSizes<T, kHeadDim, C>;
+  static constexpr bool kWidens = Sizes::kWidens;
+  static constexpr int kStepKeys = Sizes::kStepKeys, kPieces = Sizes::kCachePieces;
+  static constexpr int kPack = Sizes::kCachePack, kRowStride = Sizes::kCacheRowStride;
   static constexpr int kCopies = kStepKeys * kPieces / 32;  // of a lane, of keys and of values each
   static constexpr int kBatch = 4;
 
@@ -22,13 +26,13 @@ class KeyStream {
   // memory, int64 [kStepKeys, 2].
   __device__ __forceinline__ KeyStream(const PagedAttentionParams& params,
                                        const AttentionPlan& plan, const AttentionTile& tile,
-                                       int kv_head, KeyRange split, Shared<T> ring,
+                                       int kv_head, KeyRange split, Shared<C> ring,
                                        Shared<int64_t> offsets)
       : params_(params),
         plan_(plan),
         page_table_(params.page_table + tile.seq.index * params.page_table_stride),
-        k_(static_cast<const T*>(params.k_cache)),
-        v_(static_cast<const T*>(params.v_cache)),
+        k_(static_cast<const C*>(params.k_cache)),
+        v_(static_cast<const C*>(params.v_cache)),
         kv_head_(kv_head),
         ring_(ring),
         offsets_(offsets),
@@ -77,28 +81,39 @@ class KeyStream {
     next_ = slots[0];
   }
 
-  // The part of the ring's last stage that nothing has been sent to yet after start().
-  __device__ __forceinline__ Shared<T> unused() const { return part(plan_.num_stages - 1, warp_); }
+  // Where nothing has been sent to yet after start(): of the ring's last stage, or what is widened.
+  __device__ __forceinline__ Shared<T> unused() const {
+    if constexpr (kWidens) {
+      return wide(warp_);
+    } else {
+      return part(plan_.num_stages - 1, warp_);
+    }
+  }
 
   // Waits for a stage, after which that of the stage before has been read by all of the team, and
   // sends for another one in its place. With teams of several warps, all of the block call it.
   __device__ __forceinline__ void advance(int stage) {
     cp_async_wait_all_but(plan_.num_stages - 2);
-    if (team_warps_ == 1) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
+    meet();
     at_ = at_ + 1 == plan_.num_stages ? 0 : at_ + 1;
     const int ahead = stage + plan_.num_stages - 1;
     if (ahead < num_stages_) copy(next_, at_ == 0 ? plan_.num_stages - 1 : at_ - 1);
     cp_async_commit();
     next_ = locate(ahead + 1);
+    if constexpr (kWidens) {
+      if (stage < num_stages_) widen();
+      meet();
+    }
   }
 
   // What warp `of_team` has brought to the stage: keys [kStepKeys, kRowStride], and the values.
   __device__ __forceinline__ Shared<T> keys(int of_team) const {
-    return part(at_, warp_ / team_warps_ * team_warps_ + of_team);
+    const int warp = warp_ / team_warps_ * team_warps_ + of_team;
+    if constexpr (kWidens) {
+      return wide(warp);
+    } else {
+      return part(at_, warp);
+    }
   }
   __device__ __forceinline__ Shared<T> values(int of_team) const {
     return keys(of_team) + Sizes::kBlockSize;
@@ -109,8 +124,37 @@ class KeyStream {
     return split.begin + max(used_.begin - split.begin, 0) / stage_keys_ * stage_keys_;
   }
 
-  __device__ __forceinline__ Shared<T> part(int stage, int warp) const {
-    return ring_ + (stage * kAttentionWarps + warp) * 2 * Sizes::kBlockSize;
+  __device__ __forceinline__ Shared<C> part(int stage, int warp) const {
+    return ring_ + (stage * kAttentionWarps + warp) * 2 * Sizes::kCacheBlockSize;
+  }
+
+  // Before the ring: keys and values of a stage as T, [kAttentionWarps, 2, kBlockSize].
+  __device__ __forceinline__ Shared<T> wide(int warp) const {
+    return shared_as<T>(ring_ - Sizes::kWideBytes) + warp * 2 * Sizes::kBlockSize;
+  }
+
+  // Of all that read what this warp writes.
+  __device__ __forceinline__ void meet() const {
+    if (team_warps_ == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // What this warp has brought to the stage that is read, as T.
+  __device__ __forceinline__ void widen() const {
+    const Shared<C> from = part(at_, warp_);
+    const Shared<T> to = wide(warp_);
+#pragma unroll(kHeadDim > 128 ? 1 : 4)
+    for (int i = 0; i < 2 * kCopies; ++i) {
+      const int row = (i * 32 + lane_) / kPieces, at = (i * 32 + lane_) % kPieces * kPack;
+      const WidePacks<T> packs = widen_pack<T>(shared_load16(from + row * kRowStride + at));
+#pragma unroll
+      for (int j = 0; j < WidePacks<T>::kCount; ++j) {
+        shared_store16(to + row * Sizes::kRowStride + at + j * Sizes::kPack, packs.packs[j]);
+      }
+    }
   }
 
   // Of this lane's key among those that this warp brings to a stage; page -1: it is not used.
@@ -133,10 +177,10 @@ class KeyStream {
     __syncwarp();  // the offsets of the stage before are read
     if (lane_ < kStepKeys) shared_store16(offsets_ + lane_ * 2, mine);
     __syncwarp();
-    const Shared<T> k_to = part(stage, warp_), v_to = k_to + Sizes::kBlockSize;
+    const Shared<C> k_to = part(stage, warp_), v_to = k_to + Sizes::kCacheBlockSize;
     const int head_dim = static_cast<int>(params_.head_dim);
     const auto key_of = [&](int i) { return (i * 32 + lane_) / kPieces; };
-    const auto column_of = [&](int i) { return (i * 32 + lane_) % kPieces * Sizes::kPack; };
+    const auto column_of = [&](int i) { return (i * 32 + lane_) % kPieces * kPack; };
     if (__all_sync(kWholeWarp, used && plan_.kv_aligned && head_dim == kHeadDim)) {
       // Offsets first, a few at a time: no load moves up across a copy.
 #pragma unroll
@@ -149,7 +193,7 @@ class KeyStream {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           if (i + j >= kCopies) continue;
-          const int at = column_of(i + j), to = key_of(i + j) * Sizes::kRowStride + at;
+          const int at = column_of(i + j), to = key_of(i + j) * kRowStride + at;
           cp_async16(k_to + to, k_ + at + from[j].values[0]);
           cp_async16(v_to + to, v_ + at + from[j].values[1]);
         }
@@ -161,16 +205,18 @@ class KeyStream {
       const int key = key_of(i), at = column_of(i);
       const Pack<int64_t> from = shared_load16(offsets_ + key * 2);
       const bool exists = from.values[0] >= 0 && at < head_dim;
-      const T* const k_from = exists ? k_ + from.values[0] + at : k_;
-      const T* const v_from = exists ? v_ + from.values[1] + at : v_;
-      const Shared<T> k_piece = k_to + (key * Sizes::kRowStride + at);
-      const Shared<T> v_piece = v_to + (key * Sizes::kRowStride + at);
+      const C* const k_from = exists ? k_ + from.values[0] + at : k_;
+      const C* const v_from = exists ? v_ + from.values[1] + at : v_;
+      const Shared<C> k_piece = k_to + (key * kRowStride + at);
+      const Shared<C> v_piece = v_to + (key * kRowStride + at);
+      // A row of float8 may end within a piece.
+      const int count = !exists ? 0 : kWidens ? min(kPack, head_dim - at) : kPack;
       if (plan_.kv_aligned) {
-        cp_async16(k_piece, k_from, exists ? 16 : 0);
-        cp_async16(v_piece, v_from, exists ? 16 : 0);
+        cp_async16(k_piece, k_from, count * int{sizeof(C)});
+        cp_async16(v_piece, v_from, count * int{sizeof(C)});
       } else {
-        shared_store16(k_piece, load_pack(k_from, exists ? Sizes::kPack : 0, false));
-        shared_store16(v_piece, load_pack(v_from, exists ? Sizes::kPack : 0, false));
+        shared_store16(k_piece, load_pack(k_from, count, false));
+        shared_store16(v_piece, load_pack(v_from, count, false));
       }
     }
   }
@@ -178,10 +224,10 @@ class KeyStream {
   const PagedAttentionParams& params_;
   const AttentionPlan& plan_;
   const int32_t* page_table_;
-  const T* k_;
-  const T* v_;
+  const C* k_;
+  const C* v_;
   int kv_head_;
-  Shared<T> ring_;
+  Shared<C> ring_;
   Shared<int64_t> offsets_;
   KeyRange keys_;
   int lane_, warp_, team_warps_, stage_keys_;

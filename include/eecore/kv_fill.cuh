@@ -3,6 +3,7 @@
 #pragma once
 
 #include "eecore/cache_slot.cuh"
+#include "eecore/float8.cuh"
 #include "eecore/panel_stream.cuh"
 #include "eecore/params.h"
 #include "eecore/rms_norm.cuh"
@@ -86,10 +87,24 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
     row_scales = params.kv_scale + layer * params.scale_layer_stride + head * params.head_dim;
   }
   const bool is_key = head < num_kv_heads;
-  T* out = is_key ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
-                        cache_offset(params.k_cache_strides, slot, head)
-                  : static_cast<T*>(params.v_cache) + layer * params.v_cache_layer_stride +
-                        cache_offset(params.v_cache_strides, slot, head - num_kv_heads);
+  const int kv_head = is_key ? head : head - num_kv_heads;
+  const int64_t to = is_key ? layer * params.k_cache_layer_stride +
+                                  cache_offset(params.k_cache_strides, slot, kv_head)
+                            : layer * params.v_cache_layer_stride +
+                                  cache_offset(params.v_cache_strides, slot, kv_head);
+  void* const cache = is_key ? params.k_cache : params.v_cache;
+  const CacheFormat& format = params.cache_format;
+  const float factor = !format.is_float8
+                           ? 1.0f
+                           : float8_factor(is_key ? format.key_scales : format.value_scales,
+                                           layer * num_kv_heads + kv_head);
+  const auto store = [&](int i, float value) {
+    if (format.is_float8) {
+      static_cast<Float8*>(cache)[to + i] = float_to_float8(__fmul_rn(value, factor));
+    } else {
+      static_cast<T*>(cache)[to + i] = from_float<T>(value);
+    }
+  };
 
   // The projection, rounded as a model of dtype T rounds it; what follows is rounded at the store.
   float squares = 0.0f;
@@ -112,13 +127,12 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
       } else if (bias != nullptr) {
         value += biases[j];
       }
-      const T result = from_float<T>(value);
+      value = rounded<T>(value);
       if (is_key) {
-        value = to_float(result);
         values[i] = value;
         squares = fmaf(value, value, squares);
       } else {
-        out[i] = result;
+        store(i, value);
       }
     }
   }
@@ -157,7 +171,7 @@ __device__ __forceinline__ void write_head(const KvFillParams& params, int64_t l
       if (i >= head_dim) break;
       const float turned = y[j] * sine[j];
       if (i < 2 * half) x[j] = fmaf(x[j], cosine[j], i < half ? -turned : turned);
-      out[i] = from_float<T>(x[j]);
+      store(i, x[j]);
     }
   }
 }

@@ -37,21 +37,29 @@ __device__ __forceinline__ QueryHead query_head(const AttentionPlan& plan,
   return {tile.seq.first_token + query, (kv_head - query) * plan.group_size + tile.first_row + row};
 }
 
+// A kv head's scale of what a cache of C holds.
+template <typename T, typename C>
+__device__ __forceinline__ float scale_of(const float* scales, int kv_head) {
+  if constexpr (std::is_same_v<T, C>) return 1.0f;
+  return load_or(scales == nullptr ? nullptr : scales + kv_head, 1.0f);
+}
+
 // Writes a row's elements of the result from `at` on.
-template <typename T, int kSize>
+template <typename T, typename C, int kSize>
 __device__ __forceinline__ void store_result(const PagedAttentionParams& params,
                                              const AttentionPlan& plan, QueryHead row, int at,
                                              const PartialRow<kSize>& result) {
   T* const out = static_cast<T*>(params.out) + row.token * params.out_token_stride +
                  row.head * params.out_head_stride + at;
-  result.store(out, plan.out_aligned);
+  const float scale = scale_of<T, C>(params.cache_format.value_scales, row.head / plan.group_size);
+  result.store(out, plan.out_aligned, scale);
 }
 
 // Merges a round's results with those of its span, a whole span's with those of the block's spans
 // before, and passes them on: to `out` when there is no more to come, else to the workspace. There
 // a span of a tile that blocks share has its own place; what a block goes on with alone has the
 // first two, of all spans so far and of the one that is not whole.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, typename C>
 __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
                                              const AttentionPlan& plan, const AttentionTile& tile,
                                              int kv_head, const RoundResults& results) {
@@ -121,7 +129,7 @@ __device__ __forceinline__ void finish_round(const PagedAttentionParams& params,
     if (span_index != rounds.first_span()) take_up(0, of_spans, span_index, total);
     total.merge(span);
     if (span_index + 1 >= rounds.end_span()) {
-      store_result<T>(params, plan, place, at, total);
+      store_result<T, C>(params, plan, place, at, total);
     } else {
       keep(0, of_spans, span_index, total);
     }
@@ -134,7 +142,7 @@ constexpr bool kLastBlockMerges = !(kBiased && std::is_same_v<T, float>);
 
 // Merges what the blocks of a tile have left in the workspace, in the last of them to come here.
 // All threads of each block call it, when they have written what they leave.
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, typename C>
 __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& params,
                                                     const AttentionPlan& plan,
                                                     const AttentionTile& tile,
@@ -157,19 +165,19 @@ __device__ __forceinline__ void merge_in_last_block(const PagedAttentionParams& 
     const int row = i / kPieces, at = i % kPieces * kMergedSize;
     if (at >= params.head_dim) continue;
     const QueryHead place = query_head(plan, tile, kv_head, row);
-    store_result<T>(params, plan, place, at,
-                    merge_partials<8>(params, plan, rounds, place.token, place.head, at));
+    store_result<T, C>(params, plan, place, at,
+                       merge_partials<8>(params, plan, rounds, place.token, place.head, at));
   }
 }
 
 // Grid: (num_tiles * num_kv_heads, num_blocks), heads first, so that neighbours read neighbouring
 // memory; tiles backwards, so that those of a causal prefill with the most keys start first.
-template <typename T, int kHeadDim, bool kBiased>
-__global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
-    paged_attention_kernel(PagedAttentionParams params, AttentionPlan plan) {
-  using Sizes = AttentionSizes<T, kHeadDim>;
-  using Rows = std::conditional_t<Sizes::kTensorCores, TensorCoreRows<T, kHeadDim, kBiased>,
-                                  PlainRows<kHeadDim, kBiased>>;
+template <typename T, int kHeadDim, bool kBiased, typename C>
+__device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
+                                            const AttentionPlan& plan) {
+  using Sizes = AttentionSizes<T, kHeadDim, C>;
+  using Rows = std::conditional_t<Sizes::kTensorCores, TensorCoreRows<T, kHeadDim, kBiased, C>,
+                                  PlainRows<kHeadDim, kBiased, C>>;
   constexpr int kWarpRows = Sizes::kWarpRows;
   EECORE_SHARED(int64_t, offsets, kAttentionWarps* Sizes::kStepKeys * 2);
   wait_for_previous_kernel();
@@ -197,14 +205,16 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int team = warp / tile.team_warps;
   const int first_row = tile.first_row + warp % tile.team_warps * kWarpRows;
-  const Shared<T> ring = dynamic_shared<T>(Sizes::kRestBytes);
-  const auto bias_table =
-      dynamic_shared<float>(Sizes::kRestBytes + plan.num_stages * Sizes::kStageBytes);
-  Rows rows(params, plan, tile, first_row, bias_table);
+  const Shared<C> ring = dynamic_shared<C>(Sizes::kRestBytes + Sizes::kWideBytes);
+  const auto bias_table = dynamic_shared<float>(Sizes::kRestBytes + Sizes::kWideBytes +
+                                                plan.num_stages * Sizes::kStageBytes);
+  Rows rows(params, plan, tile, first_row, bias_table,
+            scale_of<T, C>(params.cache_format.key_scales, kv_head));
   for (bool is_first = true;; is_first = false) {
     const int num_teams = tile.num_teams();
-    KeyStream<T, kHeadDim> stream(params, plan, tile, kv_head, tile.split(round * num_teams + team),
-                                  ring, offsets + warp * Sizes::kStepKeys * 2);
+    KeyStream<T, kHeadDim, C> stream(params, plan, tile, kv_head,
+                                     tile.split(round * num_teams + team), ring,
+                                     offsets + warp * Sizes::kStepKeys * 2);
     stream.start();
     if (is_first) {
       if constexpr (kBiased) {  // while the first keys are under way
@@ -241,7 +251,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
     rows.store(results.values + warp * kWarpRows * Sizes::kPartStride,
                results.stats + warp * kWarpRows * 2);
     __syncthreads();
-    finish_round<T, kHeadDim>(params, plan, tile, kv_head, results);
+    finish_round<T, kHeadDim, C>(params, plan, tile, kv_head, results);
     const int next_span = rounds.span_of(round) + plan.num_blocks;
     round = rounds.ends_span(round) ? rounds.first_of_span(next_span) : round + 1;
     if (round >= rounds.end) break;
@@ -249,9 +259,22 @@ __global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultipro
   }
   if constexpr (kLastBlockMerges<T, kBiased>) {
     if (plan.last_merges && rounds.num_blocks(plan) > 1) {
-      merge_in_last_block<T, kHeadDim>(params, plan, tile, rounds, kv_head);
+      merge_in_last_block<T, kHeadDim, C>(params, plan, tile, rounds, kv_head);
     }
   }
+}
+
+template <typename T, int kHeadDim, bool kBiased>
+__global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
+    paged_attention_kernel(PagedAttentionParams params, AttentionPlan plan) {
+  attend_tile<T, kHeadDim, kBiased, T>(params, plan);
+}
+
+// The same of caches in float8.
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kAttentionThreads, kAttentionBlocksPerMultiprocessor)
+    paged_attention_float8_kernel(PagedAttentionParams params, AttentionPlan plan) {
+  attend_tile<T, kHeadDim, false, Float8>(params, plan);
 }
 
 constexpr int kAttentionCombineThreads = 32;  // many blocks even of one query
@@ -278,8 +301,9 @@ __global__ void __launch_bounds__(kAttentionCombineThreads, kAttentionCombineBlo
   const AttentionTile tile = make_tile<kWarpRows>(params, plan, seq, row / kTileRows * kTileRows);
   const TileRounds rounds = tile.rounds(plan);
   if (rounds.num_blocks(plan) == 1) return;
-  store_result<T>(params, plan, {token, head}, at,
-                  merge_partials<16>(params, plan, rounds, token, head, at));
+  // Where the caches hold T there are no scales.
+  store_result<T, Float8>(params, plan, {token, head}, at,
+                          merge_partials<16>(params, plan, rounds, token, head, at));
 }
 
 }  // namespace eecore::cuda

@@ -346,6 +346,13 @@ struct CacheStrides {
   int64_t page, slot, head;
 };
 
+// What a cache holds. In float8 (e4m3) a key is scale times what is stored, and so is a value.
+struct CacheFormat {
+  const float* key_scales;    // [num_kv_heads]; may be null: 1
+  const float* value_scales;  // [num_kv_heads]; may be null: 1
+  bool is_float8;             // else it holds the model's dtype, and has no scales
+};
+
 // Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.
 struct AppendKvParams {
   void* q;                      // [num_tokens, num_q_heads, head_dim]; may be null
@@ -363,6 +370,7 @@ struct AppendKvParams {
   int64_t k_token_stride, k_head_stride;
   int64_t v_token_stride, v_head_stride;
   CacheStrides k_cache_strides, v_cache_strides;
+  CacheFormat cache_format;
   float eps;
   DType dtype;
 };
@@ -396,6 +404,7 @@ struct PagedAttentionParams {
   int64_t q_token_stride, q_head_stride;
   int64_t out_token_stride, out_head_stride;
   CacheStrides k_cache_strides, v_cache_strides;
+  CacheFormat cache_format;
   int64_t sliding_window;    // keys a query sees, itself included; 0: all
   int64_t fixed_split_size;  // keys per split; 0: chosen from the shape of the call
   int64_t max_pages_per_seq;
@@ -430,6 +439,7 @@ struct KvFillParams {
   int64_t k_norm_layer_stride;
   int64_t k_cache_layer_stride, v_cache_layer_stride;
   CacheStrides k_cache_strides, v_cache_strides;  // of a layer
+  CacheFormat cache_format;                       // of layer 0, those of a layer after another
   float eps;
   DType dtype;
   void* workspace;  // CUDA only, [kv_fill_workspace bytes]; may be null on the CPU

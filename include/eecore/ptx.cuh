@@ -14,6 +14,9 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Float8 {
+  uint8_t bits;
+};
 template <typename T>
 struct Pack;
 
@@ -125,6 +128,16 @@ __device__ __forceinline__ Pack<T> shared_load16(const T* from) {
 template <typename T>
 __device__ __forceinline__ void shared_store16(T* to, const Pack<T>& pack) {
   *reinterpret_cast<Pack<T>*>(to) = pack;
+}
+
+// The number there, `otherwise` where `from` is null: behind a branch at the head of a kernel ptxas
+// finds fewer registers for what follows, so it is a load under a predicate.
+__device__ __forceinline__ float load_or(const float* from, float otherwise) {
+  float out = otherwise;
+  asm volatile("{.reg .pred there; setp.ne.u64 there, %1, 0; @there ld.global.f32 %0, [%1];}"
+               : "+f"(out)
+               : "l"(from));
+  return out;
 }
 
 // Brings the 128 bytes around an address into the L2 cache. Nothing is read by it: writes that come

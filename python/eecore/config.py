@@ -15,6 +15,7 @@ __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Con
 # Beyond these float32 is not enough: logits become infinite, or all one.
 TEMPERATURES = (1e-10, 1e10)
 REPETITION_PENALTIES = (0.01, 100.0)
+KV_CACHE_DTYPES = ("auto", "fp8")
 # OpenAI's.
 PENALTIES = (-2.0, 2.0)
 BIASES = (-100.0, 100.0)
@@ -382,6 +383,8 @@ class EngineConfig:
     Args:
         kv_cache_tokens: positions in the KV cache, over all requests; rounded up to whole pages.
         page_size: positions a page.
+        kv_cache_dtype: what keys and values are stored in: "auto", the model's dtype, or "fp8", a
+            byte each (e4m3), whatever the model's dtype.
         max_num_seqs: most requests that run at once.
         max_batch_tokens: most rows in one iteration.
         max_prefill_chunk: most prompt tokens of one request in one iteration.
@@ -400,6 +403,7 @@ class EngineConfig:
     max_prefill_chunk: int = 512
     max_input_tokens: int | None = None
     prefix_cache: bool = True
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         fields = Fields(self, RequestError)
@@ -413,6 +417,7 @@ class EngineConfig:
             fields.whole(name, 1)
         fields.whole("max_input_tokens", 1, optional=True)
         fields.flag("prefix_cache")
+        fields.choice("kv_cache_dtype", *KV_CACHE_DTYPES)
 
     @property
     def num_pages(self) -> int:

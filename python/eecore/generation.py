@@ -20,7 +20,7 @@ from eecore.engine.shared import SharedEngine
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.free_memory import free_memory
-from eecore.models import KVCache, Network, Tokenizer, find_head, load_model
+from eecore.models import KVCache, Network, Tokenizer, cache_dtype, find_head, load_model
 from eecore.output import Output, StepOutput
 
 __all__ = ["Model", "engine_limits", "generate", "load", "stream"]
@@ -83,6 +83,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
     kv_cache_tokens: int | None = None,
+    kv_cache_dtype: str | None = None,
     engine: EngineConfig | None = None,
     prefix_cache: bool | None = None,
     exits: str | Path | Literal[False] | None = None,
@@ -102,11 +103,16 @@ def load(
         weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to 8.5
             bits a number, or to 5 but for those of keys, values and the LM head, see
             :func:`eecore.ops.quantise_weight`: so many fewer bytes to read for each token. On a GPU
-            ``int8`` has a scale for each row. States and the KV cache keep ``dtype``; every exit
-            mode works with it. Quantised models have their own.
+            ``int8`` has a scale for each row. States keep ``dtype``; every exit mode works with
+            it. Quantised models have their own.
         kv_cache_tokens: positions in the KV cache; when None a quarter of the memory that the
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
             ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.
+        kv_cache_dtype: ``fp8`` stores keys and values in a byte each (e4m3), so that the memory of
+            a cache has room for twice the tokens of bfloat16, four times those of float32; ``auto``
+            in ``dtype``. None: what ``engine`` says, which is ``auto``. Every exit mode works with
+            it, and those that keep the output of :class:`eecore.Full` keep that of the same cache.
+            Not for models with an encoder.
         engine: batching limits.
         prefix_cache: whether prompts that begin alike share what was computed for the beginning;
             when None what ``engine`` says, which is to do so. It changes no output.
@@ -123,7 +129,8 @@ def load(
     directory = model_directory(path)
     _, network, tokenizer = load_model(directory, device=device, dtype=dtype, weights=weights)
     network.draft_head = find_head(network, directory, exits)
-    return Model(network, tokenizer, engine_limits(network, engine, kv_cache_tokens, prefix_cache))
+    limits = engine_limits(network, engine, kv_cache_tokens, prefix_cache, kv_cache_dtype)
+    return Model(network, tokenizer, limits)
 
 
 def engine_limits(
@@ -131,20 +138,25 @@ def engine_limits(
     engine: EngineConfig | None,
     kv_cache_tokens: int | None,
     prefix_cache: bool | None,
+    kv_cache_dtype: str | None = None,
 ) -> EngineConfig:
     """Those of a model, by what was said when it was loaded; see :func:`load`."""
     limits = {f.name: getattr(engine, f.name) for f in fields(EngineConfig)} if engine else {}
     if kv_cache_tokens is not None:
         limits["kv_cache_tokens"] = kv_cache_tokens
-    elif engine is None:
-        limits["kv_cache_tokens"] = _default_kv_cache_tokens(network)
     if prefix_cache is not None:
         limits["prefix_cache"] = prefix_cache
-    return EngineConfig(**limits)
+    if kv_cache_dtype is not None:
+        limits["kv_cache_dtype"] = kv_cache_dtype
+    config = EngineConfig(**limits)
+    dtype = cache_dtype(network.config, config.kv_cache_dtype, network.dtype)
+    if engine is None and kv_cache_tokens is None:
+        return replace(config, kv_cache_tokens=_default_kv_cache_tokens(network, dtype))
+    return config
 
 
-def _default_kv_cache_tokens(network: Network) -> int:
-    per_token = KVCache.bytes_per_token(network.config, network.dtype)
+def _default_kv_cache_tokens(network: Network, dtype: torch.dtype) -> int:
+    per_token = KVCache.bytes_per_token(network.config, dtype)
     if network.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(network.device)
         return max(1, int(0.8 * free) // per_token)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from test_append_kv import random_call as append_call
 from test_emulator import run_fault
 from test_exit_rows import LAYER, Point
 from test_kv_fill import packed
@@ -18,18 +20,20 @@ from test_paged_attention import random_call as attention_call
 from test_skinny_linear import random_call as linear_call
 
 import emulated
+import reference
 from bench.gpu.calls import Known
 from bench.gpu.cases import cases
 from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch, kernels
 from bench.gpu.trace import nodes_of
-from cases import CUDA_OPS, AttentionCase, KvFillCase
+from cases import CUDA_OPS, AppendKvCase, AttentionCase, KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 from packed_blocks import SMALL_FORMATS, random_blocks
 
 DEVICE = Device(num_multiprocessors=3, shared_bytes=232448)  # the emulator's
 CPU = torch.device("cpu")
+Call = dict[str, Any]
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -352,6 +356,53 @@ def test_attention_reads_each_key_and_value_once(
         assert (total == distinct) is (tiles == 1)
 
 
+def in_float8(call: Call) -> Call:
+    """The call over caches of a byte an element."""
+    caches = ("k_cache", "v_cache")
+    return {**call, **{name: reference.to_float8(call[name]) for name in caches}}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["decode", "decode, splits", "one long"])
+def test_float8_is_read_byte_by_byte_and_once(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ATTENTION[name]
+    call = in_float8(attention_call(case, dtype, CPU))
+    checked = Checked(
+        monkeypatch,
+        lambda: ops.paged_attention(**call),
+        Known(seq_len=max(case.seq_lens)),
+        k=call["k_cache"],
+        v=call["v_cache"],
+    )
+    planned, ran = checked.of("paged_attention_float8_kernel")
+    for total, distinct in ran.watched.values():
+        assert total == distinct == sum(case.seq_lens) * case.num_kv_heads * case.head_dim
+    if len(set(case.seq_lens)) == 1:
+        read = sum(distinct for _, distinct in ran.watched.values())
+        assert planned.reads["k_cache, v_cache"] == read
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_float8_is_planned_to_be_written_in_bytes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {
+        "append_kv_kernel": append_call(AppendKvCase(5, 4, 2, 64, 16, rotary_dim=64), dtype, CPU),
+        "kv_fill_kernel": fill_call(KvFillCase(5, hidden_size=128), dtype),
+    }
+    names = {"append_kv_kernel": "append_kv_float8_kernel"}
+    for kernel, call in calls.items():
+        run = ops.append_kv if kernel in names else lambda **c: ops.kv_fill(**packed(c))
+        planned, _ = Checked(monkeypatch, lambda c=call, r=run: r(**c)).of(kernel)
+        narrow = in_float8({**call, "k_cache": call["k_cache"], "v_cache": call["v_cache"]})
+        less, _ = Checked(monkeypatch, lambda c=narrow, r=run: r(**c)).of(names.get(kernel, kernel))
+        heads, width = call["k_cache"].shape[-2:]
+        rows = 5 if kernel in names else planned.writes / (2 * heads * width * dtype.itemsize)
+        assert planned.writes - less.writes == rows * 2 * heads * width * (dtype.itemsize - 1)
+
+
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_the_plan_knows_the_keys_of_a_call(
@@ -416,6 +467,8 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
             call = attention_call(case, dtype, CPU)
             call["q"] = call["q"].contiguous()
             made[f"attention {head_dim} {queries}"] = lambda c=call: ops.paged_attention(**c)
+            narrow = in_float8(call)
+            made[f"float8 {head_dim} {queries}"] = lambda c=narrow: ops.paged_attention(**c)
     return made
 
 
@@ -429,9 +482,16 @@ CONFLICTS = {
     "exit_confidence_softmax_kernel": 4,
     # The results of a round, 32 bytes a lane, read as two halves.
     "paged_attention_kernel": 2,
+    # Besides: of 16 elements that a lane widens, 32 bytes written as two halves, or 64 as four.
+    "paged_attention_float8_kernel": 2,
 }
 # In float32 the head takes 16 rows at most, and a lane of attention 16 bytes.
-CONFLICTS_IN_FLOAT = {**CONFLICTS, "exit_confidence_softmax_kernel": 2, "paged_attention_kernel": 1}
+CONFLICTS_IN_FLOAT = {
+    **CONFLICTS,
+    "exit_confidence_softmax_kernel": 2,
+    "paged_attention_kernel": 1,
+    "paged_attention_float8_kernel": 4,
+}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -30,7 +30,7 @@ EXTREMES = (-(2**63), -(2**31), -2, -1, 0, 1, 2**30, 2**31 - 1, 2**31, 2**62, 2*
 NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 1e38, 1e300)
 MOST_ELEMENTS = 1 << 20
 DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 
@@ -154,7 +154,8 @@ def _some_tensor(call: Call, random: Random) -> tuple[str, Tensor]:
 
 def another_dtype(call: Call, random: Random) -> None:
     name, tensor = _some_tensor(call, random)
-    call.arguments[name] = tensor.nan_to_num().to(random.choice(DTYPES))
+    finite = tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
+    call.arguments[name] = finite.nan_to_num().to(random.choice(DTYPES))
 
 
 def another_rank(call: Call, random: Random) -> None:

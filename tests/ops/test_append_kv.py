@@ -238,7 +238,8 @@ def test_compiles_as_one_graph() -> None:
 def fuzzed_call(m: Maker) -> Checked:
     tokens, heads, width, dtype = m.size(12), m.size(4), m.size(130, 1), m.dtype()
     cache = (m.size(4, 1), m.size(9, 1), heads, width)
-    k_cache, v_cache = m.caches(*cache, dtype=dtype)
+    kept, scales = m.cache_format(dtype, heads)
+    k_cache, v_cache = m.caches(*cache, dtype=kept)
     rotates = m.chance()
     given = {
         "q": m.maybe(lambda: m.placed(m.normal(tokens, m.size(5), width).to(dtype), 1)),
@@ -251,6 +252,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "q_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(width) / 8).to(dtype))),
         "k_norm_weight": m.maybe(lambda: m.placed((1 + m.normal(width) / 8).to(dtype))),
         "eps": 1e-6,
+        **scales,
     }
     tokens = min(tokens, cache[0] * cache[1])
     if m.chance(0.3) and given["q"] is not None:  # of one projection

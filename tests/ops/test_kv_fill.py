@@ -260,12 +260,12 @@ SMALL = KvFillCase(2, num_layers=3, hidden_size=8, num_kv_heads=2, head_dim=4, r
         ({"kv_weight": torch.zeros(3, 8, 16).mT}, r"kv_weight: expected the last 1 .* contiguous"),
         ({"kv_bias": torch.zeros(3, 8)}, r"kv_bias: expected float32 \[num_layers=3, 16\]"),
         ({"k_norm_weight": torch.zeros(2, 4)}, r"k_norm_weight: expected .* \[num_layers=3, head_"),
-        ({"k_cache": torch.zeros(2, 2, 4, 2, 4)}, r"k_cache: expected float32 \[num_layers=3, num"),
+        ({"k_cache": torch.zeros(2, 2, 4, 2, 4)}, r"k_cache: expected float32 .*num_layers=3"),
         ({"k_cache": torch.zeros(3, 2, 4, 2, 8)[..., ::2]}, r"k_cache: expected the last 1 .* con"),
         ({"k_cache": torch.zeros(3, 2, 2, 4, 4).permute(0, 1, 4, 2, 3)}, r"k_cache: .* stride 4 "),
         ({"k_cache": torch.zeros(3, 2, 1, 2, 4).expand(3, 2, 4, 2, 4)}, r"k_cache: .* not overlap"),
         ({"k_cache": torch.zeros(1, 2, 4, 2, 4).expand(3, 2, 4, 2, 4)}, r"k_cache: .* not overlap"),
-        ({"v_cache": torch.zeros(3, 2, 4, 1, 4)}, r"v_cache: expected float32 \[num_layers=3, num"),
+        ({"v_cache": torch.zeros(3, 2, 4, 1, 4)}, r"v_cache: expected float32 .*num_layers=3"),
         ({"v_cache": torch.zeros(3, 2, 4, 1, 4).expand(3, 2, 4, 2, 4)}, r"v_cache: .* not overlap"),
         ({"slot_mapping": torch.tensor([0, 8])},
          r"slot_mapping: expected values in \[-1, 8\), got 8 at row 1"),
@@ -313,7 +313,8 @@ def fuzzed_call(m: Maker) -> Checked:
     layers, heads, width, size = m.size(3), m.size(2, 1), m.size(40, 1), m.columns(70)
     dtype, rotates = m.dtype(), m.chance()
     cache = (layers, m.size(5, 1), m.size(9, 1), heads, width)
-    k_cache, v_cache = m.caches(*cache, dtype=dtype)
+    kept, scales = m.cache_format(dtype, layers, heads)
+    k_cache, v_cache = m.caches(*cache, dtype=kept)
     tokens = min(m.size(40), cache[1] * cache[2])
     kv = m.weight(dtype, layers, 2 * heads * width, size)
     given = {
@@ -331,6 +332,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "v_cache": v_cache,
         "slot_mapping": m.slots(tokens, k_cache),
         "eps": 1e-5,
+        **scales,
     }
 
     def oracle(before: Arguments) -> dict[str, Tensor]:

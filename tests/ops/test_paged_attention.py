@@ -484,7 +484,8 @@ def fuzzed_call(m: Maker) -> Checked:
     lengths = [m.size(most) for _ in range(m.size(4))]
     queries = [m.size(12 if m.chance(0.2) else min(length, 12)) for length in lengths]
     page_size = m.size(17, 1)
-    paged = random_caches(m, lengths, page_size, (heads, width), dtype)
+    kept, scales = m.cache_format(dtype, heads)
+    paged = random_caches(m, lengths, page_size, (heads, width), kept)
     buckets = 2 * m.size(20, 2)
     tokens = sum(queries)
     given = {
@@ -501,6 +502,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "max_distance": buckets + m.size(200),
         "bidirectional": bidirectional,
         "arrivals": m.maybe(lambda: m.placed(torch.zeros(m.size(40), dtype=torch.int32))),
+        **scales,
     }
     oracle = out_of(reference.paged_attention, "fixed_split_size", "arrivals")
     return given, compare(oracle, looser(dtype))

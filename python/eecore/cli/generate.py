@@ -32,6 +32,7 @@ from eecore.cli.loading import (
     Debug,
     Device,
     Dtype,
+    KVCacheDtype,
     KVCacheTokens,
     OptionalModel,
     Threads,
@@ -159,6 +160,7 @@ def generate(
     weights: Weights = None,
     threads: Threads = None,
     kv_cache_tokens: KVCacheTokens = None,
+    kv_cache_dtype: KVCacheDtype = None,
     debug: Debug = False,
 ) -> int:
     """Continue prompts: text as it comes, or JSON lines."""
@@ -214,6 +216,7 @@ def generate(
         dtype=dtype,
         weights=weights,
         kv_cache_tokens=kv_cache_tokens,
+        kv_cache_dtype=kv_cache_dtype,
         exits=False if exits == "none" else exits,
     )
     policy = said or parse_exit(usual_exit(loaded.network.device))

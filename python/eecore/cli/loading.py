@@ -26,6 +26,7 @@ __all__ = [
     "Debug",
     "Device",
     "Dtype",
+    "KVCacheDtype",
     "KVCacheTokens",
     "ModelPath",
     "OptionalModel",
@@ -67,6 +68,12 @@ Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="torch's choice")
 ]
 KVCacheTokens = Annotated[int | None, typer.Option(min=1, help="Positions in the KV cache.")]
+KVCacheDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="fp8: a byte for each key and value; auto.", show_default="that of the model"
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 

@@ -16,6 +16,7 @@ from eecore.cli.loading import (
     Debug,
     Device,
     Dtype,
+    KVCacheDtype,
     KVCacheTokens,
     OptionalModel,
     Threads,
@@ -136,6 +137,7 @@ def serve(
         ),
     ] = 30.0,
     kv_cache_tokens: KVCacheTokens = None,
+    kv_cache_dtype: KVCacheDtype = None,
     max_num_seqs: Annotated[
         int | None,
         typer.Option(
@@ -199,6 +201,7 @@ def serve(
         "dtype": dtype,
         "weights": weights,
         "kv_cache_tokens": kv_cache_tokens,
+        "kv_cache_dtype": kv_cache_dtype,
         "prefix_cache": prefix_cache,
         "exits": False if exits == "none" else exits,
     }

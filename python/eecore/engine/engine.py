@@ -22,7 +22,7 @@ from eecore.engine.intake import Intake
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.guide import Guide
-from eecore.models import KVCache, Network, Tokenizer
+from eecore.models import KVCache, Network, Tokenizer, cache_dtype
 from eecore.output import Output, StepOutput
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.prefix_cache import PrefixCache
@@ -74,7 +74,7 @@ class Engine:
             self.config.num_pages,
             self.config.page_size,
             device=network.device,
-            dtype=network.dtype,
+            dtype=cache_dtype(network.config, self.config.kv_cache_dtype, network.dtype),
         )
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead

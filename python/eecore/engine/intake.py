@@ -70,6 +70,11 @@ class Intake:
                 f"{type(policy).__name__}: expected a model with a draft head, got one without: "
                 "load(..., exits=PACK), which eecore train-exits makes"
             )
+        if getattr(policy, "calibration", None) and self._limits.kv_cache_dtype != "auto":
+            raise ExitError(
+                "calibration: expected a KV cache in the model's dtype, as it was made with, got "
+                f"{self._limits.kv_cache_dtype}"
+            )
         vocabulary = None if head is None else head.vocabulary_sha256
         policy.check_request(self._network.source, vocabulary, sampling.temperature)
         input_ids = None

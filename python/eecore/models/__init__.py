@@ -4,7 +4,7 @@ from eecore.models import adopt
 from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.draft_head import DraftHead
 from eecore.models.find_head import find_head
-from eecore.models.kv_cache import KVCache
+from eecore.models.kv_cache import KVCache, cache_dtype
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.load import load_first_layers, load_model
 from eecore.models.network import Network
@@ -25,6 +25,7 @@ __all__ = [
     "T5Model",
     "Tokenizer",
     "adopt",
+    "cache_dtype",
     "find_head",
     "load_first_layers",
     "load_model",

@@ -7,11 +7,30 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eecore.config import AnyModelConfig
-from eecore.errors import OutOfMemoryError
+from eecore.config import AnyModelConfig, T5Config
+from eecore.errors import ModelError, OutOfMemoryError
 
 # Of one call of attention on a GPU: tiles times key heads, where blocks share the keys of a tile.
 NUM_ARRIVALS = 4096
+
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def cache_dtype(config: AnyModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What a model's cache holds, by :class:`eecore.EngineConfig`; dtype: the model's.
+
+    Raises:
+        ModelError: it cannot be so of this model.
+    """
+    if kv_cache_dtype == "auto":
+        return dtype
+    if isinstance(config, T5Config):
+        raise ModelError(
+            f"kv_cache_dtype: expected auto for {config.architecture}, whose keys are not scaled, "
+            f"got {kv_cache_dtype}"
+        )
+    return FLOAT8
 
 
 @dataclass(frozen=True)
@@ -22,14 +41,27 @@ class KVCache:
     """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
     v: Tensor
     """[num_layers, num_pages, page_size, num_kv_heads, head_dim]"""
+    key_scales: Tensor | None = None
+    """Float32 [num_layers, num_kv_heads] of keys in float8; None: 1."""
+    value_scales: Tensor | None = None
+    """Likewise of values."""
     layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
     """Views (k, v) of each layer, [num_pages, page_size, num_kv_heads, head_dim]."""
+    layer_scales: list[tuple[Tensor | None, Tensor | None]] = field(
+        init=False, repr=False, compare=False
+    )
+    """The scales of each layer's keys and values, [num_kv_heads]."""
     arrivals: Tensor = field(init=False, repr=False, compare=False)
     """Int32 [NUM_ARRIVALS], zeros between the calls of attention, which take turns with it."""
 
     def __post_init__(self) -> None:
         views = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
         object.__setattr__(self, "layers", views)
+        scales = [
+            [None] * len(views) if each is None else each.unbind(0)
+            for each in (self.key_scales, self.value_scales)
+        ]
+        object.__setattr__(self, "layer_scales", list(zip(*scales, strict=True)))
         arrivals = torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=self.k.device)
         object.__setattr__(self, "arrivals", arrivals)
 
@@ -42,10 +74,12 @@ class KVCache:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        scales: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> KVCache:
         """Pages that hold nothing yet: no slot is read before it is written.
 
-        On a CPU a page takes memory when it is first written.
+        On a CPU a page takes memory when it is first written. The scales are those of keys and of
+        values in float8.
 
         Raises:
             OutOfMemoryError: there is no room for them.
@@ -55,6 +89,8 @@ class KVCache:
             return cls(
                 k=torch.empty(shape, device=device, dtype=dtype),
                 v=torch.empty(shape, device=device, dtype=dtype),
+                key_scales=scales[0],
+                value_scales=scales[1],
             )
         except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
             tokens = num_pages * page_size

@@ -63,7 +63,7 @@ class Linear:
         """
         if few or self.is_skinny(x):
             return self._skinny(x, matrix, norm, residual=residual)
-        weight, bias, scale, _ = matrix
+        weight, bias, scale, table = matrix
         if norm is not None:
             x = self.normed(x, norm)
         if scale is not None:

@@ -3,8 +3,8 @@
 Layers run in stretches: on the CPU a whole stretch is one op, elsewhere they go layer by layer.
 Weights of all layers are stacked, and a layer works on views: the K/V projections that
 ``kv_fill`` reads for every layer at once are the very ones that the layers use. No weight needs a
-gradient. Weights of linear layers may be int8 with a scale per row, or packed; states and caches
-never are.
+gradient. Weights of linear layers may be int8 with a scale per row, or packed; a cache may be in
+float8.
 """
 
 from __future__ import annotations
@@ -230,6 +230,8 @@ class LlamaModel:
                 skip_attention=self._flags.of(skip_attention),
                 skip_mlp=self._flags.of(skip_mlp),
                 fixed_split_size=self._keys_per_split,
+                key_scales=kv.key_scales,
+                value_scales=kv.value_scales,
             )
         for index in range(begin, end):
             if index not in skip_attention:
@@ -284,6 +286,8 @@ class LlamaModel:
             positions=positions,
             cos_sin=self._cos_sin(kv),
             eps=self.config.rms_norm_eps,
+            key_scales=kv.key_scales,
+            value_scales=kv.value_scales,
         )
 
     def _cos_sin(self, kv: KVCache) -> Tensor:
@@ -293,6 +297,7 @@ class LlamaModel:
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
         config, layer = self.config, self._layers[index]
         k_cache, v_cache = kv.layers[index]
+        key_scales, value_scales = kv.layer_scales[index]
         append = ops.AppendKv(
             k_cache,
             v_cache,
@@ -301,6 +306,8 @@ class LlamaModel:
             self._cos_sin(kv),
             layer.q_norm,
             layer.k_norm,
+            key_scales,
+            value_scales,
         )
         q = self.linear.into_cache(hidden, layer.qkv, layer.attention_norm, append)
         attended = ops.paged_attention(
@@ -314,6 +321,8 @@ class LlamaModel:
             sliding_window=config.layer_windows[index],
             fixed_split_size=self._keys_per_split,
             arrivals=kv.arrivals,
+            key_scales=key_scales,
+            value_scales=value_scales,
         )
         attended = attended.view(-1, config.q_size)
         return self.linear(attended, layer.o, residual=hidden)

@@ -20,8 +20,9 @@ _paged_attention = compiled("paged_attention")
 class AppendKv(NamedTuple):
     """What :func:`append_kv` takes beside the heads, for :func:`skinny_linear` to go on with it.
 
-    On CUDA up to 8 rows are multiplied and appended in one launch, where heads have no norms and
-    head_dim and rotary_dim are multiples of 16.
+    On CUDA up to 8 rows are multiplied and appended in one launch, where heads have no norms,
+    head_dim and rotary_dim are multiples of 16, the weight is not packed and the caches hold the
+    model's dtype.
     """
 
     k_cache: Tensor
@@ -38,6 +39,10 @@ class AppendKv(NamedTuple):
     """[head_dim]"""
     k_norm_weight: Tensor | None = None
     """[head_dim]"""
+    key_scales: Tensor | None = None
+    """float32 [num_kv_heads], of keys in float8"""
+    value_scales: Tensor | None = None
+    """float32 [num_kv_heads]"""
 
 
 def append_kv(
@@ -53,19 +58,26 @@ def append_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """Write new keys and values to their cache slots, with head norms and rotary embedding fused.
 
     ``q``, when given, gets its head norm and rotary embedding in place. ``k`` and ``v`` are read
     only. A slot is ``page * page_size + offset``; slot -1 writes nothing.
 
+    A cache may be in float8 (e4m3), whatever the model's dtype: of a key or value, divided by its
+    head's scale, it holds the nearest number, the even one of two, and 448 of what is larger. NaN
+    stays NaN.
+
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; or None.
         k: [num_tokens, num_kv_heads, head_dim], likewise.
         v: [num_tokens, num_kv_heads, head_dim], likewise.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer, any strides with
-            contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``.
-        v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
+            contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``. Of the
+            model's dtype or float8_e4m3fn.
+        v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise, in the same dtype.
         slot_mapping: int64 [num_tokens].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim]: rotary_dim/2 cosines, then as many sines; pairs
@@ -73,6 +85,8 @@ def append_kv(
         q_norm_weight: [head_dim], RMS norm of each query head.
         k_norm_weight: [head_dim], RMS norm of each key head.
         eps: of the head norms.
+        key_scales: float32 [num_kv_heads], positive, of keys in float8; None: 1.
+        value_scales: float32 [num_kv_heads], likewise of values.
     """
     _append_kv(
         q,
@@ -86,6 +100,8 @@ def append_kv(
         q_norm_weight,
         k_norm_weight,
         eps,
+        key_scales,
+        value_scales,
     )
 
 
@@ -105,6 +121,8 @@ def paged_attention(
     max_distance: int = 128,
     bidirectional: bool = False,
     arrivals: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of ragged queries to a paged KV cache.
@@ -128,7 +146,9 @@ def paged_attention(
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
             multiple of 8 up to 256.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], strides as in :func:`append_kv`.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim], strides and dtype as in
+            :func:`append_kv`. Of float8, which every dtype holds exactly, what is multiplied is
+            the stored number; a GPU has no kernel for it with a ``position_bias``.
         v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise.
         page_table: int32 [num_seqs, max_pages_per_seq].
         seq_lens: int32 [num_seqs], keys in the cache, this call's included.
@@ -149,6 +169,9 @@ def paged_attention(
             so that the last of them merges their results, where these are not much, and no second
             kernel is needed. 4096 are enough on any of today's; with too few of them, or none,
             results are the same.
+        key_scales: float32 [num_kv_heads], positive, of keys in float8: they are multiplied by it,
+            in the score. None: 1.
+        value_scales: float32 [num_kv_heads], likewise of values, in the result.
         out: [num_tokens, num_q_heads, head_dim]; allocated when None.
 
     Returns:
@@ -172,6 +195,8 @@ def paged_attention(
         max_distance,
         bidirectional,
         arrivals,
+        key_scales,
+        value_scales,
     )
     return out
 
@@ -189,6 +214,8 @@ def kv_fill(
     positions: Tensor | None = None,
     cos_sin: Tensor | None = None,
     eps: float = 1e-6,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """Fill the KV cache of the layers that each row skipped, all layers in one call.
 
@@ -203,13 +230,15 @@ def kv_fill(
         kv: [num_layers, 2 * num_kv_heads * head_dim, hidden_size], K rows then V rows; any layer
             and row stride, so a view of a stacked QKV matrix does.
         k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], any strides with
-            contiguous head_dim.
+            contiguous head_dim; dtype as in :func:`append_kv`.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; -1 writes nothing.
         k_norm_weight: [num_layers, head_dim].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
         cos_sin: float32 [max_position, rotary_dim], as in :func:`append_kv`.
         eps: of the norms.
+        key_scales: float32 [num_layers, num_kv_heads], as in :func:`append_kv`.
+        value_scales: float32 [num_layers, num_kv_heads], likewise.
     """
     _kv_fill(
         hidden,
@@ -226,4 +255,6 @@ def kv_fill(
         slot_mapping,
         eps,
         kv.table,
+        key_scales,
+        value_scales,
     )

@@ -93,6 +93,8 @@ def decoder_layers(
     position_bias: Tensor | None = None,
     max_distance: int = 128,
     activation: str = "silu",
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """A stretch of a decoder's layers, in one call that wakes its threads once.
@@ -107,7 +109,7 @@ def decoder_layers(
     Args:
         hidden: [num_tokens, hidden_size], the residual stream, any row stride.
         weights: of all layers.
-        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], strides as in
+        k_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], strides and dtype as in
             :func:`kv_fill`; head_dim is a multiple of 8 up to 256.
         v_cache: [num_layers, num_pages, page_size, num_kv_heads, head_dim], likewise.
         slot_mapping: int64 [num_tokens]; slot -1 writes nothing.
@@ -132,6 +134,8 @@ def decoder_layers(
             in :func:`paged_attention`.
         max_distance: of ``position_bias``.
         activation: "silu" or "gelu_tanh" of a gated MLP, "relu" of one that is not.
+        key_scales: float32 [num_layers, num_kv_heads], as in :func:`kv_fill`.
+        value_scales: float32 [num_layers, num_kv_heads], likewise.
         out: [num_tokens, hidden_size], any row stride that keeps rows apart; ``hidden`` itself, or
             apart from it.
 
@@ -166,5 +170,7 @@ def decoder_layers(
         activation,
         *tables_of(weights),
         *(_NO_CROSS_TABLES if cross is None else tables_of(cross)),
+        key_scales,
+        value_scales,
     )
     return out

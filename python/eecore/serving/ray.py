@@ -83,8 +83,8 @@ class Arguments(ServerSettings):
 
     Args:
         model: a directory or GGUF file, on every node; None: the one that ships with eecore.
-        device: cpu or cuda. dtype, weights, kv_cache_tokens, prefix_cache, exits: as
-            :func:`eecore.load` takes them.
+        device: cpu or cuda. dtype, weights, kv_cache_tokens, kv_cache_dtype, prefix_cache, exits:
+            as :func:`eecore.load` takes them.
         threads: CPU threads of a replica; None: as many as it has CPUs.
         num_replicas: engines; with ``max_replicas`` those to begin with and the fewest.
         max_replicas: up to which Ray adds some under load; None: it adds none.
@@ -101,6 +101,7 @@ class Arguments(ServerSettings):
     dtype: str | None = None
     weights: str | None = None
     kv_cache_tokens: int | None = None
+    kv_cache_dtype: str | None = None
     prefix_cache: bool = True
     exits: str | None = None
     threads: int | None = None
@@ -239,6 +240,7 @@ class Engine:
             dtype=arguments.dtype,
             weights=arguments.weights,
             kv_cache_tokens=arguments.kv_cache_tokens,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             prefix_cache=arguments.prefix_cache,
             exits=False if arguments.exits == "none" else arguments.exits,
         )

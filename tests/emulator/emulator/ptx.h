@@ -117,6 +117,10 @@ EMULATOR_INLINE void shared_store16(const ::emulator::Shared<T>& to, const Pack<
   std::memcpy(::emulator::write_shared(to.checked(16, 16), 16), &pack, 16);
 }
 
+inline float load_or(const float* from, float otherwise) {
+  return from == nullptr ? otherwise : *from;
+}
+
 inline void prefetch_l2(const void*) {}
 
 // ---- Named barriers ----

@@ -1,0 +1,63 @@
+"""What a KV cache in float8 costs in quality: SmolLM2 on real prose, beside a cache in floats.
+
+python -m bench cache [--tokens 512] [--max-tokens 64]
+
+The texts and measures of ``python -m bench weights``. Writes bench/results/cache.json and the
+table in bench/RESULTS.md, in about 2 minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import get_smollm2
+from bench.quality.weights import QUALITY, figures_of, parsed, quality_cells
+from eecore.evaluation.tables import markdown_table
+from eecore.models import KVCache, cache_dtype
+from eecore.models.load import DTYPES, read_config
+
+KINDS: dict[str, dict[str, Any]] = {
+    f"{dtype}, cache {cache}": {"dtype": dtype, "kv_cache_dtype": cache}
+    for dtype in ("float32", "bfloat16")
+    for cache in ("auto", "fp8")
+}
+
+
+def bytes_per_token() -> dict[str, int]:
+    """Of the cache of each kind."""
+    config = read_config(get_smollm2())
+    return {
+        name: KVCache.bytes_per_token(
+            config, cache_dtype(config, options["kv_cache_dtype"], DTYPES[options["dtype"]])
+        )
+        for name, options in KINDS.items()
+    }
+
+
+def markdown(result: Figures) -> str:
+    lines = [
+        [
+            row["name"],
+            f"{result['bytes_per_token'][row['name']] / 1e3:.1f}",
+            *quality_cells(row, result["max_tokens"]),
+        ]
+        for row in result["kinds"]
+    ]
+    about = (
+        f"SmolLM2-135M-Instruct on {result['num_tokens']} tokens of Python {result['python']}'s "
+        "language reference, all beside float32 with a cache in float32; fp8: e4m3, scales of 1. "
+        "Greedy: mean length of the common beginning with the float32 text, "
+        f"{result['num_texts']} texts. `python -m bench cache`"
+    )
+    return f"{markdown_table(['states', 'kB a token', *QUALITY], lines)}\n\n{about}"
+
+
+REPORTS = (Report("cache", {"cache": markdown}),)
+
+
+def main(words: Sequence[str]) -> None:
+    arguments = parsed("cache", __doc__, words)
+    figures = {**figures_of(KINDS, arguments), "bytes_per_token": bytes_per_token()}
+    REPORTS[0].finish(figures, arguments)

@@ -1,0 +1,389 @@
+"""Caches in float8: what is written, to the bit, whoever writes it, and what is read of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import test_append_kv
+import test_decoder_layers
+import test_kv_fill
+import test_paged_attention
+import torch
+from torch import Tensor
+
+import emulated
+import reference
+from cache_layouts import LAYOUTS, assert_nothing_beside_was_written, laid_out
+from cases import (
+    APPEND_KV_CASES,
+    ATTENTION_CASES,
+    DTYPES,
+    KV_FILL_CASES,
+    TOLERANCES,
+    AppendKvCase,
+    AttentionCase,
+    DecoderLayersCase,
+    KvFillCase,
+)
+from eecore import ops
+
+Call = dict[str, Any]
+
+FLOAT8 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
+# On a GPU there is no kernel for both.
+UNBIASED_CASES = tuple(case for case in ATTENTION_CASES if not case.num_buckets)
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def codes_of(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8)
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """Bit for bit, NaN included."""
+    assert torch.equal(codes_of(got), codes_of(expected))
+
+
+def poisoned(like: Tensor) -> Tensor:
+    """A cache of NaN, which is 0x7f here."""
+    return torch.full_like(like, 0x7F, dtype=torch.uint8).view(FLOAT8)
+
+
+def every_number() -> Tensor:
+    """float32: all of float8, what lies in the middle of two, and the neighbours of both."""
+    whole = torch.arange(0x7F, dtype=torch.uint8).view(FLOAT8).float()
+    middles = (whole[1:] + whole[:-1]) / 2
+    exact = torch.cat((whole, middles))
+    near = [exact, *(exact.nextafter(torch.tensor(to)) for to in (-1.0, torch.inf))]
+    others = torch.tensor([448.1, 464.0, 480.0, 1e4, 3e38, torch.inf, torch.nan, 1e-6, 1e-40])
+    magnitudes = torch.cat((*near, others))
+    return torch.cat((magnitudes, -magnitudes))
+
+
+def random_scales(*shape: int, seed: int = 3) -> Tensor:
+    return 0.1 + 2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dtypes
+def test_every_number_is_rounded_to_the_nearest(dtype: torch.dtype, device: torch.device) -> None:
+    numbers = every_number().to(dtype)
+    for head_dim in (8, 40, 64, 72, 128):
+        v = torch.nn.functional.pad(numbers, (0, -len(numbers) % head_dim)).view(-1, 1, head_dim)
+        v = v.to(device)
+        slots = torch.arange(len(v), device=device)
+        caches = [
+            torch.full((len(v), 1, 1, head_dim), torch.nan, device=device).to(FLOAT8)
+            for _ in range(2)
+        ]
+        ops.append_kv(None, v, v, *caches, slots)
+        for cache in caches:
+            expected = reference.to_float8(v)
+            assert_same(cache[:, 0], torch.where(v.isnan(), torch.nan, expected.float()).to(FLOAT8))
+            assert (codes_of(cache[:, 0])[v.isnan()] == 0x7F).all()
+
+
+@dtypes
+def test_every_number_is_read_as_it_is(dtype: torch.dtype, device: torch.device) -> None:
+    """One key has a weight of 1."""
+    for head_dim in (8, 64, 72, 128, 256):
+        codes = torch.arange(256, dtype=torch.uint8)
+        count = -(-256 // head_dim)
+        v = codes.repeat(8)[: count * head_dim].view(count, 1, 1, head_dim).view(FLOAT8).to(device)
+        got = ops.paged_attention(
+            torch.zeros(count, 2, head_dim, dtype=dtype, device=device),
+            torch.zeros_like(v),
+            v,
+            torch.arange(count, dtype=torch.int32, device=device)[:, None],
+            torch.ones(count, dtype=torch.int32, device=device),
+            torch.arange(count + 1, dtype=torch.int32, device=device),
+            scale=1.0,
+        )
+        expected = v[:, 0].to(dtype).expand(-1, 2, -1)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def appended(call: Call, **changes: Any) -> tuple[Tensor, Tensor]:
+    own = {**call, **changes}
+    for name in ("q", "k_cache", "v_cache"):
+        own[name] = own[name].clone()
+    ops.append_kv(**own)
+    return own["k_cache"], own["v_cache"]
+
+
+@dtypes
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("case", APPEND_KV_CASES, ids=str)
+def test_appended_is_what_floats_are_rounded_to(
+    case: AppendKvCase, scaled: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = test_append_kv.random_call(case, dtype, device)
+    scales = {
+        name: random_scales(case.num_kv_heads, seed=seed).to(device) if scaled else None
+        for seed, name in enumerate(("key_scales", "value_scales"))
+    }
+    narrow = {name: poisoned(call[name]) for name in ("k_cache", "v_cache")}
+    k, v = appended(call, **narrow, **scales)
+    slots = call["slot_mapping"]
+    written, at = slots >= 0, slots[slots >= 0]
+    assert_same(
+        v.flatten(0, 1)[at], reference.to_float8(call["v"], scales["value_scales"])[written]
+    )
+    # Of the same numbers in float32, which is what norm and rotary give.
+    wide = {
+        name: value.float()
+        for name, value in call.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    expected = reference.to_float8(appended({**call, **wide})[0], scales["key_scales"])
+    got = k.flatten(0, 1)[at]
+    if emulated.is_cuda_kernel(device) and dtype != torch.float32:  # other lanes, another order
+        steps = codes_of(got).int() - codes_of(expected.flatten(0, 1)[at]).int()
+        assert ((steps == 0) | (steps.abs() == 1)).all()
+        assert (steps != 0).sum() <= steps.numel() // 1000
+    else:
+        assert_same(got, expected.flatten(0, 1)[at])
+    unwritten = torch.ones(k.flatten(0, 1).shape[0], dtype=torch.bool, device=device)
+    unwritten[at] = False
+    for cache in (k, v):
+        assert (codes_of(cache.flatten(0, 1)[unwritten]) == 0x7F).all()
+
+
+@dtypes
+@pytest.mark.parametrize("case", KV_FILL_CASES, ids=str)
+def test_filled_is_what_floats_are_rounded_to(
+    case: KvFillCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = test_kv_fill.random_call(case, dtype, device)
+    floats = test_kv_fill.filled(ops.kv_fill, call)
+    shape = (case.num_layers, case.num_kv_heads)
+    scales = {
+        name: random_scales(*shape, seed=seed).to(device)
+        for seed, name in enumerate(("key_scales", "value_scales"))
+    }
+    narrow = {name: poisoned(call[name]) for name in ("k_cache", "v_cache")}
+    filled = test_kv_fill.filled(ops.kv_fill, {**call, **narrow, **scales})
+    for got, cache, each in zip(filled, floats, scales.values(), strict=True):
+        expected = cache.float() * (1.0 / each[:, None, None, :, None])
+        expected = torch.where(cache.isnan(), torch.nan, expected.clamp(-448, 448)).to(FLOAT8)
+        codes_of(expected)[cache.isnan()] = 0x7F
+        # Keys are rounded once, not to the model's dtype before.
+        if dtype == torch.float32 or each is scales["value_scales"]:
+            assert_same(got, expected)
+        else:
+            torch.testing.assert_close(
+                got.float(), expected.float(), rtol=0.13, atol=2.0**-9, equal_nan=True
+            )
+
+
+def narrowed(call: Call, *, scaled: bool = True) -> Call:
+    """A call of attention whose caches are in float8."""
+    heads = call["k_cache"].shape[2]
+    made = dict(call)
+    for seed, name in enumerate(("key", "value")):
+        scales = random_scales(heads, seed=seed).to(call["q"].device) if scaled else None
+        made[f"{name}_scales"] = scales
+        made[f"{name[0]}_cache"] = reference.to_float8(call[f"{name[0]}_cache"], scales)
+    return made
+
+
+@dtypes
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("case", UNBIASED_CASES, ids=str)
+def test_attention_matches_the_reference(
+    case: AttentionCase, scaled: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = narrowed(test_paged_attention.random_call(case, dtype, device), scaled=scaled)
+    tolerance = dataclasses.asdict(TOLERANCES[dtype])
+    if scaled and dtype == torch.bfloat16:  # weights are rounded before values are scaled
+        tolerance["atol"] *= 2
+    got = ops.paged_attention(**call)
+    expected = test_paged_attention.expected_of(call)
+    torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+@dtypes
+@pytest.mark.parametrize("case", test_paged_attention.SHARED_CASES[:4], ids=str)
+def test_the_last_block_merges_as_a_second_kernel_does(
+    case: AttentionCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = narrowed(test_paged_attention.random_call(case, dtype, device))
+    expected = ops.paged_attention(**call)
+    arrivals = torch.zeros(100, dtype=torch.int32, device=device)
+    assert torch.equal(ops.paged_attention(**call, arrivals=arrivals), expected)
+    assert not arrivals.any()
+
+
+@dtypes
+@pytest.mark.parametrize(("head_dim", "num_queries"), [(72, 20), (128, 20), (64, 8)])
+def test_a_row_is_independent_of_its_company(
+    head_dim: int, num_queries: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = AttentionCase(
+        (num_queries, 2, 1), (310, 40, 500), 6, 2, head_dim, 8, fixed_split_size=96
+    )
+    call = narrowed(test_paged_attention.random_call(batch, dtype, device))
+    together = test_paged_attention.with_threads(2, call)
+    for query in (0, 7, num_queries - 1):
+        alone = {
+            **call,
+            "q": call["q"][query : query + 1],
+            "page_table": call["page_table"][:1],
+            "seq_lens": call["seq_lens"][:1] - (num_queries - 1) + query,
+            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device),
+        }
+        for num_threads in (1, 2):
+            got = test_paged_attention.with_threads(num_threads, alone)
+            assert torch.equal(got[0], together[query])
+
+
+@dtypes
+@pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
+def test_what_is_not_a_number_comes_out_where_it_went_in(
+    case: AttentionCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    tolerance = dataclasses.asdict(TOLERANCES[dtype])
+    seq = len(case.seq_lens) - 1
+    length = case.seq_lens[seq]
+    for name, key, column in (("k_cache", length - 1, 0), ("v_cache", length - 2, -1)):
+        call = narrowed(test_paged_attention.random_call(case, dtype, device), scaled=False)
+        test_paged_attention.key_of(call, name, seq, key)[-1, column] = torch.nan
+        expected = test_paged_attention.expected_of(call)
+        assert expected.isnan().any()
+        got = ops.paged_attention(**call).double()
+        torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
+
+
+@dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_caches(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    for head_dim in (64, 72):
+        case = AttentionCase((3, 20), (70, 90), 6, 3, head_dim, 4)
+        call = narrowed(test_paged_attention.random_call(case, dtype, device))
+        expected = ops.paged_attention(**call)
+        _, call["k_cache"], call["v_cache"] = laid_out(layout, call["k_cache"], call["v_cache"])
+        assert torch.equal(ops.paged_attention(**call), expected)
+
+        append = test_append_kv.random_call(
+            AppendKvCase(6, 4, 2, head_dim, 8, rotary_dim=32, norm=True), dtype, device
+        )
+        append |= {name: append[name].to(FLOAT8) for name in ("k_cache", "v_cache")}
+        expected_caches = appended(append)
+        caches = laid_out(layout, append["k_cache"], append["v_cache"])
+        ops.append_kv(**{**append, "k_cache": caches.k, "v_cache": caches.v})
+        for got, want in zip((caches.k, caches.v), expected_caches, strict=True):
+            assert_same(got.contiguous(), want)
+        assert_nothing_beside_was_written(caches)
+
+
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_memory_may_lie_anywhere(at: int, device: torch.device) -> None:
+    case = AttentionCase((1, 3), (70, 9), 4, 2, 72, 3)
+    call = narrowed(test_paged_attention.random_call(case, torch.bfloat16, device))
+    expected = ops.paged_attention(**call)
+    for name in ("k_cache", "v_cache"):
+        cache = call[name]
+        width = cache[0].numel() + at
+        memory = torch.zeros(cache.shape[0] * width + at, dtype=FLOAT8, device=device)
+        view = memory[at:].view(-1, width)[:, at:].unflatten(1, cache.shape[1:])
+        call[name] = view.copy_(cache)
+    assert torch.equal(ops.paged_attention(**call), expected)
+
+
+LAYERS = (
+    DecoderLayersCase((1, 5, 2), (40, 9, 30), fixed_split_size=16),
+    DecoderLayersCase((20,), (33,), qk_norm=True, cross_lens=(12,), begin_layer=1),
+)
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stretch_of_layers_is_its_single_ops(
+    case: DecoderLayersCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    if emulated.is_cuda_kernel(device):
+        pytest.skip("the op is the CPU's alone")
+    call = test_decoder_layers.random_call(case, dtype)
+    shape = (case.num_layers, case.num_kv_heads)
+    for seed, name in enumerate(("key", "value")):
+        call[f"{name}_scales"] = random_scales(*shape, seed=seed)
+        call[f"{name[0]}_cache"] = call[f"{name[0]}_cache"].to(FLOAT8)
+    single = test_decoder_layers.with_own_caches(call)
+    assert torch.equal(ops.decoder_layers(**call), test_decoder_layers.compose(single))
+    for name in ("k_cache", "v_cache"):
+        assert_same(call[name], single[name])
+
+
+def refused(op: Any, call: Call, message: str, caches: tuple[Tensor, ...]) -> None:
+    before = [codes_of(cache).clone() for cache in caches]
+    with pytest.raises(RuntimeError, match=message):
+        op(**call)
+    for cache, kept in zip(caches, before, strict=True):
+        assert torch.equal(codes_of(cache), kept)
+
+
+SMALL = AppendKvCase(6, 4, 2, 64, 8, rotary_dim=32, norm=True)
+BAD = (
+    (
+        {"key_scales": torch.ones(3)},
+        r"key_scales: expected float32 \[num_kv_heads=2\], got .*\[3\]",
+    ),
+    ({"value_scales": torch.ones(2).double()}, "value_scales: expected float32 .* got float64"),
+    (
+        {"value_scales": torch.tensor([1.0, 0.0])},
+        "value_scales: expected positive .* got 0.0* at 1",
+    ),
+    ({"key_scales": torch.tensor([-1.0, 1.0])}, "key_scales: expected positive .* got -1.0* at 0"),
+    (
+        {"key_scales": torch.tensor([1.0, torch.nan])},
+        "key_scales: expected positive .* got nan at 1",
+    ),
+    (
+        {"key_scales": torch.tensor([1.0, torch.inf])},
+        "key_scales: expected positive .* got inf at 1",
+    ),
+)
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_scales_are_named_and_change_nothing(change: Call, message: str) -> None:
+    call = test_append_kv.random_call(SMALL, torch.float32, CPU)
+    call |= {name: call[name].to(FLOAT8) for name in ("k_cache", "v_cache")}
+    refused(ops.append_kv, {**call, **change}, message, (call["k_cache"], call["v_cache"]))
+    attend = narrowed(
+        test_paged_attention.random_call(test_paged_attention.SMALL, torch.float32, CPU)
+    )
+    refused(ops.paged_attention, {**attend, **change}, message, ())
+
+
+def test_bad_caches_are_named_and_change_nothing() -> None:
+    floats = test_append_kv.random_call(SMALL, torch.float32, CPU)
+    caches = floats["k_cache"], floats["v_cache"]
+    refused(
+        ops.append_kv,
+        {**floats, "key_scales": torch.ones(2)},
+        "key_scales: expected None with a cache in the model's dtype",
+        caches,
+    )
+    for name in ("k_cache", "v_cache"):
+        mixed = {**floats, name: floats[name].to(FLOAT8)}
+        refused(ops.append_kv, mixed, "v_cache: expected the dtype of k_cache, got", caches)
+    e5m2 = {**floats, "k_cache": floats["k_cache"].to(torch.float8_e5m2)}
+    refused(ops.append_kv, e5m2, "k_cache: expected float32 or float8_e4m3fn .*", caches)
+
+
+def test_opcheck() -> None:
+    call = test_append_kv.random_call(SMALL, torch.float32, CPU)
+    for name in ("q", "k", "v"):
+        call[name] = call[name].contiguous()
+    scales = {"key_scales": torch.ones(2), "value_scales": torch.ones(2)}
+    caches = {name: torch.zeros(call[name].shape).to(FLOAT8) for name in ("k_cache", "v_cache")}
+    torch.library.opcheck(
+        torch.ops.eecore.append_kv.default,
+        (),
+        {**call, **caches, **scales, "eps": 1e-6},
+        test_utils="test_faketensor",  # the others multiply caches, which torch cannot
+    )
