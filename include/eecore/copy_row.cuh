@@ -7,7 +7,10 @@
 
 namespace eecore::cuda {
 
-// The share of one thread of `threads`; elements are of 2 bytes, or of 4.
+// The share of one thread of `threads`; elements are of 2 bytes, or of 4. A batch of 16-byte pieces
+// is on its way as a whole before its first is stored: a store might be to where the next load is
+// from.
+template <int kBatch = 2>
 __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t bytes, int thread,
                                          int threads) {
   const uint16_t* source = static_cast<const uint16_t*>(from);
@@ -17,9 +20,6 @@ __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t byt
   const bool aligned =
       (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
   const int64_t whole = aligned ? count / kPerAccess * kPerAccess : 0;
-  // A batch is on its way as a whole before its first is stored: it comes from another kernel's
-  // results, in L2, and a store might be to where the next load is from.
-  constexpr int kBatch = 4;
   const int64_t step = int64_t{threads} * kPerAccess;
 #pragma unroll 1
   for (int64_t first = int64_t{thread} * kPerAccess; first < whole; first += kBatch * step) {

@@ -93,9 +93,9 @@ __device__ __forceinline__ void leave_rows(const ExitRowsParams& params) {
     const int32_t r = params.row[i];
     if (!row_leaves(params, r, held_back)) continue;
     const int64_t rest = params.row_bytes - begin;
-    copy_row(static_cast<const char*>(params.hidden) + i * params.hidden_stride + begin,
-             static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride + begin,
-             rest < kExitRowsSegment ? rest : kExitRowsSegment, thread % 32, 32);
+    copy_row<4>(static_cast<const char*>(params.hidden) + i * params.hidden_stride + begin,
+                static_cast<char*>(params.final_hidden) + r * params.final_hidden_stride + begin,
+                rest < kExitRowsSegment ? rest : kExitRowsSegment, thread % 32, 32);
   }
   __syncthreads();  // all have seen `gone` before it is written
 
