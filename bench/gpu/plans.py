@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from bench.gpu.attention_plan import paged_attention
