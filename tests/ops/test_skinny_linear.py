@@ -271,6 +271,7 @@ def appended_call(m: Maker, tokens: int, dtype: torch.dtype) -> Checked:
 
     given = {
         **m.product(tokens, rows, dtype, (None,)),
+        "residual": None,
         "out": m.states(tokens, rows, dtype),
         "k_cache": k_cache,
         "v_cache": v_cache,
