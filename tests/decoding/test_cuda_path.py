@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,21 @@ def on_cuda(
     tiny_directory: Path,
     pack: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> eecore.Model:
-    """The tiny model on the CUDA path: on a GPU, or over the emulator on the CPU's memory."""
+) -> Iterator[eecore.Model]:
+    """The tiny model on the CUDA path: on a GPU, or over the emulator on the CPU's memory.
+
+    The emulator fails where nothing orders what kernels touch: as they overlap on a GPU.
+    """
     if request.param == "emulated":
         emulated.route(monkeypatch)
         heads_in_floats(monkeypatch)
-        return as_on_cuda(
-            eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
-        )
+        model = eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
+        with emulated.checking_races():
+            yield as_on_cuda(model)
+        return
     if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
         pytest.skip("no GPU, or a build without eecore._cuda")
-    return eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512, exits=pack)
+    yield eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512, exits=pack)
 
 
 @pytest.mark.parametrize("mode", POLICIES)

@@ -247,16 +247,23 @@ void finish_barrier(Barrier& barrier) {
 }
 
 // Whether what `thread` did at `time` comes before what a thread does that has synchronised as
-// said.
-bool comes_before(uint16_t thread, uint32_t time, int warp_of_mine, uint32_t last_barrier,
-                  const std::array<uint32_t, kMaxWarps>& waited_for_warp, uint32_t synced,
-                  uint32_t its_synced) {
-  if (time < last_barrier) return true;
+// said, since all of the block last did; `synced_of` gives when a thread of its warp last has.
+template <typename SyncedOf>
+inline bool comes_before(uint16_t thread, uint32_t time, int warp_of_mine,
+                         const std::array<uint32_t, kMaxWarps>& waited_for_warp, uint32_t synced,
+                         const SyncedOf& synced_of) {
   if (thread == kManyWarps) return false;
   const bool many = (thread & kManyLanes) != 0;
   const int warp = many ? thread & ~kManyLanes : thread / 32;
   if (warp != warp_of_mine) return time < waited_for_warp[warp];
-  return time < synced && (many || time < its_synced);  // of one lane that too has synchronised
+  return time < synced && (many || time < synced_of(thread));
+}
+
+// Two threads, as narrowly as one name tells.
+inline uint16_t both(uint16_t thread, uint16_t me) {
+  if (thread == kManyWarps) return kManyWarps;
+  const int warp = (thread & kManyLanes) != 0 ? thread & ~kManyLanes : thread / 32;
+  return warp == me / 32 ? static_cast<uint16_t>(kManyLanes | warp) : kManyWarps;
 }
 
 std::string where(uint32_t offset) {
@@ -366,9 +373,8 @@ int thread_number() { return block.running->number; }
 bool happened(uint16_t thread, uint32_t time) {
   const Thread& me = *block.running;
   if (thread == me.number || thread == kNobody || time < block.last_barrier) return true;
-  const uint32_t its_synced = thread < block.num_threads ? block.threads[thread]->synced : 0;
-  return comes_before(thread, time, me.number / 32, block.last_barrier,
-                      block.waited_for_warp[me.number / 32], me.synced, its_synced);
+  return comes_before(thread, time, me.number / 32, block.waited_for_warp[me.number / 32],
+                      me.synced, [](uint16_t other) { return block.threads[other]->synced; });
 }
 
 Knowledge knowledge() {
@@ -384,18 +390,15 @@ Knowledge knowledge() {
 }
 
 bool happened_for(const Knowledge& known, uint16_t thread, uint32_t time) {
+  if (time < known.last_barrier) return true;
   if (thread == known.thread) return time < known.now;
-  const uint32_t its_synced = known.synced_lanes[thread % 32];
-  return comes_before(thread, time, known.thread / 32, known.last_barrier, known.waited_for_warp,
-                      known.synced, its_synced);
+  return comes_before(thread, time, known.thread / 32, known.waited_for_warp, known.synced,
+                      [&](uint16_t other) { return known.synced_lanes[other % 32]; });
 }
 
 uint16_t joined(uint16_t thread, uint32_t time) {
   const auto me = static_cast<uint16_t>(block.running->number);
-  if (happened(thread, time)) return me;
-  if (thread == kManyWarps) return kManyWarps;
-  const int warp = (thread & kManyLanes) != 0 ? thread & ~kManyLanes : thread / 32;
-  return warp == me / 32 ? static_cast<uint16_t>(kManyLanes | warp) : kManyWarps;
+  return happened(thread, time) ? me : both(thread, me);
 }
 
 uint32_t now() { return block.now; }
@@ -520,6 +523,7 @@ uint32_t dynamic_shared_end() { return static_cast<uint32_t>(block.shared.size()
 
 unsigned char* read_shared(uint32_t offset, size_t bytes) {
   check_bounds(offset, bytes);
+  const auto me = static_cast<uint16_t>(block.running->number);
   for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
     Shadow& shadow = block.shadow[at];
     if (shadow.state == Shadow::kNeverWritten) {
@@ -533,7 +537,12 @@ unsigned char* read_shared(uint32_t offset, size_t bytes) {
       fail("reads " + where(at * kGranule) + ", which " + name_of(shadow.writer) +
            " wrote with no barrier between");
     }
-    shadow.reader = joined(shadow.reader, shadow.read_time);
+    if (shadow.reader == kNobody || shadow.reader == me ||
+        happened(shadow.reader, shadow.read_time)) {
+      shadow.reader = me;
+    } else {
+      shadow.reader = both(shadow.reader, me);
+    }
     shadow.read_time = block.now;
   }
   return block.shared.data() + offset;

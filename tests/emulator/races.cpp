@@ -345,8 +345,8 @@ EMULATOR_IGNORED(vptr_read, void*)
 EMULATOR_IGNORED(vptr_update, void*, void*)
 
 // Of who launches: whether a static variable has its value yet.
-extern "C" __attribute__((visibility("hidden"))) uint8_t __tsan_atomic8_load(
-    const volatile uint8_t* address, int order) {
+extern "C" __attribute__((visibility("hidden"))) uint8_t
+__tsan_atomic8_load(const volatile uint8_t* address, int order) {
   static_cast<void>(order);
   return __atomic_load_n(address, __ATOMIC_SEQ_CST);
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <string>
 
+#pragma GCC visibility push(hidden)  // nobody else's: calls of them are plain calls
 namespace emulator {
 
 constexpr int kMaxWarps = kMaxThreads / 32;
@@ -47,3 +48,4 @@ bool is_in_kernel();
 bool is_own_memory(const void* address);
 
 }  // namespace emulator
+#pragma GCC visibility pop

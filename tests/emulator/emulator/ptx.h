@@ -206,6 +206,7 @@ void mma_m16n8k16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   std::memcpy(mine.b, b, sizeof b);
   const auto all = ::emulator::gather(0xffffffffu, "mma", &mine, sizeof mine, false, site);
   const int group = ::emulator::lane() / 4, pair = ::emulator::lane() % 4;
+  float total[4] = {sums[0], sums[1], sums[2], sums[3]};
   for (int k = 0; k < 16; ++k) {
     const int holder = k % 8 / 2, high = k / 8, half = k % 2;
     Fragments of_a, of_b[2];
@@ -214,9 +215,10 @@ void mma_m16n8k16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[
       std::memcpy(&of_b[j], all.of[4 * (2 * pair + j) + holder], sizeof of_a);
     for (int i = 0; i < 4; ++i) {
       const float from_a = half_of<T>(of_a.a[2 * high + i / 2], half);
-      sums[i] += from_a * half_of<T>(of_b[i % 2].b[high], half);
+      total[i] += from_a * half_of<T>(of_b[i % 2].b[high], half);
     }
   }
+  for (int i = 0; i < 4; ++i) sums[i] = total[i];
 }
 
 // ---- Programmatic dependent launch ----

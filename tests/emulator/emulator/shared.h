@@ -4,6 +4,7 @@
 
 #include <emulator/accesses.h>
 #include <emulator/machine.h>
+#include <emulator/races.h>
 
 #include <cstring>
 #include <type_traits>
@@ -77,7 +78,7 @@ class Shared {
   }
 
   // The offset, when `bytes` from there on lie in the array and are aligned.
-  uint32_t checked(size_t bytes, size_t alignment) const {
+  EMULATOR_UNSEEN uint32_t checked(size_t bytes, size_t alignment) const {
     if (offset_ < begin_ || offset_ + bytes > end_) {
       fail("is out of bounds: byte " + std::to_string(int64_t{offset_} - begin_) +
            " of a shared array of " + std::to_string(end_ - begin_) + " bytes");
