@@ -251,7 +251,7 @@ def test_packed_products_multiply_and_copy_as_their_tiles_say(
         # Q4_1, which the compiler knows, what they need.
         block = 2 * m_tiles * n_tiles
         products = 2 * block + 2 * n_tiles
-        if n_tiles <= 4:
+        if n_tiles <= 2 * m_tiles:
             products += 2 * block + 2 * n_tiles
         check_counts(
             code,

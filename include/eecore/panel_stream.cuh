@@ -182,7 +182,7 @@ class WeightStream<Panel, kMTiles> {
               number_at<uint32_t>(from.quants + (at + 4 * row.lane));
         }
         // Two rows share 16 bits of sub-scales, which one of their lanes writes.
-#pragma unroll
+#pragma unroll 1
         for (int at = 0; at < 32; at += 16) {
           uint32_t sub = 0;
           if (form.has_sub_scales()) sub = number_at<uint8_t>(from.sub_scales + (at + row.lane));
@@ -358,7 +358,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
     // With few rows of x those that meet the next block are under way; with many, registers are
     // scarce.
     constexpr bool kIsAhead = kNTiles <= 2;
-    constexpr bool kKnowsForms = kNTiles <= 4;
+    constexpr bool kKnowsForms = kNTiles <= 2 * kMTiles;
     Pack<uint32_t> pieces[kNTiles], next[kNTiles];
     // The blocks of the chunk that was waited for; form_of(i) is that of the lane's row i.
     const auto multiply_blocks = [&](int count, const auto& form_of, bool with_minima,
@@ -439,8 +439,7 @@ __device__ __forceinline__ void multiply_tile(const SkinnyPlan& plan, const Skin
         for (int n = 0; n < kNTiles; ++n) next[n] = x.piece(columns[n]);
       }
       weight.advance(rows_of);
-      // The usual formats are known to the compiler, with so many rows of x that there are
-      // registers for it.
+      // The usual formats are known to the compiler, where there are registers for that.
       if (kKnowsForms && are_q4_0) {
         const auto form_of = [](int) { return PanelForm::of<BlockFormat::kQ4_0>(); };
         multiply_blocks(count, form_of, false, false);

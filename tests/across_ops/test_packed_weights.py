@@ -272,10 +272,7 @@ def test_bad_input_is_named_and_changes_nothing(change: Call, message: str) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"x": torch.zeros(2, 80)},
-            r"weight_table: expected rows in blocks of 32 columns, .*got 80",
-        ),
+        ({"x": torch.zeros(2, 80)}, r"weight_table: expected rows in blocks of 32 co.*got 80"),
         ({"weight": torch.zeros(641).byte()[1:]}, r"weight: expected packed bytes that begin at a"),
         ({"weight": torch.zeros(640).char()}, r"weight: expected uint8 \[640\], got int8 \[640\]"),
         ({"weight_table": torch.zeros(3, 3).long()}, r"weight_table: expected int64 \[out_fea"),
