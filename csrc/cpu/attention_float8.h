@@ -2,6 +2,7 @@
 // what follows knows of no other.
 #pragma once
 
+#include "attention_pairs.h"
 #include "attention_rows.h"
 #include "float8.h"
 
@@ -23,15 +24,8 @@ inline void widen_float8_row(const Float8* in, int64_t n, BFloat16* out) {
 #endif
 }
 
-// The block as the model's dtype T has it: itself, where that is what the cache holds.
-template <typename T>
-HeadBlock<T> widened(const HeadBlock<T>& block, const HeadBlock<T>&, Range, int64_t, TileScratch&,
-                     BlockRows<T>&) {
-  return block;
-}
-
-// Its rows in the scratch, to which `rows` point; those of `next` are asked for. Past the last key
-// stands the last.
+// The block's rows as T in the scratch, to which `rows` point; those of `next` are asked for. Past
+// the last key stands the last.
 template <typename T>
 HeadBlock<T> widened(const HeadBlock<Float8>& block, const HeadBlock<Float8>& next, Range keys,
                      int64_t head_dim, TileScratch& scratch, BlockRows<T>& rows) {
@@ -53,14 +47,25 @@ HeadBlock<T> widened(const HeadBlock<Float8>& block, const HeadBlock<Float8>& ne
   return {{rows.k, 0}, {rows.v, 0}};
 }
 
-// What the block after asks to be read ahead: nothing that has to be widened first.
+// attend_block for a cache of the model's dtype T, and for one in float8, whose rows as T `rows`
+// are for. Rows of float32 lie side by side then, as gathered ones do.
 template <typename T>
-HeadBlock<T> ahead(const HeadBlock<T>& next, const BlockRows<T>&) {
-  return next;
+void attend_cached(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
+                   float scale, Range keys, const HeadBlock<T>& block, const HeadBlock<T>& next,
+                   BlockRows<T>&) {
+  attend_block(scratch, num_rows, at, head_dim, scale, keys, block, next);
 }
-template <typename T>
-HeadBlock<T> ahead(const HeadBlock<Float8>&, const BlockRows<T>&) {
-  return {};
+inline void attend_cached(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
+                          float, Range keys, const HeadBlock<Float8>& block,
+                          const HeadBlock<Float8>& next, BlockRows<float>& rows) {
+  const HeadBlock<float> wide = widened(block, next, keys, head_dim, scratch, rows);
+  attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<float>{&wide, nullptr});
+}
+inline void attend_cached(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
+                          float scale, Range keys, const HeadBlock<Float8>& block,
+                          const HeadBlock<Float8>& next, BlockRows<BFloat16>& rows) {
+  const HeadBlock<BFloat16> wide = widened(block, next, keys, head_dim, scratch, rows);
+  attend_block(scratch, num_rows, at, head_dim, scale, keys, wide, HeadBlock<BFloat16>{});
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

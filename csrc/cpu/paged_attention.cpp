@@ -8,8 +8,6 @@
 // only a neighbour sees are not added. What is not a number comes out as of softmax(q k) v: in the
 // whole row where it is in the query or in a key that the row sees, in its column where in a value.
 #include "attention_float8.h"
-#include "attention_pairs.h"
-#include "attention_rows.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
@@ -87,11 +85,9 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
     for (int64_t head = 0; head < tile.num_heads; ++head) {
       HeadBlock<C> next = of_head(rows[current], head + 1);
       if (head + 1 == tile.num_heads) next = last ? HeadBlock<C>{} : of_head(rows[current ^ 1], 0);
-      const HeadBlock<T> block =
-          widened(of_head(rows[current], head), next, keys, head_dim, scratch, wide_rows);
-      attend_block(scratch, tile.num_rows, head * tile.num_rows, head_dim,
-                   score_scale(params, tile.first_head + head), keys, block,
-                   ahead(next, wide_rows));
+      attend_cached(scratch, tile.num_rows, head * tile.num_rows, head_dim,
+                    score_scale(params, tile.first_head + head), keys, of_head(rows[current], head),
+                    next, wide_rows);
     }
   }
 }
