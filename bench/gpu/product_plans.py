@@ -389,7 +389,7 @@ def kv_fill(call: Call, device: Device, known: Known) -> list[KernelLaunch]:
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     # Units of work of a layer, and the rows of the weight that they read: some rows, or heads.
     in_pairs = call["k_norm_weight"] is None and head_dim % 16 == 0 and rotary % 16 == 0
-    in_pairs = in_pairs and table is None and cache.dtype == rows.dtype
+    in_pairs = in_pairs and table is None
     m_tiles = 2 if in_pairs and n_tiles > 2 else 1
     units, read_rows = num_heads, kv_size
     if in_pairs:

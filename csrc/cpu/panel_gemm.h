@@ -131,13 +131,16 @@ struct PanelProduct {
 void multiply_panel(BlockFormat format, const PanelProduct& product);
 
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:
-// [num_batch, n packed]. `next`: the panel that will be read after these; may be null.
+// [num_batch, n packed]. Rows that lie side by side in a panel are multiplied together. `next`: the
+// panel that will be read after these; may be null.
 inline void multiply(const WeightRows<Panel>& w, int64_t num_rows, const XBlock* x,
                      int64_t x_stride, int64_t num_batch, int64_t n, const Panel* next, float* out,
                      int64_t out_stride) {
   for (int64_t r = 0; r < num_rows;) {
     const RowPlace place = row_place(w.table[r]);
-    const int64_t count = min_of(kPanelRows - place.lane, num_rows - r);
+    const int64_t most = min_of(kPanelRows - place.lane, num_rows - r);
+    int64_t count = 1;
+    while (count < most && w.table[r + count] == w.table[r] + count) ++count;
     const Panel* ahead = r + count < num_rows ? w.row(r + count) : next;
     multiply_panel(place.format,
                    {w.bytes + place.offset, n, place.lane, count, x, x_stride, num_batch,

@@ -89,8 +89,7 @@ void fill_heads(const KvFillParams& params, const KvFillRows& rows, Stream strea
 template <typename T, typename W, int kNTiles>
 void fill(const KvFillParams& params, const KvFillRows& rows, Stream stream) {
   if constexpr (!kIsPacked<W>) {  // whose rows that are read together lie side by side
-    if (params.k_norm_weight == nullptr && !params.cache_format.is_float8 &&
-        HeadTiles::fit(params.head_dim, params.rotary_dim)) {
+    if (params.k_norm_weight == nullptr && HeadTiles::fit(params.head_dim, params.rotary_dim)) {
       return fill_pairs<T, W, kNTiles>(params, rows, stream);
     }
   }

@@ -68,17 +68,27 @@ __global__ void __launch_bounds__(kSkinnyThreads, kMTiles == 1 ? 2 : 1)
             sine = cos_sin[tiles.half];
           }
           const int base = at.head * head_dim;
-          T a = projected<T, W>(first_sum, scale, bias, base + first);
-          T b = projected<T, W>(second_sum, scale, bias, base + second);
+          // Rounded as a model of dtype T rounds a projection, then once more where it is stored.
+          float a = to_float(projected<T, W>(first_sum, scale, bias, base + first));
+          float b = to_float(projected<T, W>(second_sum, scale, bias, base + second));
           if (is_turned) turn_pair(a, b, cosine, sine);
           const CacheSlot slot = slots[column];
-          T* cache = is_key
-                         ? static_cast<T*>(params.k_cache) + layer * params.k_cache_layer_stride +
-                               cache_offset(params.k_cache_strides, slot, at.head)
-                         : static_cast<T*>(params.v_cache) + layer * params.v_cache_layer_stride +
-                               cache_offset(params.v_cache_strides, slot, at.head - num_kv_heads);
-          cache[first] = a;
-          cache[second] = b;
+          const int kv_head = is_key ? at.head : at.head - num_kv_heads;
+          const int64_t to = is_key ? layer * params.k_cache_layer_stride +
+                                          cache_offset(params.k_cache_strides, slot, kv_head)
+                                    : layer * params.v_cache_layer_stride +
+                                          cache_offset(params.v_cache_strides, slot, kv_head);
+          void* const cache = is_key ? params.k_cache : params.v_cache;
+          const CacheFormat& format = params.cache_format;
+          if (format.is_float8) {
+            const float factor = float8_factor(is_key ? format.key_scales : format.value_scales,
+                                               layer * num_kv_heads + kv_head);
+            static_cast<Float8*>(cache)[to + first] = float_to_float8(__fmul_rn(a, factor));
+            static_cast<Float8*>(cache)[to + second] = float_to_float8(__fmul_rn(b, factor));
+          } else {
+            static_cast<T*>(cache)[to + first] = from_float<T>(a);
+            static_cast<T*>(cache)[to + second] = from_float<T>(b);
+          }
         });
   }
   cp_async_wait<0>();  // where the last layer was not needed

@@ -129,20 +129,16 @@ def test_widths_of_an_odd_number_of_blocks(format: str, device: torch.device) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_any_place_and_format_on_cuda(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_any_place_and_format(dtype: torch.dtype, device: torch.device) -> None:
     """16 rows of a table need not be a panel: formats in turn, and rows in any order."""
-    emulated.route(monkeypatch)
-    matrix = packed_layers([[(format, 5) for format in FORMATS]], 256, size=1 / 16).unbind()[0]
-    assert matrix.table is not None
-    call = {"x": torch.randn(9, 256).to(dtype), "weight": matrix.weight}
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    for rows in (torch.arange(40), order, order.repeat(3)):
+    parts = [(format, 5) for format in FORMATS]
+    matrix = on_device(packed_layers([parts], 256, size=1 / 16).unbind()[0], device)
+    call = {"x": torch.randn(9, 256, device=device).to(dtype), "weight": matrix.weight}
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(device)
+    for rows in (torch.arange(40, device=device), order, order.repeat(3)):
         call["weight_table"] = matrix.table[rows]
-        expected = reference.skinny_linear(**as_floats(call))
-        got = ops.skinny_linear(**call)
-        check_close(got, expected.to(dtype), matrix.weight.device, normed=False)
+        expected = reference.skinny_linear(**oracle_of(call, device))
+        check_close(ops.skinny_linear(**call), expected.to(dtype), device, normed=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
