@@ -390,7 +390,7 @@ def test_float8_is_planned_to_be_written_in_bytes(
 ) -> None:
     calls = {
         "append_kv_kernel": append_call(AppendKvCase(5, 4, 2, 64, 16, rotary_dim=64), dtype, CPU),
-        "kv_fill_kernel": fill_call(KvFillCase(5, hidden_size=128), dtype),
+        "kv_fill_pairs_kernel": fill_call(KvFillCase(5, hidden_size=128), dtype),
     }
     names = {"append_kv_kernel": "append_kv_float8_kernel"}
     for kernel, call in calls.items():

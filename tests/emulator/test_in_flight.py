@@ -69,7 +69,10 @@ def products(dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], int]]:
                 lambda x=x, w=weight: ops.exit_confidence_softmax(x, norm, w, 1e-5),
                 2,
             ),
-            f"fill {tokens}": (lambda c=fill: ops.kv_fill(**packed(c)), 1),
+            f"fill {tokens}": (
+                lambda c=fill: ops.kv_fill(**packed(c)),
+                2 if tokens > 16 and dtype != torch.float32 else 1,
+            ),
         }
     return made
 
