@@ -103,7 +103,6 @@ class Planner:
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
         started = time.perf_counter()
-        self._look = None
         routes = [self.route(work.sequence) for work in works]
         planned = [
             Planned(
@@ -126,6 +125,7 @@ class Planner:
 
     def _chosen(self, planned: list[Planned]) -> list[Planned]:
         """What ``Auto`` requests do, all of them the same."""
+        self._look = None
         rows, chooser = len(planned), self.chooser
         budget = chooser.budget(rows)
         fresh = sum(each.work.sequence.drafting is None for each in planned)
