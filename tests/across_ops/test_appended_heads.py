@@ -183,6 +183,22 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [CASES[2], HeadsCase(9, 64, 5, 1)], ids=str)
+def test_caches_in_float8(case: HeadsCase, dtype: torch.dtype, device: torch.device) -> None:
+    call, append = product_call(case, dtype, device), append_to(case, dtype, device)
+    scales = torch.rand(2, case.num_kv_heads, device=device) + 0.5
+    narrow = [append._replace(key_scales=scales[0], value_scales=scales[1]) for _ in range(2)]
+    for i, each in enumerate(narrow):
+        caches = [cache.to(torch.float8_e4m3fn) for cache in each[:2]]
+        narrow[i] = each._replace(k_cache=caches[0], v_cache=caches[1])
+    want = one_behind_the_other(call, narrow[0])
+    assert_same(ops.skinny_linear(**call, append=narrow[1]), want)
+    for got, cache in zip(narrow[1][:2], narrow[0][:2], strict=True):
+        assert_same(got.view(torch.uint8), cache.view(torch.uint8))
+        assert (got.view(torch.uint8) != 0x7F).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One where the product's blocks append; else append_kv's runs behind it."""

@@ -280,6 +280,8 @@ def appended_call(m: Maker, tokens: int, dtype: torch.dtype) -> Checked:
         "cos_sin": m.rotary(30, width) if rotates else None,
         "q_norm_weight": norm() if normed else None,
         "k_norm_weight": norm() if normed else None,
+        "key_scales": None,
+        "value_scales": None,
     }
     appended = AppendKv._fields
 

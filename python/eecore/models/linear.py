@@ -83,8 +83,9 @@ class Linear:
         num_kv_heads, head_dim = append.k_cache.shape[-2:]
         skinny = self.is_skinny(x)
         rows = self._skinny(x, qkv, norm, append=append) if skinny else self(x, qkv, norm=norm)
-        heads = rows.view(len(rows), rows.shape[1] // head_dim, head_dim)
-        q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), 1)
+        num_heads = rows.shape[1] // head_dim
+        counts = (num_heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
+        q, k, v = rows.view(len(rows), num_heads, head_dim).split_with_sizes(counts, 1)
         if not skinny:
             ops.append_kv(q, k, v, **append._asdict(), eps=self._eps)
         return q
