@@ -17,6 +17,7 @@ from eecore.training import (
     HeadConfig,
     HeadSizes,
     HeadStates,
+    MappedStates,
     StatesSettings,
     WrittenText,
     collect_states,
@@ -66,7 +67,7 @@ def random_data(lengths: list[int], seed: int = 0) -> tuple[HeadStates, FrozenSi
         final_norm=torch.ones(HIDDEN),
         eps=EPS,
     )
-    return HeadStates(SETTINGS, states, text, token, greedy), frozen
+    return HeadStates(SETTINGS, MappedStates([states]), text, token, greedy), frozen
 
 
 def normed(values: Tensor, weight: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def normed(values: Tensor, weight: Tensor) -> Tensor:
 
 def test_the_moves_are_the_formulas() -> None:
     head, (data, frozen) = random_head(), random_data([5])
-    states, embedded = data.states.float(), frozen.embeddings[data.token]
+    states, embedded = data.states[torch.arange(5)].float(), frozen.embeddings[data.token]
     t = head.tensors(torch.float32)
     with torch.no_grad():
         s = sum(normed(states[:, i], t["taps.norm"][i]) @ t["taps.weight"][i].T for i in (0, 1))
@@ -95,7 +96,7 @@ def test_agreement_is_that_of_drafts_made_one_by_one() -> None:
     right, tried = [0, 0, 0], [0, 0, 0]
     with torch.no_grad():
         for start in range(len(data)):
-            state = head.begin(data.states[start : start + 1].float())
+            state = head.begin(data.states[torch.tensor([start])].float())
             for k in range(3):
                 target = start + k + 1
                 if target >= len(data) or data.text[target] != data.text[start]:
@@ -142,13 +143,32 @@ def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path
     texts = [WrittenText(7 + i, o.prompt_token_ids, o.token_ids) for i, o in enumerate(outputs)]
     settings = StatesSettings(network_digest(model.network), "float32", 64, (2, 4))
     assert collect_states(model.network, texts, tmp_path, settings)
-    data = open_states(tmp_path, settings)
+    data = open_states([tmp_path], settings)
     assert data.text.tolist() == [7] * 12 + [8] * 12 + [9] * 12
     assert data.token.tolist() == [t for output in outputs for t in output.token_ids]
     assert torch.equal(data.token, data.greedy)
     with torch.inference_mode():
-        logits = model.network.logits(data.states[:, 1].float())
+        logits = model.network.logits(data.states[torch.arange(36)][:, 1].float())
     assert (logits.argmax(-1) == data.greedy).float().mean() > 0.9  # states are rounded
+
+
+def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: eecore.Model) -> None:
+    settings = StatesSettings("one", "float32", 64, (2, 4))
+    parts = []
+    for place, answers in enumerate(([[3, 4], [5]], [[7, 8, 9]])):
+        texts = [WrittenText(i, [1, 2], answer) for i, answer in enumerate(answers)]
+        (tmp_path / str(place)).mkdir()
+        collect_states(model.network, texts, tmp_path / str(place), settings)
+        parts.append(open_states([tmp_path / str(place)], settings))
+    both = open_states([tmp_path / "0", tmp_path / "1"], settings)
+    assert both.token.tolist() == [3, 4, 5, 7, 8, 9]
+    assert len(torch.unique(both.text)) == 3
+    assert is_held_out(both.text).tolist() == [False] * 6
+    rows = torch.tensor([5, 0, 3, 2, 2])
+    expected = torch.cat([part.states[torch.arange(3)] for part in parts])[rows]
+    assert torch.equal(both.states[rows], expected)
+    assert torch.equal(both.states.part(rows)[torch.tensor([4, 1])], expected[[4, 1]])
+    assert len(both.states.part(rows)) == 5
 
 
 def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) -> None:
@@ -156,7 +176,7 @@ def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) 
     collect_states(model.network, [WrittenText(0, [1, 2], [3, 4])], tmp_path, settings)
     other = StatesSettings("one", "int8", 64, (4,))
     with pytest.raises(TrainingError, match="weights: expected 'int8', as this run has, got"):
-        open_states(tmp_path, other)
+        open_states([tmp_path], other)
 
 
 def test_rows_of_the_lm_head_whatever_it_is_stored_in(model: eecore.Model, tmp_path: Path) -> None:

@@ -17,10 +17,13 @@ import eecore
 from bench.harness.prompts import QUESTIONS
 from devices import heads_in_floats
 from eecore import models
-from eecore.answers import builtin_questions
+from eecore.answers import Answer, QuestionSettings, builtin_questions, follow_ups
+from eecore.answers.asking import ABOUT
 from eecore.cli.app import run
+from eecore.errors import RequestError
 from eecore.models.network_digest import network_digest
 from eecore.training.draft_head import TENSOR_NAMES, DraftHead, HeadSizes
+from eecore.training.head_run import is_held_out
 from tiny_models import write_model
 from tiny_t5 import write_t5
 
@@ -31,7 +34,7 @@ USAGE, MODEL, REQUEST = 2, 3, 4
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat model, one that cannot chat, and questions."""
     folder = tmp_path_factory.mktemp("train_exits")
-    write_model(folder / "model", num_hidden_layers=3)
+    write_model(folder / "model", num_hidden_layers=3, max_position_embeddings=2048)
     write_model(folder / "dumb", num_hidden_layers=3)
     settings = folder / "dumb" / "tokenizer_config.json"
     kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
@@ -48,6 +51,18 @@ def arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list
         *("--prompts", str(folder / "questions.txt"), "--tokens", "1400", "--answer-tokens", "16"),
         *("--vocabulary", "120", "--epochs", "3", "--batch-size", "4", "--threads", "1", *more),
     ]
+
+
+def own_arguments(folder: Path, out: Path) -> list[str]:
+    """Of a run whose model asks itself."""
+    command = arguments(folder, out, "--own-questions", "--epochs", "0.5")
+    place = command.index("--prompts")
+    del command[place : place + 2]
+    return [*command, "--tokens", "1500", "--answer-tokens", "256"]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -172,12 +187,24 @@ def test_what_stopped_goes_on_where_it_was(
     assert sorted(answers(trained)) == sorted(answers(out))
 
 
+def test_a_head_that_begins_with_another_drafts_the_tokens_of_its_own_text(
+    folder: Path, trained: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9", "--seed", "8"]
+    assert run(arguments(folder, out, *few, "--vocabulary", "100")) == 0
+    before, after = (load_file(place / "head.safetensors") for place in (trained, out))
+    assert len(after["vocabulary"]) == 100
+    torch.testing.assert_close(after["mlp.up"], before["mlp.up"], atol=1e-6, rtol=0.01)
+
+
 def test_a_head_begins_with_another(
     folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Which is as good as it was before the first step."""
     out = tmp_path / "head"
     few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9"]
+    few.append("--keep-vocabulary")
     assert run(arguments(folder, out, *few)) == 0
     before, after = (load_file(place / "head.safetensors") for place in (trained, out))
     for name, tensor in before.items():
@@ -194,6 +221,115 @@ def test_a_head_begins_with_another(
         assert run(arguments(folder, tmp_path / "other", *few, *more)) == code
         assert said in capsys.readouterr().err
         assert not (tmp_path / "other").exists()
+
+
+def test_questions_of_its_own_and_others_about_its_answers(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asking = importlib.import_module("eecore.answers.asking")
+    monkeypatch.setattr(asking, "LEAST_WORDS", 1)  # this model says noise
+    out = tmp_path / "head"
+    command = own_arguments(folder, out)
+    assert run(command) == 0
+    asked = lines_of(out / "work" / "questions.jsonl")
+    assert asked[0]["format"] == "eecore questions 1"
+    questions = {line["index"]: line["question"] for line in asked[1:] if line["question"]}
+    assert len(questions) < len(asked) - 1  # some were not ended
+    header, *given = lines_of(out / "work" / "answers.jsonl")
+    assert header["questions"] == "own"
+    answered = {line["index"]: line for line in given}
+    own = {index for index in answered if index < ABOUT}
+    about = {index - ABOUT for index in answered if index >= ABOUT}
+    assert own <= questions.keys()
+    assert about
+    assert about <= own
+    tokens = sum(len(line["answer"]) for line in given)
+    assert tokens >= 1500
+    capsys.readouterr()
+    assert run([*command, "--resume"]) == 0
+    assert lines_of(out / "work" / "questions.jsonl") == asked
+    monkeypatch.setattr(asking, "LEAST_WORDS", 1000)
+    assert run(own_arguments(folder, tmp_path / "mute")) == REQUEST
+    assert (
+        "expected questions, got none that the model ended in 64 tries" in capsys.readouterr().err
+    )
+
+
+def test_killed_at_its_questions_it_goes_on(folder: Path, tmp_path: Path) -> None:
+    asking = importlib.import_module("eecore.answers.asking")
+    settings = QuestionSettings("digest", "float32", seed=3)
+    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=8192)
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert asking.write_questions(model, whole, 40, settings, rows=8)
+    polls = itertools.count()
+    assert not asking.write_questions(
+        model, parts, 40, settings, rows=8, should_stop=lambda: next(polls) == 200
+    )
+    before = len(lines_of(parts))
+    assert 1 < before < 41
+    with parts.open("a") as file:
+        file.write('{"index": 39, "ques')  # a kill in the middle of a line
+    assert asking.write_questions(model, parts, 40, settings, rows=8)
+    assert asking.read_own_questions(parts, settings) == asking.read_own_questions(whole, settings)
+    other = QuestionSettings("digest", "float32", seed=4)
+    with pytest.raises(RequestError, match="seed: expected 4, as this run has, got 3"):
+        asking.read_own_questions(parts, other)
+
+
+def test_what_is_asked_about_answers(folder: Path) -> None:
+    """Code is to be changed, texts are to be summarised; an answer about an answer is not asked."""
+    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=64)
+    assert model.tokenizer is not None
+    code = "def f(x):\n    y = x + 1\n    return y"
+    text = "It rained all day. " * 200
+    said = {
+        0: f"Here it is:\n```python\n{code}\n```\nIt adds one.",
+        3: text,
+        4: "Yes.",
+        ABOUT + 3: text,
+    }
+    for seed in range(8):
+        answers = [Answer(i, [1], model.tokenizer.encode(t)) for i, t in said.items()]
+        asked = dict(follow_ups(model.tokenizer, answers, seed))
+        assert ABOUT + 3 in asked
+        assert asked.keys() <= {ABOUT, ABOUT + 3}
+        assert 200 < asked[ABOUT + 3].count(" ") * 5 < 2500
+        assert "It rained all day." in asked[ABOUT + 3]
+        assert ABOUT not in asked or code in asked[ABOUT]
+    assert is_held_out(torch.tensor([ABOUT + 38, ABOUT + 39])).all()
+    assert not is_held_out(torch.arange(ABOUT, ABOUT + 38)).any()
+
+
+def test_two_runs_are_learnt_from(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "head"
+    also = ["--also", str(trained / "work")]
+    assert run(arguments(folder, out, "--seed", "5", "--precision", "bfloat16", *also)) == 0
+    tokens = json.loads((out / "head.json").read_text())["training"]["tokens"]
+    assert tokens > 1.5 * json.loads((trained / "head.json").read_text())["training"]["tokens"]
+    for more, said in (
+        (["--also", str(tmp_path)], "--also: "),
+        (["--also", str(tmp_path / "none")], "expected the work directory of a run, got nothing"),
+        ([*also, *also], "--also: expected runs once each"),
+    ):
+        capsys.readouterr()
+        assert run(arguments(folder, tmp_path / "other", *more)) == USAGE
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
+
+
+def test_products_in_bfloat16_learn_what_others_learn(folder: Path, tmp_path: Path) -> None:
+    for precision in ("float32", "bfloat16"):
+        assert run(arguments(folder, tmp_path / precision, "--precision", precision)) == 0
+    about = [json.loads((tmp_path / p / "head.json").read_text()) for p in ("float32", "bfloat16")]
+    (plain, short) = (one["training"]["curve"][-1][1] for one in about)
+    assert short == pytest.approx(plain, rel=0.02)
+    tensors = [load_file(tmp_path / p / "head.safetensors") for p in ("float32", "bfloat16")]
+    assert not torch.equal(tensors[0]["mlp.down"], tensors[1]["mlp.down"])
 
 
 def test_a_finished_run_is_not_done_again(folder: Path, trained: Path) -> None:
@@ -216,6 +352,9 @@ def test_a_finished_run_is_not_done_again(folder: Path, trained: Path) -> None:
         ("model", ["--minutes", "1"], USAGE, "--minutes: expected it or --epochs, got both"),
         ("model", ["--prompts", "nowhere.txt"], REQUEST, "nowhere.txt: No such file"),
         ("model", ["--resume"], USAGE, "--resume: "),
+        ("model", ["--own-questions"], USAGE, "--own-questions: expected it or --prompts, got"),
+        ("model", ["--keep-vocabulary"], USAGE, "--keep-vocabulary: expected --begin with it"),
+        ("model", ["--precision", "float8"], USAGE, "'float8' is not one of"),
     ],
 )
 def test_bad_input_is_said_before_anything_is_made(

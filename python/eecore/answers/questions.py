@@ -14,7 +14,7 @@ from pathlib import Path
 from eecore.errors import RequestError
 from eecore.textfiles import has_json_lines, json_lines, name_of, read_text
 
-__all__ = ["builtin_questions", "read_questions"]
+__all__ = ["about_code", "about_text", "builtin_questions", "openings", "read_questions"]
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "prompts"
 SHARES = {"chat": 0.60, "code": 0.25, "rewriting": 0.15}
@@ -92,8 +92,23 @@ def _code(chance: random.Random) -> str:
 
 def _rewriting(chance: random.Random) -> str:
     if chance.random() < CODE_TO_CHANGE:
-        return chance.choice(_lines("code_changes")).replace("{}", chance.choice(_snippets()))
-    return chance.choice(_lines("text_changes")).replace("{}", _text(chance))
+        return about_code(chance, chance.choice(_snippets()))
+    return about_text(chance, _text(chance))
+
+
+def about_code(chance: random.Random, code: str) -> str:
+    """One of the questions about code, with this one."""
+    return chance.choice(_lines("code_changes")).replace("{}", code)
+
+
+def about_text(chance: random.Random, text: str) -> str:
+    """One of the questions about a text, with this one."""
+    return chance.choice(_lines("text_changes")).replace("{}", text)
+
+
+def openings() -> tuple[str, ...]:
+    """What a question may begin with."""
+    return _lines("openings")
 
 
 def _text(chance: random.Random) -> str:

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from eecore.cli.failures import UsageError
+from eecore.cli.head_texts import (
+    STATES,
+    check_directories,
+    name_of_questions,
+    rounds_of,
+    write_and_read,
+)
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, load
 from eecore.cli.signals import INTERRUPTED
 from eecore.cli.train import ProgressLine
-from eecore.readable import is_file, kind_of, shown_path
+from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
-    from eecore.answers import AnswerSettings
     from eecore.config import ModelConfig
     from eecore.generation import Model
+    from eecore.json_fields import JsonFields
     from eecore.models import LlamaModel
     from eecore.training import HeadConfig, HeadRun, HeadStates, StatesSettings, TrainedHead
 
 __all__ = ["stored_weights", "train_exits"]
 
 DATA, HEAD, RUN = "Answers", "Head", "Run"
-ANSWERS_FILE, STATES, TRAINING = "answers.jsonl", "states", "training"
+TRAINING = "training"
 PARTS = (0.25, 0.5)
 """Of the texts, with --learning-curve."""
-SHORTEST_ANSWER = 3
 STRETCH = 32
 
 
@@ -51,17 +56,32 @@ def train_exits(
             rich_help_panel=DATA,
         ),
     ] = None,
+    own_questions: Annotated[
+        bool,
+        typer.Option(
+            "--own-questions",
+            help="Questions that the model thinks of, and others about its answers.",
+            rich_help_panel=DATA,
+        ),
+    ] = False,
     tokens: Annotated[
         int,
         typer.Option(min=1, max=1 << 34, help="Of answers, to learn from.", rich_help_panel=DATA),
     ] = 500_000,
     answer_tokens: Annotated[
-        int, typer.Option(min=SHORTEST_ANSWER, help="Most of an answer.", rich_help_panel=DATA)
+        int, typer.Option(min=3, help="Most of an answer.", rich_help_panel=DATA)
     ] = 256,
     work: Annotated[
         Path | None,
         typer.Option(
             help="Where answers and states are kept.", show_default="OUT/work", rich_help_panel=DATA
+        ),
+    ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="The work directory of another run, which is learnt from, too; repeatable.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     taps: Annotated[
@@ -87,10 +107,18 @@ def train_exits(
     begin: Annotated[
         Path | None,
         typer.Option(
-            help="A head of this model whose weights and vocabulary it begins with.",
+            help="A head of this model whose weights it begins with.",
             rich_help_panel=HEAD,
         ),
     ] = None,
+    keep_vocabulary: Annotated[
+        bool,
+        typer.Option(
+            "--keep-vocabulary",
+            help="Draft the tokens that the head of --begin drafts, not those of the answers.",
+            rich_help_panel=HEAD,
+        ),
+    ] = False,
     minutes: Annotated[
         float | None,
         typer.Option(
@@ -117,6 +145,13 @@ def train_exits(
             min=1, max=1 << 16, help=f"Stretches of {STRETCH} tokens a step.", rich_help_panel=RUN
         ),
     ] = 32,
+    precision: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(
+            help="Of products; bfloat16 is faster on a CPU that multiplies it.",
+            rich_help_panel=RUN,
+        ),
+    ] = "float32",
     learning_curve: Annotated[
         bool,
         typer.Option(
@@ -144,8 +179,12 @@ def train_exits(
     path = check_path(model)
     if minutes is not None and epochs is not None:
         raise UsageError("--minutes: expected it or --epochs, got both")
+    if own_questions and prompts is not None:
+        raise UsageError("--own-questions: expected it or --prompts, got both")
+    if keep_vocabulary and begin is None:
+        raise UsageError("--keep-vocabulary: expected --begin with it, got none")
     where = work or out / "work"
-    _check_directories(out, where, resume)
+    check_directories(out, where, resume, also or [])
     from eecore.answers import read_questions
 
     questions = None if prompts is None else read_questions(prompts)
@@ -156,12 +195,12 @@ def train_exits(
     states = _states_settings(network, weights, taps)
 
     from eecore.answers import AnswerSettings
-    from eecore.training import HeadSizes, read_head, stop_on_signals
+    from eecore.training import HeadSizes, open_states, read_head, stop_on_signals
 
     settings = AnswerSettings(
         model=states.model,
         weights=weights,
-        questions="built in" if questions is None else _digest_of(questions),
+        questions=name_of_questions(questions, own_questions),
         max_tokens=answer_tokens,
         seed=seed,
     )
@@ -169,12 +208,16 @@ def train_exits(
     sizes = HeadSizes(states.hidden_size, len(states.taps), inner, blocks)
     beginning = None
     if begin is not None:
-        beginning = read_head(begin, states.model, states.taps, sizes, vocabulary)
+        kept = vocabulary if keep_vocabulary else None
+        beginning = read_head(begin, states.model, states.taps, sizes, kept)
     where.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
-        data = _prepare(loaded, questions, tokens, where, settings, states, stop)
-        if data is None:
+        rounds = rounds_of(loaded, questions, own_questions, tokens, where, settings, stop)
+        if rounds is None or not write_and_read(
+            loaded, rounds, tokens, where, settings, states, stop
+        ):
             return _interrupted()
+        data = open_states([place / STATES for place in (where, *(also or []))], states)
         wanted: dict[str, Any] = {
             "intermediate_size": inner,
             "num_blocks": blocks,
@@ -184,6 +227,8 @@ def train_exits(
             "batch_size": batch_size,
             "stretch": STRETCH,
             "seed": seed,
+            "precision": precision,
+            "keep_vocabulary": keep_vocabulary,
             "begins_with": "" if beginning is None else beginning.sha256,
         }
         budget = (minutes, epochs)
@@ -223,25 +268,6 @@ def stored_weights(path: Path, network: LlamaModel) -> str:
 def _interrupted() -> int:
     print("interrupted; the same command with --resume goes on from there", file=sys.stderr)
     return INTERRUPTED
-
-
-def _check_directories(out: Path, work: Path, resume: bool) -> None:
-    for flag, path in (("--out", out), ("--work", work)):
-        kind = kind_of(path)
-        if kind not in ("nothing", "a directory"):
-            raise UsageError(f"{flag}: {shown_path(path)}: expected a directory, got {kind}")
-    if resume:
-        if not is_file(work / ANSWERS_FILE):
-            got = kind_of(work) if kind_of(work) == "nothing" else "no answers there"
-            raise UsageError(f"--resume: {shown_path(work)}: expected a run, got {got}")
-        return
-    from eecore.models.head_file import WEIGHTS_NAME
-
-    if is_file(out / WEIGHTS_NAME):
-        raise UsageError(f"--out: expected no head there yet, got one in {shown_path(out)}")
-    if kind_of(work) == "a directory" and any(work.iterdir()):
-        hint = " (a run can be resumed there)" if is_file(work / ANSWERS_FILE) else ""
-        raise UsageError(f"--work: expected a new or empty directory, got {shown_path(work)}{hint}")
 
 
 def _check_model(path: Path, taps: str | None, vocabulary: int) -> None:
@@ -303,65 +329,6 @@ def _states_settings(network: LlamaModel, weights: str, taps: str | None) -> Sta
         hidden_size=network.config.hidden_size,
         taps=_taps(taps, network.config),
     )
-
-
-def _digest_of(questions: list[str]) -> str:
-    return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
-
-
-def _prepare(
-    model: Model,
-    questions: list[str] | None,
-    tokens: int,
-    work: Path,
-    settings: AnswerSettings,
-    states: StatesSettings,
-    stop: Callable[[], bool],
-) -> HeadStates | None:
-    """Answers, and the model's states over them; None when told to stop."""
-    from eecore.answers import builtin_questions, read_answers, write_answers
-    from eecore.models import LlamaModel
-    from eecore.training import WrittenText, collect_states, open_states
-
-    asked: Iterable[str] = builtin_questions(settings.seed) if questions is None else questions
-    file = work / ANSWERS_FILE
-    network = model.network
-    assert isinstance(network, LlamaModel)
-    with ProgressLine() as line:
-        finished = write_answers(
-            model,
-            asked,
-            file,
-            tokens,
-            settings,
-            progress=lambda r: line.say(
-                f"writing: {r.answers} answers, {r.tokens} of {r.num_tokens} tokens, "
-                f"{r.tokens_per_s:.0f} tokens/s",
-                last=r.tokens >= r.num_tokens,
-            ),
-            should_stop=stop,
-        )
-        if not finished:
-            return None
-        texts = [
-            WrittenText(answer.index, answer.prompt, answer.answer)
-            for answer in read_answers(file, settings)
-            if len(answer.answer) >= SHORTEST_ANSWER
-        ]
-        directory = work / STATES
-        directory.mkdir(exist_ok=True)
-        if not collect_states(
-            network,
-            texts,
-            directory,
-            states,
-            progress=lambda count, wanted: line.say(
-                f"reading: states of {count} of {wanted} tokens", last=count == wanted
-            ),
-            should_stop=stop,
-        ):
-            return None
-    return open_states(directory, states)
 
 
 def _train(
@@ -431,10 +398,16 @@ def _saved_config(place: Path, wanted: dict[str, Any]) -> HeadConfig | None:
     fields = JsonFields.read(path, TrainingError)
     steps = fields.integer("steps", 1)
     for name, expected in wanted.items():
-        got = fields.text(name) if isinstance(expected, str) else fields.number(name)
+        got = _field(fields, name, expected)
         if got != expected:
             raise fields.wrong(name, f"{expected}, as this command has", got)
     return HeadConfig(steps=steps, **wanted)
+
+
+def _field(fields: JsonFields, name: str, like: object) -> object:
+    if isinstance(like, bool):
+        return fields.flag(name)
+    return fields.text(name) if isinstance(like, str) else fields.number(name)
 
 
 def _save_config(place: Path, config: HeadConfig) -> None:

@@ -38,6 +38,7 @@ from eecore.training.head_pack import HeadFacts, plot_head, save_head
 from eecore.training.head_run import HeadConfig, HeadReport, HeadRun, steps_in
 from eecore.training.head_states import (
     HeadStates,
+    MappedStates,
     StatesSettings,
     WrittenText,
     collect_states,
@@ -73,6 +74,7 @@ __all__ = [
     "LayerDropoutHandle",
     "LoraSettings",
     "LossWeights",
+    "MappedStates",
     "RunningModel",
     "StartingPoint",
     "StatesSettings",

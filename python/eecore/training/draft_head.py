@@ -96,7 +96,7 @@ class DraftHead(nn.Module):
         total = torch.zeros_like(states[:, 0])
         for tap in range(self.sizes.num_taps):
             normed = self._normed(states[:, tap], self.tap_norm[tap])
-            total = total + functional.linear(normed, self.tap_weight[tap])
+            total = total + _product(normed, self.tap_weight[tap])
         return total
 
     def step(self, state: Tensor, embedded: Tensor) -> Tensor:
@@ -104,14 +104,13 @@ class DraftHead(nn.Module):
 
         It is what :meth:`output` reads, too.
         """
-        linear = functional.linear
-        u = linear(self._normed(state, self.state_norm), self.state_weight)
-        u = u + linear(self._normed(embedded, self.token_norm), self.token_weight)
+        u = _product(self._normed(state, self.state_norm), self.state_weight)
+        u = u + _product(self._normed(embedded, self.token_norm), self.token_weight)
         for block in range(self.sizes.num_blocks):
             normed = self._normed(u, self.mlp_norm[block])
-            gate = functional.silu(linear(normed, self.mlp_gate[block]))
-            up = linear(normed, self.mlp_up[block])
-            u = u + linear(gate * up, self.mlp_down[block])
+            gate = functional.silu(_product(normed, self.mlp_gate[block]))
+            up = _product(normed, self.mlp_up[block])
+            u = u + _product(gate * up, self.mlp_down[block])
         return u
 
     def output(self, state: Tensor) -> Tensor:
@@ -127,3 +126,8 @@ class DraftHead(nn.Module):
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(values, weight.shape, weight, self._eps)
+
+
+def _product(values: Tensor, weight: Tensor) -> Tensor:
+    """In float32, whatever autocast multiplies in."""
+    return functional.linear(values, weight).float()

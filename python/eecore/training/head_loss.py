@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,6 +40,17 @@ class FrozenSide:
     """[hidden_size]"""
     eps: float
 
+    @cached_property
+    def short_rows(self) -> Tensor:
+        """``head_rows`` in bfloat16, which autocast would make anew for every product."""
+        return self.head_rows.bfloat16()
+
+    def logits(self, values: Tensor) -> Tensor:
+        """float32 [n, vocabulary_size] of normed states, [n, hidden_size]."""
+        short = torch.is_autocast_enabled("cpu")
+        rows = self.short_rows if short else self.head_rows
+        return functional.linear(values, rows).float()
+
     def place(self, tokens: Tensor) -> Tensor:
         """Where tokens are in the vocabulary; -1 for those outside."""
         places = torch.searchsorted(self.vocabulary, tokens)
@@ -50,7 +62,7 @@ class FrozenSide:
         normed = functional.rms_norm(
             last_states.float(), self.final_norm.shape, self.final_norm, self.eps
         )
-        return functional.linear(normed, self.head_rows).softmax(-1)
+        return self.logits(normed).softmax(-1)
 
 
 class StretchOrder:
@@ -114,7 +126,7 @@ def draft_loss(
     inside = [target < end for target, end in zip(targets, kept_ends, strict=True)]
     wanted = torch.unique(torch.cat([t[i] for t, i in zip(targets, inside, strict=True)]))
     with torch.no_grad():
-        teacher = frozen.distribution(data.states[wanted, -1])
+        teacher = frozen.distribution(data.states[wanted][:, -1])
     state = head.begin(data.states[starts].float())
     total = torch.zeros(())
     agreement = 0.0
@@ -126,7 +138,7 @@ def draft_loss(
         there = target[inside[k]]
         place = frozen.place(data.greedy[there])
         can_draft = place >= 0
-        logits = functional.linear(head.output(state[inside[k]][can_draft]), frozen.head_rows)
+        logits = frozen.logits(head.output(state[inside[k]][can_draft]))
         truth = teacher[torch.searchsorted(wanted, there[can_draft])]
         count = max(1, len(truth))
         loss = functional.cross_entropy(logits, truth, reduction="sum") / count
@@ -158,7 +170,7 @@ def agreement_by_position(
             rows, row_ends, state = rows[there], row_ends[there], state[there]
             target = rows + k + 1
             state = head.step(state, frozen.embeddings[data.token[target - 1]])
-            drafts = functional.linear(head.output(state), frozen.head_rows).argmax(-1)
+            drafts = frozen.logits(head.output(state)).argmax(-1)
             hits = drafts == place[target]
             tried[k] += len(hits)
             right[k] += int(hits.sum())

@@ -33,6 +33,7 @@ from eecore.training.head_loss import (
 from eecore.training.head_states import HeadStates
 from eecore.training.run_log import CsvLog, read_log
 from eecore.training.trained_head import TrainedHead
+from eecore.values import shown
 
 __all__ = [
     "HeadConfig",
@@ -46,6 +47,7 @@ __all__ = [
 STATE_FORMAT = "eecore head training 1"
 STATE_FILE, STEPS_FILE, EVALUATIONS_FILE = "head.safetensors", "steps.csv", "evaluations.csv"
 OPTIMIZER_PARTS = ("step", "exp_avg", "exp_avg_sq")
+PRECISIONS = ("float32", "bfloat16")
 BETAS = (0.9, 0.95)
 LEAST_RATE = 0.05
 """Of the learning rate, at the end."""
@@ -72,6 +74,8 @@ class HeadConfig:
         evaluate_steps: held-out texts are looked at so often.
         evaluated_rows: of them, at most, while the run lasts.
         measured_drafts: how many positions agreement is measured at.
+        precision: ``float32``, or ``bfloat16`` for autocast over float32 weights.
+        keep_vocabulary: that of the head it begins with; otherwise it is chosen from the texts.
         begins_with: SHA-256 of the file of a head whose weights it begins with; empty for none.
     """
 
@@ -88,6 +92,8 @@ class HeadConfig:
     evaluate_steps: int = 100
     evaluated_rows: int = 2048
     measured_drafts: int = 5
+    precision: str = "float32"
+    keep_vocabulary: bool = False
     begins_with: str = ""
 
     def __post_init__(self) -> None:
@@ -100,6 +106,10 @@ class HeadConfig:
         for name in ("num_drafts", "measured_drafts"):
             if not 1 <= getattr(self, name) <= 8:
                 raise TrainingError(f"{name}: expected 1..8, got {getattr(self, name)}")
+        if self.precision not in PRECISIONS:
+            raise TrainingError(
+                f"precision: expected float32 or bfloat16, got {shown(self.precision)}"
+            )
         if not 0 < self.learning_rate < 1:
             raise TrainingError(f"learning_rate: expected 0..1, got {self.learning_rate}")
 
@@ -140,7 +150,7 @@ class HeadRun:
         config: everything else.
         directory: of the run's files.
         share: of the texts that are trained on, for seeing what more of them bring.
-        beginning: the head whose weights and vocabulary it begins with, of the same sizes.
+        beginning: the head whose weights it begins with, of the same sizes.
         resume: go on with the run that is there, if one is.
 
     Raises:
@@ -170,7 +180,7 @@ class HeadRun:
         texts = torch.unique(data.text[~held])
         last = texts[max(1, round(share * len(texts))) - 1]
         self.data = _part(data, ~held & (data.text <= last))
-        if beginning is None:
+        if beginning is None or not config.keep_vocabulary:
             vocabulary = choose_vocabulary(
                 network, [self.data.token, self.data.greedy], config.vocabulary_size
             )
@@ -265,13 +275,18 @@ class HeadRun:
             self.head, self.frozen, self.held_out, starts, self.config.measured_drafts
         )
 
+    def loss_of(self, step: int) -> tuple[Tensor, float]:
+        """Of a step's stretches, with the agreement of their first drafts."""
+        starts, config = self._order.starts(step), self.config
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bfloat16"):
+            return draft_loss(self.head, self.frozen, self.data, starts, config.num_drafts)
+
     def _one_step(self) -> tuple[float, float]:
         config = self.config
         for group in self._optimizer.param_groups:
             group["lr"] = config.learning_rate_at(self.step)
         rate = config.learning_rate_at(self.step)
-        starts = self._order.starts(self.step)
-        loss, agreement = draft_loss(self.head, self.frozen, self.data, starts, config.num_drafts)
+        loss, agreement = self.loss_of(self.step)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise TrainingError(
@@ -371,8 +386,7 @@ def steps_in(run: HeadRun, seconds: float, *, timed: int = 3) -> HeadConfig:
     for repeat in range(timed + 1):
         if repeat == 1:
             begun = time.monotonic()
-        starts = run._order.starts(repeat)
-        loss, _ = draft_loss(run.head, run.frozen, run.data, starts, config.num_drafts)
+        loss, _ = run.loss_of(repeat)
         loss.backward()  # type: ignore[no-untyped-call]
     run.head.zero_grad()
     each = (time.monotonic() - begun) / timed
@@ -380,15 +394,19 @@ def steps_in(run: HeadRun, seconds: float, *, timed: int = 3) -> HeadConfig:
 
 
 def _part(data: HeadStates, rows: Tensor) -> HeadStates:
-    """Rows of the data, bool [n]; the states are a copy."""
+    """Rows of the data, bool [n]."""
     index = rows.nonzero()[:, 0]
     return HeadStates(
-        data.settings, data.states[index], data.text[index], data.token[index], data.greedy[index]
+        data.settings,
+        data.states.part(index),
+        data.text[index],
+        data.token[index],
+        data.greedy[index],
     )
 
 
 def _digest(data: HeadStates) -> str:
-    digest = hashlib.sha256(str(data.states.shape).encode())
+    digest = hashlib.sha256(str(data.settings.taps).encode())
     for numbers in (data.text, data.token, data.greedy):
         digest.update(numbers.numpy().tobytes())
     return digest.hexdigest()

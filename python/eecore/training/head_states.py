@@ -23,13 +23,22 @@ from eecore.json_fields import JsonFields
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 from eecore.readable import is_file, shown_path
 
-__all__ = ["HeadStates", "StatesSettings", "WrittenText", "collect_states", "open_states"]
+__all__ = [
+    "HeadStates",
+    "MappedStates",
+    "StatesSettings",
+    "WrittenText",
+    "collect_states",
+    "open_states",
+]
 
 FORMAT = "eecore head states 1"
 SETTINGS_FILE, STATES_FILE, ROWS_FILE = "states.json", "states.bin", "rows.bin"
 PAGE_SIZE = 16
 TOKENS_AT_ONCE = 2048
 ROW_NUMBERS = 3
+APART = 40 << 32
+"""Between the numbers of texts in two directories; of any, more than there are."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,48 @@ class WrittenText:
     answer: Sequence[int]
 
 
+class MappedStates:
+    """bfloat16 [n, num_taps, hidden_size] in several files, of which what is asked for is read.
+
+    Args:
+        parts: one after the other.
+        rows: int64 [n], which of all of them it is; None: all.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], rows: Tensor | None = None) -> None:
+        self._parts = list(parts)
+        self._ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._rows is None else len(self._rows)
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """bfloat16 [len(index), num_taps, hidden_size] of int64 indices."""
+        rows = index if self._rows is None else self._rows[index]
+        first = self._parts[0]
+        if len(self._parts) == 1:
+            return first.index_select(0, rows)
+        found = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype)
+        which = torch.searchsorted(self._ends, rows, right=True)
+        for place in torch.unique(which).tolist():
+            mine = (which == place).nonzero()[:, 0]
+            begin = int(self._ends[place]) - len(self._parts[place])
+            found[mine] = self._parts[place].index_select(0, rows[mine] - begin)
+        return found
+
+    def part(self, index: Tensor) -> MappedStates:
+        """Some rows, int64 of them; nothing is read."""
+        return MappedStates(self._parts, index if self._rows is None else self._rows[index])
+
+
 @dataclass(frozen=True, eq=False)
 class HeadStates:
     """All states, mapped from disk; the rows of a text follow one another."""
 
     settings: StatesSettings
-    states: Tensor
-    """bfloat16 [n, num_taps, hidden_size]: each row's, at the position before its token."""
+    states: MappedStates
+    """Each row's, at the position before its token."""
     text: Tensor
     """int64 [n], the text's index."""
     token: Tensor
@@ -129,22 +173,26 @@ def collect_states(
     return True
 
 
-def open_states(directory: Path, settings: StatesSettings) -> HeadStates:
-    """The states of a directory.
+def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadStates:
+    """The states of directories, one after the other; their texts are numbered apart.
 
     Raises:
         TrainingError: there are none, or of other settings.
     """
-    _open_files(directory, settings)
-    rows = torch.from_numpy(_rows(directory).astype(np.int64))
-    if not len(rows):
-        raise TrainingError(f"{shown_path(directory)}: expected states, got none")
-    shape = (len(rows), len(settings.taps), settings.hidden_size)
-    states = torch.from_file(
-        str(directory / STATES_FILE), shared=False, size=int(np.prod(shape)), dtype=torch.bfloat16
-    ).view(shape)
-    text, token, greedy = rows.unbind(1)
-    return HeadStates(settings, states, text.clone(), token.clone(), greedy.clone())
+    mapped, numbers = [], []
+    for place, directory in enumerate(directories):
+        _open_files(directory, settings)
+        rows = torch.from_numpy(_rows(directory).astype(np.int64))
+        if not len(rows):
+            raise TrainingError(f"{shown_path(directory)}: expected states, got none")
+        shape = (len(rows), len(settings.taps), settings.hidden_size)
+        path, size = str(directory / STATES_FILE), int(np.prod(shape))
+        states = torch.from_file(path, shared=False, size=size, dtype=torch.bfloat16)
+        mapped.append(states.view(shape))
+        rows[:, 0] += place * APART
+        numbers.append(rows)
+    text, token, greedy = torch.cat(numbers).unbind(1)
+    return HeadStates(settings, MappedStates(mapped), text.clone(), token.clone(), greedy.clone())
 
 
 @torch.inference_mode()

@@ -40,23 +40,30 @@ class TrainedHead:
 
 
 def read_head(
-    directory: Path, model: str, taps: tuple[int, ...], sizes: HeadSizes, vocabulary: int
+    directory: Path,
+    model: str,
+    taps: tuple[int, ...],
+    sizes: HeadSizes,
+    vocabulary: int | None = None,
 ) -> TrainedHead:
-    """The head in a directory, which must be of this model, taps, sizes and size of vocabulary.
+    """The head in a directory, which must be of this model, taps and sizes.
+
+    And of this size of vocabulary, where one is given.
 
     Raises:
         ModelError: there is none, or it is not whole.
         TrainingError: it is another.
     """
     settings = HeadSettings.read(directory)
-    expected = {
+    expected: dict[str, Any] = {
         "digest": model,
         "taps": list(taps),
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,
         "num_blocks": sizes.num_blocks,
-        "vocabulary_size": vocabulary,
     }
+    if vocabulary is not None:
+        expected["vocabulary_size"] = vocabulary
     path = directory / CONFIG_NAME
     for name, value in expected.items():
         got = list(settings.taps) if name == "taps" else getattr(settings, name)

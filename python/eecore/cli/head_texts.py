@@ -1,0 +1,158 @@
+"""What a draft head learns from, in a work directory: questions, answers, and states over these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eecore.cli.failures import UsageError
+from eecore.cli.train import ProgressLine
+from eecore.readable import is_file, kind_of, shown_path
+
+if TYPE_CHECKING:
+    from eecore.answers import AnswerSettings, Round
+    from eecore.generation import Model
+    from eecore.training import StatesSettings
+
+__all__ = ["STATES", "check_directories", "name_of_questions", "rounds_of", "write_and_read"]
+
+QUESTIONS_FILE, ANSWERS_FILE = "questions.jsonl", "answers.jsonl"
+STATES = "states"
+SHORTEST_ANSWER = 3
+
+
+def check_directories(out: Path, work: Path, resume: bool, also: list[Path]) -> None:
+    """A new head, in a new work directory or in that of a run to resume, and those of others.
+
+    Raises:
+        UsageError: they are not.
+    """
+    _check_others(also, work)
+    for flag, path in (("--out", out), ("--work", work)):
+        kind = kind_of(path)
+        if kind not in ("nothing", "a directory"):
+            raise UsageError(f"{flag}: {shown_path(path)}: expected a directory, got {kind}")
+    if resume:
+        if not _is_begun(work):
+            got = kind_of(work) if kind_of(work) == "nothing" else "no answers there"
+            raise UsageError(f"--resume: {shown_path(work)}: expected a run, got {got}")
+        return
+    from eecore.models.head_file import WEIGHTS_NAME
+
+    if is_file(out / WEIGHTS_NAME):
+        raise UsageError(f"--out: expected no head there yet, got one in {shown_path(out)}")
+    if kind_of(work) == "a directory" and any(work.iterdir()):
+        hint = " (a run can be resumed there)" if _is_begun(work) else ""
+        raise UsageError(f"--work: expected a new or empty directory, got {shown_path(work)}{hint}")
+
+
+def _is_begun(work: Path) -> bool:
+    return any(is_file(work / name) for name in (QUESTIONS_FILE, ANSWERS_FILE))
+
+
+def _check_others(also: list[Path], work: Path) -> None:
+    seen = {work.resolve()}
+    for path in also:
+        if path.resolve() in seen:
+            raise UsageError(f"--also: expected runs once each, got {shown_path(path)} again")
+        seen.add(path.resolve())
+        if not is_file(path / STATES / "states.json"):
+            got = kind_of(path) if kind_of(path) == "nothing" else "no states there"
+            raise UsageError(
+                f"--also: {shown_path(path)}: expected the work directory of a run, got {got}"
+            )
+
+
+def name_of_questions(questions: list[str] | None, own: bool) -> str:
+    """What a file of answers calls where its questions are from."""
+    if questions is not None:
+        return _digest_of(questions)
+    return "own" if own else "built in"
+
+
+def _digest_of(questions: list[str]) -> str:
+    return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
+
+
+def rounds_of(
+    model: Model,
+    given: list[str] | None,
+    own: bool,
+    tokens: int,
+    work: Path,
+    settings: AnswerSettings,
+    stop: Callable[[], bool],
+) -> list[Round] | None:
+    """What the model is asked, round by round; None when told to stop."""
+    from eecore.answers import Round, builtin_questions, own_rounds
+
+    if not own:
+        asked = builtin_questions(settings.seed) if given is None else given
+        return [Round(lambda: enumerate(asked), tokens)]
+    with ProgressLine() as line:
+        return own_rounds(
+            model,
+            work / QUESTIONS_FILE,
+            work / ANSWERS_FILE,
+            tokens,
+            settings,
+            progress=lambda r: line.say(
+                f"asking: {r.questions} of {r.wanted} questions", last=r.questions == r.wanted
+            ),
+            should_stop=stop,
+        )
+
+
+def write_and_read(
+    model: Model,
+    rounds: list[Round],
+    tokens: int,
+    work: Path,
+    settings: AnswerSettings,
+    states: StatesSettings,
+    stop: Callable[[], bool],
+) -> bool:
+    """Answers, and the model's states over them; False when told to stop."""
+    from eecore.answers import read_answers, write_answers
+    from eecore.models import LlamaModel
+    from eecore.training import WrittenText, collect_states
+
+    file = work / ANSWERS_FILE
+    network = model.network
+    assert isinstance(network, LlamaModel)
+    with ProgressLine() as line:
+        for asked in rounds:
+            if not write_answers(
+                model,
+                asked.questions(),
+                file,
+                asked.num_tokens,
+                settings,
+                progress=lambda r: line.say(
+                    f"writing: {r.answers} answers, {r.tokens} of {tokens} tokens, "
+                    f"{r.tokens_per_s:.0f} tokens/s",
+                    last=r.tokens >= tokens,
+                ),
+                should_stop=stop,
+            ):
+                return False
+        texts = [
+            WrittenText(answer.index, answer.prompt, answer.answer)
+            for answer in read_answers(file, settings)
+            if len(answer.answer) >= SHORTEST_ANSWER
+        ]
+        directory = work / STATES
+        directory.mkdir(exist_ok=True)
+        return collect_states(
+            network,
+            texts,
+            directory,
+            states,
+            progress=lambda count, wanted: line.say(
+                f"reading: states of {count} of {wanted} tokens", last=count == wanted
+            ),
+            should_stop=stop,
+        )
