@@ -35,7 +35,7 @@ __all__ = [
 FORMAT = "eecore head states 1"
 SETTINGS_FILE, STATES_FILE, ROWS_FILE = "states.json", "states.bin", "rows.bin"
 PAGE_SIZE = 16
-TOKENS_AT_ONCE = 2048
+TOKENS_AT_ONCE = 512
 ROW_NUMBERS = 3
 APART = 40 << 32
 """Between the numbers of texts in two directories; of any, more than there are."""
