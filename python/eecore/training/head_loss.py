@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eecore.training.draft_head import DraftHead
-from eecore.training.head_states import HeadStates
+from eecore.training.head_states import HeadStates, ends_of
 
 __all__ = ["FrozenSide", "StretchOrder", "agreement_by_position", "draft_loss", "starts_of"]
 
@@ -76,7 +76,7 @@ class StretchOrder:
     """
 
     def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:
-        ends = _ends(text)
+        ends = ends_of(text)
         rows = torch.arange(len(text))
         starts_text = torch.ones_like(text, dtype=torch.bool)
         starts_text[1:] = text[1:] != text[:-1]
@@ -84,6 +84,7 @@ class StretchOrder:
         begins = rows[((rows - first) % length == 0) & (rows + 1 < ends)]
         self._begins, self._ends = begins, torch.minimum(begins + length, ends[begins] - 1)
         self._batch_size, self._seed = batch_size, seed
+        self._shuffled: tuple[int, Tensor] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -92,9 +93,10 @@ class StretchOrder:
     def starts(self, step: int) -> Tensor:
         """int64 [n], the rows that the drafts of a step start from, stretch by stretch."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self._begins), generator=generator)
-        chosen = order[place * self._batch_size : (place + 1) * self._batch_size]
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._shuffled = epoch, torch.randperm(len(self._begins), generator=generator)
+        chosen = self._shuffled[1][place * self._batch_size : (place + 1) * self._batch_size]
         pairs = zip(self._begins[chosen].tolist(), self._ends[chosen].tolist(), strict=True)
         return torch.cat([torch.arange(begin, end) for begin, end in pairs])
 
@@ -102,7 +104,7 @@ class StretchOrder:
 def starts_of(text: Tensor) -> Tensor:
     """Rows that a draft can start from: all but the last of each text."""
     rows = torch.arange(len(text))
-    return rows[rows + 1 < _ends(text)]
+    return rows[rows + 1 < ends_of(text)]
 
 
 def draft_loss(
@@ -119,14 +121,14 @@ def draft_loss(
         starts: int64 [n], the rows that drafts start from.
         num_steps: tokens of a draft.
     """
-    ends = _ends_at(data.text, starts)
+    ends = data.ends[starts]
     kept = [starts, *[starts[::LATER_ROWS]] * (num_steps - 1)]
     kept_ends = [ends, *[ends[::LATER_ROWS]] * (num_steps - 1)]
     targets = [rows + k + 1 for k, rows in enumerate(kept)]
     inside = [target < end for target, end in zip(targets, kept_ends, strict=True)]
     wanted = torch.unique(torch.cat([t[i] for t, i in zip(targets, inside, strict=True)]))
     with torch.no_grad():
-        teacher = frozen.distribution(data.states[wanted][:, -1])
+        teacher = frozen.distribution(data.states.last(wanted))
     state = head.begin(data.states[starts].float())
     total = torch.zeros(())
     agreement = 0.0
@@ -158,7 +160,7 @@ def agreement_by_position(
     cannot be drafted counts as wrong.
     """
     place = frozen.place(data.greedy)
-    ends = _ends_at(data.text, starts)
+    ends = data.ends[starts]
     right = [0] * num_steps
     tried = [0] * num_steps
     for begin in range(0, len(starts), ROWS_AT_ONCE):
@@ -181,17 +183,3 @@ def agreement_by_position(
 
 def _shares(right: Sequence[int], tried: Sequence[int]) -> list[float]:
     return [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]
-
-
-def _ends(text: Tensor) -> Tensor:
-    """int64 [n], of each row the first one behind its text."""
-    count = len(text)
-    rows = torch.arange(1, count + 1)
-    last = torch.ones_like(text, dtype=torch.bool)
-    last[:-1] = text[1:] != text[:-1]
-    far = torch.where(last, rows, count)
-    return far.flip(0).cummin(0).values.flip(0)
-
-
-def _ends_at(text: Tensor, rows: Tensor) -> Tensor:
-    return _ends(text)[rows]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "StatesSettings",
     "WrittenText",
     "collect_states",
+    "ends_of",
     "open_states",
 ]
 
@@ -89,16 +91,22 @@ class MappedStates:
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """bfloat16 [len(index), num_taps, hidden_size] of int64 indices."""
+        return self._read(self._parts, index)
+
+    def last(self, index: Tensor) -> Tensor:
+        """The last tap's alone: [len(index), hidden_size]."""
+        return self._read([part[:, -1] for part in self._parts], index)
+
+    def _read(self, parts: Sequence[Tensor], index: Tensor) -> Tensor:
         rows = index if self._rows is None else self._rows[index]
-        first = self._parts[0]
-        if len(self._parts) == 1:
-            return first.index_select(0, rows)
-        found = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype)
+        if len(parts) == 1:
+            return parts[0].index_select(0, rows)
+        found = torch.empty((len(rows), *parts[0].shape[1:]), dtype=parts[0].dtype)
         which = torch.searchsorted(self._ends, rows, right=True)
         for place in torch.unique(which).tolist():
             mine = (which == place).nonzero()[:, 0]
-            begin = int(self._ends[place]) - len(self._parts[place])
-            found[mine] = self._parts[place].index_select(0, rows[mine] - begin)
+            begin = int(self._ends[place]) - len(parts[place])
+            found[mine] = parts[place].index_select(0, rows[mine] - begin)
         return found
 
     def part(self, index: Tensor) -> MappedStates:
@@ -122,6 +130,21 @@ class HeadStates:
 
     def __len__(self) -> int:
         return len(self.token)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int64 [n], of each row the first one behind its text."""
+        return ends_of(self.text)
+
+
+def ends_of(text: Tensor) -> Tensor:
+    """int64 [n], of each row the first one behind its text, int64 [n] of these."""
+    count = len(text)
+    rows = torch.arange(1, count + 1)
+    last = torch.ones_like(text, dtype=torch.bool)
+    last[:-1] = text[1:] != text[:-1]
+    far = torch.where(last, rows, count)
+    return far.flip(0).cummin(0).values.flip(0)
 
 
 def collect_states(
