@@ -28,7 +28,7 @@ if DEVICE not in ("cpu", "cuda", "emulated"):
 
 def heads_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have draft heads that are loaded draft with floats on the CPU too, as on a GPU."""
-    monkeypatch.setattr(draft_head._Form, "matrix", lambda form, t: Matrix(form.floats(t)))
+    monkeypatch.setattr(draft_head._Form, "matrix", lambda form, t, *_: Matrix(form.floats(t)))
 
 
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's kernels")

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftHead", "matrix_rows"]
 
+LAYERS, ROWS = "Q4_1", "Q5_1"
+"""Blocks of a head's own matrices, and of the rows of the LM head that it drafts by."""
+OWN_ROWS = "Q8_0"
+"""Blocks of these rows where the model's own confidence is measured, and its LM head has blocks."""
+
 
 class _Block(NamedTuple):
     norm: Tensor
@@ -40,8 +45,9 @@ class _Block(NamedTuple):
 class DraftHead:
     """A head beside the model that it drafts for.
 
-    On the CPU it drafts with blocks of 8 bits, whatever the model's weights are, since a draft is
-    verified and has to cost little. Elsewhere its matrices are floats of the model's dtype.
+    On the CPU it drafts with blocks of 4 and 5 bits, whatever the model's weights are, since a
+    draft is verified and has to cost little. Elsewhere its matrices are floats of the model's
+    dtype.
 
     Args:
         file: of the pack.
@@ -76,7 +82,7 @@ class DraftHead:
         self.vocabulary = file.vocabulary.to(network.device)
         """int64 [vocabulary_size]: the token of each row of its head."""
         self._lm_head = network.weights.lm_head
-        self._head = matrix(matrix_rows(self._lm_head, self.vocabulary))
+        self._head = matrix(matrix_rows(self._lm_head, self.vocabulary), ROWS)
 
     @classmethod
     def load(cls, path: str | Path, network: LlamaModel) -> DraftHead:
@@ -165,9 +171,11 @@ class DraftHead:
 
     @cached_property
     def _own_rows(self) -> Matrix:
-        """Of the model's LM head: floats where that has floats."""
-        if self._lm_head.is_quantised or self._head.table is None:
+        """Of the model's LM head, as exact as that: floats where it has floats."""
+        if self._head.table is None:
             return self._head
+        if self._lm_head.is_quantised:
+            return _packed(matrix_rows(self._lm_head, self.vocabulary), OWN_ROWS)
         return Matrix(self._lm_head.weight[self.vocabulary])
 
     @cached_property
@@ -186,11 +194,14 @@ class _Form:
     def floats(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype).contiguous()
 
-    def matrix(self, tensor: Tensor) -> Matrix:
+    def matrix(self, tensor: Tensor, format: str = LAYERS) -> Matrix:
         if self._packs and tensor.shape[-1] % 32 == 0:
-            blocks = ops.quantise_weight(tensor.float().contiguous(), "Q8_0")
-            return ops.pack_weight(blocks, "Q8_0")
+            return _packed(tensor, format)
         return Matrix(self.floats(tensor))
+
+
+def _packed(tensor: Tensor, format: str) -> Matrix:
+    return ops.pack_weight(ops.quantise_weight(tensor.float().contiguous(), format), format)
 
 
 def matrix_rows(matrix: Matrix, index: Tensor) -> Tensor:
