@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import eecore
+from eecore import ops
+from eecore.models import draft_head
 from eecore.models.network_digest import network_digest
 
 EPS = 1e-5
@@ -103,7 +105,13 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def reference_drafts(
-    pack: Path, model: eecore.Model, states: list[Tensor], token: int, count: int
+    pack: Path,
+    model: eecore.Model,
+    states: list[Tensor],
+    token: int,
+    count: int,
+    *,
+    packed: bool = False,
 ) -> tuple[list[int], list[float]]:
     """What a head drafts, and the probabilities.
 
@@ -113,10 +121,16 @@ def reference_drafts(
         states: [hidden_size] after each tap's layers, at the last position that was computed.
         token: behind it.
         count: of drafts.
+        packed: its matrices are rounded as the CPU keeps them.
     """
     p, weights = load_file(pack / "head.safetensors"), model.network.weights
     vocabulary = p["vocabulary"].long()
     head = weights.lm_head.weight[vocabulary]
+    if packed:
+        head = rounded(head, draft_head.ROWS)
+        for name in set(p) - {"vocabulary"}:
+            if not name.endswith("norm"):
+                p[name] = rounded(p[name], draft_head.LAYERS)
     taps = zip(states, p["taps.norm"], p["taps.weight"], strict=True)
     state = sum(weight @ normed(tap, norm) for tap, norm, weight in taps)
     drafts, probabilities = [], []
@@ -134,3 +148,13 @@ def reference_drafts(
         drafts.append(token)
         probabilities.append(float(probs[best]))
     return drafts, probabilities
+
+
+def rounded(weight: Tensor, format: str) -> Tensor:
+    """A weight, [..., in_features], as blocks of a format have it; floats where none fit."""
+    if weight.shape[-1] % 32:
+        return weight
+    rows = weight.float().reshape(-1, weight.shape[-1]).contiguous()
+    matrix = ops.pack_weight(ops.quantise_weight(rows, format), format)
+    assert matrix.table is not None
+    return ops.unpack_weight(matrix.weight, matrix.table).view_as(weight)

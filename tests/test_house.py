@@ -235,7 +235,7 @@ FLOORS = {
     "__main__": "cli",
 }
 # What a floor may name in annotations alone.
-FOR_TYPES = {"scheduling": {"exits", "output"}}
+FOR_TYPES = {"scheduling": {"exits", "output"}, "answers": {"models"}}
 
 
 def floor(name: str) -> str:

@@ -86,7 +86,7 @@ def states_at_the_end(model: eecore.Model, tokens: list[int], ends: list[int]) -
 
 
 @cpu_only
-@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("name", ["following", "noisy"])
 def test_drafts_are_those_of_the_formula(
     name: str, bits: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -118,10 +118,10 @@ def test_drafts_are_those_of_the_formula(
             states = states_at_the_end(model, tokens[:-1], list(head.settings.taps))
             assert len(ahead.tokens) == min(MOST_AHEAD, sequence.tokens_left - 1)
             drafts, probabilities = reference_drafts(
-                pack, model, states, tokens[-1], len(ahead.tokens)
+                pack, model, states, tokens[-1], len(ahead.tokens), packed=bits == 4
             )
             checked += 1
-            if bits == 8 and ahead.tokens != drafts:
+            if bits == 4 and ahead.tokens != drafts:
                 continue
             same += 1
             assert ahead.tokens == drafts
@@ -162,7 +162,7 @@ def test_drafts_that_stand_save_rounds(following: eecore.Model, noisy: eecore.Mo
     outputs = outputs_of(following, HeadDrafts(4, 0.0))
     for output in outputs:
         stats = output.stats
-        assert stats.accepted > 0.6 * stats.drafted > 0
+        assert stats.accepted > 0.5 * stats.drafted > 0
         rounds = len(output.token_ids) - 1 - stats.accepted
         assert rounds < 22
         assert stats.layers_run == 4 * (rounds + stats.drafted)

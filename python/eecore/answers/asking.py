@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eecore.answers.lines import LinesFile, put_down
 from eecore.answers.many import Ask, seed_of, write_all
@@ -22,9 +23,11 @@ from eecore.answers.writing import Answer, AnswerSettings, chat_ids, read_answer
 from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.generation import Model
-from eecore.models.tokenizer import Tokenizer
 from eecore.output import Output
 from eecore.readable import shown_path
+
+if TYPE_CHECKING:
+    from eecore.models.tokenizer import Tokenizer
 
 __all__ = [
     "QuestionSettings",
