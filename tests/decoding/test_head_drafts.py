@@ -158,11 +158,14 @@ def test_greedy_output_is_that_of_full(
         assert alone.token_ids == full.token_ids
 
 
-def test_drafts_that_stand_save_rounds(following: eecore.Model, noisy: eecore.Model) -> None:
-    outputs = outputs_of(following, HeadDrafts(4, 0.0))
+def test_drafts_that_stand_save_rounds(
+    directory: Path, noisy: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads_in_floats(monkeypatch)  # what follows is to follow exactly
+    outputs = outputs_of(load(directory, kv_cache_tokens=2048), HeadDrafts(4, 0.0))
     for output in outputs:
         stats = output.stats
-        assert stats.accepted > 0.5 * stats.drafted > 0
+        assert stats.accepted > 0.6 * stats.drafted > 0
         rounds = len(output.token_ids) - 1 - stats.accepted
         assert rounds < 22
         assert stats.layers_run == 4 * (rounds + stats.drafted)
