@@ -258,6 +258,37 @@ def test_questions_of_its_own_and_others_about_its_answers(
     )
 
 
+def test_it_asks_itself_until_there_is_enough(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However few of its questions a model ends; where there are no more, it says so."""
+    asking = importlib.import_module("eecore.answers.asking")
+    monkeypatch.setattr(asking, "LEAST_WORDS", 1)
+    monkeypatch.setattr(asking, "LEAST_QUESTIONS", 6)
+    monkeypatch.setattr(asking, "TOKENS_A_QUESTION", 500)
+    monkeypatch.setattr(asking, "LEAST_CHARACTERS", 10**6)  # nothing to ask about
+    out = tmp_path / "head"
+    command = own_arguments(folder, out)
+    assert run(command) == 0
+    lines = lines_of(out / "work" / "questions.jsonl")[1:]
+    assert len(lines) > 6
+    given = lines_of(out / "work" / "answers.jsonl")[1:]
+    assert sum(len(line["answer"]) for line in given) >= 1500
+    assert "no more questions" not in capsys.readouterr().err
+    assert run([*command, "--resume"]) == 0
+    assert lines_of(out / "work" / "questions.jsonl")[1:] == lines
+
+    assert run(arguments(folder, tmp_path / "few", "--tokens", "5000", "--epochs", "0.1")) == 0
+    said = capsys.readouterr()
+    written = lines_of(tmp_path / "few" / "work" / "answers.jsonl")[1:]
+    assert len(written) == 90
+    tokens = sum(len(line["answer"]) for line in written)
+    assert f"wrote {tokens} of 5000 tokens: there were no more questions" in said.err
+
+
 def test_killed_at_its_questions_it_goes_on(folder: Path, tmp_path: Path) -> None:
     asking = importlib.import_module("eecore.answers.asking")
     settings = QuestionSettings("digest", "float32", seed=3)

@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from eecore.config import SamplingParams
 from eecore.errors import RequestError
 from eecore.generation import Model
 from eecore.output import Output
-from eecore.readable import shown_path
+from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
     from eecore.models.tokenizer import Tokenizer
@@ -49,6 +50,10 @@ OWN_SHARE = 0.65
 """Of the text, what answers questions of the model's own."""
 TOKENS_A_QUESTION = 160
 """Of its answer; a few more than there are on the whole, questions without any counted."""
+LEAST_QUESTIONS = 64
+"""That are thought of at once."""
+MOST_IN_VAIN = 3
+"""Times that more questions, each time twice as many, brought no answer."""
 LEAST_WORDS, MOST_TOKENS = 3, 160
 LEAST_CHARACTERS, MOST_CHARACTERS = 200, 1600
 """Of a text to summarise or to rewrite."""
@@ -204,8 +209,12 @@ def own_rounds(
     *,
     progress: Callable[[QuestionsReport], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> list[Round] | None:
-    """Questions of the model's own, then others about what it answered; None if told to stop.
+) -> Iterator[Round | None]:
+    """Questions of the model's own, then others about what it answered, and so on.
+
+    Each round is to be answered before the next one is asked for: there are more until there is as
+    much text as is wanted, or more and more questions bring none. How many that takes depends on
+    the model: one of everyday talk ends nearly each, one of code a third.
 
     Args:
         model: with a tokenizer and a chat template.
@@ -214,31 +223,56 @@ def own_rounds(
         num_tokens: of answers that are wanted.
         settings: of the answers.
         progress: called after each question.
-        should_stop: asked after each step.
+        should_stop: asked after each step; when it says True None comes, and no more.
 
     Raises:
-        RequestError: see :func:`write_questions`.
+        RequestError: see :func:`write_questions`; the model ends none of many questions.
     """
     of = QuestionSettings(settings.model, settings.weights, seed=settings.seed)
-    count = max(64, math.ceil(OWN_SHARE * num_tokens / TOKENS_A_QUESTION))
-    if not write_questions(model, path, count, of, progress=progress, should_stop=should_stop):
-        return None
-    questions = read_own_questions(path, of)
-    if not questions:
-        raise RequestError(
-            f"{shown_path(path)}: expected questions, got none that the model ended in {count} "
-            "tries: it may not have learnt conversations"
-        )
+    most = model.network.config.max_position - settings.max_tokens
 
     def about_answers() -> Iterator[tuple[int, str]]:
         written = read_answers(answers, settings)
         return _fitting(model, follow_ups(_tokenizer(model), written, settings.seed), most)
 
-    most = model.network.config.max_position - settings.max_tokens
-    return [
-        Round(lambda: _fitting(model, questions, most), round(OWN_SHARE * num_tokens)),
-        Round(about_answers, num_tokens),
-    ]
+    asked, tokens_a_question = _asked(path, of), float(TOKENS_A_QUESTION)
+    count = have = in_vain = 0
+    while True:
+        own = math.ceil(OWN_SHARE * (num_tokens - have))
+        more = max(LEAST_QUESTIONS, math.ceil(own / tokens_a_question), count if in_vain else 0)
+        count = max(asked, count + more)
+        if not write_questions(model, path, count, of, progress=progress, should_stop=should_stop):
+            yield None
+            return
+        questions = read_own_questions(path, of)
+        if not questions:
+            raise RequestError(
+                f"{shown_path(path)}: expected questions, got none that the model ended in {count} "
+                "tries: it may not have learnt conversations"
+            )
+        yield Round(partial(_fitting, model, questions, most), have + own)
+        yield Round(about_answers, num_tokens)
+        before, have = have, _tokens_of(answers, settings)
+        in_vain = in_vain + 1 if have == before else 0
+        if have >= num_tokens or in_vain == MOST_IN_VAIN:
+            return
+        tokens_a_question = OWN_SHARE * have / count
+
+
+def _asked(path: Path, settings: QuestionSettings) -> int:
+    """How many lines an earlier run wrote or was at."""
+    return (
+        1 + max((line.index for line in _file(path, settings).lines()), default=-1)
+        if is_file(path)
+        else 0
+    )
+
+
+def _tokens_of(answers: Path, settings: AnswerSettings) -> int:
+    """Those that there are; none where nothing was answered yet."""
+    if not is_file(answers):
+        return 0
+    return sum(len(answer.answer) for answer in read_answers(answers, settings))
 
 
 def _fitting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.training import StatesSettings
 
-__all__ = ["STATES", "check_directories", "name_of_questions", "rounds_of", "write_and_read"]
+__all__ = ["STATES", "check_directories", "name_of_questions", "write_and_read"]
 
 QUESTIONS_FILE, ANSWERS_FILE = "questions.jsonl", "answers.jsonl"
 STATES = "states"
@@ -77,45 +77,22 @@ def _digest_of(questions: list[str]) -> str:
     return hashlib.sha256(json.dumps(questions).encode()).hexdigest()
 
 
-def rounds_of(
-    model: Model,
-    given: list[str] | None,
-    own: bool,
-    tokens: int,
-    work: Path,
-    settings: AnswerSettings,
-    stop: Callable[[], bool],
-) -> list[Round] | None:
-    """What the model is asked, round by round; None when told to stop."""
-    from eecore.answers import Round, builtin_questions, own_rounds
-
-    if not own:
-        asked = builtin_questions(settings.seed) if given is None else given
-        return [Round(lambda: enumerate(asked), tokens)]
-    with ProgressLine() as line:
-        return own_rounds(
-            model,
-            work / QUESTIONS_FILE,
-            work / ANSWERS_FILE,
-            tokens,
-            settings,
-            progress=lambda r: line.say(
-                f"asking: {r.questions} of {r.wanted} questions", last=r.questions == r.wanted
-            ),
-            should_stop=stop,
-        )
-
-
 def write_and_read(
     model: Model,
-    rounds: list[Round],
+    questions: list[str] | None,
     tokens: int,
     work: Path,
     settings: AnswerSettings,
     states: StatesSettings,
     stop: Callable[[], bool],
+    *,
+    own: bool,
 ) -> bool:
-    """Answers, and the model's states over them; False when told to stop."""
+    """Answers to given questions, the model's own or those that ship, and its states over them.
+
+    Returns:
+        Whether it came to its end; False when told to stop.
+    """
     from eecore.answers import read_answers, write_answers
     from eecore.models import LlamaModel
     from eecore.training import WrittenText, collect_states
@@ -124,8 +101,8 @@ def write_and_read(
     network = model.network
     assert isinstance(network, LlamaModel)
     with ProgressLine() as line:
-        for asked in rounds:
-            if not write_answers(
+        for asked in _rounds(model, questions, own, tokens, work, settings, stop, line):
+            if asked is None or not write_answers(
                 model,
                 asked.questions(),
                 file,
@@ -139,9 +116,13 @@ def write_and_read(
                 should_stop=stop,
             ):
                 return False
+        answers = read_answers(file, settings)
+        written = sum(len(answer.answer) for answer in answers)
+        if written < tokens:
+            line.keep(f"wrote {written} of {tokens} tokens: there were no more questions")
         texts = [
             WrittenText(answer.index, answer.prompt, answer.answer)
-            for answer in read_answers(file, settings)
+            for answer in answers
             if len(answer.answer) >= SHORTEST_ANSWER
         ]
         directory = work / STATES
@@ -156,3 +137,33 @@ def write_and_read(
             ),
             should_stop=stop,
         )
+
+
+def _rounds(
+    model: Model,
+    given: list[str] | None,
+    own: bool,
+    tokens: int,
+    work: Path,
+    settings: AnswerSettings,
+    stop: Callable[[], bool],
+    line: ProgressLine,
+) -> Iterator[Round | None]:
+    """What the model is asked, round by round, each answered before the next; None: stopped."""
+    from eecore.answers import Round, builtin_questions, own_rounds
+
+    if not own:
+        asked = builtin_questions(settings.seed) if given is None else given
+        yield Round(lambda: enumerate(asked), tokens)
+        return
+    yield from own_rounds(
+        model,
+        work / QUESTIONS_FILE,
+        work / ANSWERS_FILE,
+        tokens,
+        settings,
+        progress=lambda r: line.say(
+            f"asking: {r.questions} of {r.wanted} questions", last=r.questions == r.wanted
+        ),
+        should_stop=stop,
+    )

@@ -16,7 +16,6 @@ from eecore.cli.head_texts import (
     STATES,
     check_directories,
     name_of_questions,
-    rounds_of,
     write_and_read,
 )
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, load
@@ -212,9 +211,8 @@ def train_exits(
         beginning = read_head(begin, states.model, states.taps, sizes, kept)
     where.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
-        rounds = rounds_of(loaded, questions, own_questions, tokens, where, settings, stop)
-        if rounds is None or not write_and_read(
-            loaded, rounds, tokens, where, settings, states, stop
+        if not write_and_read(
+            loaded, questions, tokens, where, settings, states, stop, own=own_questions
         ):
             return _interrupted()
         data = open_states([place / STATES for place in (where, *(also or []))], states)
