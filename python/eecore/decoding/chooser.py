@@ -50,6 +50,8 @@ MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.12
 # Of passes of full depth in a row of which none went on from the last, this one counts and those
 # behind it.
 UNSTEADY_PASSES = 3
+# And so much by a layer that promised less than another one: each has programs of its own.
+MIN_GAIN_OF_LAYER = 1.05
 # For so many rounds what follows from many measurements is held, unless one is so far off.
 HOLD = 8
 SURPRISE = 0.1
@@ -71,6 +73,8 @@ NEXT_STANDS = 0.55
 GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
 # What rows that verify drafts of a layer are hoped to cost, of what is estimated, before any did.
 HOPE = 0.5
+# How many drafts a layer makes, or as many as there is room for: a program is recorded for each.
+NUM_DRAFTS = (1, 2, 3, 4, 6, 8, 10)
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
 
@@ -391,16 +395,19 @@ class Chooser:
         rows, seconds = anchor
         best = 0, 0, 0.0
         for layer in exit_layers:
+            least = MIN_GAIN_OF_LAYER * best[2]
             cost = self._layer_cost(layer, anchor)
             shares = [history.share(("layer", layer)) for history in histories]
             stand, tokens, before = [1.0] * rows, [1.0] * rows, 0.0
             for count in range(1, most + 1):
                 stand = [own * share for own, share in zip(stand, shares, strict=True)]
                 tokens = [own + one for own, one in zip(tokens, stand, strict=True)]
+                if count not in NUM_DRAFTS and count != most:
+                    continue
                 speed = _worth(tokens, behind) / (cost.round(count) * seconds + look)
                 if speed < before:  # less and less stand, each costs as much
                     break
-                if speed > best[2]:
+                if speed > max(least, best[2]):
                     best = layer, count, speed
                 before = speed
         return best
