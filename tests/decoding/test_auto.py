@@ -17,6 +17,7 @@ from eecore import Auto, Full, SamplingParams
 from eecore.decoding.budget import Budget
 from eecore.decoding.chooser import (
     FULL,
+    HEAD_COST,
     MEASURE_AGAIN,
     Choice,
     Chooser,
@@ -24,7 +25,13 @@ from eecore.decoding.chooser import (
     Odds,
     best_exit_layers,
 )
-from eecore.decoding.pass_times import COST_AMONG_ROWS, ROW_COST, PassTimes, StepCost
+from eecore.decoding.pass_times import (
+    COST_AMONG_ROWS,
+    FIRST_STEPS,
+    ROW_COST,
+    PassTimes,
+    StepCost,
+)
 from eecore.decoding.proposal import NOTHING, Proposal
 from tiny_models import random_prompts, write_model
 
@@ -339,7 +346,7 @@ def looked_at(budget: Budget, rounds: int, gained: float) -> int:
     return looks
 
 
-@pytest.mark.parametrize("lost", [0.005, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("lost", [0.005, 0.02, 0.1, 0.5, 3.0])
 def test_what_choosing_costs_is_a_hundredth(lost: float) -> None:
     rounds = 5000
     looks = looked_at(Budget(is_alone=True), rounds, -lost)
@@ -353,7 +360,7 @@ def test_what_drafts_gain_may_be_spent_on_trying() -> None:
     assert 40 <= looked_at(budget, 100, -0.1) < 60  # no more than four rounds of it
     while not budget.is_spent:
         budget.looked(-0.1)
-    budget.looked(-50.0)  # something else took the time
+    budget.looked(-0.5)
     budget.welcome(1.0)  # another request, another text
     assert not budget.is_spent
     assert looked_at(budget, 4, -0.05) == 4
@@ -393,6 +400,49 @@ def test_a_run_of_drafts_counts_as_one_by_one() -> None:
         for each in [True] * stood + [False] * refused:
             single.add(each)
         assert run.share == pytest.approx(single.share)
+
+
+def test_a_round_that_was_disturbed_loses_what_a_slow_one_does() -> None:
+    """No more than half of what was to be expected, however many drafts it verifies."""
+    chooser = Chooser(12, None)
+    for _ in range(2):
+        chooser.learn_full(8, 1.0)
+    assert chooser.gained(8, 8, 50.0) == -0.5
+    for _ in range(2):
+        chooser.learn_given(8, 24, 0, 4.0)
+    assert chooser.gained(8, 8, 5.0, drafted=24) == -4.0
+    assert chooser.gained(8, 8, 50.0, drafted=24) == -5.0
+
+
+@pytest.mark.parametrize("layer", [3, 9])
+def test_what_a_layer_drafts_is_verified_by_those_above(layer: int) -> None:
+    """Rows are as dear as passes of fewer have shown."""
+    chooser, count = Chooser(12, None), 4
+    for rows in (1, 8):
+        for _ in range(2):
+            chooser.learn_full(rows, float(rows))
+    above = 1 - layer / 12
+    cost = chooser._layer_cost(layer, (8, 8.0)).round(count)
+    assert cost == pytest.approx(1.0 + above * count + count * (layer / 12 + HEAD_COST))
+
+
+def test_what_rows_take_beyond_those_that_were_measured() -> None:
+    times = PassTimes()
+    assert times.row_seconds is None
+    times.add(2, 1.0)
+    times.add(4, 1.2)
+    assert times.row_seconds is None  # they are too near
+    times.add(8, 1.6)
+    assert times.row_seconds == pytest.approx(0.1)
+    assert times.of(16, (8, 1.6), times.row_seconds) == pytest.approx(2.4)
+    assert times.of(16, (8, 1.6)) == pytest.approx(1.6 + 8 * COST_AMONG_ROWS * 1.6)
+
+
+def test_the_first_rounds_soon_outweigh_what_was_expected() -> None:
+    cost = StepCost(0.1, 2.0)
+    for _ in range(6):
+        cost.add(FIRST_STEPS, 4.0)
+    assert 3.4 < cost.round(FIRST_STEPS) < 4.0
 
 
 def test_one_request_and_several_have_budgets_of_their_own() -> None:

@@ -12,14 +12,14 @@ __all__ = ["Budget"]
 # In rounds of full depth: what a round adds, of one request alone and of several, of which others
 # may fall behind besides; at the beginning and at most; a new request.
 ROUND_ALONE, ROUND_OF_SEVERAL = 0.01, 0.005
-ALONE, SEVERAL = (1.0, 4.0), (0.15, 1.0)
+ALONE, SEVERAL = (1.0, 4.0), (0.5, 8.0)
 REQUEST_ALONE, REQUEST_OF_SEVERAL = 0.25, 0.15
-# No round loses more, however slow: something else was disturbing it. No debt is larger.
-MOST_LOST, MOST_DEBT = 0.5, 1.0
+# No debt is larger.
+MOST_DEBT = 4.0
 # Once it is spent, so much is saved up before anybody looks again.
 ENOUGH = 0.1
 # What all requests together have earned, at most and at least: new ones get no more than that.
-MOST_EARNED, LEAST_EARNED = 8.0, -2.0
+MOST_EARNED, LEAST_EARNED = 16.0, -2.0
 
 
 class Budget:
@@ -58,9 +58,10 @@ class Budget:
         """A round somebody looked in.
 
         Args:
-            gained: by what came of it, everything counted, in rounds of full depth.
+            gained: by what came of it, everything counted, in rounds of full depth; what disturbed
+                it is left out.
         """
-        self._earn(self._round + max(gained, -MOST_LOST))
+        self._earn(self._round + gained)
 
     def _earn(self, rounds: float) -> None:
         self._earned = max(min(self._earned + rounds, MOST_EARNED), LEAST_EARNED)

@@ -71,8 +71,6 @@ ENOUGH = 2.0
 # went on behind stands for on average, and the least that it goes on behind.
 NEXT_STANDS = 0.55
 GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
-# What rows that verify drafts of a layer are hoped to cost, of what is estimated, before any did.
-HOPE = 0.5
 # How many drafts a layer makes, or as many as there is room for: a program is recorded for each.
 NUM_DRAFTS = (1, 2, 3, 4, 6, 8, 10)
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
@@ -424,7 +422,7 @@ class Chooser:
 
     def _verified(self, rows: int, anchor: Anchor) -> float:
         """Seconds of a pass that verifies: measured, or not less than those of full depth."""
-        seconds = self._verify.of(rows, anchor)
+        seconds = self._verify.of(rows, anchor, self._full.row_seconds)
         if rows in self._verify:
             return seconds
         return max(seconds, self._full.near(rows) or 0.0)
@@ -443,25 +441,44 @@ class Chooser:
         known = self._layer_rounds.get((layer, rows.bit_length()))
         if known is not None:
             return known
-        own = layer / self._num_layers + HEAD_COST
+        own = layer / self._num_layers
+        rest = 1.0 - own  # the layers that verify
         few, more = (
-            1.0 + HOPE * (self._verified(rows + count * rows, anchor) / seconds - 1.0) + count * own
+            1.0
+            + rest * (self._verified(rows + count * rows, anchor) / seconds - 1.0)
+            + count * (own + HEAD_COST)
             for count in (FIRST_STEPS, 2 * FIRST_STEPS)
         )
         return StepCost((more - few) / FIRST_STEPS, few)
 
     # Learning
 
-    def gained(self, rows: int, tokens: int, seconds: float) -> float:
+    def gained(
+        self,
+        rows: int,
+        tokens: int,
+        seconds: float,
+        *,
+        drafted: int = 0,
+        steps: int = 0,
+        layer: int = 0,
+    ) -> float:
         """In rounds of full depth, by a round that was chosen.
 
         Args:
             rows: requests.
             tokens: that they got.
-            seconds: that it took, and choosing.
+            seconds: that it took, and choosing; what is far more than was to be expected was no
+                fault of the drafts.
+            drafted: drafts of all.
+            steps: in which a head or a layer drafted.
+            layer: that drafted; 0 where drafts were given.
         """
         full = self._full.near(rows)
-        return 0.0 if full is None else tokens / rows - seconds / full
+        if full is None:
+            return 0.0
+        expected = self._round(rows, full, drafted, steps, layer)
+        return tokens / rows - min(seconds, MOST_SLOWER * expected) / full
 
     def learn_look(self, rows: int, seconds: float) -> None:
         """How long it took to choose for so many requests, and to learn of what was chosen."""

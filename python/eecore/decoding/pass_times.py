@@ -29,6 +29,8 @@ DISTURBED = 0.8
 FIRST_PASSES = 2
 # Before anything is measured: what one more row costs of a pass of one row, and of more.
 ROW_COST, COST_AMONG_ROWS = 0.1, 0.08
+# How many times as many rows tell what one more takes.
+FAR = 4
 # What one more row costs at least, in tokens of full depth.
 LEAST_ROW_COST = 0.02
 # Of one step of a draft head, before it is measured; the steps of a round that this is worth, and
@@ -92,12 +94,13 @@ class PassTimes:
             return self.of(rows, (low, self._seconds[low]))
         return known if self._passes.get(rows, 0) >= FIRST_PASSES else None
 
-    def of(self, rows: int, anchor: Anchor) -> float:
+    def of(self, rows: int, anchor: Anchor, row_seconds: float | None = None) -> float:
         """A pass of so many rows.
 
         Args:
             rows: that are asked for.
             anchor: another pass, of as many rows or fewer, and its seconds.
+            row_seconds: what one more row takes beyond those that were measured, if it is known.
         """
         known = self._seconds.get(rows)
         if known is not None:
@@ -111,8 +114,19 @@ class PassTimes:
             high_seconds = max(self._seconds[high], low_seconds)
             share = (rows - low) / max(high - low, 1)
             return low_seconds + share * (high_seconds - low_seconds)
-        cost = ROW_COST if anchor[0] == 1 else COST_AMONG_ROWS
-        return low_seconds + cost * anchor[1] * (rows - low)
+        if row_seconds is None:
+            row_seconds = anchor[1] * (ROW_COST if anchor[0] == 1 else COST_AMONG_ROWS)
+        return low_seconds + row_seconds * (rows - low)
+
+    @property
+    def row_seconds(self) -> float | None:
+        """What one more row takes, from the fewest to the most that were measured; None where
+        those are too near.
+        """
+        if not self._rows or self._rows[-1] < FAR * self._rows[0]:
+            return None
+        low, high = self._rows[0], self._rows[-1]
+        return max(self._seconds[high] - self._seconds[low], 0.0) / (high - low)
 
     def _forget(self) -> None:
         old = self._count - FORGET_TIME
@@ -137,6 +151,7 @@ class StepCost:
     ) -> None:
         self._steps, self._passes = float(FIRST_STEPS), passes
         self._scatter, self._both = SCATTER, step * SCATTER
+        self._rounds = 1  # what is taken weighs as much as one
 
     @property
     def step(self) -> float:
@@ -151,8 +166,10 @@ class StepCost:
         """A round of so many steps that took as long as so many passes."""
         passes = min(passes, MOST_SLOWER * self.round(steps))
         off, over = steps - self._steps, passes - self._passes
-        self._steps += NEW_STEPS * off
-        self._passes += NEW_STEPS * over
+        self._rounds += 1
+        weight = max(NEW_STEPS, 1.0 / self._rounds)
+        self._steps += weight * off
+        self._passes += weight * over
         old = 1.0 - NEW_STEPS
         self._scatter = old * (self._scatter + NEW_STEPS * off * off)
         self._both = old * (self._both + NEW_STEPS * off * over)

@@ -226,15 +226,10 @@ class Planner:
             chooser.learn_look(len(free), self._look)
             tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
             budget = chooser.budget(len(free))
-            budget.looked(chooser.gained(rows, tokens, spent))
-            chooser.learn_leads(
-                rows,
-                [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free],
-                spent,
-                drafted=sum(drafted),
-                steps=steps,
-                layer=layer,
-            )
+            made = {"drafted": sum(drafted), "steps": steps, "layer": layer}
+            budget.looked(chooser.gained(rows, tokens, spent, **made))
+            got = [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free]
+            chooser.learn_leads(rows, got, spent, **made)
             for each, _ in free:
                 each.work.sequence.is_resting = budget.is_spent
         if path is None:
