@@ -2,10 +2,11 @@
 
 python -m bench auto                          batch 1 and 8, float32, bfloat16 and int8
 python -m bench auto --count 64 --rounds 5
+python -m bench auto --name auto-avx2         the table of another machine
 
 Held-out utterances, prompts included. Each pair takes turns with full depth and ``Auto``, and with
 no other, as programs of many policies would push each other out of memory; the first turn is left
-out. Writes bench/results/auto.json and its table in bench/RESULTS.md.
+out. Writes bench/results/NAME.json and the table of that name in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -86,24 +87,29 @@ def markdown(result: Figures) -> str:
         ]
         for row in result["rows"]
     ]
+    named = "" if result.get("name", "auto") == "auto" else f" --name {result['name']}"
     about = (
         f"The intent model on {result['count']} held-out utterances, prompts included. The grid: "
         f"`SelfSpeculative` from layers {', '.join(map(str, EXIT_LAYERS))} with "
         f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
         f"afterwards. Each pair beside full depth and `Auto` alone; medians of {result['rounds']} "
         f"turns, behind one that is left out; {result['threads']} thread(s), {in_words(result)}. "
-        "`python -m bench auto`"
+        f"`python -m bench auto{named}`"
     )
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = (Report("auto", {"auto": markdown}),)
+REPORTS = tuple(Report(name, {name: markdown}) for name in ("auto", "auto-avx2"))
 
 
 def main(words: Sequence[str]) -> None:
     made = parser("auto", __doc__, batches=(1, 8), rounds=3, threads=1)
     made.add_argument("--weights", nargs="+", default=KINDS, choices=KINDS)
     made.add_argument("--count", type=int, default=48, help="utterances")
+    reports = {report.name: report for report in REPORTS}
+    made.add_argument(
+        "--name", default="auto", choices=reports, help="of the table: of which machine"
+    )
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
     prompts = [record["input"] for record in utterances(arguments.count)]
@@ -116,8 +122,9 @@ def main(words: Sequence[str]) -> None:
     result = {
         **machine(),
         "threads": arguments.threads,
+        "name": arguments.name,
         "count": arguments.count,
         "rounds": arguments.rounds,
         "rows": rows,
     }
-    REPORTS[0].finish(result, arguments)
+    reports[arguments.name].finish(result, arguments)
