@@ -345,6 +345,14 @@ def test_holes_in_a_prompt(llama: PreTrainedModel) -> None:
         llama.generate(**given, custom_generate=EARLY)
 
 
+def test_a_filled_cache_is_refused(llama: PreTrainedModel) -> None:
+    given = batch(6)
+    before = llama(given["input_ids"][:, :4], use_cache=True)
+    name = "cache" if "cache" in before else "past_key_values"  # from transformers 5.24 on
+    with pytest.raises(RequestError, match=f"{name}: expected none, got a cache that is filled"):
+        llama.generate(**given, custom_generate=EARLY, **{name: before[name]})
+
+
 # Models
 
 

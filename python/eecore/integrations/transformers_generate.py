@@ -68,13 +68,15 @@ SETTINGS = {
     "transformers_version",
     "use_cache",
 }
+# Keys and values of earlier tokens: from transformers 5.24 on, and before.
+CACHES = ("cache", "past_key_values")
 # What transformers passes on for a forward pass of its own.
 PREPARED = {
+    *CACHES,
     "attention_mask",
     "cache_position",
     "encoder_outputs",
     "logits_to_keep",
-    "past_key_values",
     "position_ids",
     "use_cache",
 }
@@ -259,9 +261,10 @@ def _refuse(
     for name, value in prepared.items():
         if name not in PREPARED and value is not None:
             raise RequestError(f"{name}: expected none with eecore, got {shown(value)}")
-    cache = prepared.get("past_key_values")
-    if cache is not None and getattr(cache, "get_seq_length", lambda: 0)() > 0:
-        raise RequestError("past_key_values: expected none, got a cache that is filled")
+    for name in CACHES:
+        cache = prepared.get(name)
+        if cache is not None and getattr(cache, "get_seq_length", lambda: 0)() > 0:
+            raise RequestError(f"{name}: expected none, got a cache that is filled")
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:

@@ -145,7 +145,7 @@ def drop_layers(
 
 
 def _refuse_caches(arguments: Mapping[str, Any]) -> None:
-    for name in ("past_key_values", "past_key_value"):
+    for name in ("cache", "past_key_values", "past_key_value"):  # by release of transformers
         if arguments.get(name) is not None:
             raise TrainingError(
                 f"layer dropout: expected no {name}, got one: call the model with use_cache=False"
