@@ -1,4 +1,5 @@
-// What a cache holds, at the tensor boundary: the model's dtype, or float8 with a scale per head.
+// What a cache holds, at the tensor boundary: the model's dtype, float8 with a scale per head, or on
+// the CPU bfloat16 for a model of float32.
 #pragma once
 
 #include <cmath>
@@ -13,7 +14,7 @@ inline const float* check_scales(Checker& check, const std::optional<Tensor>& sc
                                  const char* name, std::initializer_list<Dim> shape,
                                  bool is_float8) {
   check.require(is_float8 || !scales, name,
-                ": expected None with a cache in the model's dtype, got a tensor");
+                ": expected None with a cache that is not in float8, got a tensor");
   if (!check(scales, name, Accept::kFloat32, shape)) return nullptr;
   const float* values = data<const float>(*scales);
   for (int64_t i = 0; holds_values() && i < scales->numel(); ++i) {
@@ -29,16 +30,14 @@ inline CacheFormat check_cache_format(Checker& check, const Tensor& k_cache, con
                                       const std::optional<Tensor>& key_scales,
                                       const std::optional<Tensor>& value_scales,
                                       std::initializer_list<Dim> shape) {
-  const auto is_float8 = [](const Tensor& cache) {
-    return cache.scalar_type() == ScalarType::Float8_e4m3fn;
-  };
-  const bool both = is_float8(k_cache);
-  check.require(both == is_float8(v_cache), "v_cache: expected the dtype of k_cache, got ",
-                both ? "another than float8_e4m3fn" : "float8_e4m3fn");
+  const ScalarType type = k_cache.scalar_type();
+  check.require(type == v_cache.scalar_type(), "v_cache: expected the dtype of k_cache, ",
+                dtype_name(type), ", got ", dtype_name(v_cache.scalar_type()));
   CacheFormat format{};
-  format.is_float8 = both;
-  format.key_scales = check_scales(check, key_scales, "key_scales", shape, both);
-  format.value_scales = check_scales(check, value_scales, "value_scales", shape, both);
+  format.is_float8 = type == ScalarType::Float8_e4m3fn;
+  format.is_bfloat16 = type == ScalarType::BFloat16 && check.dtype() == DType::kFloat32;
+  format.key_scales = check_scales(check, key_scales, "key_scales", shape, format.is_float8);
+  format.value_scales = check_scales(check, value_scales, "value_scales", shape, format.is_float8);
   return format;
 }
 

@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 namespace eecore {
-namespace {
 
 const char* dtype_name(ScalarType type) {
   switch (type) {
@@ -33,6 +32,16 @@ const char* dtype_name(ScalarType type) {
     default:
       return "an unsupported dtype";
   }
+}
+
+namespace {
+
+// Whether a model's cache may be in another dtype than its own.
+bool is_narrow_cache(ScalarType type, ScalarType model) {
+#ifndef EECORE_BACKEND_CUDA
+  if (type == ScalarType::BFloat16 && model == ScalarType::Float) return true;
+#endif
+  return type == ScalarType::Float8_e4m3fn;
 }
 
 bool dtype_matches(ScalarType type, Accept accept) {
@@ -149,7 +158,10 @@ void Checker::mismatch(const Tensor& tensor, const char* name, Accept accept,
   const bool is_cache = accept == Accept::kCache;
   const bool bound = (accept == Accept::kModel || is_cache) && has_dtype_;
   std::string expected = bound ? dtype_name(model_dtype_) : accept_name(accept);
-  if (bound && is_cache) expected += " or float8_e4m3fn";
+  if (bound && is_cache) {
+    const bool takes_both = is_narrow_cache(ScalarType::BFloat16, model_dtype_);
+    expected += takes_both ? ", bfloat16 or float8_e4m3fn" : " or float8_e4m3fn";
+  }
   expected += " [";
   bool first = true;
   for (const Dim& dim : shape) {
@@ -220,8 +232,10 @@ void Checker::check_form(const Tensor& tensor, const char* name, Accept accept,
   const int64_t rank = static_cast<int64_t>(shape.size());
   const ScalarType type = tensor.scalar_type();
   bool ok = tensor.dim() == rank && dtype_matches(type, accept);
-  const bool is_model =
-      accept == Accept::kModel || (accept == Accept::kCache && type != ScalarType::Float8_e4m3fn);
+  const bool is_narrow =
+      accept == Accept::kCache &&
+      (type == ScalarType::Float8_e4m3fn || (has_dtype_ && is_narrow_cache(type, model_dtype_)));
+  const bool is_model = accept == Accept::kModel || (accept == Accept::kCache && !is_narrow);
   if (is_model && has_dtype_ && type != model_dtype_) ok = false;
   int64_t axis = 0;
   bool is_empty = false;

@@ -29,6 +29,14 @@ void transform_head(const AppendKvParams& params, const T* in, const T* weight,
   store_row(row, params.head_dim, out);
 }
 
+// The same of float32 into bfloat16.
+inline void transform_head(const AppendKvParams& params, const float* in, const float* weight,
+                           const float* cos_sin, const float*, BFloat16* out) {
+  alignas(64) float row[kMaxHeadDim];
+  transform_row(params, in, weight, cos_sin, row);
+  store_row(row, params.head_dim, out);
+}
+
 // The same into float8, relative to a scale.
 template <typename T>
 void transform_head(const AppendKvParams& params, const T* in, const T* weight,
@@ -64,7 +72,7 @@ void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
       transform_head(params, k_row, k_norm_weight, cos_sin,
                      scale_of(params.cache_format.key_scales, head),
                      k_cache + cache_offset(params.k_cache_strides, slot, head));
-      transform_head<T>(params, v_row, nullptr, nullptr,
+      transform_head(params, v_row, static_cast<const T*>(nullptr), nullptr,
                         scale_of(params.cache_format.value_scales, head),
                         v_cache + cache_offset(params.v_cache_strides, slot, head));
     }

@@ -3,7 +3,7 @@
 // them. Pairs begin at the block's first key, and what a row does not see of one is 0.
 #pragma once
 
-#include "attention_tile.h"
+#include "attention_block.h"
 #include "turn.h"
 
 #if defined(__AVX512BF16__)
@@ -135,35 +135,38 @@ struct PairBlock {
   }
 };
 
-inline void take_query(const BFloat16* q, int64_t head_dim, float, int64_t at,
-                       TileScratch& scratch) {
-  uint32_t* out = scratch.q_pairs + at * row_width(head_dim) / 2;
-  for (int64_t d = 0; d < head_dim; d += 32) {
-    _mm512_store_si512(out + d / 2, load_words(q + d, head_dim - d));
-  }
+// The first n elements of a query, rounded, as 16 pairs; n may be more.
+inline __m512i query_words(const BFloat16* q, int64_t n) { return load_words(q, n); }
+inline __m512i query_words(const float* q, int64_t n) {
+  const Vec low = load_partial(q, min_of(n, kWidth));
+  const Vec high = n > kWidth ? load_partial(q + kWidth, min_of(n - kWidth, kWidth)) : zero();
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
 }
 
-// Keys as [pairs of columns, block], and pairs of values' rows as kept pairs: [pairs, width].
-inline void pack_pairs(const HeadBlock<BFloat16>& block, const HeadBlock<BFloat16>& next,
-                       int64_t num_keys, int64_t head_dim, TileScratch& scratch) {
-  const int64_t width = row_width(head_dim);
+// Keys as [pairs of columns, block]. ahead(j, n): asks for n more rows from j on.
+template <typename Ahead>
+void pack_keys(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_dim,
+               const Ahead& ahead, TileScratch& scratch) {
   for (int64_t j = 0; j < num_keys; j += kWidth) {
     for (int64_t d = 0; d < head_dim; d += 32) {
       __m512i keys[16];
-      for (int i = 0; i < 16; ++i) {
-        keys[i] = load_words(block.k[j + i] + d, head_dim - d);
-      }
+      for (int i = 0; i < 16; ++i) keys[i] = load_words(rows[j + i] + d, head_dim - d);
       turn(keys);
       for (int i = 0; i < 16; ++i) {
         _mm512_store_si512(scratch.k_pairs + (d / 2 + i) * kMaxBlock + j, keys[i]);
       }
     }
-    for (int i = 0; next.exists() && i < kWidth; ++i) {
-      prefetch_row(next.k[j + i], head_dim);
-    }
+    ahead(j, kWidth);
   }
+}
+
+// Pairs of values' rows as kept pairs: [pairs, width].
+template <typename Ahead>
+void pack_values(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_dim,
+                 const Ahead& ahead, TileScratch& scratch) {
+  const int64_t width = row_width(head_dim);
   for (int64_t j = 0; j < num_keys; j += 2) {
-    const BFloat16 *low = block.v[j], *high = block.v[j + 1];
+    const BFloat16 *low = rows[j], *high = rows[j + 1];
     uint32_t* out = scratch.v_pairs + j / 2 * width;
     for (int64_t d = 0; d < head_dim; d += 32) {
       const __m512i x = load_words(low + d, head_dim - d), y = load_words(high + d, head_dim - d);
@@ -172,18 +175,44 @@ inline void pack_pairs(const HeadBlock<BFloat16>& block, const HeadBlock<BFloat1
       _mm512_store_si512(out + d + kWidth,
                          _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(x, 16), y));
     }
-    for (int i = 0; next.exists() && i < 2; ++i) {
-      prefetch_row(next.v[j + i], head_dim);
-    }
+    ahead(j, 2);
   }
 }
 
-inline void attend_block(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim,
-                         float scale, Range keys, const HeadBlock<BFloat16>& block,
-                         const HeadBlock<BFloat16>& next) {
-  pack_pairs(block, next, keys.end - keys.begin, head_dim, scratch);
-  attend_head(scratch, num_rows, at, head_dim, keys, PairBlock{scale});
-}
+struct InPairs {
+  static constexpr bool kHasTiles = false;
+  using Wide = BFloat16;
+  struct Unit {
+    void take(int64_t) {}
+  };
+
+  template <typename T>
+  static void take_query(const T* q, int64_t head_dim, float, int64_t at, int64_t,
+                         TileScratch& scratch) {
+    uint32_t* out = scratch.q_pairs + at * row_width(head_dim) / 2;
+    for (int64_t d = 0; d < head_dim; d += 32) {
+      _mm512_store_si512(out + d / 2, query_words(q + d, head_dim - d));
+    }
+  }
+
+  template <typename C, typename Scale>
+  static void attend(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
+                     const Scale& scale_of_head, Range keys, const CachedBlock<C>& block) {
+    const int64_t num_keys = keys.end - keys.begin;
+    const BFloat16* wide[kMaxBlock];
+    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      const HeadBlock<C> own = block.of_head(head), after = block.after_head(head);
+      pack_keys(
+          rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide), num_keys, head_dim,
+          [&](int64_t j, int64_t n) { prefetch_rows(after.k, j, n, head_dim); }, scratch);
+      pack_values(
+          rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide), num_keys, head_dim,
+          [&](int64_t j, int64_t n) { prefetch_rows(after.v, j, n, head_dim); }, scratch);
+      attend_head(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys,
+                  PairBlock{scale_of_head(head)});
+    }
+  }
+};
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY
 

@@ -6,6 +6,7 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int64_t kMaxTileRows = 64;
+constexpr int64_t kMaxTileGroups = 8;  // of rows that matrix tiles hold
 constexpr int64_t kTileFloats = 64 * 128;  // of a tile of queries, or a block of keys
 
 // A call with its plan. Split s holds the keys [s * split_size, (s + 1) * split_size).
@@ -17,8 +18,27 @@ struct AttentionPlan : PagedAttentionParams {
   int64_t split_size, max_splits, partial_size;
   int64_t tile_rows;    // most rows (query, query head) of a work item
   int64_t tile_heads;   // most kv heads of a work item
+  bool has_tiles;       // matrix tiles multiply
   int64_t num_threads;  // that the work is worth
 };
+
+// Rows of a kv head as a thread holds them: groups of up to 16 for matrix tiles, all of one size.
+struct RowGroups {
+  int64_t count, size;
+  int64_t rows() const { return count * size; }
+};
+inline RowGroups groups_of(const AttentionPlan& plan, int64_t num_rows) {
+  constexpr int64_t kMostRows = 16;
+  if (!plan.has_tiles || num_rows == 0) return {1, num_rows};
+  const int64_t count = ceil_div(num_rows, kMostRows);
+  return {count, ceil_div(num_rows, count)};
+}
+// Most kv heads of a work item with so many rows each.
+inline int64_t most_heads(const AttentionPlan& plan, int64_t num_rows) {
+  const RowGroups groups = groups_of(plan, num_rows);
+  const int64_t fit = plan.tile_rows / max_of(groups.rows(), 1);
+  return max_of(plan.has_tiles ? min_of(fit, kMaxTileGroups / groups.count) : fit, 1);
+}
 
 // Work in (row, key) pairs of one sequence and kv head, of its largest tile, and of the call.
 struct AttentionWork {
@@ -49,7 +69,8 @@ inline AttentionWork measure_work(const AttentionPlan& plan) {
 // The plan of a call, without partials and table of biases; max_splits is how many of them a row
 // needs, or 0. Keys are split before heads, because the heads of a slot mostly lie side by side.
 // A fixed split size is kept as it is, so that only who computes a split depends on the call.
-inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
+inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads,
+                                    bool has_tiles) {
   constexpr int64_t kMultipliesPerThread = 1 << 16;    // worth waking a thread for
   constexpr int64_t kItemsPerThread = 4;               // so that the last ones even out
   constexpr int64_t kMinSplit = 256, kSplitStep = 64;  // keys
@@ -57,6 +78,7 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t 
   AttentionPlan plan{};
   static_cast<PagedAttentionParams&>(plan) = params;
   plan.bias = plan_position_bias(params);
+  plan.has_tiles = has_tiles;
   const int64_t width = ceil_div(plan.head_dim, 32) * 32;
   plan.partial_size = width + 2;
   plan.tile_rows = min_of(kMaxTileRows, kTileFloats / width);
@@ -66,20 +88,20 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t 
 
   const int64_t rows = work.largest_tile_rows;
   const int64_t wanted = max_of(work.total / (plan.num_threads * kItemsPerThread), 1);
-  const int64_t most_heads = min_of(plan.num_kv_heads, plan.tile_rows / rows);
-  bool split = plan.num_threads > 1 && work.largest_tile * most_heads > 2 * wanted;
+  const int64_t heads = min_of(plan.num_kv_heads, most_heads(plan, rows));
+  bool split = plan.num_threads > 1 && work.largest_tile * heads > 2 * wanted;
   plan.split_size = plan.fixed_split_size;
   if (plan.split_size == 0) {
-    const int64_t keys = wanted / (rows * most_heads) / kSplitStep * kSplitStep;
+    const int64_t keys = wanted / (rows * heads) / kSplitStep * kSplitStep;
     plan.split_size = split ? max_of(keys, kMinSplit) : INT32_MAX;
   }
   plan.max_splits = ceil_div(work.longest, plan.split_size);
   split = split &&
           plan.num_tokens * plan.num_q_heads * plan.max_splits * plan.partial_size <= kMaxPartials;
-  plan.tile_heads = most_heads;
+  plan.tile_heads = heads;
   if (split) {
     const int64_t keys = min_of(plan.split_size, work.longest);
-    plan.tile_heads = max_of(min_of(wanted / (rows * keys), most_heads), 1);
+    plan.tile_heads = max_of(min_of(wanted / (rows * keys), heads), 1);
   } else {
     plan.max_splits = 0;
   }

@@ -2,7 +2,7 @@
 // summed over both in vectors of columns.
 #pragma once
 
-#include "attention_tile.h"
+#include "attention_block.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -140,13 +140,6 @@ struct RowBlock {
   }
 };
 
-// A query times scale.
-template <typename T>
-void take_query(const T* q, int64_t head_dim, float scale, int64_t at, TileScratch& scratch) {
-  const int64_t width = row_width(head_dim);
-  widen_row(q, head_dim, broadcast(scale), width, scratch.q + at * width);
-}
-
 // Whether many rows share a block, so that it pays to lay it out as consecutive float32 rows first:
 // bfloat16 is widened once, and slots a power of two apart no longer fall into the same cache sets.
 inline bool gathers_block(int64_t num_rows) { return num_rows > 2 * kGroupRows; }
@@ -166,19 +159,59 @@ void gather_block(const HeadBlock<T>& block, int64_t num_keys, int64_t head_dim,
   }
 }
 
+// In float32, of rows of T.
 template <typename T>
-void attend_block(TileScratch& scratch, int64_t num_rows, int64_t at, int64_t head_dim, float,
-                  Range keys, const HeadBlock<T>& block, const HeadBlock<T>& next) {
-  if (!gathers_block(num_rows)) {
-    return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<T>{&block, &next});
+struct InFloats {
+  static constexpr bool kHasTiles = false;
+  using Wide = T;
+  struct Unit {
+    void take(int64_t) {}
+  };
+
+  // A query times scale.
+  static void take_query(const T* q, int64_t head_dim, float scale, int64_t at, int64_t,
+                         TileScratch& scratch) {
+    const int64_t width = row_width(head_dim);
+    widen_row(q, head_dim, broadcast(scale), width, scratch.q + at * width);
   }
-  BlockRows<float> gathered;
-  const int64_t num_keys = ceil_div(keys.end - keys.begin, kGroupKeys) * kGroupKeys;
-  gather_block(block, num_keys, head_dim, scratch, gathered);
-  const HeadBlock<float> rows{{gathered.k, 0}, {gathered.v, 0}};
-  // A gathered row is made of whole pairs.
-  attend_head(scratch, num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth, keys,
-              RowBlock<float>{&rows, nullptr});
-}
+
+  template <typename C, typename Scale>
+  static void attend(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
+                     const Scale&, Range keys, const CachedBlock<C>& block) {
+    const int64_t num_keys = keys.end - keys.begin;
+    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      const HeadBlock<C> own = block.of_head(head), after = block.after_head(head);
+      if constexpr (kIsSame<C, T>) {
+        attend_rows_of(scratch, tile, head, head_dim, keys, own, after, false);
+      } else {
+        BlockRows<T> wide;
+        prefetch_rows(after.k, 0, num_keys, head_dim);
+        prefetch_rows(after.v, 0, num_keys, head_dim);
+        const HeadBlock<T> rows = {
+            rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide.k),
+            rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide.v)};
+        attend_rows_of(scratch, tile, head, head_dim, keys, rows, {}, true);
+      }
+    }
+  }
+
+ private:
+  // is_laid_out: the block's rows lie side by side already.
+  static void attend_rows_of(TileScratch& scratch, const AttentionTile& tile, int64_t head,
+                             int64_t head_dim, Range keys, const HeadBlock<T>& block,
+                             const HeadBlock<T>& next, bool is_laid_out) {
+    const int64_t num_rows = tile.num_rows, at = tile.held(head, 0);
+    if ((kIsSame<T, float> && is_laid_out) || !gathers_block(num_rows)) {
+      return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<T>{&block, &next});
+    }
+    BlockRows<float> gathered;
+    const int64_t num_keys = ceil_div(keys.end - keys.begin, kGroupKeys) * kGroupKeys;
+    gather_block(block, num_keys, head_dim, scratch, gathered);
+    const HeadBlock<float> rows{{gathered.k, 0}, {gathered.v, 0}};
+    // A gathered row is made of whole pairs.
+    attend_head(scratch, num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth, keys,
+                RowBlock<float>{&rows, nullptr});
+  }
+};
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -55,12 +55,17 @@ inline Range visible_keys(const AttentionPlan& params, const Sequence& seq, int6
 struct AttentionTile {
   Sequence seq;
   int64_t group_size, first_head, num_heads, first_row, num_rows;
-  Range used;  // the keys that any of the rows sees
+  RowGroups groups;  // of a kv head's rows
+  Range used;        // the keys that any of the rows sees
 
   int64_t query(int64_t row) const { return (first_row + row) / group_size; }
+  // Of a kv head's row in what a thread holds: its own, and of all.
+  int64_t held(int64_t head, int64_t row) const { return head * groups.rows() + row; }
+  int64_t num_held() const { return num_heads * groups.rows(); }
 };
 
-// What a thread holds of a tile, the rows of one kv head after those of another.
+// What a thread holds of a tile, the rows of one kv head after those of another; with matrix tiles
+// so many that they make whole groups.
 struct TileScratch {
   alignas(64) float q[kTileFloats];        // [rows, width], as the blocks take them
   alignas(64) float acc[kTileFloats];      // [rows, width]: weights times values
@@ -75,6 +80,13 @@ struct TileScratch {
   alignas(64) uint32_t k_pairs[kMaxAttentionHeadDim / 2 * kMaxBlock];
   alignas(64) uint32_t v_pairs[kMaxBlock / 2 * kMaxAttentionHeadDim];
   alignas(64) uint32_t weight_pairs[kGroupRows * kMaxBlock / 2];
+  // With matrix tiles. Queries of each group: [pairs of columns, 16 rows]; scores of each: [block,
+  // 16 rows]; weights: [rows, pairs of keys].
+  alignas(64) uint32_t q_turned[kMaxTileGroups * kMaxAttentionHeadDim / 2 * 16];
+  alignas(64) float turned_scores[kMaxTileGroups * kMaxBlock * 16];
+  alignas(64) uint32_t tile_weights[kMaxTileRows * kMaxBlock / 2];
+  alignas(64) float part[16 * kMaxAttentionHeadDim];
+  uint32_t seen[kMaxTileRows];  // a bit of each key of a block, [rows of one kv head]
 #endif
   alignas(64) float weight_sum[kMaxTileRows * kWidth];
   float maximum[kMaxTileRows];
@@ -115,15 +127,6 @@ inline int64_t row_width(int64_t head_dim) { return ceil_div(head_dim, 32) * 32;
 // Keys per block: a block of float32 keys fits the scratch.
 inline int64_t block_size(int64_t head_dim) {
   return min_of(kMaxBlock, kTileFloats / row_width(head_dim) / 16 * 16);
-}
-
-// Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots mostly a
-// row of all heads apart, so the hardware does not guess them.
-template <typename T>
-inline void prefetch_row(const T* row, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
-    prefetch(row + i);
-  }
 }
 
 // What scores are taken relative to: the largest so far, of rows without one 0 and not -inf.

@@ -14,7 +14,8 @@ const T* at(const void* tensor, int64_t elements) {
 // A layer's part of a cache; stride: in elements, from a layer to the next.
 template <typename T>
 void* layer_cache(const DecoderLayersParams& params, void* cache, int64_t stride, int64_t layer) {
-  const int64_t size = params.append.cache_format.is_float8 ? 1 : int64_t{sizeof(T)};
+  const CacheFormat& format = params.append.cache_format;
+  const int64_t size = format.is_float8 ? 1 : format.is_bfloat16 ? 2 : int64_t{sizeof(T)};
   return static_cast<char*>(cache) + layer * stride * size;
 }
 

@@ -194,6 +194,7 @@ template <typename Body>
 void dispatch_cache(DType dtype, const CacheFormat& format, const Body& body) {
   if (dtype == DType::kFloat32) {
     if (format.is_float8) return body.template operator()<float, Float8>();
+    if (format.is_bfloat16) return body.template operator()<float, BFloat16>();
     return body.template operator()<float, float>();
   }
   if (format.is_float8) return body.template operator()<BFloat16, Float8>();

@@ -95,19 +95,15 @@ class Worker {
           values);
     }
     store_row(values, n, rounded);
-    const bool is_float8 = params_.cache_format.is_float8;
+    load_row(rounded, n, values);
+    const CacheFormat& format = params_.cache_format;
     if (head >= params_.num_kv_heads) {
       const int64_t at = layer * params_.v_cache_layer_stride +
                          cache_offset(params_.v_cache_strides, slot, head - params_.num_kv_heads);
-      if (!is_float8)
-        return copy_bytes(static_cast<T*>(params_.v_cache) + at, rounded, n * sizeof(T));
-      load_row(rounded, n, values);
-      return store_scaled_row(
-          values, n,
-          scale_of(params_.cache_format.value_scales, (layer - 1) * params_.num_kv_heads + head),
-          static_cast<Float8*>(params_.v_cache) + at);
+      return put(values,
+                 scale_of(format.value_scales, (layer - 1) * params_.num_kv_heads + head), at,
+                 params_.v_cache);
     }
-    load_row(rounded, n, values);
     if (params_.k_norm_weight) {
       norm_row(values,
                static_cast<const T*>(params_.k_norm_weight) + layer * params_.k_norm_layer_stride,
@@ -119,10 +115,19 @@ class Worker {
     }
     const int64_t at =
         layer * params_.k_cache_layer_stride + cache_offset(params_.k_cache_strides, slot, head);
-    if (!is_float8) return store_row(values, n, static_cast<T*>(params_.k_cache) + at);
-    store_scaled_row(values, n,
-                     scale_of(params_.cache_format.key_scales, layer * params_.num_kv_heads + head),
-                     static_cast<Float8*>(params_.k_cache) + at);
+    put(values, scale_of(format.key_scales, layer * params_.num_kv_heads + head), at,
+        params_.k_cache);
+  }
+
+  // values: [head_dim], to where a head lies in a cache. scale: of float8.
+  void put(const float* values, const float* scale, int64_t at, void* cache) const {
+    const int64_t n = params_.head_dim;
+    const CacheFormat& format = params_.cache_format;
+    if (format.is_float8) {
+      return store_scaled_row(values, n, scale, static_cast<Float8*>(cache) + at);
+    }
+    if (format.is_bfloat16) return store_row(values, n, static_cast<BFloat16*>(cache) + at);
+    store_row(values, n, static_cast<T*>(cache) + at);
   }
 
   // values += bias, both [n].

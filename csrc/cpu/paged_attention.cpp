@@ -7,7 +7,8 @@
 // block size within a split, every score is summed in one order whatever the tile, and values that
 // only a neighbour sees are not added. What is not a number comes out as of softmax(q k) v: in the
 // whole row where it is in the query or in a key that the row sees, in its column where in a value.
-#include "attention_float8.h"
+#include "attention_rows.h"
+#include "attention_tiles.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
@@ -52,13 +53,13 @@ inline float score_scale(const AttentionPlan& params, int64_t kv_head) {
 }
 
 // Adds the keys of one split to the rows' maximum, weight_sum and acc, which it sets up. C: what
-// the caches hold.
-template <typename T, typename C>
+// the caches hold; M: how it is multiplied.
+template <typename M, typename C>
 void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range split,
                   TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
   const int64_t block_keys = block_size(head_dim);
-  const int64_t num_rows = tile.num_heads * tile.num_rows;
+  const int64_t num_rows = tile.num_held();
   for (int64_t row = 0; row < num_rows; ++row) {
     scratch.maximum[row] = -kInfinity;
     store(scratch.weight_sum + row * kWidth, zero());
@@ -69,26 +70,19 @@ void attend_split(const AttentionPlan& params, const AttentionTile& tile, Range 
   const Range used = intersect(tile.used, split);
   const auto block_at = [&](int64_t key) { return Range{key, min_of(key + block_keys, used.end)}; };
   int64_t key = split.begin + (used.begin - split.begin) / block_keys * block_keys;
-  const auto of_head = [&](const BlockRows<C>& block, int64_t head) {
-    return HeadBlock<C>{{block.k, head * params.k_cache_strides.head},
-                        {block.v, head * params.v_cache_strides.head}};
+  const auto scale_of_head = [&](int64_t head) {
+    return score_scale(params, tile.first_head + head);
   };
   BlockRows<C> rows[2];
-  BlockRows<T> wide_rows;  // of float8
   locate_block(params, tile, block_at(key), used, rows[0]);
   for (int current = 0; key < used.end; key += block_keys, current ^= 1) {
     const Range keys = block_at(key);
-    const bool last = keys.end == used.end;
-    if (!last) locate_block(params, tile, block_at(keys.end), used, rows[current ^ 1]);
-
-    // Head by head within a block, so that memory is read in its own order.
-    for (int64_t head = 0; head < tile.num_heads; ++head) {
-      HeadBlock<C> next = of_head(rows[current], head + 1);
-      if (head + 1 == tile.num_heads) next = last ? HeadBlock<C>{} : of_head(rows[current ^ 1], 0);
-      attend_cached(scratch, tile.num_rows, head * tile.num_rows, head_dim,
-                    score_scale(params, tile.first_head + head), keys, of_head(rows[current], head),
-                    next, wide_rows);
-    }
+    const bool is_last = keys.end == used.end;
+    if (!is_last) locate_block(params, tile, block_at(keys.end), used, rows[current ^ 1]);
+    const CachedBlock<C> block{&rows[current], is_last ? nullptr : &rows[current ^ 1],
+                               tile.num_heads, params.k_cache_strides.head,
+                               params.v_cache_strides.head};
+    M::attend(scratch, tile, head_dim, scale_of_head, keys, block);
   }
 }
 
@@ -111,7 +105,7 @@ inline void merge_split(const float* acc, float maximum, float weight, int64_t w
 }
 
 // A row's result = total / weight; zeros where it saw no key, or nothing but scores of -inf.
-template <typename T>
+template <typename T, typename M>
 void write_row(const AttentionPlan& params, int64_t token, int64_t head, const float* total,
                float weight) {
   const int64_t head_dim = params.head_dim;
@@ -122,10 +116,11 @@ void write_row(const AttentionPlan& params, int64_t token, int64_t head, const f
   const Vec inverse =
       broadcast(weight == 0.0f ? 0.0f : (scale != nullptr ? *scale : 1.0f) / weight);
   int64_t d = 0;
-  for (; d + kPairWidth <= head_dim; d += kPairWidth) {
-    store_pair(out + d, load_kept(total + d) * inverse);
-  }
-  if (d < head_dim) store_pair_partial(out + d, load_kept(total + d) * inverse, head_dim - d);
+  const auto result = [&] {
+    return kept_as<T, typename M::Wide>(load_kept(total + d) * inverse);
+  };
+  for (; d + kPairWidth <= head_dim; d += kPairWidth) store_pair(out + d, result());
+  if (d < head_dim) store_pair_partial(out + d, result(), head_dim - d);
 }
 
 inline float* partial_of(const AttentionPlan& params, int64_t token, int64_t head, int64_t split) {
@@ -144,63 +139,64 @@ inline Range keys_of_split(const AttentionPlan& params, int64_t split) {
 }
 
 // One work item: a tile with one split, written to `partials`, or with all of them, written to out.
-template <typename T, typename C>
+template <typename T, typename M, typename C>
 void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t only_split,
                  TileScratch& scratch) {
   const int64_t head_dim = params.head_dim, width = row_width(head_dim);
-  const int64_t num_rows = tile.num_heads * tile.num_rows;
-  const auto token_of = [&](int64_t at) {
-    return tile.seq.first_token + tile.query(at % tile.num_rows);
-  };
-  const auto head_of = [&](int64_t at) {
-    return (tile.first_head + at / tile.num_rows) * tile.group_size +
-           (tile.first_row + at % tile.num_rows) % tile.group_size;
+  // visit(place in the scratch, token, query head) of each row.
+  const auto for_each_row = [&](const auto& visit) {
+    for (int64_t head = 0; head < tile.num_heads; ++head) {
+      for (int64_t row = 0; row < tile.num_rows; ++row) {
+        visit(tile.held(head, row), tile.seq.first_token + tile.query(row),
+              (tile.first_head + head) * tile.group_size +
+                  (tile.first_row + row) % tile.group_size);
+      }
+    }
   };
 
   // Queries, and what each of them sees.
-  for (int64_t at = 0; at < num_rows; ++at) {
-    take_query(static_cast<const T*>(params.q) + token_of(at) * params.q_token_stride +
-                   head_of(at) * params.q_head_stride,
-               head_dim, score_scale(params, tile.first_head + at / tile.num_rows), at, scratch);
-  }
+  for_each_row([&](int64_t at, int64_t token, int64_t head) {
+    M::take_query(static_cast<const T*>(params.q) + token * params.q_token_stride +
+                      head * params.q_head_stride,
+                  head_dim, score_scale(params, head / tile.group_size), at, tile.groups.size,
+                  scratch);
+    if (params.bias.data != nullptr) scratch.bias_row[at] = params.bias.row(head);
+  });
   for (int64_t row = 0; row < tile.num_rows; ++row) {
     scratch.visible[row] = visible_keys(params, tile.seq, tile.query(row));
     scratch.position[row] = position_of(tile.seq, tile.query(row));
   }
   scratch.bias = params.bias;
-  for (int64_t at = 0; params.bias.data != nullptr && at < num_rows; ++at) {
-    scratch.bias_row[at] = params.bias.row(head_of(at));
-  }
 
   const Range splits = splits_of(params, tile.used);
   if (params.partials != nullptr) {
     if (only_split < splits.begin || only_split >= splits.end) return;
-    attend_split<T, C>(params, tile, keys_of_split(params, only_split), scratch);
-    for (int64_t at = 0; at < num_rows; ++at) {
-      float* partial = partial_of(params, token_of(at), head_of(at), only_split);
+    attend_split<M, C>(params, tile, keys_of_split(params, only_split), scratch);
+    for_each_row([&](int64_t at, int64_t token, int64_t head) {
+      float* partial = partial_of(params, token, head, only_split);
       __builtin_memcpy(partial, scratch.acc + at * width, width * sizeof(float));
       partial[width] = scratch.maximum[at];
       partial[width + 1] = sum(load(scratch.weight_sum + at * kWidth));
-    }
+    });
     return;
   }
+  const int64_t num_rows = tile.num_held();
   for (int64_t at = 0; at < num_rows; ++at) {
     scratch.total_maximum[at] = -kInfinity;
     scratch.total_weight[at] = 0.0f;
   }
   for (int64_t i = 0; i < num_rows * width; i += kWidth) store(scratch.total + i, zero());
   for (int64_t split = splits.begin; split < splits.end; ++split) {
-    attend_split<T, C>(params, tile, keys_of_split(params, split), scratch);
-    for (int64_t at = 0; at < num_rows; ++at) {
+    attend_split<M, C>(params, tile, keys_of_split(params, split), scratch);
+    for_each_row([&](int64_t at, int64_t, int64_t) {
       merge_split(scratch.acc + at * width, scratch.maximum[at],
                   sum(load(scratch.weight_sum + at * kWidth)), width, scratch.total + at * width,
                   &scratch.total_maximum[at], &scratch.total_weight[at]);
-    }
+    });
   }
-  for (int64_t at = 0; at < num_rows; ++at) {
-    write_row<T>(params, token_of(at), head_of(at), scratch.total + at * width,
-                 scratch.total_weight[at]);
-  }
+  for_each_row([&](int64_t at, int64_t token, int64_t head) {
+    write_row<T, M>(params, token, head, scratch.total + at * width, scratch.total_weight[at]);
+  });
 }
 
 // The keys that any of the queries [first, last] of a sequence sees.
@@ -219,7 +215,7 @@ struct SequenceItems {
       : seq(sequence_at(params, index)), group_size(params.num_q_heads / params.num_kv_heads) {
     const int64_t rows = seq.num_queries * group_size;
     num_tiles = ceil_div(rows, params.tile_rows);
-    tile_heads = rows == 0 ? 1 : max_of(min_of(params.tile_rows / rows, params.tile_heads), 1);
+    tile_heads = min_of(most_heads(params, rows), params.tile_heads);
     num_head_groups = ceil_div(params.num_kv_heads, tile_heads);
     Range splits = {0, 1};
     if (params.partials != nullptr && seq.num_queries > 0) {
@@ -231,9 +227,9 @@ struct SequenceItems {
   int64_t count() const { return num_splits * num_head_groups * num_tiles; }
 };
 
-template <typename T, typename C>
+template <typename T, typename M, typename C>
 void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t item,
-              TileScratch& scratch) {
+              typename M::Unit& unit, TileScratch& scratch) {
   const int64_t head_group = item / items.num_tiles % items.num_head_groups;
   const int64_t split = items.first_split + item / items.num_tiles / items.num_head_groups;
   AttentionTile tile;
@@ -243,15 +239,18 @@ void run_item(const AttentionPlan& params, const SequenceItems& items, int64_t i
   tile.num_heads = min_of(items.tile_heads, params.num_kv_heads - tile.first_head);
   tile.first_row = item % items.num_tiles * params.tile_rows;
   tile.num_rows = min_of(params.tile_rows, tile.seq.num_queries * tile.group_size - tile.first_row);
+  tile.groups = groups_of(params, tile.num_rows);
   tile.used = keys_of_queries(params, tile.seq, tile.query(0), tile.query(tile.num_rows - 1));
-  attend_tile<T, C>(params, tile, split, scratch);
+  unit.take(tile.groups.size);
+  attend_tile<T, M, C>(params, tile, split, scratch);
 }
 
 // Takes items off the list until it is empty. Counters only grow, so one walk over the sequences
 // finds all of a thread's items.
-template <typename T, typename C>
+template <typename T, typename M, typename C>
 void run_items(const AttentionPlan& params, int64_t num_items, int64_t* next_item) {
   TileScratch& scratch = kept_by_thread<TileScratch>();
+  typename M::Unit unit;
   int64_t index = 0, items_before = 0;
   SequenceItems items(params, 0);
   while (true) {
@@ -261,12 +260,12 @@ void run_items(const AttentionPlan& params, int64_t num_items, int64_t* next_ite
       items_before += items.count();
       items = SequenceItems(params, ++index);
     }
-    run_item<T, C>(params, items, item - items_before, scratch);
+    run_item<T, M, C>(params, items, item - items_before, unit, scratch);
   }
 }
 
 // The second pass: every row merges the splits that it sees.
-template <typename T>
+template <typename T, typename M>
 void merge_rows(const AttentionPlan& params, int64_t begin, int64_t end) {
   const int64_t width = row_width(params.head_dim);
   int64_t index = 0;
@@ -281,11 +280,11 @@ void merge_rows(const AttentionPlan& params, int64_t begin, int64_t end) {
       const float* partial = partial_of(params, token, head, split);
       merge_split(partial, partial[width], partial[width + 1], width, total, &maximum, &weight);
     }
-    write_row<T>(params, token, head, total, weight);
+    write_row<T, M>(params, token, head, total, weight);
   }
 }
 
-template <typename T, typename C>
+template <typename T, typename M, typename C>
 void run(AttentionPlan params, const Parallel& parallel) {
   const Scratch<float> partials(params.num_tokens * params.num_q_heads * params.max_splits *
                                 params.partial_size);
@@ -303,21 +302,37 @@ void run(AttentionPlan params, const Parallel& parallel) {
     int64_t next_item = 0;
     const int64_t num_threads = min_of(params.num_threads, num_items);
     parallel_for(parallel, num_threads, 1,
-                 [&](int64_t, int64_t) { run_items<T, C>(params, num_items, &next_item); });
+                 [&](int64_t, int64_t) { run_items<T, M, C>(params, num_items, &next_item); });
   }
   if (params.partials != nullptr) {
     parallel_for(parallel, params.num_tokens * params.num_q_heads, 16,
-                 [&](int64_t begin, int64_t end) { merge_rows<T>(params, begin, end); });
+                 [&](int64_t begin, int64_t end) { merge_rows<T, M>(params, begin, end); });
   }
+}
+
+// body<M>() for a model of T whose caches hold C: bfloat16 in pairs or tiles where the CPU has them.
+template <typename T, typename C, typename Body>
+void dispatch_multiplication(const Body& body) {
+#if defined(__AVX512BF16__)
+  if constexpr (kIsSame<T, BFloat16> || kIsSame<C, BFloat16>) {
+    const Tiles tiles = tiles_in_use();
+    if (tiles == Tiles::kHardware) return body.template operator()<InTiles<TileHardware>>();
+    if (tiles == Tiles::kModel) return body.template operator()<InTiles<TileModel>>();
+    return body.template operator()<InPairs>();
+  }
+#endif
+  body.template operator()<InFloats<T>>();
 }
 
 }  // namespace
 
 void run_paged_attention(const PagedAttentionParams& params, const Parallel& parallel) {
   if (params.num_tokens == 0 || params.num_q_heads == 0) return;
-  const AttentionPlan plan = plan_attention(params, parallel.num_threads);
-  dispatch_cache(params.dtype, params.cache_format,
-                 [&]<typename T, typename C>() { run<T, C>(plan, parallel); });
+  dispatch_cache(params.dtype, params.cache_format, [&]<typename T, typename C>() {
+    dispatch_multiplication<T, C>([&]<typename M>() {
+      run<T, M, C>(plan_attention(params, parallel.num_threads, M::kHasTiles), parallel);
+    });
+  });
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

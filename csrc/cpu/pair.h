@@ -42,8 +42,22 @@ inline void store_pair_partial(T* p, Pair x, int64_t n) {
   store_partial(p + kWidth, x.b, max_of(n - kWidth, 0));
 }
 
+// A pair in the order of W's as one in the order of T's.
+template <typename T, typename W>
+inline Pair kept_as(Pair x) {
+  return x;
+}
+
 #if defined(__AVX512F__)
 
+template <>
+inline Pair kept_as<float, BFloat16>(Pair x) {
+  const __m512i low =
+      _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  return {{_mm512_permutex2var_ps(x.a.v, low, x.b.v)},
+          {_mm512_permutex2var_ps(x.a.v, high, x.b.v)}};
+}
 inline Pair split_pair(__m512i bits) {
   return {{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))},
           {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)))}};

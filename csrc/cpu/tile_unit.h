@@ -1,6 +1,7 @@
 // Matrix tiles of a CPU (AMX), and the same in software: what a CPU without them is tested with.
 //
-// A tile is 16 rows of 64 bytes. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right
+// A tile is up to 16 rows of up to 64 bytes, all of it where nothing else is said; in the model what
+// lies beyond is zero. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right
 // factors. multiply<C, A, B>: sums C[m, n] of A[m, 2k] * B[k, 2n] + A[m, 2k + 1] * B[k, 2n + 1],
 // even and odd ones apart until the last, small numbers as zeros (TDPBF16PS in Intel's manual of
 // instructions). Between begin and end a thread may use them.
@@ -17,18 +18,28 @@ constexpr int64_t kTileSide = 16;     // rows of a tile, and numbers of 32 bits 
 constexpr int64_t kTileColumns = 32;  // of bfloat16 in a row
 constexpr int64_t kTileRowBytes = 64;
 
+// What tiles are taken to be: as ldtilecfg reads it.
+struct alignas(64) TileSizes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t num_rows, int64_t bytes) {
+    rows[tile] = static_cast<uint8_t>(num_rows);
+    row_bytes[tile] = static_cast<uint16_t>(bytes);
+  }
+};
+
+// All of them whole.
+inline TileSizes whole_tiles() {
+  TileSizes sizes;
+  for (int tile = 0; tile < 8; ++tile) sizes.set(tile, kTileSide, kTileRowBytes);
+  return sizes;
+}
+
 struct TileHardware {
-  static void begin() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = kTileRowBytes;
-      config.rows[i] = kTileSide;
-    }
-    asm volatile("ldtilecfg %0" ::"m"(config));
+  static void begin(const TileSizes& sizes = whole_tiles()) {
+    asm volatile("ldtilecfg %0" ::"m"(sizes));
   }
   static void end() { asm volatile("tilerelease" ::: "memory"); }
   template <int kTile>
@@ -41,8 +52,8 @@ struct TileHardware {
                  : "memory");
   }
   template <int kTile>
-  static void store(float* p) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(kTileRowBytes), "i"(kTile)
+  static void store(float* p, int64_t stride_bytes = kTileRowBytes) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(kTile)
                  : "memory");
   }
   template <int kSums, int kLeft, int kRight>
@@ -54,8 +65,12 @@ struct TileHardware {
 struct TileModel {
   struct Tiles {
     uint8_t bytes[8][kTileSide][kTileRowBytes];
+    TileSizes sizes;
   };
-  static void begin() { __builtin_memset(&tiles(), 0, sizeof(Tiles)); }
+  static void begin(const TileSizes& sizes = whole_tiles()) {
+    __builtin_memset(tiles().bytes, 0, sizeof(tiles().bytes));
+    tiles().sizes = sizes;
+  }
   static void end() {}
   template <int kTile>
   static void zero() {
@@ -63,14 +78,19 @@ struct TileModel {
   }
   template <int kTile>
   static void load(const void* p, int64_t stride_bytes) {
-    for (int64_t row = 0; row < kTileSide; ++row) {
+    zero<kTile>();
+    for (int64_t row = 0; row < tiles().sizes.rows[kTile]; ++row) {
       __builtin_memcpy(tiles().bytes[kTile][row],
-                       static_cast<const uint8_t*>(p) + row * stride_bytes, kTileRowBytes);
+                       static_cast<const uint8_t*>(p) + row * stride_bytes,
+                       tiles().sizes.row_bytes[kTile]);
     }
   }
   template <int kTile>
-  static void store(float* p) {
-    __builtin_memcpy(p, tiles().bytes[kTile], sizeof(tiles().bytes[kTile]));
+  static void store(float* p, int64_t stride_bytes = kTileRowBytes) {
+    for (int64_t row = 0; row < tiles().sizes.rows[kTile]; ++row) {
+      __builtin_memcpy(reinterpret_cast<uint8_t*>(p) + row * stride_bytes,
+                       tiles().bytes[kTile][row], tiles().sizes.row_bytes[kTile]);
+    }
   }
   template <int kSums, int kLeft, int kRight>
   static void multiply() {

@@ -350,7 +350,8 @@ struct CacheStrides {
 struct CacheFormat {
   const float* key_scales;    // [num_kv_heads]; may be null: 1
   const float* value_scales;  // [num_kv_heads]; may be null: 1
-  bool is_float8;             // else it holds the model's dtype, and has no scales
+  bool is_float8;             // else it has no scales, and holds the model's dtype, or
+  bool is_bfloat16;           // bfloat16 where that is float32: on the CPU alone
 };
 
 // Head norm and rotary on q in place, head norm and rotary on k, k and v written to their slots.

@@ -1,0 +1,82 @@
+// A block of keys and values as it lies in a cache of C, by kv head of a tile, and its rows as the
+// type that is multiplied, which holds every such number exactly.
+#pragma once
+
+#include "attention_tile.h"
+#include "float8.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+template <typename C>
+struct CachedBlock {
+  const BlockRows<C>* rows;  // of the tile's first kv head
+  const BlockRows<C>* next;  // of the block behind it; null: there is none
+  int64_t num_heads, k_stride, v_stride;
+
+  HeadBlock<C> of_head(int64_t head) const { return of(rows, head); }
+  // Of the block behind it.
+  HeadBlock<C> next_of_head(int64_t head) const { return of(next, head); }
+  // What is read after a head where heads come one after the other, in memory's own order.
+  HeadBlock<C> after_head(int64_t head) const {
+    return head + 1 < num_heads ? of_head(head + 1) : next_of_head(0);
+  }
+
+ private:
+  HeadBlock<C> of(const BlockRows<C>* from, int64_t head) const {
+    if (from == nullptr) return {};
+    return {{from->k, head * k_stride}, {from->v, head * v_stride}};
+  }
+};
+
+// Asks for n elements of a row that is read next. Pages lie anywhere, and a head's slots mostly a
+// row of all heads apart, so the hardware does not guess them.
+template <typename T>
+inline void prefetch_row(const T* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) {
+    prefetch(row + i);
+  }
+}
+// The same of `count` rows from `first` on, if there are any.
+template <typename T>
+inline void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t count, int64_t n) {
+  if (rows.rows == nullptr) return;
+  for (int64_t i = first; i < first + count; ++i) prefetch_row(rows[i], n);
+}
+
+template <typename C, typename W>
+inline void widen_cached_row(const C* in, int64_t n, W* out) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) store(out + i, load(in + i));
+  if (i < n) store(out + i, load_partial(in + i, n - i));
+}
+#if defined(__AVX512F__)
+inline void widen_cached_row(const Float8* in, int64_t n, BFloat16* out) {
+  for (int64_t i = 0; i < n; i += 32)
+    _mm512_storeu_si512(out + i, load_float8_words(in + i, n - i));
+}
+#endif
+
+// Rows as W: where they lie, or in `room` with pointers to them in `widened`. Past the last key
+// stands the last.
+template <typename C, typename W>
+HeadRows<W> rows_as(const HeadRows<C>& rows, int64_t num_keys, int64_t head_dim, uint8_t* room,
+                    const W** widened) {
+  if constexpr (kIsSame<C, W>) {
+    return rows;
+  } else {
+    W* wide = reinterpret_cast<W*>(room);
+    const int64_t width = row_width(head_dim);
+    for (int64_t j = 0; j < kMaxBlock; ++j) {
+      if (j < num_keys) widen_cached_row(rows[j], head_dim, wide + j * width);
+      widened[j] = wide + min_of(j, num_keys - 1) * width;
+    }
+    return {widened, 0};
+  }
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
