@@ -1,4 +1,4 @@
-"""What a KV cache in float8 costs in quality: SmolLM2 on real prose, beside a cache in floats.
+"""What a KV cache of fewer bits costs in quality: SmolLM2 on real prose, beside one in float32.
 
 python -m bench cache [--tokens 512] [--max-tokens 64]
 
@@ -11,29 +11,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import eecore
 from bench.harness.results import Figures, Report
-from bench.harness.smollm2 import get_smollm2
+from bench.harness.smollm2 import WEIGHTS, get_smollm2
 from bench.quality.weights import QUALITY, figures_of, parsed, quality_cells
 from eecore.evaluation.tables import markdown_table
 from eecore.models import KVCache, cache_dtype
-from eecore.models.load import DTYPES, read_config
 
 KINDS: dict[str, dict[str, Any]] = {
-    f"{dtype}, cache {cache}": {"dtype": dtype, "kv_cache_dtype": cache}
-    for dtype in ("float32", "bfloat16")
-    for cache in ("auto", "fp8")
+    f"{states}, cache {cache}": {**WEIGHTS[states], "kv_cache_dtype": cache}
+    for states, caches in {
+        "float32": ("float32", "bfloat16", "fp8"),
+        "bfloat16": ("bfloat16", "fp8"),
+        "int8": ("float32", "bfloat16"),
+        "int4": ("float32", "bfloat16"),
+    }.items()
+    for cache in caches
 }
 
 
 def bytes_per_token() -> dict[str, int]:
     """Of the cache of each kind."""
-    config = read_config(get_smollm2())
-    return {
-        name: KVCache.bytes_per_token(
-            config, cache_dtype(config, options["kv_cache_dtype"], DTYPES[options["dtype"]])
-        )
-        for name, options in KINDS.items()
-    }
+    sizes = {}
+    for name, options in KINDS.items():
+        network = eecore.load(get_smollm2(), device="cpu", **options).network
+        dtype = cache_dtype(network, options["kv_cache_dtype"])
+        sizes[name] = KVCache.bytes_per_token(network.config, dtype)
+    return sizes
 
 
 def markdown(result: Figures) -> str:

@@ -48,7 +48,7 @@ def logits_of(model: eecore.Model, token_ids: Tensor) -> Tensor:
     """
     network = model.network
     assert isinstance(network, LlamaModel)
-    kept = cache_dtype(network.config, model.engine_config.kv_cache_dtype, network.dtype)
+    kept = cache_dtype(network, model.engine_config.kv_cache_dtype)
     return network.logits(states_of(network, token_ids, kept))
 
 

@@ -15,7 +15,7 @@ __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Con
 # Beyond these float32 is not enough: logits become infinite, or all one.
 TEMPERATURES = (1e-10, 1e10)
 REPETITION_PENALTIES = (0.01, 100.0)
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
 # OpenAI's.
 PENALTIES = (-2.0, 2.0)
 BIASES = (-100.0, 100.0)
@@ -383,8 +383,10 @@ class EngineConfig:
     Args:
         kv_cache_tokens: positions in the KV cache, over all requests; rounded up to whole pages.
         page_size: positions a page.
-        kv_cache_dtype: what keys and values are stored in: "auto", the model's dtype, or "fp8", a
-            byte each (e4m3), whatever the model's dtype.
+        kv_cache_dtype: what keys and values are stored in: "auto", the model's dtype, but bfloat16
+            on a CPU where states are float32 and weights have 8 bits or fewer; "fp8", a byte each
+            (e4m3), whatever the model's dtype; "bfloat16", of a model in float32 on a CPU alone;
+            "float32", of a model in float32.
         max_num_seqs: most requests that run at once.
         max_batch_tokens: most rows in one iteration.
         max_prefill_chunk: most prompt tokens of one request in one iteration.

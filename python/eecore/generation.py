@@ -109,8 +109,10 @@ def load(
             machine, its container and ``ulimit`` leave, at most 65536 positions on a CPU, or what
             ``engine`` says. It is a limit: on a CPU memory is taken as pages are first used.
         kv_cache_dtype: ``fp8`` stores keys and values in a byte each (e4m3), so that the memory of
-            a cache has room for twice the tokens of bfloat16, four times those of float32; ``auto``
-            in ``dtype``. None: what ``engine`` says, which is ``auto``. Every exit mode works with
+            a cache has room for twice the tokens of bfloat16, four times those of float32;
+            ``auto`` in ``dtype``, but in bfloat16 on a CPU where states are float32 and weights
+            have 8 bits or fewer; ``float32`` and ``bfloat16`` say so of a model in float32. None:
+            what ``engine`` says, which is ``auto``. Every exit mode works with
             it, and those that keep the output of :class:`eecore.Full` keep that of the same cache.
             Not for models with an encoder.
         engine: batching limits.
@@ -149,7 +151,7 @@ def engine_limits(
     if kv_cache_dtype is not None:
         limits["kv_cache_dtype"] = kv_cache_dtype
     config = EngineConfig(**limits)
-    dtype = cache_dtype(network.config, config.kv_cache_dtype, network.dtype)
+    dtype = cache_dtype(network, config.kv_cache_dtype)
     if engine is None and kv_cache_tokens is None:
         return replace(config, kv_cache_tokens=_default_kv_cache_tokens(network, dtype))
     return config

@@ -71,7 +71,8 @@ KVCacheTokens = Annotated[int | None, typer.Option(min=1, help="Positions in the
 KVCacheDtype = Annotated[
     str | None,
     typer.Option(
-        help="fp8: a byte for each key and value; auto.", show_default="that of the model"
+        help="fp8: a byte for each key and value; bfloat16; float32; auto.",
+        show_default="that of the model, or bfloat16 beside weights of few bits",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -74,7 +74,7 @@ class Engine:
             self.config.num_pages,
             self.config.page_size,
             device=network.device,
-            dtype=cache_dtype(network.config, self.config.kv_cache_dtype, network.dtype),
+            dtype=cache_dtype(network, self.config.kv_cache_dtype),
         )
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead

@@ -4,10 +4,10 @@ from eecore.models import adopt
 from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.draft_head import DraftHead
 from eecore.models.find_head import find_head
-from eecore.models.kv_cache import KVCache, cache_dtype
+from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.load import load_first_layers, load_model
-from eecore.models.network import Network
+from eecore.models.network import Network, cache_dtype
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.tokenizer import IncrementalDecoder, Tokenizer

@@ -7,30 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eecore.config import AnyModelConfig, T5Config
-from eecore.errors import ModelError, OutOfMemoryError
+from eecore.config import AnyModelConfig
+from eecore.errors import OutOfMemoryError
 
 # Of one call of attention on a GPU: tiles times key heads, where blocks share the keys of a tile.
 NUM_ARRIVALS = 4096
-
-
-FLOAT8 = torch.float8_e4m3fn
-
-
-def cache_dtype(config: AnyModelConfig, kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """What a model's cache holds, by :class:`eecore.EngineConfig`; dtype: the model's.
-
-    Raises:
-        ModelError: it cannot be so of this model.
-    """
-    if kv_cache_dtype == "auto":
-        return dtype
-    if isinstance(config, T5Config):
-        raise ModelError(
-            f"kv_cache_dtype: expected auto for {config.architecture}, whose keys are not scaled, "
-            f"got {kv_cache_dtype}"
-        )
-    return FLOAT8
 
 
 @dataclass(frozen=True)
