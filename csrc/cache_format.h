@@ -1,5 +1,5 @@
-// What a cache holds, at the tensor boundary: the model's dtype, float8 with a scale per head, or on
-// the CPU bfloat16 for a model of float32.
+// What a cache holds, at the tensor boundary: the model's dtype, float8 with a scale per head, or
+// on the CPU bfloat16 for a model of float32.
 #pragma once
 
 #include <cmath>

@@ -28,8 +28,8 @@ namespace eecore {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Element types a tensor may have. kCache: float8 (e4m3), as kModel, or bfloat16 beside float32 where
-// the CPU's kernels are.
+// Element types a tensor may have. kCache: float8 (e4m3), as kModel, or bfloat16 beside float32
+// where the CPU's kernels are.
 enum class Accept : uint8_t { kFloat32, kUint8, kInt8, kInt32, kInt64, kBool, kModel, kCache };
 
 // "float32", "int64", ...

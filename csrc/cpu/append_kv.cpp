@@ -73,8 +73,8 @@ void append_tokens(const AppendKvParams& params, int64_t begin, int64_t end) {
                      scale_of(params.cache_format.key_scales, head),
                      k_cache + cache_offset(params.k_cache_strides, slot, head));
       transform_head(params, v_row, static_cast<const T*>(nullptr), nullptr,
-                        scale_of(params.cache_format.value_scales, head),
-                        v_cache + cache_offset(params.v_cache_strides, slot, head));
+                     scale_of(params.cache_format.value_scales, head),
+                     v_cache + cache_offset(params.v_cache_strides, slot, head));
     }
   }
 }

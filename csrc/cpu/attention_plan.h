@@ -6,7 +6,7 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int64_t kMaxTileRows = 64;
-constexpr int64_t kMaxTileGroups = 8;  // of rows that matrix tiles hold
+constexpr int64_t kMaxTileGroups = 8;      // of rows that matrix tiles hold
 constexpr int64_t kTileFloats = 64 * 128;  // of a tile of queries, or a block of keys
 
 // A call with its plan. Split s holds the keys [s * split_size, (s + 1) * split_size).

@@ -187,9 +187,8 @@ struct InFloats {
         BlockRows<T> wide;
         prefetch_rows(after.k, 0, num_keys, head_dim);
         prefetch_rows(after.v, 0, num_keys, head_dim);
-        const HeadBlock<T> rows = {
-            rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide.k),
-            rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide.v)};
+        const HeadBlock<T> rows = {rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide.k),
+                                   rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide.v)};
         attend_rows_of(scratch, tile, head, head_dim, keys, rows, {}, true);
       }
     }

@@ -151,9 +151,8 @@ struct InTiles {
     for (int64_t row = 0; row < tile.groups.rows(); ++row) {
       const Range seen = row < tile.num_rows ? intersect(scratch.visible[row], keys) : Range{0, 0};
       const uint64_t below = seen.empty() ? 0 : (uint64_t{1} << (seen.end - keys.begin)) - 1;
-      scratch.seen[row] =
-          static_cast<uint32_t>(seen.empty() ? 0 : below >> (seen.begin - keys.begin)
-                                                       << (seen.begin - keys.begin));
+      scratch.seen[row] = static_cast<uint32_t>(
+          seen.empty() ? 0 : below >> (seen.begin - keys.begin) << (seen.begin - keys.begin));
     }
     for (int64_t head = 0; head < tile.num_heads; ++head) {
       score_head(scratch, tile, head, head_dim, num_keys, block);

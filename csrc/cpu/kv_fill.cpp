@@ -100,9 +100,8 @@ class Worker {
     if (head >= params_.num_kv_heads) {
       const int64_t at = layer * params_.v_cache_layer_stride +
                          cache_offset(params_.v_cache_strides, slot, head - params_.num_kv_heads);
-      return put(values,
-                 scale_of(format.value_scales, (layer - 1) * params_.num_kv_heads + head), at,
-                 params_.v_cache);
+      return put(values, scale_of(format.value_scales, (layer - 1) * params_.num_kv_heads + head),
+                 at, params_.v_cache);
     }
     if (params_.k_norm_weight) {
       norm_row(values,

@@ -116,9 +116,7 @@ void write_row(const AttentionPlan& params, int64_t token, int64_t head, const f
   const Vec inverse =
       broadcast(weight == 0.0f ? 0.0f : (scale != nullptr ? *scale : 1.0f) / weight);
   int64_t d = 0;
-  const auto result = [&] {
-    return kept_as<T, typename M::Wide>(load_kept(total + d) * inverse);
-  };
+  const auto result = [&] { return kept_as<T, typename M::Wide>(load_kept(total + d) * inverse); };
   for (; d + kPairWidth <= head_dim; d += kPairWidth) store_pair(out + d, result());
   if (d < head_dim) store_pair_partial(out + d, result(), head_dim - d);
 }
@@ -147,9 +145,9 @@ void attend_tile(const AttentionPlan& params, const AttentionTile& tile, int64_t
   const auto for_each_row = [&](const auto& visit) {
     for (int64_t head = 0; head < tile.num_heads; ++head) {
       for (int64_t row = 0; row < tile.num_rows; ++row) {
-        visit(tile.held(head, row), tile.seq.first_token + tile.query(row),
-              (tile.first_head + head) * tile.group_size +
-                  (tile.first_row + row) % tile.group_size);
+        visit(
+            tile.held(head, row), tile.seq.first_token + tile.query(row),
+            (tile.first_head + head) * tile.group_size + (tile.first_row + row) % tile.group_size);
       }
     }
   };
@@ -310,7 +308,8 @@ void run(AttentionPlan params, const Parallel& parallel) {
   }
 }
 
-// body<M>() for a model of T whose caches hold C: bfloat16 in pairs or tiles where the CPU has them.
+// body<M>() for a model of T whose caches hold C: bfloat16 in pairs or tiles where the CPU has
+// them.
 template <typename T, typename C, typename Body>
 void dispatch_multiplication(const Body& body) {
 #if defined(__AVX512BF16__)

@@ -52,8 +52,7 @@ inline Pair kept_as(Pair x) {
 
 template <>
 inline Pair kept_as<float, BFloat16>(Pair x) {
-  const __m512i low =
-      _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   return {{_mm512_permutex2var_ps(x.a.v, low, x.b.v)},
           {_mm512_permutex2var_ps(x.a.v, high, x.b.v)}};

@@ -1,9 +1,9 @@
 // Matrix tiles of a CPU (AMX), and the same in software: what a CPU without them is tested with.
 //
-// A tile is up to 16 rows of up to 64 bytes, all of it where nothing else is said; in the model what
-// lies beyond is zero. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right
-// factors. multiply<C, A, B>: sums C[m, n] of A[m, 2k] * B[k, 2n] + A[m, 2k + 1] * B[k, 2n + 1],
-// even and odd ones apart until the last, small numbers as zeros (TDPBF16PS in Intel's manual of
+// A tile is up to 16 rows of up to 64 bytes, all of it where nothing else is said; in the model
+// what lies beyond is zero. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right factors.
+// multiply<C, A, B>: sums C[m, n] of A[m, 2k] * B[k, 2n] + A[m, 2k + 1] * B[k, 2n + 1], even and
+// odd ones apart until the last, small numbers as zeros (TDPBF16PS in Intel's manual of
 // instructions). Between begin and end a thread may use them.
 #pragma once
 

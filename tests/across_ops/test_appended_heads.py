@@ -223,7 +223,7 @@ def test_kernels(case: HeadsCase, dtype: torch.dtype, monkeypatch: pytest.Monkey
             {"k_cache": None, "v_cache": None, "slot_mapping": None},
             r"positions: expected None without k_cache, got a tensor",
         ),
-        ({"v_cache": torch.zeros(2, 8, 2, 32)}, r"v_cache: expected float32 .*head_dim=64"),
+        ({"v_cache": torch.zeros(2, 8, 2, 32)}, r"v_cache: expected float32.*head_dim=64"),
         ({"slot_mapping": torch.zeros(4).long()}, r"slot_mapping: expected int64 \[num_tokens=3\]"),
         ({"slot_mapping": torch.full((3,), 16)}, r"slot_mapping: expected .* \[-1, 16\), got 16"),
         ({"positions": torch.full((3,), 40)}, r"positions: expected values in \[0, 40\), got 40"),

@@ -583,7 +583,7 @@ def replaced(**weights: Any) -> dict[str, Any]:
         (replaced(down_bias=torch.zeros(64)), r"down_bias: expected float32 .* got float32 \[64\]"),
         (replaced(gate_up_weight=torch.zeros(3, 191, 64)), r"gate_up_weight: .*=3, 192, hidden_si"),
         (replaced(gate_up_bias=torch.zeros(3, 191)), r"gate_up_bias: expected float32 \[num_layer"),
-        ({"v_cache": torch.zeros(3, 9, 8, 1, 64)}, r"v_cache: expected float32 .*num_layers=3"),
+        ({"v_cache": torch.zeros(3, 9, 8, 1, 64)}, r"v_cache: expected float32.*num_layers=3"),
         ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, r"slot_mapping: expected int64 \[nu"),
         ({"slot_mapping": torch.tensor([0, 72, 1])}, r"slot_mapping: expected values in \[-1, 72"),
         ({"positions": torch.zeros(3).int()}, r"positions: expected int64 \[num_tokens=3\], got i"),

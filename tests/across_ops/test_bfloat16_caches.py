@@ -1,0 +1,214 @@
+"""Caches in bfloat16 beside states in float32: what is written, to the bit, and what is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import test_append_kv
+import test_decoder_layers
+import test_kv_fill
+import test_paged_attention
+import torch
+from torch import Tensor
+
+import emulated
+from cache_layouts import LAYOUTS, laid_out
+from cases import (
+    APPEND_KV_CASES,
+    ATTENTION_CASES,
+    KV_FILL_CASES,
+    TOLERANCES,
+    AppendKvCase,
+    AttentionCase,
+    DecoderLayersCase,
+    KvFillCase,
+)
+from eecore import _C, ops
+
+Call = dict[str, Any]
+
+CPU = torch.device("cpu")
+CACHES = ("k_cache", "v_cache")
+# Where bfloat16 is multiplied as it is, and queries and weights are rounded to it.
+MULTIPLIES = ("avx512_bf16", "amx", "amx_model")
+
+
+def narrowed(call: Call) -> Call:
+    """The same call with its caches in bfloat16."""
+    return {**call, **{name: call[name].bfloat16() for name in CACHES}}
+
+
+def tolerance() -> dict[str, float]:
+    multiplies = _C.cpu_capability() in MULTIPLIES
+    return dataclasses.asdict(TOLERANCES[torch.bfloat16 if multiplies else torch.float32])
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """Bit for bit, but for the kind of NaN."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", APPEND_KV_CASES, ids=str)
+def test_appended_is_what_floats_are_rounded_to(case: AppendKvCase, device: torch.device) -> None:
+    call = test_append_kv.random_call(case, torch.float32, device)
+    narrow = narrowed(call)
+    for each in (call, narrow):
+        for name in ("q", *CACHES):
+            each[name] = each[name].clone()
+        ops.append_kv(**each)
+    assert torch.equal(narrow["q"], call["q"])
+    for name in CACHES:
+        assert narrow[name].dtype == torch.bfloat16
+        assert_same(narrow[name], call[name].bfloat16())
+
+
+@pytest.mark.parametrize("case", KV_FILL_CASES, ids=str)
+def test_filled_is_what_floats_are_rounded_to(case: KvFillCase, device: torch.device) -> None:
+    call = test_kv_fill.random_call(case, torch.float32, device)
+    floats = test_kv_fill.filled(ops.kv_fill, call)
+    filled = test_kv_fill.filled(ops.kv_fill, narrowed(call))
+    for got, cache in zip(filled, floats, strict=True):
+        assert_same(got, cache.bfloat16())
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_attention_matches_the_reference(case: AttentionCase, device: torch.device) -> None:
+    call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
+    got = ops.paged_attention(**call)
+    assert got.dtype == torch.float32
+    expected = test_paged_attention.expected_of(call)
+    torch.testing.assert_close(got.double(), expected, **tolerance())
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 128, 256])
+def test_columns_come_out_in_their_order(head_dim: int, device: torch.device) -> None:
+    """One key has a weight of 1."""
+    v = torch.arange(3 * head_dim, dtype=torch.bfloat16, device=device).view(3, 1, 1, head_dim)
+    got = ops.paged_attention(
+        torch.zeros(3, 2, head_dim, device=device),
+        torch.zeros_like(v),
+        v,
+        torch.arange(3, dtype=torch.int32, device=device)[:, None],
+        torch.ones(3, dtype=torch.int32, device=device),
+        torch.arange(4, dtype=torch.int32, device=device),
+        scale=1.0,
+    )
+    assert torch.equal(got, v[:, 0].float().expand(-1, 2, -1))
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+@pytest.mark.parametrize(("head_dim", "num_queries"), [(72, 20), (128, 20), (64, 8), (64, 1)])
+def test_a_row_is_independent_of_its_company(
+    head_dim: int, num_queries: int, group_size: int, device: torch.device
+) -> None:
+    heads = 2 * group_size, 2
+    batch = AttentionCase(
+        (num_queries, 2, 1), (310, 40, 500), *heads, head_dim, 8, fixed_split_size=96
+    )
+    call = narrowed(test_paged_attention.random_call(batch, torch.float32, device))
+    together = test_paged_attention.with_threads(2, call)
+    for query in sorted({0, num_queries // 2, num_queries - 1}):
+        alone = {
+            **call,
+            "q": call["q"][query : query + 1],
+            "page_table": call["page_table"][:1],
+            "seq_lens": call["seq_lens"][:1] - (num_queries - 1) + query,
+            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device),
+        }
+        for num_threads in (1, 2):
+            got = test_paged_attention.with_threads(num_threads, alone)
+            assert torch.equal(got[0], together[query])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_value_that_a_row_does_not_see_changes_nothing(
+    bad: float, window: int, device: torch.device
+) -> None:
+    """Of queries of one sequence, whose last keys only the later ones see."""
+    case = AttentionCase((7,), (45,), 6, 2, 64, 8, sliding_window=window)
+    call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
+    expected = ops.paged_attention(**call)
+    seen_from = 4  # the first query that sees the key
+    key = 45 - 7 + seen_from
+    test_paged_attention.key_of(call, "v_cache", 0, key)[:, 3] = bad
+    got = ops.paged_attention(**call)
+    assert torch.equal(got[:seen_from], expected[:seen_from])
+    columns = torch.arange(64, device=device) != 3
+    assert torch.equal(got[..., columns], expected[..., columns])
+    assert not got[seen_from:, :, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("case", test_paged_attention.POISONED_CASES[:7], ids=str)
+def test_what_is_not_a_number_comes_out_where_it_went_in(
+    case: AttentionCase, device: torch.device
+) -> None:
+    seq = len(case.seq_lens) - 1
+    length = case.seq_lens[seq]
+    for name, key, column in (("k_cache", length - 1, 0), ("v_cache", length - 2, -1)):
+        call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
+        test_paged_attention.key_of(call, name, seq, key)[-1, column] = torch.nan
+        expected = test_paged_attention.expected_of(call)
+        assert expected.isnan().any()
+        got = ops.paged_attention(**call).double()
+        torch.testing.assert_close(got, expected, equal_nan=True, **tolerance())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_caches(layout: str, device: torch.device) -> None:
+    for head_dim, page_size in ((64, 4), (64, 16), (72, 32)):
+        case = AttentionCase((3, 20), (70, 90), 6, 3, head_dim, page_size)
+        call = narrowed(test_paged_attention.random_call(case, torch.float32, device))
+        expected = ops.paged_attention(**call)
+        _, call["k_cache"], call["v_cache"] = laid_out(layout, call["k_cache"], call["v_cache"])
+        assert torch.equal(ops.paged_attention(**call), expected)
+
+
+LAYERS = (
+    DecoderLayersCase((1, 5, 2), (40, 9, 30), fixed_split_size=16),
+    DecoderLayersCase((20,), (33,), qk_norm=True, cross_lens=(12,), begin_layer=1),
+)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("case", LAYERS, ids=str)
+def test_a_stretch_of_layers_is_its_single_ops(case: DecoderLayersCase) -> None:
+    call = narrowed(test_decoder_layers.random_call(case, torch.float32))
+    single = test_decoder_layers.with_own_caches(call)
+    assert torch.equal(ops.decoder_layers(**call), test_decoder_layers.compose(single))
+    for name in CACHES:
+        assert_same(call[name], single[name])
+
+
+def test_caches_of_two_dtypes_are_refused() -> None:
+    case = AppendKvCase(6, 4, 2, 64, 8, rotary_dim=32, norm=True)
+    call = test_append_kv.random_call(case, torch.float32, CPU)
+    mixed = {**call, "v_cache": call["v_cache"].bfloat16()}
+    before = call["k_cache"].clone()
+    message = "v_cache: expected the dtype of k_cache, float32, got bfloat16"
+    with pytest.raises(RuntimeError, match=message):
+        ops.append_kv(**mixed)
+    assert_same(call["k_cache"], before)
+    half = {**call, **{name: call[name].half() for name in CACHES}}
+    with pytest.raises(RuntimeError, match="k_cache: expected float32, bfloat16 or float8_e4m3fn"):
+        ops.append_kv(**half)
+
+
+def test_a_model_in_bfloat16_has_no_cache_in_float32() -> None:
+    case = AppendKvCase(6, 4, 2, 64, 8, rotary_dim=32, norm=True)
+    call = test_append_kv.random_call(case, torch.bfloat16, CPU)
+    wide = {**call, **{name: call[name].float() for name in CACHES}}
+    with pytest.raises(RuntimeError, match="k_cache: expected bfloat16 or float8_e4m3fn"):
+        ops.append_kv(**wide)
+
+
+def test_cuda_has_no_such_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AppendKvCase(6, 4, 2, 64, 8, rotary_dim=32, norm=True)
+    call = narrowed(test_append_kv.random_call(case, torch.float32, CPU))
+    emulated.route(monkeypatch)
+    with pytest.raises(
+        RuntimeError, match=r"k_cache: expected float32 or float8_e4m3fn .* bfloat16"
+    ):
+        ops.append_kv(**call)
