@@ -5,9 +5,11 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
-// The 8 groups of columns of a block, as unsigned bytes.
+// The 8 groups of columns of a block, as unsigned bytes. Always inline, as is what else a block
+// takes: the compiler counts how often it could be, and each block's bytes would cross memory.
 template <BlockFormat kFormat>
-inline void unpack(const uint8_t* quants, const uint8_t* high_bits, Bytes* q) {
+[[gnu::always_inline]] inline void unpack(const uint8_t* quants, const uint8_t* high_bits,
+                                          Bytes* q) {
   if constexpr (kFormat == BlockFormat::kQ8_0) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) q[g] = load_bytes(quants + 64 * g);
@@ -60,7 +62,7 @@ inline PanelPart part_of(const uint8_t* panel, BlockFormat format, int64_t colum
 }
 
 template <BlockFormat kFormat>
-inline LaneScales scales_of(const PanelPart& part, int64_t block) {
+[[gnu::always_inline]] inline LaneScales scales_of(const PanelPart& part, int64_t block) {
   constexpr BlockTraits kTraits = traits_of(kFormat);
   const uint8_t* scales = part.scales + block / (kTraits.columns / kBlockColumns) * kTraits.scales;
   const uint8_t* sub = part.sub_scales + block * kTraits.sub_scales;
@@ -77,15 +79,61 @@ inline LaneScales scales_of(const PanelPart& part, int64_t block) {
   }
 }
 
-// sums[b], of kWidth rows of a panel and kBatch rows of x. `ahead`: the panel to prefetch
-// meanwhile; may be null.
-template <BlockFormat kFormat, int kBatch>
-inline void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,
-                          const uint8_t* ahead, int64_t ahead_step, Vec* sums) {
-  constexpr BlockTraits kTraits = traits_of(kFormat);
+// Adds a block's products with kRows rows of x, which take turns, to their totals.
+template <BlockFormat kFormat, int kRows>
+[[gnu::always_inline]] inline void multiply_abreast(const Bytes* q, const LaneScales& scales,
+                                                    const XBlock* x, int64_t x_stride,
+                                                    Vec* totals) {
+  constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
   constexpr int kLargest = (1 << quant_bits(kFormat)) - 1;
   constexpr int kShift = quant_bits(kFormat) - 4;  // from 8 times the sum of x to the offset's
   constexpr bool kHasOffset = !has_minima(kFormat) && !(kTakes128 && kFormat == BlockFormat::kQ8_0);
+  const int64_t bytes = x_stride * static_cast<int64_t>(sizeof(XBlock));
+  Ints products[kRows], more[kRows];
+#pragma GCC unroll 4
+  for (int b = 0; b < kRows; ++b) {
+    const XBlock& columns = x[b * x_stride];
+    const int32_t first = kHasHalves ? columns.minus_8_low : kHasOffset ? columns.minus_8 : 0;
+    products[b] = broadcast_shifted<kShift>(first);
+    if constexpr (kHasHalves) {
+      more[b] = broadcast_shifted<kShift>(columns.minus_8 - columns.minus_8_low);
+    }
+  }
+  dot<kHasHalves ? 4 : 8, kLargest, kRows>(q, x->q, bytes, products);
+  if constexpr (kHasHalves) dot<4, kLargest, kRows>(q + 4, x->q + 16, bytes, more);
+#pragma GCC unroll 4
+  for (int b = 0; b < kRows; ++b) {
+    const XBlock& columns = x[b * x_stride];
+    const Vec x_scale = broadcast(columns.scale);
+    totals[b] = fma(to_vec(products[b]), scales.scale * x_scale, totals[b]);
+    if constexpr (kHasHalves) {
+      totals[b] = fma(to_vec(more[b]), scales.second * x_scale, totals[b]);
+    }
+    if constexpr (has_minima(kFormat)) {
+      totals[b] = fma(scales.second, broadcast(columns.scaled_sum), totals[b]);
+    }
+  }
+}
+
+// The same of as many rows as registers hold totals of.
+template <BlockFormat kFormat, int kBatch>
+[[gnu::always_inline]] inline void multiply_block(const Bytes* q, const LaneScales& scales,
+                                                  const XBlock* x, int64_t x_stride, Vec* totals) {
+  constexpr int kMost = kFormat == BlockFormat::kQ6_K ? 1 : kRowsAbreast;
+  constexpr int kRows = kBatch < kMost ? kBatch : kMost;
+  multiply_abreast<kFormat, kRows>(q, scales, x, x_stride, totals);
+  if constexpr (kBatch > kRows) {
+    multiply_block<kFormat, kBatch - kRows>(q, scales, x + kRows * x_stride, x_stride,
+                                            totals + kRows);
+  }
+}
+
+// sums[b], of kWidth rows of a panel and kBatch rows of x. `ahead`: the panel to prefetch
+// meanwhile; may be null. A function of its own, so that the compiler keeps the sums in registers.
+template <BlockFormat kFormat, int kBatch>
+[[gnu::noinline]] void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,
+                                     const uint8_t* ahead, int64_t ahead_step, Vec* sums) {
+  constexpr BlockTraits kTraits = traits_of(kFormat);
   Vec totals[kBatch];
 #pragma GCC unroll 8
   for (int b = 0; b < kBatch; ++b) totals[b] = zero();
@@ -100,27 +148,7 @@ inline void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stri
     quants += kTraits.quants;
     high_bits += kTraits.high_bits;
     const LaneScales scales = scales_of<kFormat>(part, i);
-#pragma GCC unroll 8
-    for (int b = 0; b < kBatch; ++b) {
-      const XBlock& columns = x[b * x_stride];
-      const Vec x_scale = broadcast(columns.scale);
-      if constexpr (kFormat == BlockFormat::kQ6_K) {
-        const Ints low =
-            dot<4, kLargest>(q, columns.q, broadcast_shifted<kShift>(columns.minus_8_low));
-        const Ints high =
-            dot<4, kLargest>(q + 4, columns.q + 16,
-                             broadcast_shifted<kShift>(columns.minus_8 - columns.minus_8_low));
-        totals[b] = fma(to_vec(low), scales.scale * x_scale, totals[b]);
-        totals[b] = fma(to_vec(high), scales.second * x_scale, totals[b]);
-      } else {
-        const Ints start = broadcast_shifted<kShift>(kHasOffset ? columns.minus_8 : 0);
-        const Ints products = dot<8, kLargest>(q, columns.q, start);
-        totals[b] = fma(to_vec(products), scales.scale * x_scale, totals[b]);
-        if constexpr (has_minima(kFormat)) {
-          totals[b] = fma(scales.second, broadcast(columns.scaled_sum), totals[b]);
-        }
-      }
-    }
+    multiply_block<kFormat, kBatch>(q, scales, x, x_stride, totals);
   }
 #pragma GCC unroll 8
   for (int b = 0; b < kBatch; ++b) sums[b] = totals[b];
@@ -130,8 +158,7 @@ inline void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stri
 template <BlockFormat kFormat, int kBatch>
 int64_t multiply_batch(const PanelProduct& product, int64_t b) {
   if constexpr (kBatch > 1) {
-    constexpr int kFewer = kBatch > 4 ? kBatch / 2 : kBatch - 1;
-    if (product.num_batch - b < kBatch) return multiply_batch<kFormat, kFewer>(product, b);
+    if (product.num_batch - b < kBatch) return multiply_batch<kFormat, kBatch - 1>(product, b);
   }
   const int64_t num_blocks = product.columns / kBlockColumns;
   const uint8_t* ahead = b == 0 ? product.ahead : nullptr;
