@@ -53,9 +53,15 @@ inline void quantise_block(const float* v, XBlock* out) {
   const __mmask16 usable = scale.to_q > 0.0f ? 0xffff : 0;
   const __m512i low = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, first, to_q));
   const __m512i high = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, second, to_q));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q), _mm512_cvtepi32_epi8(low));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q + 16), _mm512_cvtepi32_epi8(high));
-  set_scale(scale.scale, _mm512_reduce_add_epi32(low), _mm512_reduce_add_epi32(high), out);
+  const __m256i q = _mm256_set_m128i(_mm512_cvtepi32_epi8(high), _mm512_cvtepi32_epi8(low));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), q);
+  // As unsigned bytes, 128 more each, they are summed eight at a time.
+  const __m256i sums =
+      _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m256i pairs = _mm256_add_epi64(sums, _mm256_bsrli_epi128(sums, 8));
+  constexpr int32_t kAdded = 128 * kBlockColumns / 2;
+  set_scale(scale.scale, _mm_cvtsi128_si32(_mm256_castsi256_si128(pairs)) - kAdded,
+            _mm_cvtsi128_si32(_mm256_extracti128_si256(pairs, 1)) - kAdded, out);
 }
 
 #else
