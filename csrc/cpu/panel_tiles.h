@@ -13,8 +13,8 @@ constexpr int64_t kTileSums = kTileSide * kTileSide;
 // Blocks that are opened once for all rows of x; with their part of 16 of these they stay in the
 // first-level cache.
 constexpr int64_t kStretch = 18;
-// Sums that wait for their floats: a tile is stored, then read, with a block between.
-constexpr int64_t kWaiting = 2;
+// Blocks that are multiplied before the sums of one become floats, and room for theirs.
+constexpr int64_t kBehind = 2, kWaiting = 4;
 
 // A block of a panel as a right factor, signed, and its scales. Of Q6_K a factor for each half of
 // the columns, with zeros for the other, which lie between them.
@@ -104,18 +104,21 @@ template <typename U, BlockFormat kFormat, bool kOpens>
   Vec totals[kTileSide];
 #pragma GCC unroll 16
   for (int b = 0; b < kTileSide; ++b) totals[b] = load(sums[b]);
-  // Each iteration opens a block, multiplies the one before, and takes the sums of the one before
-  // that: nothing waits for memory that was only just written.
-  for (int64_t i = -2; i < count; ++i) {
-    if (kOpens && i + 2 < count) {
+  // While a block's sums become floats a later one is multiplied, and before that another opened:
+  // nothing waits for memory that was only just written.
+  constexpr int64_t kLead = kOpens ? kBehind + 1 : kBehind;
+  for (int64_t i = -kLead; i < count; ++i) {
+    const int64_t opened = i + kLead, multiplied = i + kBehind;
+    if (kOpens && opened < count) {
       if (ahead) {
         for (int64_t line = 0; line < ahead_step; line += 64) prefetch(ahead + line);
         ahead += ahead_step;
       }
-      open_block(part, begin + i + 2, &room.blocks[i + 2]);
+      open_block(part, begin + opened, &room.blocks[opened]);
     }
-    if (i + 1 >= 0 && i + 1 < count) {
-      multiply_open<U>(room.blocks[i + 1], x + i + 1, x_stride, room.sums[(i + 1) % kWaiting]);
+    if (multiplied >= 0 && multiplied < count) {
+      multiply_open<U>(room.blocks[multiplied], x + multiplied, x_stride,
+                       room.sums[multiplied % kWaiting]);
     }
     if (i >= 0) add_sums(room.blocks[i], room.sums[i % kWaiting], x + i, x_stride, totals);
   }
