@@ -53,11 +53,12 @@ template <BlockFormat kFormat, int kBatch>
   }
 }
 
-// sums[b], of kWidth rows of a panel and kBatch rows of x. `ahead`: the panel to prefetch
-// meanwhile; may be null. A function of its own, so that the compiler keeps the sums in registers.
+// sums: [kBatch, kPanelRows], those of kWidth rows of a panel and kBatch rows of x. `ahead`: the
+// panel to prefetch meanwhile; may be null. A function of its own, so that the compiler keeps the
+// sums in registers.
 template <BlockFormat kFormat, int kBatch>
 [[gnu::noinline]] void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,
-                                     const uint8_t* ahead, int64_t ahead_step, Vec* sums) {
+                                     const uint8_t* ahead, int64_t ahead_step, float* sums) {
   constexpr BlockTraits kTraits = traits_of(kFormat);
   Vec totals[kBatch];
 #pragma GCC unroll 8
@@ -76,25 +77,25 @@ template <BlockFormat kFormat, int kBatch>
     multiply_block<kFormat, kBatch>(q, scales, x, x_stride, totals);
   }
 #pragma GCC unroll 8
-  for (int b = 0; b < kBatch; ++b) sums[b] = totals[b];
+  for (int b = 0; b < kBatch; ++b) store(sums + b * kPanelRows, totals[b]);
 }
 
 // Rows of x from b on, at most kBatch; returns how many.
 template <BlockFormat kFormat, int kBatch>
 int64_t multiply_batch(const PanelProduct& product, int64_t b) {
   if constexpr (kBatch > 1) {
-    if (product.num_batch - b < kBatch) return multiply_batch<kFormat, kBatch - 1>(product, b);
+    const int64_t rest = product.num_batch - b;
+    if (rest <= kBatch / 2) return multiply_batch<kFormat, kBatch / 2>(product, b);
+    if (rest < kBatch) return multiply_batch<kFormat, kBatch - 1>(product, b);
   }
   const int64_t num_blocks = product.columns / kBlockColumns;
   const uint8_t* ahead = b == 0 ? product.ahead : nullptr;
   const int64_t step = planes_of(kFormat, product.columns).bytes / num_blocks;
   alignas(64) float lanes[kBatch][kPanelRows];
   for (int64_t lane = 0; lane < kPanelRows; lane += kWidth) {
-    Vec sums[kBatch];
     multiply_part<kFormat, kBatch>(part_of(product.panel, kFormat, product.columns, lane),
                                    product.x + b * product.x_stride, product.x_stride,
-                                   lane == 0 ? ahead : nullptr, step, sums);
-    for (int i = 0; i < kBatch; ++i) store(lanes[i] + lane, sums[i]);
+                                   lane == 0 ? ahead : nullptr, step, lanes[0] + lane);
   }
   for (int i = 0; i < kBatch; ++i) store_row(product, b + i, lanes[i]);
   return kBatch;
