@@ -58,16 +58,17 @@ template <BlockFormat kFormat, int kBatch>
 // sums in registers.
 template <BlockFormat kFormat, int kBatch>
 [[gnu::noinline]] void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,
-                                     const uint8_t* ahead, int64_t ahead_step, float* sums) {
+                                     const uint8_t* ahead, float* sums) {
   constexpr BlockTraits kTraits = traits_of(kFormat);
   Vec totals[kBatch];
 #pragma GCC unroll 8
   for (int b = 0; b < kBatch; ++b) totals[b] = zero();
   const uint8_t *quants = part.quants, *high_bits = part.high_bits;
-  for (int64_t i = 0; i < part.num_blocks; ++i, ++x) {
+  const int64_t num_blocks = part.num_blocks, block_bytes = part.block_bytes;
+  for (int64_t i = 0; i < num_blocks; ++i, ++x) {
     if (ahead) {
-      for (int64_t line = 0; line < ahead_step; line += 64) prefetch(ahead + line);
-      ahead += ahead_step;
+      for (int64_t line = 0; line < block_bytes; line += 64) prefetch(ahead + line);
+      ahead += block_bytes;
     }
     Bytes q[8];
     unpack<kFormat>(quants, high_bits, q);
@@ -82,20 +83,17 @@ template <BlockFormat kFormat, int kBatch>
 
 // Rows of x from b on, at most kBatch; returns how many.
 template <BlockFormat kFormat, int kBatch>
-int64_t multiply_batch(const PanelProduct& product, int64_t b) {
+int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int64_t b) {
   if constexpr (kBatch > 1) {
     const int64_t rest = product.num_batch - b;
-    if (rest <= kBatch / 2) return multiply_batch<kFormat, kBatch / 2>(product, b);
-    if (rest < kBatch) return multiply_batch<kFormat, kBatch - 1>(product, b);
+    if (rest <= kBatch / 2) return multiply_batch<kFormat, kBatch / 2>(product, panel, b);
+    if (rest < kBatch) return multiply_batch<kFormat, kBatch - 1>(product, panel, b);
   }
-  const int64_t num_blocks = product.columns / kBlockColumns;
-  const uint8_t* ahead = b == 0 ? product.ahead : nullptr;
-  const int64_t step = planes_of(kFormat, product.columns).bytes / num_blocks;
   alignas(64) float lanes[kBatch][kPanelRows];
   for (int64_t lane = 0; lane < kPanelRows; lane += kWidth) {
-    multiply_part<kFormat, kBatch>(part_of(product.panel, kFormat, product.columns, lane),
-                                   product.x + b * product.x_stride, product.x_stride,
-                                   lane == 0 ? ahead : nullptr, step, lanes[0] + lane);
+    multiply_part<kFormat, kBatch>(panel.from(lane), product.x + b * product.x_stride,
+                                   product.x_stride, b == 0 && lane == 0 ? product.ahead : nullptr,
+                                   lanes[0] + lane);
   }
   for (int i = 0; i < kBatch; ++i) store_row(product, b + i, lanes[i]);
   return kBatch;
@@ -103,14 +101,16 @@ int64_t multiply_batch(const PanelProduct& product, int64_t b) {
 
 template <BlockFormat kFormat>
 inline void multiply_panel(const PanelProduct& product) {
+  const PanelPart panel = whole_panel(product.panel, kFormat, product.columns);
   int64_t b = 0;
 #if defined(__AVX512BF16__)
-  if (product.tiles == Tiles::kHardware) b = multiply_with_tiles<TileHardware, kFormat>(product);
-  if (product.tiles == Tiles::kModel) b = multiply_with_tiles<TileModel, kFormat>(product);
-#endif
-  while (b < product.num_batch) {
-    b += multiply_batch<kFormat, kMaxPanelBatch>(product, b);
+  if (product.tiles == Tiles::kHardware) {
+    b = multiply_with_tiles<TileHardware, kFormat>(product, panel);
+  } else if (product.tiles == Tiles::kModel) {
+    b = multiply_with_tiles<TileModel, kFormat>(product, panel);
   }
+#endif
+  while (b < product.num_batch) b += multiply_batch<kFormat, kMaxPanelBatch>(product, panel, b);
 }
 
 }  // namespace

@@ -50,15 +50,22 @@ struct LaneScales {
   Vec scale, second;
 };
 
-// A part of a panel: kWidth of its rows.
+// A panel, or what begins at one of its rows.
 struct PanelPart {
   const uint8_t *quants, *high_bits, *sub_scales, *scales;
-  int64_t num_blocks;  // of kBlockColumns
+  int64_t num_blocks;   // of kBlockColumns
+  int64_t block_bytes;  // of the panel, all planes together
+
+  PanelPart from(int64_t lane) const {
+    return {quants + 4 * lane, high_bits + 4 * lane, sub_scales + lane,
+            scales + 2 * lane, num_blocks,           block_bytes};
+  }
 };
-inline PanelPart part_of(const uint8_t* panel, BlockFormat format, int64_t columns, int64_t lane) {
+inline PanelPart whole_panel(const uint8_t* panel, BlockFormat format, int64_t columns) {
   const PanelPlanes planes = planes_of(format, columns);
-  return {panel + 4 * lane, panel + planes.high_bits + 4 * lane, panel + planes.sub_scales + lane,
-          panel + planes.scales + 2 * lane, columns / kBlockColumns};
+  const int64_t num_blocks = columns / kBlockColumns;
+  return {panel,      panel + planes.high_bits, panel + planes.sub_scales, panel + planes.scales,
+          num_blocks, planes.bytes / num_blocks};
 }
 
 template <BlockFormat kFormat>

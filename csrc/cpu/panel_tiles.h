@@ -99,7 +99,7 @@ template <BlockFormat kFormat>
 template <typename U, BlockFormat kFormat, bool kOpens>
 [[gnu::noinline]] void multiply_stretch(TileRoom<kFormat>& room, const PanelPart& part,
                                         int64_t begin, int64_t count, const XBlock* x,
-                                        int64_t x_stride, const uint8_t* ahead, int64_t ahead_step,
+                                        int64_t x_stride, const uint8_t* ahead,
                                         float (*sums)[kPanelRows]) {
   Vec totals[kTileSide];
 #pragma GCC unroll 16
@@ -111,8 +111,8 @@ template <typename U, BlockFormat kFormat, bool kOpens>
     const int64_t opened = i + kLead, multiplied = i + kBehind;
     if (kOpens && opened < count) {
       if (ahead) {
-        for (int64_t line = 0; line < ahead_step; line += 64) prefetch(ahead + line);
-        ahead += ahead_step;
+        for (int64_t line = 0; line < part.block_bytes; line += 64) prefetch(ahead + line);
+        ahead += part.block_bytes;
       }
       open_block(part, begin + opened, &room.blocks[opened]);
     }
@@ -128,7 +128,7 @@ template <typename U, BlockFormat kFormat, bool kOpens>
 
 // The first rows of x, 16 at a time; returns how many. The last 16 may be computed in part anew.
 template <typename U, BlockFormat kFormat>
-int64_t multiply_with_tiles(const PanelProduct& product) {
+int64_t multiply_with_tiles(const PanelProduct& product, const PanelPart& panel) {
   constexpr int64_t kFewest = 8;  // of the last rows of x that are worth a tile
   if (product.num_batch < kTileSide) return 0;
   const int64_t rest = product.num_batch % kTileSide;
@@ -138,20 +138,18 @@ int64_t multiply_with_tiles(const PanelProduct& product) {
     for (auto& block : room.blocks) __builtin_memset(block.q[4], 0, 4 * kTileRowBytes);
   }
   __builtin_memset(room.totals, 0, sizeof(room.totals));
-  const PanelPart part = part_of(product.panel, kFormat, product.columns, 0);
-  const int64_t step = planes_of(kFormat, product.columns).bytes / part.num_blocks;
-  const int64_t num_stretches = ceil_div(part.num_blocks, kStretch);
+  const int64_t num_stretches = ceil_div(panel.num_blocks, kStretch);
   for (int64_t stretch = 0; stretch < num_stretches; ++stretch) {
-    const int64_t begin = stretch * part.num_blocks / num_stretches;
-    const int64_t count = (stretch + 1) * part.num_blocks / num_stretches - begin;
-    const uint8_t* ahead = product.ahead ? product.ahead + begin * step : nullptr;
+    const int64_t begin = stretch * panel.num_blocks / num_stretches;
+    const int64_t count = (stretch + 1) * panel.num_blocks / num_stretches - begin;
+    const uint8_t* ahead = product.ahead ? product.ahead + begin * panel.block_bytes : nullptr;
     const XBlock* x = product.x + begin;
-    multiply_stretch<U, kFormat, true>(room, part, begin, count, x, product.x_stride, ahead, step,
+    multiply_stretch<U, kFormat, true>(room, panel, begin, count, x, product.x_stride, ahead,
                                        room.totals);
     for (int64_t b = kTileSide; b < num_batch; b += kTileSide) {
       const int64_t first = min_of(b, num_batch - kTileSide);
-      multiply_stretch<U, kFormat, false>(room, part, begin, count, x + first * product.x_stride,
-                                          product.x_stride, nullptr, 0, room.totals + b);
+      multiply_stretch<U, kFormat, false>(room, panel, begin, count, x + first * product.x_stride,
+                                          product.x_stride, nullptr, room.totals + b);
     }
   }
   for (int64_t b = 0; b < num_batch; ++b) {
