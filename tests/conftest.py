@@ -33,7 +33,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
 # What differs with matrix tiles, the machine's or those of a model in software.
 TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
-TILED += ("decoder_layers", "rows_alone", "tiles")
+TILED += ("decoder_layers", "packed_weights", "rows_alone", "tiles")
 # What runs on CUDA too: ops, and what is tested across them.
 ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads", "float8_caches"}
 # opcheck is about what torch sees of an op, which is the same in front of all of the CPU's kernels.

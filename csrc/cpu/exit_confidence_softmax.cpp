@@ -97,7 +97,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
   Scratch<Partial> partials(num_tiles * num_seqs);
   const int64_t grain = ceil_div(65536, kTile * n);
   parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
-    [[maybe_unused]] const Unit<W> unit;
+    const Unit<W> unit(num_seqs);
     float logits[kTileBatch][kTileRows];
     for (int64_t tile = begin; tile < end; ++tile) {
       Partial* partial = partials.data() + tile * num_seqs;
@@ -111,7 +111,7 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
           const int64_t rows = min_of(kTileBatch, num_seqs - row);
           // The last block of rows prefetches; the others find this part of the head in cache.
           const bool more = row + kTileBatch >= num_seqs && v + count < params.vocab_size;
-          multiply(head.from(v), count, x.row(row), x.stride(), rows, n,
+          multiply(unit, head.from(v), count, x.row(row), x.stride(), rows, n,
                    more ? head.row(v + count) : nullptr, logits[0], kTileRows);
           for (int64_t i = 0; i < rows; ++i) {
             for (int64_t j = count; j < kTileRows; ++j) logits[i][j] = -kInfinity;

@@ -39,6 +39,7 @@ class Worker {
  public:
   Worker(const KvFillParams& params, int64_t block)
       : params_(params),
+        unit_(block),
         x_stride_(packed_stride<W>(params.hidden_size)),
         x_(rows_held<W>(block) * x_stride_),
         normed_(params.hidden_size),
@@ -69,7 +70,7 @@ class Worker {
       const W* following = r + count < n || !last_head ? weight.row(after)
                            : last_layer                ? nullptr
                                                        : layer_weight(layer + 1).row(0);
-      multiply(weight.from(head * n + r), count, x_.data(), x_stride_, num_rows,
+      multiply(unit_, weight.from(head * n + r), count, x_.data(), x_stride_, num_rows,
                params_.hidden_size, following, head_.data() + r, n);
     }
     for (int64_t i = 0; i < num_rows; ++i) write(layer, head, rows[i], head_.data() + i * n);

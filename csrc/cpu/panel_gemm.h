@@ -8,6 +8,7 @@
 #pragma once
 
 #include "skinny_gemm.h"
+#include "tile_unit.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
@@ -52,9 +53,15 @@ inline void quantise_block(const float* v, XBlock* out) {
   const __mmask16 usable = scale.to_q > 0.0f ? 0xffff : 0;
   const __m512i low = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, first, to_q));
   const __m512i high = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, second, to_q));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q), _mm512_cvtepi32_epi8(low));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q + 16), _mm512_cvtepi32_epi8(high));
-  set_scale(scale.scale, _mm512_reduce_add_epi32(low), _mm512_reduce_add_epi32(high), out);
+  const __m256i q = _mm256_set_m128i(_mm512_cvtepi32_epi8(high), _mm512_cvtepi32_epi8(low));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), q);
+  // As unsigned bytes, 128 more each, they are summed eight at a time.
+  const __m256i sums =
+      _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m256i pairs = _mm256_add_epi64(sums, _mm256_bsrli_epi128(sums, 8));
+  constexpr int32_t kAdded = 128 * kBlockColumns / 2;
+  set_scale(scale.scale, _mm_cvtsi128_si32(_mm256_castsi256_si128(pairs)) - kAdded,
+            _mm_cvtsi128_si32(_mm256_extracti128_si256(pairs, 1)) - kAdded, out);
 }
 
 #else
@@ -118,6 +125,45 @@ inline WeightRows<Panel> weight_rows(const void* data, int64_t, const float*,
   return {static_cast<const uint8_t*>(data), table};
 }
 
+#if defined(__AVX512BF16__)
+
+// Tiles of a product with a panel: 0 and 1 are sums, 2 the left factor, a block of 16 rows of x; 3
+// the right one, a block of the panel.
+constexpr TileSizes panel_tiles() {
+  TileSizes sizes;
+  sizes.set(0, kTileSide, kTileRowBytes);
+  sizes.set(1, kTileSide, kTileRowBytes);
+  sizes.set(2, kTileSide, kBlockColumns);
+  sizes.set(3, kBlockColumns / 4, kTileRowBytes);
+  return sizes;
+}
+
+// Fewer rows of x than a tile's go without.
+template <>
+struct Unit<Panel> {
+  explicit Unit(int64_t num_rows) : tiles(num_rows < kTileSide ? Tiles::kNone : tiles_in_use()) {
+    if (tiles == Tiles::kHardware) TileHardware::begin(panel_tiles());
+    if (tiles == Tiles::kModel) TileModel::begin(panel_tiles());
+  }
+  ~Unit() {
+    if (tiles == Tiles::kHardware) TileHardware::end();
+  }
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  const Tiles tiles;
+};
+
+#else
+
+template <>
+struct Unit<Panel> {
+  explicit Unit(int64_t) {}
+  static constexpr Tiles tiles = Tiles::kNone;
+};
+
+#endif
+
 // A panel's rows first..first + count and rows of x, into out[b * out_stride + r].
 struct PanelProduct {
   const uint8_t* panel;
@@ -127,15 +173,26 @@ struct PanelProduct {
   const uint8_t* ahead;
   float* out;
   int64_t out_stride;
+  Tiles tiles;
 };
 void multiply_panel(BlockFormat format, const PanelProduct& product);
+
+// Sums of row b of x with all rows of the panel, of which the product may want some.
+inline void store_row(const PanelProduct& product, int64_t b, const float* sums) {
+  float* out = product.out + b * product.out_stride;
+  if (product.count == kPanelRows) {
+    __builtin_memcpy(out, sums, kPanelRows * sizeof(float));
+    return;
+  }
+  for (int64_t r = 0; r < product.count; ++r) out[r] = sums[product.first + r];
+}
 
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:
 // [num_batch, n packed]. Rows that lie side by side in a panel are multiplied together. `next`: the
 // panel that will be read after these; may be null.
-inline void multiply(const WeightRows<Panel>& w, int64_t num_rows, const XBlock* x,
-                     int64_t x_stride, int64_t num_batch, int64_t n, const Panel* next, float* out,
-                     int64_t out_stride) {
+inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_t num_rows,
+                     const XBlock* x, int64_t x_stride, int64_t num_batch, int64_t n,
+                     const Panel* next, float* out, int64_t out_stride) {
   for (int64_t r = 0; r < num_rows;) {
     const RowPlace place = row_place(w.table[r]);
     const int64_t most = min_of(kPanelRows - place.lane, num_rows - r);
@@ -144,7 +201,7 @@ inline void multiply(const WeightRows<Panel>& w, int64_t num_rows, const XBlock*
     const Panel* ahead = r + count < num_rows ? w.row(r + count) : next;
     multiply_panel(place.format,
                    {w.bytes + place.offset, n, place.lane, count, x, x_stride, num_batch,
-                    reinterpret_cast<const uint8_t*>(ahead), out + r, out_stride});
+                    reinterpret_cast<const uint8_t*>(ahead), out + r, out_stride, unit.tiles});
     r += count;
   }
 }

@@ -66,16 +66,21 @@ inline Vec load_signed(const uint8_t* p) {
 inline Vec load_half(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-// sums + the products of kGroups groups of columns; w of at most kLargest.
-template <int kGroups, int kLargest>
-inline Ints dot(const Bytes* w, const int8_t* x, Ints sums) {
+// sums[b] + the products of kGroups groups of columns with row b of x, kRowsAbreast of them; w of
+// at most kLargest. Each sum waits for its last product, and a core looks ahead to few of them:
+// rows take turns.
+constexpr int kRowsAbreast = 4;
+template <int kGroups, int kLargest, int kRows>
+inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ints* sums) {
 #pragma GCC unroll 8
   for (int g = 0; g < kGroups; ++g) {
-    int32_t columns;
-    __builtin_memcpy(&columns, x + 4 * g, 4);
-    sums.v = _mm512_dpbusd_epi32(sums.v, w[g].v, _mm512_set1_epi32(columns));
+#pragma GCC unroll 4
+    for (int b = 0; b < kRows; ++b) {
+      int32_t columns;
+      __builtin_memcpy(&columns, x + b * x_stride + 4 * g, 4);
+      sums[b].v = _mm512_dpbusd_epi32(sums[b].v, w[g].v, _mm512_set1_epi32(columns));
+    }
   }
-  return sums;
 }
 
 #elif defined(__AVX2__)
@@ -120,8 +125,10 @@ inline Vec load_half(const uint8_t* p) {
 }
 // Pairs of products are summed in 16 bits for as many groups as surely fit. Where not even one
 // does, 128 is taken from the weights, and their signs are moved to x.
-template <int kGroups, int kLargest>
-inline Ints dot(const Bytes* w, const int8_t* x, Ints sums) {
+constexpr int kRowsAbreast = 1;
+template <int kGroups, int kLargest, int kRows>
+inline void dot(const Bytes* w, const int8_t* x, int64_t, Ints* sums) {
+  static_assert(kRows == 1);
   constexpr int kFit = 32767 / (2 * 127 * kLargest);
   constexpr int kRun = kFit < 1 ? 1 : kFit < kGroups ? kFit : kGroups;
   static_assert(kGroups % kRun == 0);
@@ -141,9 +148,8 @@ inline Ints dot(const Bytes* w, const int8_t* x, Ints sums) {
       }
       pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(factors, signed_x));
     }
-    sums.v = _mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs, ones));
+    sums->v = _mm256_add_epi32(sums->v, _mm256_madd_epi16(pairs, ones));
   }
-  return sums;
 }
 
 #else
@@ -203,17 +209,18 @@ inline Vec load_half(const uint8_t* p) {
   for (int i = 0; i < kWidth; ++i) r.v[i] = half_to_float(p + 2 * i);
   return r;
 }
-template <int kGroups, int kLargest>
-inline Ints dot(const Bytes* w, const int8_t* x, Ints sums) {
+constexpr int kRowsAbreast = 1;
+template <int kGroups, int kLargest, int kRows>
+inline void dot(const Bytes* w, const int8_t* x, int64_t, Ints* sums) {
+  static_assert(kRows == 1);
   for (int g = 0; g < kGroups; ++g) {
     for (int i = 0; i < kWidth; ++i) {
       const uint8_t* row = w[g].v + 4 * i;
       const int8_t* columns = x + 4 * g;
-      sums.v[i] +=
+      sums->v[i] +=
           row[0] * columns[0] + row[1] * columns[1] + row[2] * columns[2] + row[3] * columns[3];
     }
   }
-  return sums;
 }
 
 #endif

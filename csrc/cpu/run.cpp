@@ -54,15 +54,16 @@ const char* capability_name(Capability capability) { return kNames[static_cast<i
 #if defined(__x86_64__)
 namespace {
 
-// Whether the CPU has matrix tiles with products of bfloat16, the kernel of Linux grants their
-// state to this process, and they give what they should.
+// Whether the CPU has matrix tiles with products of bfloat16 and of bytes, the kernel of Linux
+// grants their state to this process, and they give what they should.
 bool has_tiles() {
 #if defined(__linux__)
-  constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kOsXsave = 1u << 27;
+  constexpr uint32_t kTiles = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  constexpr uint32_t kOsXsave = 1u << 27;
   constexpr uint64_t kTileState = 3u << 17;  // configuration and data
   uint32_t a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if ((d & kTiles) != kTiles) return false;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kOsXsave) == 0) return false;
   uint32_t low = 0, high = 0;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

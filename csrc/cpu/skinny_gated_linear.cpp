@@ -28,14 +28,14 @@ void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W
   const WeightRows<W> up = gate.from(params.inner_size);
   const T* gate_bias = static_cast<const T*>(params.bias);
   const T* up_bias = gate_bias ? gate_bias + params.inner_size : nullptr;
-  [[maybe_unused]] const Unit<W> unit;
+  const Unit<W> unit(params.num_tokens);
   float gates[kTileBatch][kTileRows], ups[kTileBatch][kTileRows];
   for_each_tile<W>(begin, end, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;
     // The first rows of x bring the up rows into cache, the last ones the next gate rows.
-    multiply(gate.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch, n,
+    multiply(unit, gate.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch, n,
              tile.is_first ? up.row(row) : nullptr, gates[0], kTileRows);
-    multiply(up.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch, n,
+    multiply(unit, up.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch, n,
              tile.is_last ? gate.row(row + tile.num_rows) : nullptr, ups[0], kTileRows);
     for (int64_t i = 0; i < tile.num_batch; ++i) {
       finish_row(gates[i], ups[i], gate_bias ? gate_bias + row : nullptr,

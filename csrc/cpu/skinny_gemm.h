@@ -171,7 +171,7 @@ struct alignas(64) WaitingSums {
 // x: [num_batch, n packed], num_rows <= kTileRows, num_batch <= kTileBatch. `next`: the rows
 // of w that will be read after these; may be null.
 template <typename W>
-inline void multiply(const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
+inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, const PackedX<W>* x,
                      int64_t x_stride, int64_t num_batch, int64_t n, const W* next, float* out,
                      int64_t out_stride) {
   using F = Format<W>;

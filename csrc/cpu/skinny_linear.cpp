@@ -27,12 +27,12 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
       weight_rows<W>(params.weight, params.weight_stride, params.weight_scale, params.weight_table);
   const T* bias = static_cast<const T*>(params.bias);
   const T* residual = static_cast<const T*>(params.residual);
-  [[maybe_unused]] const Unit<W> unit;
+  const Unit<W> unit(params.num_tokens);
   float products[kTileBatch][kTileRows];
   for_each_tile<W>(begin, end, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;
     // The last rows of x prefetch; the others find this part of the weight in cache.
-    multiply(weight.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch,
+    multiply(unit, weight.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch,
              params.in_features, tile.is_last ? weight.row(row + tile.num_rows) : nullptr,
              products[0], kTileRows);
     for (int64_t i = 0; i < tile.num_batch; ++i) {

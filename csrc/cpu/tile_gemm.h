@@ -2,7 +2,8 @@
 // lie are a left factor, 16 rows of x, turned when they are packed, a right one.
 //
 // Every number of rows goes through the same tiles, columns ascending: a result depends on nothing
-// but its row of x and its row of the weight.
+// but its row of x and its row of the weight. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the
+// right factors.
 #pragma once
 
 #include "skinny_gemm.h"
@@ -10,10 +11,6 @@
 #include "turn.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
-
-// What a thread holds while it multiplies with a weight of W.
-template <typename W>
-struct Unit {};
 
 // Packs row i of x: [n] to where rows of x with this stride begin.
 template <typename W, typename T>
@@ -44,7 +41,7 @@ struct Tiled {
 
 template <typename U>
 struct Unit<Tiled<U>> {
-  Unit() { U::begin(); }
+  explicit Unit(int64_t) { U::begin(); }
   ~Unit() { U::end(); }
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
@@ -162,11 +159,11 @@ inline void multiply_tiles(const WeightRows<Tiled<U>>& w, int64_t num_rows, cons
   }
 }
 
-// As of every weight; a thread that has a Unit of it.
+// As of every weight.
 template <typename U>
-inline void multiply(const WeightRows<Tiled<U>>& w, int64_t num_rows, const BFloat16* x,
-                     int64_t x_stride, int64_t num_batch, int64_t n, const Tiled<U>* next,
-                     float* out, int64_t out_stride) {
+inline void multiply(const Unit<Tiled<U>>&, const WeightRows<Tiled<U>>& w, int64_t num_rows,
+                     const BFloat16* x, int64_t x_stride, int64_t num_batch, int64_t n,
+                     const Tiled<U>* next, float* out, int64_t out_stride) {
   static_assert(kTileRows == 2 * kTileSide && kTileBatch == 2 * kTileSide);
   const auto run = [&]<bool kTwoRows, bool kTwoGroups>() {
     multiply_tiles<U, kTwoRows, kTwoGroups>(w, num_rows, x, x_stride, num_batch, n, next, out,

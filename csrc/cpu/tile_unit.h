@@ -1,10 +1,11 @@
 // Matrix tiles of a CPU (AMX), and the same in software: what a CPU without them is tested with.
 //
 // A tile is up to 16 rows of up to 64 bytes, all of it where nothing else is said; in the model
-// what lies beyond is zero. Tiles 0 to 3 are sums, 4 and 5 the left, 6 and 7 the right factors.
-// multiply<C, A, B>: sums C[m, n] of A[m, 2k] * B[k, 2n] + A[m, 2k + 1] * B[k, 2n + 1], even and
-// odd ones apart until the last, small numbers as zeros (TDPBF16PS in Intel's manual of
-// instructions). Between begin and end a thread may use them.
+// what lies beyond is zero. multiply<C, A, B>, of bfloat16: sums C[m, n] of A[m, 2k] * B[k, 2n] +
+// A[m, 2k + 1] * B[k, 2n + 1], even and odd ones apart until the last, small numbers as zeros
+// (TDPBF16PS in Intel's manual of instructions). multiply_bytes, of signed bytes: whole numbers,
+// four bytes of a row of A with four of a row of B for each (TDPBSSD). Between begin and end a
+// thread may use them.
 #pragma once
 
 #include "scratch.h"
@@ -24,7 +25,7 @@ struct alignas(64) TileSizes {
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int64_t num_rows, int64_t bytes) {
+  constexpr void set(int tile, int64_t num_rows, int64_t bytes) {
     rows[tile] = static_cast<uint8_t>(num_rows);
     row_bytes[tile] = static_cast<uint16_t>(bytes);
   }
@@ -52,13 +53,17 @@ struct TileHardware {
                  : "memory");
   }
   template <int kTile>
-  static void store(float* p, int64_t stride_bytes = kTileRowBytes) {
+  static void store(void* p, int64_t stride_bytes = kTileRowBytes) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride_bytes), "i"(kTile)
                  : "memory");
   }
   template <int kSums, int kLeft, int kRight>
   static void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+  }
+  template <int kSums, int kLeft, int kRight>
+  static void multiply_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
   }
 };
 
@@ -86,10 +91,10 @@ struct TileModel {
     }
   }
   template <int kTile>
-  static void store(float* p, int64_t stride_bytes = kTileRowBytes) {
+  static void store(void* p, int64_t stride_bytes = kTileRowBytes) {
     for (int64_t row = 0; row < tiles().sizes.rows[kTile]; ++row) {
-      __builtin_memcpy(reinterpret_cast<uint8_t*>(p) + row * stride_bytes,
-                       tiles().bytes[kTile][row], tiles().sizes.row_bytes[kTile]);
+      __builtin_memcpy(static_cast<uint8_t*>(p) + row * stride_bytes, tiles().bytes[kTile][row],
+                       tiles().sizes.row_bytes[kTile]);
     }
   }
   template <int kSums, int kLeft, int kRight>
@@ -106,6 +111,20 @@ struct TileModel {
       float* sums = reinterpret_cast<float*>(all.bytes[kSums][m]);
       eecore::cpu::EECORE_CAPABILITY::store(
           sums, flushed(flushed(eecore::cpu::EECORE_CAPABILITY::load(sums)) + flushed(even + odd)));
+    }
+  }
+  template <int kSums, int kLeft, int kRight>
+  static void multiply_bytes() {
+    Tiles& all = tiles();
+    for (int64_t m = 0; m < all.sizes.rows[kSums]; ++m) {
+      for (int64_t n = 0; n < kTileSide; ++n) {
+        int32_t sum = word(all.bytes[kSums][m] + 4 * n);
+        for (int64_t i = 0; i < all.sizes.row_bytes[kLeft]; ++i) {
+          sum += static_cast<int8_t>(all.bytes[kLeft][m][i]) *
+                 static_cast<int8_t>(all.bytes[kRight][i / 4][4 * n + i % 4]);
+        }
+        __builtin_memcpy(all.bytes[kSums][m] + 4 * n, &sum, 4);
+      }
     }
   }
 

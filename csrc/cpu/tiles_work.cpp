@@ -1,4 +1,6 @@
-// The machine's matrix tiles against their model: two tiles of numbers that go in different ways.
+// The machine's matrix tiles against their model: two tiles of numbers that go in different ways,
+// and one of bytes.
+#include "panel_gemm.h"
 #include "tile_gemm.h"
 
 #if defined(__AVX512BF16__)
@@ -21,15 +23,13 @@ void multiply_some(float* out) {
     for (int64_t k = 0; k < kColumns; ++k) from_float(number(row * kColumns + 3 * k + 7), &x[k]);
     pack_row<W>(x.data(), kColumns, row, stride, packed.data());
   }
-  const Unit<W> unit;
+  const Unit<W> unit(kRowsOfX);
   const auto rows = weight_rows<W>(w.data(), kColumns, nullptr, nullptr);
-  multiply(rows, kRowsOfW, packed.data(), stride, kRowsOfX, kColumns,
+  multiply(unit, rows, kRowsOfW, packed.data(), stride, kRowsOfX, kColumns,
            static_cast<const W*>(nullptr), out, kTileRows);
 }
 
-}  // namespace
-
-bool tiles_work() {
+bool products_agree() {
   Scratch<float> got(kRowsOfX * kTileRows), expected(kRowsOfX * kTileRows);
   multiply_some<TileHardware>(got.data());
   multiply_some<TileModel>(expected.data());
@@ -40,6 +40,35 @@ bool tiles_work() {
   }
   return true;
 }
+
+// out: [kTileSide, kTileSide], of whole numbers as panels are multiplied.
+template <typename U>
+void multiply_bytes(const uint8_t* left, const uint8_t* right, int32_t* out) {
+  U::begin(panel_tiles());
+  U::template load<2>(left, kBlockColumns);
+  U::template load<3>(right, kTileRowBytes);
+  U::template zero<1>();
+  U::template multiply_bytes<1, 2, 3>();
+  U::template store<1>(out);
+  U::end();
+}
+
+bool bytes_agree() {
+  constexpr int64_t kBytes = kTileSide * kBlockColumns, kSums = kTileSide * kTileSide;
+  Scratch<uint8_t> left(kBytes), right(kBytes);
+  for (int64_t i = 0; i < kBytes; ++i) {
+    left[i] = static_cast<uint8_t>(i * 89 + i / 7);
+    right[i] = static_cast<uint8_t>(i * 151 + i / 5);
+  }
+  Scratch<int32_t> got(kSums), expected(kSums);
+  multiply_bytes<TileHardware>(left.data(), right.data(), got.data());
+  multiply_bytes<TileModel>(left.data(), right.data(), expected.data());
+  return __builtin_memcmp(got.data(), expected.data(), kSums * sizeof(int32_t)) == 0;
+}
+
+}  // namespace
+
+bool tiles_work() { return products_agree() && bytes_agree(); }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY
 

@@ -40,6 +40,12 @@ inline WeightRows<W> weight_rows(const void* data, int64_t stride, const float* 
 template <typename W>
 struct Format;
 
+// What a thread holds while it multiplies num_rows rows of x with a weight of W.
+template <typename W>
+struct Unit {
+  explicit Unit(int64_t) {}
+};
+
 // Floating-point numbers may be summed without end.
 constexpr int64_t kAnyColumns = int64_t{1} << 62;
 

@@ -14,6 +14,7 @@ import test_kv_fill
 import test_skinny_linear
 import torch
 
+import cases
 import emulated
 import fuzz_ops
 import op_calls
@@ -33,6 +34,12 @@ from packed_blocks import SMALL_FORMATS, packed_layers, random_blocks
 
 FORMATS = ops.BLOCK_FORMATS
 BATCH_SIZES = (0, 1, 2, 3, 7, 33)
+# First row and number of rows: alone, few, and around the rows of a tile and of two.
+ROWS_TOGETHER = (
+    *((row, 1) for row in (0, 1, 3, 7, 8, 17, 18, 31, 32, 64, 299, 300)),
+    *((1, count) for count in range(2, 10)),
+    *((2, count) for count in (15, 16, 17, 23, 24, 31, 32, 33, 41, 47, 48, 70)),
+)
 CUDA_OPS = (
     "embed_tokens",
     "exit_confidence_softmax",
@@ -147,20 +154,26 @@ def test_rows_of_any_place_and_format(dtype: torch.dtype, device: torch.device) 
 def test_a_row_does_not_depend_on_the_others(
     format: str, op: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> None:
-    call = test_skinny_linear.random_call(301, 512, 74, "plain", dtype, device)
+    """Nor on how many they are, or on what is not finite among them."""
+    call = test_skinny_linear.random_call(301, 1280, 74, "plain", dtype, device)
     call = with_packed(call, format)
+    call["x"][[3, 21]] = torch.nan
+    call["x"][17, 1000] = torch.inf
+    call["x"][18] = 0
     together = op(**call)
-    for row in (0, 1, 7, 8, 31, 32, 64, 299, 300):
-        assert torch.equal(op(**{**call, "x": call["x"][row : row + 1]})[0], together[row])
+    for first, count in ((0, 301), *ROWS_TOGETHER):
+        rows = slice(first, first + count)
+        some = op(**{**call, "x": call["x"][rows]})
+        torch.testing.assert_close(some, together[rows], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_vectors_of_every_width_agree(format: str) -> None:
-    """AVX2 and AVX-512: exact integers, and one order of the sums."""
-    names = [name for name in _C.cpu_capabilities() if name != "portable"]
+    """AVX2, AVX-512 and matrix tiles: exact integers, and one order of the sums."""
+    names = [name for name in cases.cpu_capabilities() if name != "portable"]
     if len(names) < 2:
         pytest.skip("this CPU has one width of vectors")
-    call = test_skinny_linear.random_call(9, 768, 70, "plain")
+    call = test_skinny_linear.random_call(41, 768, 70, "plain")
     call = with_packed(call, format)
     before = _C.cpu_capability()
     try:

@@ -1,0 +1,89 @@
+// A panel block by block: its quants as bytes, its scales as floats.
+#pragma once
+
+#include "panel_lanes.h"
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+// The 8 groups of columns of a block, as unsigned bytes. Always inline, as is what else a block
+// takes: the compiler counts how often it could be, and each block's bytes would cross memory.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void unpack(const uint8_t* quants, const uint8_t* high_bits,
+                                          Bytes* q) {
+  if constexpr (kFormat == BlockFormat::kQ8_0) {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) q[g] = load_bytes(quants + 64 * g);
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Bytes both = load_bytes(quants + 64 * i);
+    q[2 * i] = low_nibbles(both);
+    q[2 * i + 1] = high_nibbles(both);
+  }
+  if constexpr (traits_of(kFormat).high_bits == 64) {
+    const Bytes fifth = load_bytes(high_bits);
+    q[0] = with_bits<4>(q[0], fifth, 0x10);
+    q[1] = with_bits<3>(q[1], fifth, 0x10);
+    q[2] = with_bits<2>(q[2], fifth, 0x10);
+    q[3] = with_bits<1>(q[3], fifth, 0x10);
+    q[4] = with_bits<0>(q[4], fifth, 0x10);
+    q[5] = with_bits<-1>(q[5], fifth, 0x10);
+    q[6] = with_bits<-2>(q[6], fifth, 0x10);
+    q[7] = with_bits<-3>(q[7], fifth, 0x10);
+  }
+  if constexpr (traits_of(kFormat).high_bits == 128) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const Bytes top = load_bytes(high_bits + 64 * half);
+      q[4 * half] = with_bits<4>(q[4 * half], top, 0x30);
+      q[4 * half + 1] = with_bits<2>(q[4 * half + 1], top, 0x30);
+      q[4 * half + 2] = with_bits<0>(q[4 * half + 2], top, 0x30);
+      q[4 * half + 3] = with_bits<-2>(q[4 * half + 3], top, 0x30);
+    }
+  }
+}
+
+// The scales of kWidth rows' next block: w = quant * scale + minimum, of Q6_K `second` is the scale
+// of the last 16 columns.
+struct LaneScales {
+  Vec scale, second;
+};
+
+// A panel, or what begins at one of its rows.
+struct PanelPart {
+  const uint8_t *quants, *high_bits, *sub_scales, *scales;
+  int64_t num_blocks;   // of kBlockColumns
+  int64_t block_bytes;  // of the panel, all planes together
+
+  PanelPart from(int64_t lane) const {
+    return {quants + 4 * lane, high_bits + 4 * lane, sub_scales + lane,
+            scales + 2 * lane, num_blocks,           block_bytes};
+  }
+};
+inline PanelPart whole_panel(const uint8_t* panel, BlockFormat format, int64_t columns) {
+  const PanelPlanes planes = planes_of(format, columns);
+  const int64_t num_blocks = columns / kBlockColumns;
+  return {panel,      panel + planes.high_bits, panel + planes.sub_scales, panel + planes.scales,
+          num_blocks, planes.bytes / num_blocks};
+}
+
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline LaneScales scales_of(const PanelPart& part, int64_t block) {
+  constexpr BlockTraits kTraits = traits_of(kFormat);
+  const uint8_t* scales = part.scales + block / (kTraits.columns / kBlockColumns) * kTraits.scales;
+  const uint8_t* sub = part.sub_scales + block * kTraits.sub_scales;
+  if constexpr (kFormat == BlockFormat::kQ6_K) {
+    const Vec scale = load_half(scales);
+    return {scale * load_signed(sub), scale * load_signed(sub + kPanelRows)};
+  } else if constexpr (traits_of(kFormat).sub_scales > 0) {
+    return {load_half(scales) * load_unsigned(sub),
+            zero() - load_half(scales + 2 * kPanelRows) * load_unsigned(sub + kPanelRows)};
+  } else if constexpr (has_minima(kFormat)) {
+    return {load_half(scales), load_half(scales + 2 * kPanelRows)};
+  } else {
+    return {load_half(scales), zero()};
+  }
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -1,0 +1,164 @@
+// Products of a panel with 16 rows of x at a time on matrix tiles, bit for bit what vectors give: a
+// tile's sums are a block's exact ones, and floats are made of them in the same order.
+#pragma once
+
+#include "panel_blocks.h"
+#include "panel_gemm.h"
+
+#if defined(__AVX512BF16__)
+
+namespace eecore::cpu::EECORE_CAPABILITY {
+
+constexpr int64_t kTileSums = kTileSide * kTileSide;
+// Blocks that are opened once for all rows of x; with their part of 16 of these they stay in the
+// first-level cache.
+constexpr int64_t kStretch = 18;
+// Blocks that are multiplied before the sums of one become floats, and room for theirs.
+constexpr int64_t kBehind = 2, kWaiting = 4;
+
+// A block of a panel as a right factor, signed, and its scales. Of Q6_K a factor for each half of
+// the columns, with zeros for the other, which lie between them.
+template <BlockFormat kFormat>
+struct alignas(64) OpenBlock {
+  static constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
+  static constexpr int kGap = kHasHalves ? 4 : 0;
+
+  uint8_t q[8 + kGap][kTileRowBytes];
+  float scale[kPanelRows], second[kPanelRows];
+};
+
+template <BlockFormat kFormat>
+struct TileRoom {
+  OpenBlock<kFormat> blocks[kStretch];
+  alignas(64) int32_t sums[kWaiting][OpenBlock<kFormat>::kHasHalves ? 2 : 1][kTileSums];
+  alignas(64) float totals[kTileBatch][kPanelRows];
+};
+
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void open_block(const PanelPart& part, int64_t block,
+                                              OpenBlock<kFormat>* out) {
+  constexpr BlockTraits kTraits = traits_of(kFormat);
+  const __m512i offset = _mm512_set1_epi8(static_cast<char>(quant_offset(kFormat)));
+  Bytes q[8];
+  unpack<kFormat>(part.quants + block * kTraits.quants, part.high_bits + block * kTraits.high_bits,
+                  q);
+#pragma GCC unroll 8
+  for (int g = 0; g < 8; ++g) {
+    if constexpr (!has_minima(kFormat)) q[g].v = _mm512_sub_epi8(q[g].v, offset);
+    _mm512_store_si512(out->q[g < 4 ? g : g + OpenBlock<kFormat>::kGap], q[g].v);
+  }
+  const LaneScales scales = scales_of<kFormat>(part, block);
+  store(out->scale, scales.scale);
+  store(out->second, scales.second);
+}
+
+// sums: [16 rows of x, kPanelRows], of Q6_K of each half of the columns.
+template <typename U, BlockFormat kFormat>
+[[gnu::always_inline]] inline void multiply_open(const OpenBlock<kFormat>& block, const XBlock* x,
+                                                 int64_t x_stride, int32_t (*sums)[kTileSums]) {
+  U::template load<2>(x->q, x_stride * static_cast<int64_t>(sizeof(XBlock)));
+  U::template load<3>(block.q[0], kTileRowBytes);
+  U::template zero<0>();
+  U::template multiply_bytes<0, 2, 3>();
+  U::template store<0>(sums[0]);
+  if constexpr (OpenBlock<kFormat>::kHasHalves) {
+    U::template load<3>(block.q[4], kTileRowBytes);
+    U::template zero<1>();
+    U::template multiply_bytes<1, 2, 3>();
+    U::template store<1>(sums[1]);
+  }
+}
+
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void add_sums(const OpenBlock<kFormat>& block,
+                                            const int32_t (*sums)[kTileSums], const XBlock* x,
+                                            int64_t x_stride, Vec* totals) {
+  const auto at = [&](int half, int b) {
+    return to_vec(Ints{_mm512_load_si512(sums[half] + b * kPanelRows)});
+  };
+  const Vec scale = load(block.scale), second = load(block.second);
+#pragma GCC unroll 16
+  for (int b = 0; b < kTileSide; ++b, x += x_stride) {
+    // One address that moves on: 16 that the compiler keeps would cross vector registers.
+    asm("" : "+r"(x));
+    const XBlock& columns = *x;
+    const Vec x_scale = broadcast(columns.scale);
+    totals[b] = fma(at(0, b), scale * x_scale, totals[b]);
+    if constexpr (OpenBlock<kFormat>::kHasHalves) {
+      totals[b] = fma(at(1, b), second * x_scale, totals[b]);
+    }
+    if constexpr (has_minima(kFormat)) {
+      totals[b] = fma(second, broadcast(columns.scaled_sum), totals[b]);
+    }
+  }
+}
+
+// Blocks [begin, begin + count) of a panel, count <= kStretch, and 16 rows of x, added to totals:
+// [16, kPanelRows]. kOpens: the blocks are opened meanwhile, else they are open. A function of its
+// own, so that the compiler keeps the totals in registers.
+template <typename U, BlockFormat kFormat, bool kOpens>
+[[gnu::noinline]] void multiply_stretch(TileRoom<kFormat>& room, const PanelPart& part,
+                                        int64_t begin, int64_t count, const XBlock* x,
+                                        int64_t x_stride, const uint8_t* ahead,
+                                        float (*sums)[kPanelRows]) {
+  Vec totals[kTileSide];
+#pragma GCC unroll 16
+  for (int b = 0; b < kTileSide; ++b) totals[b] = load(sums[b]);
+  // While a block's sums become floats a later one is multiplied, and before that another opened:
+  // nothing waits for memory that was only just written.
+  constexpr int64_t kLead = kOpens ? kBehind + 1 : kBehind;
+  for (int64_t i = -kLead; i < count; ++i) {
+    const int64_t opened = i + kLead, multiplied = i + kBehind;
+    if (kOpens && opened < count) {
+      if (ahead) {
+        for (int64_t line = 0; line < part.block_bytes; line += 64) prefetch(ahead + line);
+        ahead += part.block_bytes;
+      }
+      open_block(part, begin + opened, &room.blocks[opened]);
+    }
+    if (multiplied >= 0 && multiplied < count) {
+      multiply_open<U>(room.blocks[multiplied], x + multiplied, x_stride,
+                       room.sums[multiplied % kWaiting]);
+    }
+    if (i >= 0) add_sums(room.blocks[i], room.sums[i % kWaiting], x + i, x_stride, totals);
+  }
+#pragma GCC unroll 16
+  for (int b = 0; b < kTileSide; ++b) store(sums[b], totals[b]);
+}
+
+// The first rows of x, 16 at a time; returns how many. The last 16 may be computed in part anew.
+template <typename U, BlockFormat kFormat>
+int64_t multiply_with_tiles(const PanelProduct& product, const PanelPart& panel) {
+  constexpr int64_t kFewest = 8;  // of the last rows of x that are worth a tile
+  if (product.num_batch < kTileSide) return 0;
+  const int64_t rest = product.num_batch % kTileSide;
+  const int64_t num_batch = rest < kFewest ? product.num_batch - rest : product.num_batch;
+  auto& room = kept_by_thread<TileRoom<kFormat>>();
+  if constexpr (OpenBlock<kFormat>::kHasHalves) {
+    for (auto& block : room.blocks) __builtin_memset(block.q[4], 0, 4 * kTileRowBytes);
+  }
+  __builtin_memset(room.totals, 0, sizeof(room.totals));
+  const int64_t num_stretches = ceil_div(panel.num_blocks, kStretch);
+  for (int64_t stretch = 0; stretch < num_stretches; ++stretch) {
+    const int64_t begin = stretch * panel.num_blocks / num_stretches;
+    const int64_t count = (stretch + 1) * panel.num_blocks / num_stretches - begin;
+    const uint8_t* ahead = product.ahead ? product.ahead + begin * panel.block_bytes : nullptr;
+    const XBlock* x = product.x + begin;
+    multiply_stretch<U, kFormat, true>(room, panel, begin, count, x, product.x_stride, ahead,
+                                       room.totals);
+    for (int64_t b = kTileSide; b < num_batch; b += kTileSide) {
+      const int64_t first = min_of(b, num_batch - kTileSide);
+      multiply_stretch<U, kFormat, false>(room, panel, begin, count, x + first * product.x_stride,
+                                          product.x_stride, nullptr, room.totals + b);
+    }
+  }
+  for (int64_t b = 0; b < num_batch; ++b) {
+    const int64_t tile = b / kTileSide * kTileSide, first = min_of(tile, num_batch - kTileSide);
+    store_row(product, b, room.totals[tile + b - first]);
+  }
+  return num_batch;
+}
+
+}  // namespace eecore::cpu::EECORE_CAPABILITY
+
+#endif
