@@ -97,7 +97,8 @@ class NewWeights:
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """In the weights' dtype, or the one given."""
-        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+        made = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+        return ops.in_huge_pages(made) if made.device.type == "cpu" else made
 
     def matrix(
         self,

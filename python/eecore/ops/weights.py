@@ -15,6 +15,7 @@ __all__ = [
     "BLOCK_FORMATS",
     "FLOAT_BLOCK_FORMATS",
     "Matrix",
+    "in_huge_pages",
     "pack_weight",
     "packed_bytes",
     "quantise_weight",
@@ -83,6 +84,17 @@ BLOCK_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 FLOAT_BLOCK_FORMATS = ("Q4_1", "Q5_1", "Q8_0")
 """Of these, what :func:`quantise_weight` makes."""
+
+
+def in_huge_pages(memory: Tensor) -> Tensor:
+    """The same tensor, in pages of 2 MiB where the system has them: what is read from one end to
+    the other, as weights are, comes faster then.
+
+    Args:
+        memory: on the CPU, contiguous, and not written yet: the pages are taken as it is.
+    """
+    _C.ask_for_huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory
 
 
 def packed_bytes(format: str, num_rows: int, in_features: int) -> int:
