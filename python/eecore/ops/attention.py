@@ -76,7 +76,7 @@ def append_kv(
         v: [num_tokens, num_kv_heads, head_dim], likewise.
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], one layer, any strides with
             contiguous head_dim: where heads come before slots, ``cache.transpose(1, 2)``. Of the
-            model's dtype or float8_e4m3fn.
+            model's dtype, float8_e4m3fn, or on the CPU bfloat16 where the others are float32.
         v_cache: [num_pages, page_size, num_kv_heads, head_dim], likewise, in the same dtype.
         slot_mapping: int64 [num_tokens].
         positions: int64 [num_tokens]; None switches the rotary embedding off.
@@ -141,7 +141,8 @@ def paged_attention(
     T5Attention in transformers.)
 
     Sums are float32. In bfloat16 on tensor cores, and on CPUs that multiply pairs of it (AVX-512
-    BF16), the weights of values are rounded to bfloat16 first; elsewhere they stay float32.
+    BF16), the weights of values are rounded to bfloat16 first; elsewhere they stay float32. So are
+    there queries in float32 over caches in bfloat16.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], any strides with contiguous head_dim; head_dim is a
