@@ -201,6 +201,7 @@ class Chooser:
         self._trial = 0  # rounds of it that are left
         self._best = best_exit_layers(agreement)
         self._looks: dict[int, float] = {}  # seconds that choosing takes, by about so many rows
+        self._between: dict[int, float] = {}  # and what lies between two rounds
         self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
         self._full, self._verify = PassTimes(), PassTimes()
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
@@ -253,17 +254,17 @@ class Chooser:
         if seconds is None or self._rounds >= self._next_full:
             return FULL
         anchor = rows, seconds
-        look = self._looks.get(rows.bit_length(), 0.0)
-        best, speed = FULL, _min_gain(rows) * rows / (seconds + look)
+        besides = self._looks.get(rows.bit_length(), 0.0) + self._host(rows)
+        best, speed = FULL, _min_gain(rows) * rows / (seconds + besides)
         if any(proposals):
-            choice, its_speed = self._give(histories, proposals, anchor, behind, look)
+            choice, its_speed = self._give(histories, proposals, anchor, behind, besides)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
             layer, count, its_speed = self._held(
                 self._drafts,
                 (rows, exit_layers, behind),
-                lambda: self._draft(exit_layers, histories, max(most), anchor, behind, look),
+                lambda: self._draft(exit_layers, histories, max(most), anchor, behind, besides),
             )
             if its_speed > speed:
                 drafts = tuple(min(count, m) for m in most)
@@ -281,7 +282,8 @@ class Chooser:
         expected = sum(self._expected(*each) for each in zip(histories, given, strict=True))
         if expected > ENOUGH * rows:
             return best
-        worth = (self._row_cost(anchor) + self._head_step(rows)) / NEXT_STANDS
+        step = self._head_step(rows) * anchor[1] / (anchor[1] + self._host(rows))
+        worth = (self._row_cost(anchor) + step) / NEXT_STANDS
         thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
         if self._head_pays(histories, anchor, behind):
             steps = 1 + sum(threshold < 1.0 for threshold in thresholds)
@@ -297,7 +299,11 @@ class Chooser:
         """Of a draft in a round that is given some, in tokens of full depth."""
         rows, seconds = anchor
         none, one = self._passes(anchor, 1)[:2]
-        return max(rows * (one - none) / seconds, LEAST_ROW_COST)
+        return max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
+
+    def _host(self, rows: int) -> float:
+        """Seconds of the host between two rounds of so many requests, whatever these do."""
+        return self._between.get(rows.bit_length(), 0.0)
 
     def _head_step(self, rows: int) -> float:
         """A step's time, of a pass of full depth."""
@@ -315,8 +321,9 @@ class Chooser:
         verified = passes[low] + (tried - low) * (passes[low + 1] - passes[low])
         steps = max(history.steps for history in histories)
         tokens = _worth([1.0 + history.gain for history in histories], behind)
-        return tokens * seconds > _min_gain(rows) * rows * (
-            verified + steps * self._head_step(rows) * seconds
+        host = self._host(rows)
+        return tokens * (seconds + host) > _min_gain(rows) * rows * (
+            verified + steps * self._head_step(rows) * seconds + host
         )
 
     def _is_trial(self) -> bool:
@@ -343,11 +350,11 @@ class Chooser:
         proposals: Ordered[Ordered[Proposal]],
         anchor: Anchor,
         behind: Ordered[int],
-        look: float,
+        besides: float,
     ) -> tuple[Choice, float]:
         """Of drafts that there are, those likely enough to be worth a row; tokens a second.
 
-        Choosing takes ``look`` seconds a round. Those of requests that are behind come first:
+        A round takes ``besides`` more. Those of requests that are behind come first:
         nothing is gained without them.
         """
         rows = anchor[0]
@@ -369,7 +376,7 @@ class Chooser:
         for count, (chance, i) in enumerate(chances, 1):
             tokens[i] += chance
             total += chance
-            here = (_worth(tokens, behind) if behind else total) / (passes[count] + look)
+            here = (_worth(tokens, behind) if behind else total) / (passes[count] + besides)
             if here > speed:
                 taken, speed = count, here
         drafts = [0] * rows
@@ -385,10 +392,10 @@ class Chooser:
         most: int,
         anchor: Anchor,
         behind: Ordered[int],
-        look: float,
+        besides: float,
     ) -> tuple[int, int, float]:
-        """The best layer and number of drafts of each request; tokens a second, where choosing
-        takes ``look`` seconds a round.
+        """The best layer and number of drafts of each request; tokens a second, where a round
+        takes ``besides`` more.
         """
         rows, seconds = anchor
         best = 0, 0, 0.0
@@ -402,7 +409,7 @@ class Chooser:
                 tokens = [own + one for own, one in zip(tokens, stand, strict=True)]
                 if count not in NUM_DRAFTS and count != most:
                     continue
-                speed = _worth(tokens, behind) / (cost.round(count) * seconds + look)
+                speed = _worth(tokens, behind) / (cost.round(count) * seconds + besides)
                 if speed < before:  # less and less stand, each costs as much
                     break
                 if speed > max(least, best[2]):
@@ -477,13 +484,27 @@ class Chooser:
         full = self._full.near(rows)
         if full is None:
             return 0.0
-        expected = self._round(rows, full, drafted, steps, layer)
-        return tokens / rows - min(seconds, MOST_SLOWER * expected) / full
+        expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
+        return tokens / rows - (min(seconds, MOST_SLOWER * expected) + host) / (full + host)
 
     def learn_look(self, rows: int, seconds: float) -> None:
         """How long it took to choose for so many requests, and to learn of what was chosen."""
         known = self._looks.get(rows.bit_length(), seconds)
         self._looks[rows.bit_length()] = known + NEW_ROUND * (min(seconds, 2.0 * known) - known)
+
+    def learn_between(self, rows: int, seconds: float) -> None:
+        """How long it was from a round of so many requests to their next one.
+
+        It is the same for a round that gives several tokens: what a small model's drafts save is
+        to a good part this. No more is believed than a pass of full depth takes.
+        """
+        full = self._full.near(rows)
+        if full is None:
+            return
+        seconds = min(seconds, full)
+        known = self._between.get(rows.bit_length(), seconds)
+        seconds = min(seconds, 2.0 * known)
+        self._between[rows.bit_length()] = known + NEW_ROUND * (seconds - known)
 
     def learn_leads(
         self,
@@ -509,10 +530,10 @@ class Chooser:
         full = self._full.near(rows)
         if full is None:
             return
-        expected = self._round(rows, full, drafted, steps, layer)
+        expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
         seconds = min(seconds, (1.0 + SURPRISE) * expected)
         for history, tokens in got:
-            history.lead += LAG_A_ROUND + tokens - seconds / full
+            history.lead += LAG_A_ROUND + tokens - (seconds + host) / (full + host)
 
     def _round(self, rows: int, full: float, drafted: int, steps: int, layer: int) -> float:
         """Seconds that a round is expected to take."""

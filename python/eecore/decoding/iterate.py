@@ -90,6 +90,9 @@ class Iterations:
         self.run = run
         self.planner = Planner(model)
         self._last: ExitStep | None = None
+        self._ended: tuple[float, frozenset[Sequence]] | None = (
+            None  # the last iteration, and whose
+        )
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
         self._program_bytes: dict[ExitKind | DraftKind, int] = {}
 
@@ -101,6 +104,15 @@ class Iterations:
     @torch.inference_mode()
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
+        last, self._ended = self._ended, None
+        if last is not None and all(work.sequence in last[1] for work in works):
+            self.planner.went_between(time.perf_counter() - last[0])
+        outcomes = self._iterate(works)
+        decoding = (work.sequence for work in works if not work.is_prefill)
+        self._ended = time.perf_counter(), frozenset(decoding)
+        return outcomes
+
+    def _iterate(self, works: list[Work]) -> list[Outcome]:
         if not self.planner.chooses(works):
             started = time.perf_counter()
             going_on = self._go_on(works)

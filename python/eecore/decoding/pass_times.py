@@ -7,6 +7,7 @@ import bisect
 __all__ = [
     "COST_AMONG_ROWS",
     "FIRST_STEPS",
+    "LASTED",
     "LEAST_ROW_COST",
     "MOST_SLOWER",
     "ROW_COST",
@@ -23,8 +24,9 @@ Anchor = tuple[int, float]
 # forget one.
 NEW_TIME, FASTER_TIME, MOST_SLOWER = 0.25, 0.5, 1.5
 FORGET_TIME = 1024
-# What a pass takes of those before it, for them to have been disturbed.
-DISTURBED = 0.8
+# What a pass takes of those before it, for them to have been disturbed; and how many these are, for
+# whatever it was to have lasted, and passes of other numbers of rows to have met it too.
+DISTURBED, LASTED = 0.8, 4
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
 # Before anything is measured: what one more row costs of a pass of one row, and of more.
@@ -57,8 +59,9 @@ class PassTimes:
     def add(self, rows: int, seconds: float) -> float:
         """A pass that has been measured; the first of so many rows is taken as it is.
 
-        Where it took far less than those before it, they were disturbed, and so may have been
-        passes of other numbers of rows, which are measured again only if they look worth it.
+        Where it took far less than those before it, they were disturbed. Few of them are given up.
+        Where it were many, passes of other numbers of rows may have been disturbed too, which are
+        measured again only if they look worth it.
 
         Returns:
             By how much all others are taken to be faster: 1 where they are not.
@@ -72,8 +75,11 @@ class PassTimes:
         else:
             new = _blended(known, seconds)
             if seconds < DISTURBED * known:
-                share = new / known
-                self.scale(share)
+                if self._passes[rows] < LASTED:
+                    new = seconds
+                else:
+                    share = new / known
+                    self.scale(share)
             self._seconds[rows] = new
         self._last[rows] = self._count
         self._passes[rows] = self._passes.get(rows, 0) + 1

@@ -56,6 +56,7 @@ class Planner:
         self._free: list[Sequence] = []  # requests of Auto that were asked for last
         self._look: float | None = None  # seconds that it took to choose; None: nobody did
         self._learning = 0.0  # seconds that it took to learn of the last round
+        self._between: float | None = None  # and from the last round to this one
         self.others_wait = False
         """Whether requests wait for those that are planned for to end."""
 
@@ -80,7 +81,14 @@ class Planner:
         """Whether what some of them do is chosen; it is not where nobody is to look."""
         sequences = [work.sequence for work in works]
         self._free = [s for s in sequences if self.route(s).auto is not None]
+        between, self._between = self._between, None
+        if between is not None and self._free:
+            self.chooser.learn_between(len(self._free), between)
         return any(not sequence.is_resting for sequence in self._free)
+
+    def went_between(self, seconds: float) -> None:
+        """The time since these same requests' last iteration, which none of them spent waiting."""
+        self._between = seconds
 
     def went_on(self, rows: int, seconds: float) -> None:
         """The round of those that were asked for last went on as the one before, without a look.
