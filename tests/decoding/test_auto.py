@@ -591,11 +591,12 @@ def test_times_that_were_disturbed_are_given_up_together() -> None:
     for rows in (1, 2, 4):
         times.add(rows, 2.0 * rows)
     for _ in range(LASTED - 1):
-        assert times.add(2, 3.9) == 1.0
+        assert times.add(2, 3.9) is None
     assert times.of(4, (1, 2.0)) == 8.0
-    share = times.add(2, 1.9)
-    assert share < 0.8
-    assert times.of(4, (1, 2.0)) == pytest.approx(8.0 * share)
+    given_up = times.add(2, 1.9)
+    assert given_up is not None
+    assert given_up.share < 0.8
+    assert times.of(4, (1, 2.0)) == pytest.approx(8.0 * given_up.share)
 
 
 def test_one_slow_pass_says_nothing_of_others() -> None:
@@ -604,9 +605,20 @@ def test_one_slow_pass_says_nothing_of_others() -> None:
     for _ in range(LASTED):
         times.add(8, 1.0)
     times.add(3, 12.0)
-    assert times.add(3, 0.6) == 1.0
-    assert times.near(3) == 0.6
+    times.add(5, 10.0)  # measured meanwhile, so that it met the same
+    assert times.add(3, 0.6) == (pytest.approx(0.05), LASTED + 1)
+    assert times.near(3) == pytest.approx(0.6)
     assert times.near(8) == 1.0
+    assert times.of(5, (3, 0.6)) == pytest.approx(0.5)
+
+
+def test_what_verification_took_meanwhile_is_given_up_too() -> None:
+    chooser = Chooser(12, None)
+    for _ in range(2):
+        chooser.learn_full(1, 4.0)  # something disturbs the machine
+    chooser.learn_given(1, 3, 0, 6.0)
+    chooser.learn_full(1, 2.0)
+    assert chooser._verified(4, (1, 2.0)) == pytest.approx(3.0)
 
 
 def test_what_lies_between_rounds_speaks_for_drafts() -> None:

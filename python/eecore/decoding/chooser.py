@@ -207,6 +207,7 @@ class Chooser:
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
         self._unsteady = 0
         self._clock = 0  # rounds that were chosen
+        self._learnt = 0  # and that times were learnt from
         self._alone, self._several = Budget(is_alone=True), Budget(is_alone=False)
         self._estimates: dict[Any, tuple[int, list[float]]] = {}
         self._drafts: dict[Any, tuple[int, tuple[int, int, float]]] = {}
@@ -548,12 +549,13 @@ class Chooser:
         One behind another of the same requests is faster: it counts, and any that comes behind
         some that were not.
         """
+        self._learnt += 1
         self._unsteady = 0 if is_steady else self._unsteady + 1
         if 0 < self._unsteady < UNSTEADY_PASSES:
             return
-        share = self._full.add(rows, seconds)
-        if share < 1.0:
-            self._verify.scale(share)
+        given_up = self._full.add(rows, seconds, self._learnt)
+        if given_up is not None:
+            self._verify.scale(given_up)
         if self._rounds >= self._next_full:
             self._next_full = min(2 * self._next_full, MEASURE_AGAIN[1])
         self._rounds = 0
@@ -568,6 +570,7 @@ class Chooser:
             seconds: the round's.
         """
         self._rounds += 1
+        self._learnt += 1
         full = self._full.near(rows)
         if full is None:
             return
@@ -578,7 +581,7 @@ class Chooser:
         passed = max(seconds - of_head, full)
         if rows + drafted not in self._verify:
             passed = min(passed, MOST_SLOWER * expected)
-        self._verify.add(rows + drafted, passed)
+        self._verify.add(rows + drafted, passed, self._learnt)
         self._note(expected + of_head, seconds)
 
     def learn_drafted(
