@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from typing import NamedTuple
 
 __all__ = [
     "COST_AMONG_ROWS",
@@ -13,7 +12,6 @@ __all__ = [
     "MOST_SLOWER",
     "ROW_COST",
     "Anchor",
-    "GivenUp",
     "PassTimes",
     "StepCost",
 ]
@@ -44,15 +42,6 @@ NEW_STEPS = 0.05
 LEAST_STEP = 0.01
 
 
-class GivenUp(NamedTuple):
-    """Measurements that something disturbed."""
-
-    share: float
-    """What a pass takes of what they say."""
-    since: int
-    """The first of them."""
-
-
 class PassTimes:
     """Seconds of a pass, by its rows: measured ones, and between and beyond them estimates."""
 
@@ -60,7 +49,6 @@ class PassTimes:
         self._rows: list[int] = []
         self._seconds: dict[int, float] = {}
         self._last: dict[int, int] = {}
-        self._at: dict[int, int] = {}  # by the caller's count
         self._since: dict[int, int] = {}  # and the first since nothing was given up
         self._passes: dict[int, int] = {}
         self._count = 0
@@ -69,46 +57,41 @@ class PassTimes:
         """Whether a pass of so many rows was measured."""
         return rows in self._seconds
 
-    def add(self, rows: int, seconds: float, now: int | None = None) -> GivenUp | None:
+    def add(self, rows: int, seconds: float) -> None:
         """A pass that has been measured; the first of so many rows is taken as it is.
 
         Where it took far less than those before it, they were disturbed, and so were passes of
         other numbers of rows meanwhile, which are measured again only if they look worth it.
-
-        Args:
-            rows: of the pass.
-            seconds: that it took.
-            now: a count that grows; of measurements when None.
-
-        Returns:
-            What was disturbed, and by how much; None where nothing was.
         """
         self._count += 1
-        now = self._count if now is None else now
-        known, given_up = self._seconds.get(rows), None
+        known = self._seconds.get(rows)
         if known is None:
             bisect.insort(self._rows, rows)
-            self._seconds[rows], self._since[rows] = seconds, now
+            self._seconds[rows], self._since[rows] = seconds, self._count
         else:
             new = _blended(known, seconds)
             if seconds < DISTURBED * known:
                 has_lasted = self._passes[rows] >= LASTED
                 new = new if has_lasted else seconds
-                given_up = GivenUp(new / known, 0 if has_lasted else self._since[rows])
-                self.scale(given_up)
-                self._since[rows] = now
+                since = 0 if has_lasted else self._since[rows]
+                for other in self._rows:
+                    if self._last[other] >= since:
+                        self.scale(new / known, other)
+                self._since[rows] = self._count
             self._seconds[rows] = new
-        self._last[rows], self._at[rows] = self._count, now
+        self._last[rows] = self._count
         self._passes[rows] = self._passes.get(rows, 0) + 1
         if self._count % FORGET_TIME == 0:
             self._forget()
-        return given_up
 
-    def scale(self, given_up: GivenUp) -> None:
-        """What was measured since then takes this share of what it was measured to take."""
-        for rows in self._rows:
-            if self._at[rows] >= given_up.since:
-                self._seconds[rows] *= given_up.share
+    def scale(self, share: float, rows: int) -> None:
+        """Passes of so many rows take this share of what they were measured to take."""
+        if rows in self._seconds:
+            self._seconds[rows] *= share
+
+    def measured(self, rows: int) -> float | None:
+        """A pass of so many rows; None where none was measured."""
+        return self._seconds.get(rows)
 
     def near(self, rows: int) -> float | None:
         """A pass of so many rows, or between two that were measured; None where it was neither."""
@@ -155,7 +138,7 @@ class PassTimes:
     def _forget(self) -> None:
         old = self._count - FORGET_TIME
         self._rows = [rows for rows in self._rows if self._last[rows] > old]
-        for held in (self._seconds, self._last, self._at, self._since, self._passes):
+        for held in (self._seconds, self._last, self._since, self._passes):
             for rows in held.keys() - set(self._rows):
                 held.pop(rows)
 
