@@ -52,8 +52,6 @@ MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.12
 UNSTEADY_PASSES = 3
 # And so much by a layer that promised less than another one: each has programs of its own.
 MIN_GAIN_OF_LAYER = 1.05
-# A pass of full depth that takes less than this share is one of a machine that is less busy.
-STEADY = 0.9
 # For so many rounds what follows from many measurements is held, unless one is so far off.
 HOLD = 8
 SURPRISE = 0.1
@@ -206,8 +204,6 @@ class Chooser:
         self._between: dict[int, float] = {}  # and what lies between two rounds
         self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
         self._full, self._verify = PassTimes(), PassTimes()
-        # By the rows of a verification, full depth that it was held against: its rows and seconds.
-        self._held_against: dict[int, tuple[int, float]] = {}
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
         self._unsteady = 0
         self._clock = 0  # rounds that were chosen
@@ -435,7 +431,7 @@ class Chooser:
         """Seconds of a pass that verifies: measured, or not less than those of full depth."""
         seconds = self._verify.of(rows, anchor, self._full.row_seconds)
         if rows in self._verify:
-            return max(seconds, anchor[1])
+            return seconds
         return max(seconds, self._full.near(rows) or 0.0)
 
     def _held(self, held: dict[Any, tuple[int, T]], key: Any, make: Callable[[], T]) -> T:
@@ -555,26 +551,12 @@ class Chooser:
         self._unsteady = 0 if is_steady else self._unsteady + 1
         if 0 < self._unsteady < UNSTEADY_PASSES:
             return
-        self._full.add(rows, seconds)
-        self._follow(rows)
+        share = self._full.add(rows, seconds)
+        if share < 1.0:
+            self._verify.scale(share)
         if self._rounds >= self._next_full:
             self._next_full = min(2 * self._next_full, MEASURE_AGAIN[1])
         self._rounds = 0
-
-    def _follow(self, rows: int) -> None:
-        """Verification is faster where full depth has become so: the machine is less busy.
-
-        It is the other way round only once it is measured: what looks too fast is soon tried, what
-        looks too slow never is.
-        """
-        seconds = self._full.measured(rows)
-        assert seconds is not None
-        for many, (few, before) in self._held_against.items():
-            if few != rows or STEADY * before <= seconds <= before:
-                continue
-            if seconds < before:
-                self._verify.scale(seconds / before, many)
-            self._held_against[many] = few, seconds
 
     def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
         """How long a round took that was given ``drafted`` drafts of ``rows`` requests.
@@ -597,7 +579,6 @@ class Chooser:
         if rows + drafted not in self._verify:
             passed = min(passed, MOST_SLOWER * expected)
         self._verify.add(rows + drafted, passed)
-        self._held_against[rows + drafted] = rows, full
         self._note(expected + of_head, seconds)
 
     def learn_drafted(

@@ -7,7 +7,6 @@ import bisect
 __all__ = [
     "COST_AMONG_ROWS",
     "FIRST_STEPS",
-    "LASTED",
     "LEAST_ROW_COST",
     "MOST_SLOWER",
     "ROW_COST",
@@ -24,9 +23,8 @@ Anchor = tuple[int, float]
 # forget one.
 NEW_TIME, FASTER_TIME, MOST_SLOWER = 0.25, 0.5, 1.5
 FORGET_TIME = 1024
-# What a pass takes of those before it, for them to have been disturbed; and how many these are, for
-# it to be unknown when that began.
-DISTURBED, LASTED = 0.8, 4
+# What a pass takes of those before it, for them to have been disturbed.
+DISTURBED = 0.8
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
 # Before anything is measured: what one more row costs of a pass of one row, and of more.
@@ -49,7 +47,6 @@ class PassTimes:
         self._rows: list[int] = []
         self._seconds: dict[int, float] = {}
         self._last: dict[int, int] = {}
-        self._since: dict[int, int] = {}  # and the first since nothing was given up
         self._passes: dict[int, int] = {}
         self._count = 0
 
@@ -57,41 +54,37 @@ class PassTimes:
         """Whether a pass of so many rows was measured."""
         return rows in self._seconds
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: int, seconds: float) -> float:
         """A pass that has been measured; the first of so many rows is taken as it is.
 
-        Where it took far less than those before it, they were disturbed, and so were passes of
-        other numbers of rows meanwhile, which are measured again only if they look worth it.
+        Where it took far less than those before it, they were disturbed, and so may have been
+        passes of other numbers of rows, which are measured again only if they look worth it.
+
+        Returns:
+            By how much all others are taken to be faster: 1 where they are not.
         """
         self._count += 1
         known = self._seconds.get(rows)
+        share = 1.0
         if known is None:
             bisect.insort(self._rows, rows)
-            self._seconds[rows], self._since[rows] = seconds, self._count
+            self._seconds[rows] = seconds
         else:
             new = _blended(known, seconds)
             if seconds < DISTURBED * known:
-                has_lasted = self._passes[rows] >= LASTED
-                new = new if has_lasted else seconds
-                since = 0 if has_lasted else self._since[rows]
-                for other in self._rows:
-                    if self._last[other] >= since:
-                        self.scale(new / known, other)
-                self._since[rows] = self._count
+                share = new / known
+                self.scale(share)
             self._seconds[rows] = new
         self._last[rows] = self._count
         self._passes[rows] = self._passes.get(rows, 0) + 1
         if self._count % FORGET_TIME == 0:
             self._forget()
+        return share
 
-    def scale(self, share: float, rows: int) -> None:
-        """Passes of so many rows take this share of what they were measured to take."""
-        if rows in self._seconds:
+    def scale(self, share: float) -> None:
+        """All take this share of what they were measured to take."""
+        for rows in self._rows:
             self._seconds[rows] *= share
-
-    def measured(self, rows: int) -> float | None:
-        """A pass of so many rows; None where none was measured."""
-        return self._seconds.get(rows)
 
     def near(self, rows: int) -> float | None:
         """A pass of so many rows, or between two that were measured; None where it was neither."""
@@ -138,7 +131,7 @@ class PassTimes:
     def _forget(self) -> None:
         old = self._count - FORGET_TIME
         self._rows = [rows for rows in self._rows if self._last[rows] > old]
-        for held in (self._seconds, self._last, self._since, self._passes):
+        for held in (self._seconds, self._last, self._passes):
             for rows in held.keys() - set(self._rows):
                 held.pop(rows)
 
