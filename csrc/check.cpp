@@ -37,7 +37,7 @@ const char* dtype_name(ScalarType type) {
 namespace {
 
 // Whether a model's cache may be in another dtype than its own.
-bool is_narrow_cache(ScalarType type, ScalarType model) {
+bool is_narrow_cache(ScalarType type, [[maybe_unused]] ScalarType model) {
 #ifndef EECORE_BACKEND_CUDA
   if (type == ScalarType::BFloat16 && model == ScalarType::Float) return true;
 #endif
