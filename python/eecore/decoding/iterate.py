@@ -90,9 +90,8 @@ class Iterations:
         self.run = run
         self.planner = Planner(model)
         self._last: ExitStep | None = None
-        self._ended: tuple[float, frozenset[Sequence]] | None = (
-            None  # the last iteration, and whose
-        )
+        # When the last iteration ended, and who decoded in it.
+        self._ended: tuple[float, frozenset[Sequence]] | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
         self._program_bytes: dict[ExitKind | DraftKind, int] = {}
 
