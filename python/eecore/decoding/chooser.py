@@ -26,6 +26,7 @@ from eecore.decoding.pass_times import (
     MOST_SLOWER,
     ROW_COST,
     Anchor,
+    Pace,
     PassTimes,
     StepCost,
 )
@@ -46,10 +47,11 @@ HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Drafts have to gain so much before anything but full depth is done: of one request, of several.
-MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.12
+MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.08
 # Of passes of full depth in a row of which none went on from the last, this one counts and those
-# behind it.
-UNSTEADY_PASSES = 3
+# behind it; of those that did, once full depth is known. Behind drafts a machine is slower for a
+# while: it had less to do, and what it keeps in cache is older.
+UNSTEADY_PASSES, SETTLED_PASSES = 3, 3
 # And so much by a layer that promised less than another one: each has programs of its own.
 MIN_GAIN_OF_LAYER = 1.05
 # For so many rounds what follows from many measurements is held, unless one is so far off.
@@ -203,9 +205,10 @@ class Chooser:
         self._looks: dict[int, float] = {}  # seconds that choosing takes, by about so many rows
         self._between: dict[int, float] = {}  # and what lies between two rounds
         self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
-        self._full, self._verify = PassTimes(), PassTimes()
+        self._pace = Pace()
+        self._full, self._verify = PassTimes(self._pace), PassTimes(self._pace)
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
-        self._unsteady = 0
+        self._unsteady = self._steady = 0  # passes of full depth in a row, by how they went on
         self._clock = 0  # rounds that were chosen
         self._alone, self._several = Budget(is_alone=True), Budget(is_alone=False)
         self._estimates: dict[Any, tuple[int, list[float]]] = {}
@@ -261,12 +264,12 @@ class Chooser:
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            layer, count, its_speed = self._held(
+            layer, count, tokens = self._held(
                 self._drafts,
                 (rows, exit_layers, behind),
                 lambda: self._draft(exit_layers, histories, max(most), anchor, behind, besides),
             )
-            if its_speed > speed:
+            if tokens / seconds > speed:
                 drafts = tuple(min(count, m) for m in most)
                 best = Choice("draft", layer, drafts, (NOTHING,) * rows)
         if can_draft_ahead and best.kind != "draft":
@@ -394,10 +397,11 @@ class Chooser:
         behind: Ordered[int],
         besides: float,
     ) -> tuple[int, int, float]:
-        """The best layer and number of drafts of each request; tokens a second, where a round
-        takes ``besides`` more.
+        """The best layer and number of drafts of each request; tokens in the time of a pass of
+        full depth, where a round takes ``besides`` more.
         """
         rows, seconds = anchor
+        besides /= seconds
         best = 0, 0, 0.0
         for layer in exit_layers:
             least = MIN_GAIN_OF_LAYER * best[2]
@@ -409,7 +413,7 @@ class Chooser:
                 tokens = [own + one for own, one in zip(tokens, stand, strict=True)]
                 if count not in NUM_DRAFTS and count != most:
                     continue
-                speed = _worth(tokens, behind) / (cost.round(count) * seconds + besides)
+                speed = _worth(tokens, behind) / (cost.round(count) + besides)
                 if speed < before:  # less and less stand, each costs as much
                     break
                 if speed > max(least, best[2]):
@@ -419,13 +423,14 @@ class Chooser:
 
     def _passes(self, anchor: Anchor, most: int) -> list[float]:
         """Seconds of passes that verify 0 to ``most`` drafts, or to more."""
-        rows = anchor[0]
+        rows, seconds = anchor
         key = rows, power_of_two(most)
 
         def estimate() -> list[float]:
-            return [self._verified(rows + drafts, anchor) for drafts in range(key[1] + 1)]
+            counts = range(rows, rows + key[1] + 1)
+            return [self._verified(count, anchor) / seconds for count in counts]
 
-        return self._held(self._estimates, key, estimate)
+        return [share * seconds for share in self._held(self._estimates, key, estimate)]
 
     def _verified(self, rows: int, anchor: Anchor) -> float:
         """Seconds of a pass that verifies: measured, or not less than those of full depth."""
@@ -549,11 +554,11 @@ class Chooser:
         some that were not.
         """
         self._unsteady = 0 if is_steady else self._unsteady + 1
-        if 0 < self._unsteady < UNSTEADY_PASSES:
+        self._steady = self._steady + 1 if is_steady else 0
+        is_known = self._full.near(rows) is not None
+        if 0 < self._unsteady < UNSTEADY_PASSES or 0 < self._steady < SETTLED_PASSES * is_known:
             return
-        share = self._full.add(rows, seconds)
-        if share < 1.0:
-            self._verify.scale(share)
+        self._note(self._full.add(rows, seconds))
         if self._rounds >= self._next_full:
             self._next_full = min(2 * self._next_full, MEASURE_AGAIN[1])
         self._rounds = 0
@@ -571,41 +576,36 @@ class Chooser:
         full = self._full.near(rows)
         if full is None:
             return
-        expected = self._verified(rows + drafted, (rows, full))
-        if ahead and not drafted:
-            self._head_cost(rows).add(ahead, seconds / full)
         of_head = ahead * self._head_step(rows) * full
-        passed = max(seconds - of_head, full)
+        passed = max(seconds - of_head, full / MOST_SLOWER)
         if rows + drafted not in self._verify:
-            passed = min(passed, MOST_SLOWER * expected)
-        self._verify.add(rows + drafted, passed)
-        self._note(expected + of_head, seconds)
+            most = MOST_SLOWER * self._verified(rows + drafted, (rows, full))
+            passed = min(max(passed, full), most)
+        self._note(self._verify.add(rows + drafted, passed))
+        if ahead and not drafted:
+            self._head_cost(rows).add(ahead, seconds / (self._full.near(rows) or full))
 
-    def learn_drafted(
-        self, layer: int, rows: int, drafted: int, steps: int, seconds: float
-    ) -> None:
-        """How long a round took in which a layer made ``drafted`` drafts of ``rows`` requests.
+    def learn_drafted(self, layer: int, rows: int, steps: int, seconds: float) -> None:
+        """How long a round took in which a layer drafted for ``rows`` requests.
 
         Args:
             layer: that drafted.
             rows: requests.
-            drafted: drafts.
-            steps: those of the request with most of them.
+            steps: drafts of the request with most of them.
             seconds: the round's.
         """
         self._rounds += 1
         full = self._full.near(rows)
         if full is None:
             return
-        self._note(self._round(rows, full, drafted, steps, layer), seconds)
         if steps:
             cost = self._layer_cost(layer, (rows, full))
             self._layer_rounds[layer, rows.bit_length()] = cost
-            cost.add(steps, seconds / full)
+            self._note(cost.add(steps, seconds / full, self._pace))
 
-    def _note(self, expected: float, seconds: float) -> None:
-        """Nothing is held any longer where a round took another time than was expected."""
-        if abs(seconds - expected) > SURPRISE * expected:
+    def _note(self, moved: float) -> None:
+        """Nothing is held any longer where a round is taken to be another part of others."""
+        if abs(moved) > SURPRISE:
             self._estimates.clear()
             self._drafts.clear()
 

@@ -1,8 +1,15 @@
-"""How long passes over a model take, by their number of rows, as they are measured on the way."""
+"""How long passes over a model take, by their number of rows, as they are measured on the way.
+
+Others use the machine too, and texts grow: the same pass takes half as long again a minute later.
+So what is kept of each number of rows is its time beside the others, and how slow the machine is
+just now is one number, which every pass tells of.
+"""
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass
+from math import exp, log
 
 __all__ = [
     "COST_AMONG_ROWS",
@@ -11,6 +18,7 @@ __all__ = [
     "MOST_SLOWER",
     "ROW_COST",
     "Anchor",
+    "Pace",
     "PassTimes",
     "StepCost",
 ]
@@ -18,13 +26,14 @@ __all__ = [
 Anchor = tuple[int, float]
 """Rows of a pass of full depth, and its seconds."""
 
-# What a measurement weighs beside those before, and one that is faster, which nothing disturbed;
-# how much slower than they it can be: what is beyond was disturbed. How many passes it takes to
-# forget one.
-NEW_TIME, FASTER_TIME, MOST_SLOWER = 0.25, 0.5, 1.5
+# Variances of logarithms of times: of a pass that nothing disturbed; of the machine's pace, at any
+# time; of a number of rows when it has been measured once, what that gains with each pass of
+# others, and when it has been measured often.
+NOISE, PACE, FIRST, LATER, OFTEN = 0.006, 0.0015, 0.02, 1e-5, 1.5e-4
+# How much slower than expected a pass can be: what is beyond was disturbed. How many passes it
+# takes to forget one.
+MOST_SLOWER = 1.5
 FORGET_TIME = 1024
-# What a pass takes of those before it, for them to have been disturbed.
-DISTURBED = 0.8
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
 # Before anything is measured: what one more row costs of a pass of one row, and of more.
@@ -40,59 +49,104 @@ NEW_STEPS = 0.05
 LEAST_STEP = 0.01
 
 
-class PassTimes:
-    """Seconds of a pass, by its rows: measured ones, and between and beyond them estimates."""
+class Pace:
+    """How slow the machine is just now, of which each pass tells; 1 at first."""
 
     def __init__(self) -> None:
+        self.now = 1.0
+
+    def learn(self, off: float, variance: float) -> float:
+        """A pass that took another time than was expected.
+
+        Args:
+            off: the logarithm of its time over the expected one.
+            variance: of the logarithm of what it is known to take at the same pace.
+
+        Returns:
+            The part of it that tells of the pass (a Kalman filter's gain; the pace has taken its
+            own).
+        """
+        every = PACE + variance + NOISE
+        self.now *= exp(off * PACE / every)
+        return variance / every
+
+
+@dataclass
+class _Measured:
+    """Passes of one number of rows."""
+
+    seconds: float
+    """Of one at a pace of 1."""
+    variance: float = FIRST
+    """Of its logarithm."""
+    passes: int = 0
+    last: int = 0
+    """Which of all passes was the last one of these."""
+
+
+class PassTimes:
+    """Seconds of a pass, by its rows: measured ones, and between and beyond them estimates.
+
+    Args:
+        pace: the machine's, that others learn of too.
+    """
+
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = Pace() if pace is None else pace
         self._rows: list[int] = []
-        self._seconds: dict[int, float] = {}
-        self._last: dict[int, int] = {}
-        self._passes: dict[int, int] = {}
+        self._measured: dict[int, _Measured] = {}
         self._count = 0
 
     def __contains__(self, rows: int) -> bool:
         """Whether a pass of so many rows was measured."""
-        return rows in self._seconds
+        return rows in self._measured
 
     def add(self, rows: int, seconds: float) -> float:
         """A pass that has been measured; the first of so many rows is taken as it is.
 
-        Where it took far less than those before it, they were disturbed, and so may have been
-        passes of other numbers of rows, which are measured again only if they look worth it.
-
         Returns:
-            By how much all others are taken to be faster: 1 where they are not.
+            How much longer it is taken to be beside others than before, as a logarithm.
         """
         self._count += 1
-        known = self._seconds.get(rows)
-        share = 1.0
+        known = self._measured.get(rows)
+        moved = 0.0
         if known is None:
             bisect.insort(self._rows, rows)
-            self._seconds[rows] = seconds
+            known = self._measured[rows] = _Measured(seconds / self._pace.now)
         else:
-            new = _blended(known, seconds)
-            if seconds < DISTURBED * known:
-                share = new / known
-                self.scale(share)
-            self._seconds[rows] = new
-        self._last[rows] = self._count
-        self._passes[rows] = self._passes.get(rows, 0) + 1
+            moved = self._learn(known, log(seconds / (known.seconds * self._pace.now)))
+        known.last = self._count
+        known.passes += 1
         if self._count % FORGET_TIME == 0:
             self._forget()
-        return share
+        return moved
 
-    def scale(self, share: float) -> None:
-        """All take this share of what they were measured to take."""
-        for rows in self._rows:
-            self._seconds[rows] *= share
+    def _learn(self, known: _Measured, off: float) -> float:
+        """By how much it moves."""
+        most = log(MOST_SLOWER)
+        if off < -most and known.passes == 1:
+            known.seconds *= exp(off)  # the first one was disturbed
+            return off
+        off = max(min(off, most), -most)
+        variance = known.variance + LATER * (self._count - known.last)
+        part = self._pace.learn(off, variance)
+        known.variance = max((1.0 - part) * variance, OFTEN)
+        known.seconds *= exp(part * off)
+        return part * off
+
+    def _now(self, rows: int) -> float:
+        """Of a number of rows that was measured."""
+        return self._measured[rows].seconds * self._pace.now
 
     def near(self, rows: int) -> float | None:
         """A pass of so many rows, or between two that were measured; None where it was neither."""
-        known = self._seconds.get(rows)
-        if known is None and self._rows and self._rows[0] < rows < self._rows[-1]:
+        known = self._measured.get(rows)
+        if known is not None:
+            return self._now(rows) if known.passes >= FIRST_PASSES else None
+        if self._rows and self._rows[0] < rows < self._rows[-1]:
             low = self._rows[bisect.bisect(self._rows, rows) - 1]
-            return self.of(rows, (low, self._seconds[low]))
-        return known if self._passes.get(rows, 0) >= FIRST_PASSES else None
+            return self.of(rows, (low, self._now(low)))
+        return None
 
     def of(self, rows: int, anchor: Anchor, row_seconds: float | None = None) -> float:
         """A pass of so many rows.
@@ -102,16 +156,15 @@ class PassTimes:
             anchor: another pass, of as many rows or fewer, and its seconds.
             row_seconds: what one more row takes beyond those that were measured, if it is known.
         """
-        known = self._seconds.get(rows)
-        if known is not None:
-            return known
+        if rows in self._measured:
+            return self._now(rows)
         at = bisect.bisect(self._rows, rows)
         low, low_seconds = anchor
         if at and self._rows[at - 1] >= low:
-            low, low_seconds = self._rows[at - 1], self._seconds[self._rows[at - 1]]
+            low, low_seconds = self._rows[at - 1], self._now(self._rows[at - 1])
         if at < len(self._rows):
             high = self._rows[at]
-            high_seconds = max(self._seconds[high], low_seconds)
+            high_seconds = max(self._now(high), low_seconds)
             share = (rows - low) / max(high - low, 1)
             return low_seconds + share * (high_seconds - low_seconds)
         if row_seconds is None:
@@ -126,14 +179,12 @@ class PassTimes:
         if not self._rows or self._rows[-1] < FAR * self._rows[0]:
             return None
         low, high = self._rows[0], self._rows[-1]
-        return max(self._seconds[high] - self._seconds[low], 0.0) / (high - low)
+        return max(self._now(high) - self._now(low), 0.0) / (high - low)
 
     def _forget(self) -> None:
         old = self._count - FORGET_TIME
-        self._rows = [rows for rows in self._rows if self._last[rows] > old]
-        for held in (self._seconds, self._last, self._passes):
-            for rows in held.keys() - set(self._rows):
-                held.pop(rows)
+        self._measured = {r: known for r, known in self._measured.items() if known.last > old}
+        self._rows = sorted(self._measured)
 
 
 class StepCost:
@@ -162,9 +213,23 @@ class StepCost:
         """Of a round of so many steps, in passes of full depth."""
         return self._passes + self.step * (steps - self._steps)
 
-    def add(self, steps: int, passes: float) -> None:
-        """A round of so many steps that took as long as so many passes."""
-        passes = min(passes, MOST_SLOWER * self.round(steps))
+    def add(self, steps: int, passes: float, pace: Pace | None = None) -> float:
+        """A round of so many steps that took as long as so many passes.
+
+        Args:
+            steps: its.
+            passes: its time.
+            pace: of the machine, if the round tells of it.
+
+        Returns:
+            How much longer rounds are taken to be than before, as a logarithm.
+        """
+        expected = self.round(steps)
+        passes = min(passes, MOST_SLOWER * expected)
+        if pace is not None:
+            before = pace.now
+            pace.learn(max(log(passes / expected), -log(MOST_SLOWER)), FIRST / self._rounds)
+            passes *= before / pace.now
         off, over = steps - self._steps, passes - self._passes
         self._rounds += 1
         weight = max(NEW_STEPS, 1.0 / self._rounds)
@@ -173,9 +238,4 @@ class StepCost:
         old = 1.0 - NEW_STEPS
         self._scatter = old * (self._scatter + NEW_STEPS * off * off)
         self._both = old * (self._both + NEW_STEPS * off * over)
-
-
-def _blended(known: float, new: float) -> float:
-    """A time that was measured once more."""
-    weight = FASTER_TIME if new < known else NEW_TIME
-    return known + weight * (min(new, MOST_SLOWER * known) - known)
+        return log(self.round(steps) / expected)

@@ -249,7 +249,7 @@ class Planner:
         if path.is_given:
             chooser.learn_given(rows, sum(drafted), steps, seconds)
         else:
-            chooser.learn_drafted(layer, rows, sum(drafted), steps, seconds)
+            chooser.learn_drafted(layer, rows, steps, seconds)
         for each, outcome in free:
             counters, history = outcome.counters, _history(each.work.sequence, chooser)
             chooser.learn_drafts(layer, history, each.given, counters.drafted, counters.accepted)
