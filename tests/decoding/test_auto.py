@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -15,7 +16,7 @@ import torch
 import eecore
 from devices import load
 from eecore import Auto, Full, SamplingParams
-from eecore.decoding.budget import Budget
+from eecore.decoding.budget import MOST_RESTS, Budget
 from eecore.decoding.chooser import (
     FULL,
     HEAD_COST,
@@ -395,6 +396,31 @@ def test_texts_that_gain_pay_for_those_that_do_not() -> None:
             budget.looked(-0.5)
 
 
+def test_looks_that_find_nothing_become_rare() -> None:
+    budget, looks = Budget(is_alone=True), []
+    for number in range(400):
+        if budget.is_spent:
+            budget.rested()
+        else:
+            looks.append(number)
+            budget.looked(0.0, found=number == 300)
+    gaps = [later - one for one, later in itertools.pairwise(looks)]
+    assert gaps[:8] == [1] * 8
+    assert gaps[8:18] == [2, 3, 4, 5, 6, 7, 8, 9, 9, 9]
+    assert gaps[-1] == 9
+    budget.welcome(1.0)  # another text
+    assert not budget.is_spent
+    budget.looked(0.0, found=False)
+    assert not budget.is_spent
+    while not budget.is_spent:
+        budget.looked(0.0, found=False)
+    for _ in range(MOST_RESTS):
+        budget.rested()
+    assert not budget.is_spent
+    budget.looked(0.0, found=True)
+    assert not budget.is_spent
+
+
 def test_a_run_of_drafts_counts_as_one_by_one() -> None:
     run, single = Odds(0.3), Odds(0.3)
     for stood, refused in ((3, True), (0, True), (5, False), (0, False), (1, True)):
@@ -603,7 +629,7 @@ def test_a_pass_tells_of_all_that_the_machine_is_slower() -> None:
     """Or that the text is longer: others are taken to be as much slower."""
     pace = Pace()
     full, verify = PassTimes(pace), PassTimes(pace)
-    for _ in range(20):
+    for _ in range(100):
         full.add(1, 1.0)
         verify.add(3, 1.2)
     for slower in (1.4, 0.7, 1.0):

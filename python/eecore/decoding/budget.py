@@ -1,8 +1,8 @@
 """What choosing may cost: a hundredth of full depth or less, and what it has gained.
 
 To look for drafts takes time, and what is tried may be slower than full depth. Both are paid for
-out of a budget, which grows with every round and with all that drafts gain. Where it is spent,
-rounds are of full depth without a look.
+out of a budget, which grows with every round and with all that drafts gain. Where it is spent, or
+looks have found nothing for a while, rounds are of full depth without a look.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ __all__ = ["Budget"]
 # In rounds of full depth: what a round adds, of one request alone and of several, of which others
 # may fall behind besides; at the beginning and at most; a new request.
 ROUND_ALONE, ROUND_OF_SEVERAL = 0.01, 0.005
-ALONE, SEVERAL = (1.0, 4.0), (0.5, 8.0)
+ALONE, SEVERAL = (1.0, 4.0), (0.5, 4.0)
 REQUEST_ALONE, REQUEST_OF_SEVERAL = 0.25, 0.15
 # No debt is larger.
 MOST_DEBT = 4.0
 # Once it is spent, so much is saved up before anybody looks again.
 ENOUGH = 0.1
 # What all requests together have earned, at most and at least: new ones get no more than that.
-MOST_EARNED, LEAST_EARNED = 16.0, -2.0
+MOST_EARNED, LEAST_EARNED = 8.0, -2.0
+# Looks in a row that may find nothing; after each one more of them, a round more has none, up to
+# so many.
+IDLE_LOOKS, MOST_RESTS = 8, 8
 
 
 class Budget:
@@ -35,11 +38,12 @@ class Budget:
         self._request = REQUEST_ALONE if is_alone else REQUEST_OF_SEVERAL
         self._earned = self._left
         self._saves = False
+        self._idle = self._rests = 0  # looks that found nothing; rounds until the next one
 
     @property
     def is_spent(self) -> bool:
         """Whether nobody is to look."""
-        return self._saves
+        return self._saves or self._rests > 0
 
     def welcome(self, share: float) -> None:
         """New requests have come, this share of all: their text is another one.
@@ -49,18 +53,23 @@ class Budget:
         """
         given = share * (self._request + max(-self._left, 0.0))
         self._add(min(given, max(self._earned, 0.0)))
+        self._idle = self._rests = 0
 
     def rested(self) -> None:
         """A round nobody looked in."""
+        self._rests = max(self._rests - 1, 0)
         self._earn(self._round)
 
-    def looked(self, gained: float) -> None:
+    def looked(self, gained: float, *, found: bool = True) -> None:
         """A round somebody looked in.
 
         Args:
             gained: by what came of it, everything counted, in rounds of full depth; what disturbed
                 it is left out.
+            found: whether anything but full depth was chosen.
         """
+        self._idle = 0 if found else self._idle + 1
+        self._rests = min(max(self._idle - IDLE_LOOKS, 0), MOST_RESTS)
         self._earn(self._round + gained)
 
     def _earn(self, rounds: float) -> None:

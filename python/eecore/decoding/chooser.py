@@ -60,9 +60,9 @@ SURPRISE = 0.1
 # Rounds after which full depth is measured once more, where it was not the best: at first, and each
 # time twice as many.
 MEASURE_AGAIN = (8, 256)
-# Of what is expected of the next round, what one round weighs; and how many rounds a head is tried
-# for again.
-NEW_ROUND = 0.08
+# Of what is expected of a request's next round, what one round weighs, and of those of new requests;
+# and how many rounds a head is tried for again, and for a request that is alone.
+NEW_ROUND, NEW_ROUND_OF_ALL = 0.08, 0.02
 TRY_HEAD = 3
 # What a request may fall behind full depth by, for what others gain: at first, and of each round
 # that somebody looked in.
@@ -119,6 +119,8 @@ class History:
     """Of all requests; None for these."""
     lead: float = LAG
     """Of a request: rounds of full depth until it would be behind, by more than it may."""
+    trials: int = TRY_HEAD
+    """Of a request: rounds that are left to try a head in that others found not to pay."""
 
     @property
     def is_behind(self) -> bool:
@@ -290,7 +292,7 @@ class Chooser:
         thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
         if self._head_pays(histories, anchor, behind):
             steps = 1 + sum(threshold < 1.0 for threshold in thresholds)
-        elif thresholds[0] < 1.0 and self._is_trial():
+        elif thresholds[0] < 1.0 and self._is_trial(histories):
             steps = 1
         else:
             return best
@@ -329,8 +331,11 @@ class Chooser:
             verified + steps * self._head_step(rows) * seconds + host
         )
 
-    def _is_trial(self) -> bool:
+    def _is_trial(self, histories: Ordered[History]) -> bool:
         """Whether a head that does not pay is tried again."""
+        if len(histories) == 1 and histories[0].trials:
+            histories[0].trials -= 1  # of another text
+            return True
         if self._trial:
             self._trial -= 1
             return True
@@ -469,8 +474,9 @@ class Chooser:
         self,
         rows: int,
         tokens: int,
-        seconds: float,
+        seconds: float | None,
         *,
+        look: float = 0.0,
         drafted: int = 0,
         steps: int = 0,
         layer: int = 0,
@@ -480,8 +486,9 @@ class Chooser:
         Args:
             rows: requests.
             tokens: that they got.
-            seconds: that it took, and choosing; what is far more than was to be expected was no
-                fault of the drafts.
+            seconds: that it took; what is far more than was to be expected was no fault of the
+                drafts. None for what was to be expected, where nothing that it took more was.
+            look: seconds that choosing took.
             drafted: drafts of all.
             steps: in which a head or a layer drafted.
             layer: that drafted; 0 where drafts were given.
@@ -490,7 +497,8 @@ class Chooser:
         if full is None:
             return 0.0
         expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
-        return tokens / rows - (min(seconds, MOST_SLOWER * expected) + host) / (full + host)
+        took = expected if seconds is None else min(seconds, MOST_SLOWER * expected)
+        return tokens / rows - (took + look + host) / (full + host)
 
     def learn_look(self, rows: int, seconds: float) -> None:
         """How long it took to choose for so many requests, and to learn of what was chosen."""
@@ -623,9 +631,10 @@ class Chooser:
     def learn_ahead(self, history: History, drafted: int, accepted: int, steps: int) -> None:
         """What a round with a head's drafts, and some for the next one, came to for a request."""
         for known in (history, self._all):
-            known.gain += NEW_ROUND * (accepted - known.gain)
-            known.tried += NEW_ROUND * (drafted - known.tried)
-            known.steps += NEW_ROUND * (steps - known.steps)
+            new = NEW_ROUND if known is history else NEW_ROUND_OF_ALL
+            known.gain += new * (accepted - known.gain)
+            known.tried += new * (drafted - known.tried)
+            known.steps += new * (steps - known.steps)
 
 
 def _worth(tokens: Ordered[float], behind: Ordered[int]) -> float:

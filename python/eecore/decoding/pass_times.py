@@ -29,7 +29,7 @@ Anchor = tuple[int, float]
 # Variances of logarithms of times: of a pass that nothing disturbed; of the machine's pace, at any
 # time; of a number of rows when it has been measured once, what that gains with each pass of
 # others, and when it has been measured often.
-NOISE, PACE, FIRST, LATER, OFTEN = 0.006, 0.0015, 0.02, 1e-5, 1.5e-4
+NOISE, PACE, FIRST, LATER, OFTEN = 0.006, 0.0015, 0.02, 1e-5, 2e-4
 # How much slower than expected a pass can be: what is beyond was disturbed. How many passes it
 # takes to forget one.
 MOST_SLOWER = 1.5
@@ -54,6 +54,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.now = 1.0
+        self.passes = 0  # that told of it, and first ones
 
     def learn(self, off: float, variance: float) -> float:
         """A pass that took another time than was expected.
@@ -82,6 +83,8 @@ class _Measured:
     passes: int = 0
     last: int = 0
     """Which of all passes was the last one of these."""
+    told: int = 0
+    """And which of all that told of the machine's pace."""
 
 
 class PassTimes:
@@ -108,6 +111,7 @@ class PassTimes:
             How much longer it is taken to be beside others than before, as a logarithm.
         """
         self._count += 1
+        self._pace.passes += 1
         known = self._measured.get(rows)
         moved = 0.0
         if known is None:
@@ -115,7 +119,7 @@ class PassTimes:
             known = self._measured[rows] = _Measured(seconds / self._pace.now)
         else:
             moved = self._learn(known, log(seconds / (known.seconds * self._pace.now)))
-        known.last = self._count
+        known.last, known.told = self._count, self._pace.passes
         known.passes += 1
         if self._count % FORGET_TIME == 0:
             self._forget()
@@ -128,7 +132,7 @@ class PassTimes:
             known.seconds *= exp(off)  # the first one was disturbed
             return off
         off = max(min(off, most), -most)
-        variance = known.variance + LATER * (self._count - known.last)
+        variance = min(known.variance + LATER * (self._pace.passes - known.told), FIRST)
         part = self._pace.learn(off, variance)
         known.variance = max((1.0 - part) * variance, OFTEN)
         known.seconds *= exp(part * off)

@@ -56,6 +56,7 @@ class Planner:
         self._free: list[Sequence] = []  # requests of Auto that were asked for last
         self._look: float | None = None  # seconds that it took to choose; None: nobody did
         self._learning = 0.0  # seconds that it took to learn of the last round
+        self._begins = False  # whether all come from their prompts, whose pass emptied the caches
         self._between: float | None = None  # and from the last round to this one
         self.others_wait = False
         """Whether requests wait for those that are planned for to end."""
@@ -137,6 +138,7 @@ class Planner:
         rows, chooser = len(planned), self.chooser
         budget = chooser.budget(rows)
         fresh = sum(each.work.sequence.drafting is None for each in planned)
+        self._begins = fresh == rows
         if fresh:
             budget.welcome(fresh / rows)
         if budget.is_spent:
@@ -235,7 +237,9 @@ class Planner:
             tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
             budget = chooser.budget(len(free))
             made = {"drafted": sum(drafted), "steps": steps, "layer": layer}
-            budget.looked(chooser.gained(rows, tokens, spent, **made))
+            took = None if path is None or self._begins else seconds
+            gained = chooser.gained(rows, tokens, took, look=self._look, **made)
+            budget.looked(gained, found=path is not None)
             got = [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free]
             chooser.learn_leads(rows, got, spent, **made)
             for each, _ in free:
@@ -246,15 +250,16 @@ class Planner:
             ):
                 chooser.learn_full(rows, seconds, is_steady=went_on)
             return
-        if path.is_given:
+        if self._begins:
+            pass  # no other round is as slow
+        elif path.is_given:
             chooser.learn_given(rows, sum(drafted), steps, seconds)
         else:
             chooser.learn_drafted(layer, rows, steps, seconds)
         for each, outcome in free:
             counters, history = outcome.counters, _history(each.work.sequence, chooser)
             chooser.learn_drafts(layer, history, each.given, counters.drafted, counters.accepted)
-            has_drafted = bool(_drafted_ahead(each.work).tokens)
-            if each.ahead and has_drafted and not each.given.match:
+            if each.ahead and _ahead_of(each.work.sequence) and not each.given.match:
                 chooser.learn_ahead(
                     history, counters.drafted, counters.accepted, _num_ahead(each, outcome)
                 )
@@ -307,17 +312,24 @@ def _guided(work: Work, proposal: Proposal) -> Proposal:
 
 
 def _drafted_ahead(work: Work) -> Proposal:
-    """What a draft head drafted behind a text that is still the same."""
-    sequence = work.sequence
+    """What a draft head drafted, as far as there is room for it."""
+    drafted = _ahead_of(work.sequence)
+    if drafted is None or work.max_drafts <= 0:
+        return NOTHING
+    return Proposal(drafted.tokens, 0, drafted.probabilities).first(work.max_drafts)
+
+
+def _ahead_of(sequence: Sequence) -> Ahead | None:
+    """What a draft head drafted behind a text that is still the same, if anything."""
     drafted: Ahead | None = sequence.ahead
     if (
         drafted is None
-        or work.max_drafts <= 0
+        or not drafted.tokens
         or drafted.num_tokens != sequence.num_tokens
         or drafted.after != sequence.output_ids[-1]
     ):
-        return NOTHING
-    return Proposal(drafted.tokens, 0, drafted.probabilities).first(work.max_drafts)
+        return None
+    return drafted
 
 
 def _num_ahead(planned: Planned, outcome: Outcome) -> int:
