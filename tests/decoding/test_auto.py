@@ -16,7 +16,7 @@ import torch
 import eecore
 from devices import load
 from eecore import Auto, Full, SamplingParams
-from eecore.decoding.budget import MOST_RESTS, Budget
+from eecore.decoding.budget import IDLE_ALONE, Budget
 from eecore.decoding.chooser import (
     FULL,
     HEAD_COST,
@@ -414,7 +414,7 @@ def test_looks_that_find_nothing_become_rare() -> None:
     assert not budget.is_spent
     while not budget.is_spent:
         budget.looked(0.0, found=False)
-    for _ in range(MOST_RESTS):
+    for _ in range(IDLE_ALONE[1]):
         budget.rested()
     assert not budget.is_spent
     budget.looked(0.0, found=True)

@@ -21,8 +21,8 @@ ENOUGH = 0.1
 # What all requests together have earned, at most and at least: new ones get no more than that.
 MOST_EARNED, LEAST_EARNED = 8.0, -2.0
 # Looks in a row that may find nothing; after each one more of them, a round more has none, up to
-# so many.
-IDLE_LOOKS, MOST_RESTS = 8, 8
+# so many; of one request and of several.
+IDLE_ALONE, IDLE_SEVERAL = (8, 8), (4, 16)
 
 
 class Budget:
@@ -36,6 +36,7 @@ class Budget:
         self._left, self._most = ALONE if is_alone else SEVERAL
         self._round = ROUND_ALONE if is_alone else ROUND_OF_SEVERAL
         self._request = REQUEST_ALONE if is_alone else REQUEST_OF_SEVERAL
+        self._looks, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
         self._earned = self._left
         self._saves = False
         self._idle = self._rests = 0  # looks that found nothing; rounds until the next one
@@ -69,7 +70,7 @@ class Budget:
             found: whether anything but full depth was chosen.
         """
         self._idle = 0 if found else self._idle + 1
-        self._rests = min(max(self._idle - IDLE_LOOKS, 0), MOST_RESTS)
+        self._rests = min(max(self._idle - self._looks, 0), self._most_rests)
         self._earn(self._round + gained)
 
     def _earn(self, rounds: float) -> None:

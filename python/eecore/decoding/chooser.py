@@ -47,7 +47,7 @@ HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Drafts have to gain so much before anything but full depth is done: of one request, of several.
-MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.08
+MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.12
 # Of passes of full depth in a row of which none went on from the last, this one counts and those
 # behind it; of those that did, once full depth is known. Behind drafts a machine is slower for a
 # while: it had less to do, and what it keeps in cache is older.
@@ -60,8 +60,8 @@ SURPRISE = 0.1
 # Rounds after which full depth is measured once more, where it was not the best: at first, and each
 # time twice as many.
 MEASURE_AGAIN = (8, 256)
-# Of what is expected of a request's next round, what one round weighs, and of those of new requests;
-# and how many rounds a head is tried for again, and for a request that is alone.
+# Of what is expected of a request's next round, what one round weighs, and of those of new
+# requests; how many rounds a head is tried for again, and for a request that is alone.
 NEW_ROUND, NEW_ROUND_OF_ALL = 0.08, 0.02
 TRY_HEAD = 3
 # What a request may fall behind full depth by, for what others gain: at first, and of each round
