@@ -20,9 +20,9 @@ MOST_DEBT = 4.0
 ENOUGH = 0.1
 # What all requests together have earned, at most and at least: new ones get no more than that.
 MOST_EARNED, LEAST_EARNED = 8.0, -2.0
-# Looks in a row that may find nothing; after each one more of them, a round more has none, up to
-# so many; of one request and of several.
-IDLE_ALONE, IDLE_SEVERAL = (8, 8), (4, 16)
+# Looks in a row that may find nothing; behind each one more of them, twice as many rounds have
+# none, up to so many; of one request and of several.
+IDLE_ALONE, IDLE_SEVERAL = (8, 8), (3, 32)
 
 
 class Budget:
@@ -39,7 +39,8 @@ class Budget:
         self._looks, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
         self._earned = self._left
         self._saves = False
-        self._idle = self._rests = 0  # looks that found nothing; rounds until the next one
+        # Looks that found nothing; rounds until the next one; those of the last time.
+        self._idle = self._rests = self._last_rests = 0
 
     @property
     def is_spent(self) -> bool:
@@ -54,7 +55,7 @@ class Budget:
         """
         given = share * (self._request + max(-self._left, 0.0))
         self._add(min(given, max(self._earned, 0.0)))
-        self._idle = self._rests = 0
+        self._idle = self._rests = self._last_rests = 0
 
     def rested(self) -> None:
         """A round nobody looked in."""
@@ -69,8 +70,14 @@ class Budget:
                 it is left out.
             found: whether anything but full depth was chosen.
         """
-        self._idle = 0 if found else self._idle + 1
-        self._rests = min(max(self._idle - self._looks, 0), self._most_rests)
+        if found:
+            self._idle = self._last_rests = 0
+        else:
+            self._idle += 1
+        if self._idle <= self._looks:
+            self._rests = 0
+        else:
+            self._rests = self._last_rests = min(2 * self._last_rests or 1, self._most_rests)
         self._earn(self._round + gained)
 
     def _earn(self, rounds: float) -> None:
