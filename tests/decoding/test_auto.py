@@ -727,6 +727,14 @@ def test_a_steps_cost_is_told_apart_from_the_rounds(step: float) -> None:
     assert cost.step == pytest.approx(step, rel=0.05)
 
 
+def test_a_round_of_few_steps_is_never_taken_to_be_nothing() -> None:
+    cost, pace = StepCost(), Pace()
+    for steps, passes in [(8, 4.0), (7, 0.1)] * 40:  # disturbed: a step looks very dear
+        cost.add(steps, passes, pace)
+    assert cost.round(1) >= 0.5
+    assert math.isfinite(cost.add(1, 1.0, pace))
+
+
 def test_exit_layers_that_promise_most() -> None:
     assert best_exit_layers(None) == ()
     assert best_exit_layers([0.01] * 11 + [1.0]) == ()

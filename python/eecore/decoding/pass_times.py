@@ -47,6 +47,8 @@ LEAST_ROW_COST = 0.02
 HEAD_STEP, FIRST_STEPS, SCATTER = 0.08, 2, 1.0
 NEW_STEPS = 0.05
 LEAST_STEP = 0.01
+# No round is shorter, in passes of full depth, whatever follows for few steps from many.
+LEAST_ROUND = 0.5
 
 
 class Pace:
@@ -215,7 +217,7 @@ class StepCost:
 
     def round(self, steps: int) -> float:
         """Of a round of so many steps, in passes of full depth."""
-        return self._passes + self.step * (steps - self._steps)
+        return max(self._passes + self.step * (steps - self._steps), LEAST_ROUND)
 
     def add(self, steps: int, passes: float, pace: Pace | None = None) -> float:
         """A round of so many steps that took as long as so many passes.
