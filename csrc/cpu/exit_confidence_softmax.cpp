@@ -1,5 +1,5 @@
 // exit_confidence_softmax on the CPU: the LM head is read once, in tiles of vocabulary rows; the
-// logits of a tile live in a buffer on the stack, and leave it as one partial per row and tile.
+// logits of a tile live in a buffer, and leave it as one partial per row and tile.
 // Tiles have a fixed size and are merged in order, so the result does not depend on the number of
 // threads.
 #include "packed_rows.h"
@@ -18,39 +18,50 @@ struct Partial {
   int32_t index;  // of the largest; the lowest among equals
 };
 
-// Folds logits: [kTileRows], -infinity after the n first, of vocabulary rows from first_index on.
-void fold(const float* logits, int64_t n, int64_t first_index, Partial* partial) {
-  // max and min give their second operand where one is NaN: a NaN passes the clamp.
-  Vec largest = broadcast(-kInfinity), not_a_number = zero();
-  for (int64_t i = 0; i < kTileRows; i += kWidth) {
-    const Vec x = load(logits + i);
-    largest = max(largest, x);
-    not_a_number = not_a_number + min(broadcast(1.0f), max(broadcast(0.0f), x)) * zero();
+// Of the logits of a tile's n vocabulary rows, from first_index on; there is room to fill the last
+// vector.
+Partial fold(float* logits, int64_t n, int64_t first_index) {
+  const int64_t whole = ceil_div(n, kWidth) * kWidth;
+  for (int64_t i = n; i < whole; ++i) logits[i] = -kInfinity;
+
+  // By lane: the two largest, a NaN never among them, and the place of the first of these.
+  Vec firsts = broadcast(-kInfinity), seconds = firsts, places = zero();
+  for (int64_t i = 0; i < whole; i += kWidth) {
+    const Vec x = load(logits + i), others = where_greater(x, firsts, firsts, x);
+    places = where_greater(x, firsts, broadcast(static_cast<float>(i)), places);
+    firsts = where_greater(x, firsts, x, firsts);
+    seconds = where_greater(others, seconds, others, seconds);
   }
-  const float before = partial->largest;
-  if (max_element(largest) > partial->second) {
-    for (int64_t i = 0; i < n; ++i) {
-      const float x = logits[i];
-      if (x > partial->largest) {
-        partial->second = partial->largest;
-        partial->largest = x;
-        partial->index = static_cast<int32_t>(first_index + i);
-      } else if (x > partial->second) {
-        partial->second = x;
-      }
+  float first[kWidth], second[kWidth], place[kWidth];
+  store(first, firsts);
+  store(second, seconds);
+  store(place, places);
+  float largest = -kInfinity, next = -kInfinity;
+  int32_t index = 0;
+  for (int32_t lane = 0; lane < kWidth; ++lane) {
+    const int32_t at = static_cast<int32_t>(place[lane]) + lane;
+    const bool is_largest = first[lane] > largest;
+    const bool is_earlier = first[lane] == largest && at < index;
+    const float other = is_largest ? largest : first[lane];
+    next = other > next ? other : next;
+    next = second[lane] > next ? second[lane] : next;
+    if (is_largest) largest = first[lane];
+    if (is_largest || is_earlier) index = at;
+  }
+
+  Vec sums = zero();
+  if (largest > -kInfinity) {
+    const Vec shift = broadcast(largest);
+    for (int64_t i = 0; i < whole; i += kWidth) sums = sums + exp(load(logits + i) - shift);
+  } else {
+    // Nothing but -infinity and NaN, which passes the clamp: min and max give their second operand.
+    index = 0;
+    for (int64_t i = 0; i < whole; i += kWidth) {
+      const Vec clamped = min(broadcast(1.0f), max(broadcast(0.0f), load(logits + i)));
+      sums = sums + clamped * zero();
     }
   }
-  float total = partial->total;
-  if (partial->largest > before && before > -kInfinity) {
-    total *= __builtin_expf(before - partial->largest);
-  }
-  if (partial->largest > -kInfinity) {
-    const Vec shift = broadcast(partial->largest);
-    Vec exps = zero();
-    for (int64_t i = 0; i < kTileRows; i += kWidth) exps = exps + exp(load(logits + i) - shift);
-    total += sum(exps);
-  }
-  partial->total = total + sum(not_a_number);
+  return {largest, next, sum(sums), static_cast<int32_t>(first_index + index)};
 }
 
 // Merges the partial of later vocabulary rows.
@@ -65,8 +76,10 @@ void merge(const Partial& later, Partial* partial) {
   }
   const float largest = partial->largest;
   // A partial of nothing but -infinity adds its total of 0, or NaN, as it is.
-  const float a = before > -kInfinity ? __builtin_expf(before - largest) : 1.0f;
-  const float b = later.largest > -kInfinity ? __builtin_expf(later.largest - largest) : 1.0f;
+  const auto factor = [&](float from) {
+    return from > -kInfinity && from != largest ? __builtin_expf(from - largest) : 1.0f;
+  };
+  const float a = factor(before), b = factor(later.largest);
   partial->total = partial->total * a + later.total * b;
 }
 
@@ -98,13 +111,9 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
   const int64_t grain = ceil_div(65536, kTile * n);
   parallel_for(parallel, num_tiles, grain, [&](int64_t begin, int64_t end) {
     const Unit<W> unit(num_seqs);
-    float logits[kTileBatch][kTileRows];
+    const Scratch<float> logits(num_seqs * kTile);
     for (int64_t tile = begin; tile < end; ++tile) {
-      Partial* partial = partials.data() + tile * num_seqs;
       const int64_t first = tile * kTile, last = min_of(first + kTile, params.vocab_size);
-      for (int64_t row = 0; row < num_seqs; ++row) {
-        partial[row] = {-kInfinity, -kInfinity, 0.0f, static_cast<int32_t>(first)};
-      }
       for (int64_t v = first; v < last; v += kTileRows) {
         const int64_t count = min_of(kTileRows, last - v);
         for (int64_t row = 0; row < num_seqs; row += kTileBatch) {
@@ -112,12 +121,11 @@ void measure(const ExitConfidenceSoftmaxParams& params, const Parallel& parallel
           // The last block of rows prefetches; the others find this part of the head in cache.
           const bool more = row + kTileBatch >= num_seqs && v + count < params.vocab_size;
           multiply(unit, head.from(v), count, x.row(row), x.stride(), rows, n,
-                   more ? head.row(v + count) : nullptr, logits[0], kTileRows);
-          for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t j = count; j < kTileRows; ++j) logits[i][j] = -kInfinity;
-            fold(logits[i], count, v, partial + row + i);
-          }
+                   more ? head.row(v + count) : nullptr, &logits[row * kTile + v - first], kTile);
         }
+      }
+      for (int64_t row = 0; row < num_seqs; ++row) {
+        partials[tile * num_seqs + row] = fold(&logits[row * kTile], last - first, first);
       }
     }
   });
