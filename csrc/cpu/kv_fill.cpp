@@ -44,7 +44,9 @@ class Worker {
         x_(rows_held<W>(block) * x_stride_),
         normed_(params.hidden_size),
         head_(block * params.head_dim),
-        rounded_(params.head_dim) {}
+        rounded_(params.head_dim) {
+    clear_rows<W>(0, rows_held<W>(block), x_stride_, x_.data());
+  }
 
   // Norms and packs rows: [num_rows] with the weight of `layer`.
   void norm(int64_t layer, const int32_t* rows, int64_t num_rows) {

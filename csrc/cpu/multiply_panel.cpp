@@ -53,8 +53,8 @@ template <BlockFormat kFormat, int kBatch>
   }
 }
 
-// sums: [kBatch, kPanelRows], those of kWidth rows of a panel and kBatch rows of x. `ahead`: the
-// panel to prefetch meanwhile; may be null. A function of its own, so that the compiler keeps the
+// sums: [kBatch, kPanelRows], those of kWidth rows of a panel and kBatch rows of x. `ahead`: what
+// to ask for meanwhile; may be null. A function of its own, so that the compiler keeps the
 // sums in registers.
 template <BlockFormat kFormat, int kBatch>
 [[gnu::noinline]] void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,

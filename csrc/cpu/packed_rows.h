@@ -17,6 +17,7 @@ class PackedRows {
   PackedRows(const T* x, int64_t x_stride, int64_t num_rows, int64_t n, const T* norm_weight,
              float eps, const Parallel& parallel)
       : stride_(packed_stride<W>(n)), rows_(rows_held<W>(num_rows) * stride_) {
+    clear_rows<W>(num_rows, rows_held<W>(num_rows), stride_, rows_.data());
     // A row is read and written a few times over.
     const int64_t grain = ceil_div(parallel.bytes_per_range, 4 * n * sizeof(float));
     parallel_for(parallel, num_rows, grain, [&](int64_t begin, int64_t end) {

@@ -90,9 +90,29 @@ inline void quantise_block(const float* v, XBlock* out) {
 
 #endif
 
+#if defined(__AVX512BF16__)
+
+// Fewer rows of x than these go without matrix tiles, behind others in tiles fewer than those.
+constexpr int64_t kFewestInTile = 10, kFewestInLastTile = 5;
+// Rows of x that a tile takes where there are so many in all.
+constexpr int64_t rows_of_tile(int64_t num_rows) {
+  return num_rows <= 12 || (num_rows > 20 && num_rows <= 24) ? 12 : kTileSide;
+}
+
+#endif
+
 template <>
 struct Format<Panel> {
   using PackedX = XBlock;
+
+  // Rows that so many take the memory of: tiles may read behind the last.
+  static constexpr int64_t held(int64_t num_rows) {
+#if defined(__AVX512BF16__)
+    const int64_t rest = num_rows % kTileBatch;
+    if (rest >= kFewestInTile) return num_rows - rest + max_of(rest, rows_of_tile(num_rows));
+#endif
+    return num_rows;
+  }
 
   template <typename T>
   static void pack(const T* row, int64_t n, XBlock* x) {
@@ -127,23 +147,24 @@ inline WeightRows<Panel> weight_rows(const void* data, int64_t, const float*,
 
 #if defined(__AVX512BF16__)
 
-// Tiles of a product with a panel: 0 and 1 are sums, 2 the left factor, a block of 16 rows of x; 3
-// the right one, a block of the panel.
-constexpr TileSizes panel_tiles() {
+// Tiles of a product with a panel: 0 and 1 are sums, then the left factor, a block of so many rows
+// of x, and the right one, a block of the panel.
+constexpr int kLeftTile = 2, kRightTile = 3;
+constexpr TileSizes panel_tiles(int64_t rows) {
   TileSizes sizes;
-  sizes.set(0, kTileSide, kTileRowBytes);
-  sizes.set(1, kTileSide, kTileRowBytes);
-  sizes.set(2, kTileSide, kBlockColumns);
-  sizes.set(3, kBlockColumns / 4, kTileRowBytes);
+  for (int tile = 0; tile < kLeftTile; ++tile) sizes.set(tile, rows, kTileRowBytes);
+  sizes.set(kLeftTile, rows, kBlockColumns);
+  sizes.set(kRightTile, kBlockColumns / 4, kTileRowBytes);
   return sizes;
 }
 
-// Fewer rows of x than a tile's go without.
 template <>
 struct Unit<Panel> {
-  explicit Unit(int64_t num_rows) : tiles(num_rows < kTileSide ? Tiles::kNone : tiles_in_use()) {
-    if (tiles == Tiles::kHardware) TileHardware::begin(panel_tiles());
-    if (tiles == Tiles::kModel) TileModel::begin(panel_tiles());
+  explicit Unit(int64_t num_rows)
+      : tiles(num_rows < kFewestInTile ? Tiles::kNone : tiles_in_use()),
+        tile_rows(rows_of_tile(num_rows)) {
+    if (tiles == Tiles::kHardware) TileHardware::begin(panel_tiles(tile_rows));
+    if (tiles == Tiles::kModel) TileModel::begin(panel_tiles(tile_rows));
   }
   ~Unit() {
     if (tiles == Tiles::kHardware) TileHardware::end();
@@ -152,6 +173,7 @@ struct Unit<Panel> {
   Unit& operator=(const Unit&) = delete;
 
   const Tiles tiles;
+  const int64_t tile_rows;
 };
 
 #else
@@ -160,6 +182,7 @@ template <>
 struct Unit<Panel> {
   explicit Unit(int64_t) {}
   static constexpr Tiles tiles = Tiles::kNone;
+  static constexpr int64_t tile_rows = 0;
 };
 
 #endif
@@ -170,10 +193,11 @@ struct PanelProduct {
   int64_t columns, first, count;
   const XBlock* x;  // row stride x_stride
   int64_t x_stride, num_batch;
-  const uint8_t* ahead;
+  const uint8_t* ahead;  // what to ask for meanwhile, as many bytes as the panel has; may be null
   float* out;
   int64_t out_stride;
   Tiles tiles;
+  int64_t tile_rows;  // of x
 };
 void multiply_panel(BlockFormat format, const PanelProduct& product);
 
@@ -187,6 +211,10 @@ inline void store_row(const PanelProduct& product, int64_t b, const float* sums)
   for (int64_t r = 0; r < product.count; ++r) out[r] = sums[product.first + r];
 }
 
+// So far behind the beginning of the next panel memory is asked for: one panel of few columns ends
+// before what is asked for at its beginning comes.
+constexpr int64_t kFurther = 4096;
+
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:
 // [num_batch, n packed]. Rows that lie side by side in a panel are multiplied together. `next`: the
 // panel that will be read after these; may be null.
@@ -198,10 +226,11 @@ inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_
     const int64_t most = min_of(kPanelRows - place.lane, num_rows - r);
     int64_t count = 1;
     while (count < most && w.table[r + count] == w.table[r] + count) ++count;
-    const Panel* ahead = r + count < num_rows ? w.row(r + count) : next;
+    const Panel* after = r + count < num_rows ? w.row(r + count) : next;
+    const uint8_t* ahead = after ? reinterpret_cast<const uint8_t*>(after) + kFurther : nullptr;
     multiply_panel(place.format,
-                   {w.bytes + place.offset, n, place.lane, count, x, x_stride, num_batch,
-                    reinterpret_cast<const uint8_t*>(ahead), out + r, out_stride, unit.tiles});
+                   {w.bytes + place.offset, n, place.lane, count, x, x_stride, num_batch, ahead,
+                    out + r, out_stride, unit.tiles, unit.tile_rows});
     r += count;
   }
 }

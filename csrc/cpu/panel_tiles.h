@@ -1,5 +1,5 @@
-// Products of a panel with 16 rows of x at a time on matrix tiles, bit for bit what vectors give: a
-// tile's sums are a block's exact ones, and floats are made of them in the same order.
+// Products of a panel with 12 or 16 rows of x at a time on matrix tiles, bit for bit what vectors
+// give: a tile's sums are a block's exact ones, and floats are made of them in the same order.
 #pragma once
 
 #include "panel_blocks.h"
@@ -31,7 +31,7 @@ template <BlockFormat kFormat>
 struct TileRoom {
   OpenBlock<kFormat> blocks[kStretch];
   alignas(64) int32_t sums[kWaiting][OpenBlock<kFormat>::kHasHalves ? 2 : 1][kTileSums];
-  alignas(64) float totals[kTileBatch][kPanelRows];
+  alignas(64) float totals[kTileBatch + kTileSide][kPanelRows];
 };
 
 template <BlockFormat kFormat>
@@ -52,24 +52,24 @@ template <BlockFormat kFormat>
   store(out->second, scales.second);
 }
 
-// sums: [16 rows of x, kPanelRows], of Q6_K of each half of the columns.
+// sums: [rows of x, kPanelRows], of Q6_K of each half of the columns.
 template <typename U, BlockFormat kFormat>
 [[gnu::always_inline]] inline void multiply_open(const OpenBlock<kFormat>& block, const XBlock* x,
                                                  int64_t x_stride, int32_t (*sums)[kTileSums]) {
-  U::template load<2>(x->q, x_stride * static_cast<int64_t>(sizeof(XBlock)));
-  U::template load<3>(block.q[0], kTileRowBytes);
+  U::template load<kLeftTile>(x->q, x_stride * static_cast<int64_t>(sizeof(XBlock)));
+  U::template load<kRightTile>(block.q[0], kTileRowBytes);
   U::template zero<0>();
-  U::template multiply_bytes<0, 2, 3>();
+  U::template multiply_bytes<0, kLeftTile, kRightTile>();
   U::template store<0>(sums[0]);
   if constexpr (OpenBlock<kFormat>::kHasHalves) {
-    U::template load<3>(block.q[4], kTileRowBytes);
+    U::template load<kRightTile>(block.q[4], kTileRowBytes);
     U::template zero<1>();
-    U::template multiply_bytes<1, 2, 3>();
+    U::template multiply_bytes<1, kLeftTile, kRightTile>();
     U::template store<1>(sums[1]);
   }
 }
 
-template <BlockFormat kFormat>
+template <BlockFormat kFormat, int kRows>
 [[gnu::always_inline]] inline void add_sums(const OpenBlock<kFormat>& block,
                                             const int32_t (*sums)[kTileSums], const XBlock* x,
                                             int64_t x_stride, Vec* totals) {
@@ -78,7 +78,7 @@ template <BlockFormat kFormat>
   };
   const Vec scale = load(block.scale), second = load(block.second);
 #pragma GCC unroll 16
-  for (int b = 0; b < kTileSide; ++b, x += x_stride) {
+  for (int b = 0; b < kRows; ++b, x += x_stride) {
     // One address that moves on: 16 that the compiler keeps would cross vector registers.
     asm("" : "+r"(x));
     const XBlock& columns = *x;
@@ -93,17 +93,17 @@ template <BlockFormat kFormat>
   }
 }
 
-// Blocks [begin, begin + count) of a panel, count <= kStretch, and 16 rows of x, added to totals:
-// [16, kPanelRows]. kOpens: the blocks are opened meanwhile, else they are open. A function of its
-// own, so that the compiler keeps the totals in registers.
-template <typename U, BlockFormat kFormat, bool kOpens>
+// Blocks [begin, begin + count) of a panel, count <= kStretch, and kRows rows of x, added to sums:
+// [kRows, kPanelRows]. kOpens: the blocks are opened meanwhile, else they are open. A function of
+// its own, so that the compiler keeps the totals in registers.
+template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
 [[gnu::noinline]] void multiply_stretch(TileRoom<kFormat>& room, const PanelPart& part,
                                         int64_t begin, int64_t count, const XBlock* x,
                                         int64_t x_stride, const uint8_t* ahead,
                                         float (*sums)[kPanelRows]) {
-  Vec totals[kTileSide];
+  Vec totals[kRows];
 #pragma GCC unroll 16
-  for (int b = 0; b < kTileSide; ++b) totals[b] = load(sums[b]);
+  for (int b = 0; b < kRows; ++b) totals[b] = load(sums[b]);
   // While a block's sums become floats a later one is multiplied, and before that another opened:
   // nothing waits for memory that was only just written.
   constexpr int64_t kLead = kOpens ? kBehind + 1 : kBehind;
@@ -120,43 +120,53 @@ template <typename U, BlockFormat kFormat, bool kOpens>
       multiply_open<U>(room.blocks[multiplied], x + multiplied, x_stride,
                        room.sums[multiplied % kWaiting]);
     }
-    if (i >= 0) add_sums(room.blocks[i], room.sums[i % kWaiting], x + i, x_stride, totals);
+    if (i >= 0)
+      add_sums<kFormat, kRows>(room.blocks[i], room.sums[i % kWaiting], x + i, x_stride, totals);
   }
 #pragma GCC unroll 16
-  for (int b = 0; b < kTileSide; ++b) store(sums[b], totals[b]);
+  for (int b = 0; b < kRows; ++b) store(sums[b], totals[b]);
 }
 
-// The first rows of x, 16 at a time; returns how many. The last 16 may be computed in part anew.
-template <typename U, BlockFormat kFormat>
-int64_t multiply_with_tiles(const PanelProduct& product, const PanelPart& panel) {
-  constexpr int64_t kFewest = 8;  // of the last rows of x that are worth a tile
-  if (product.num_batch < kTileSide) return 0;
-  const int64_t rest = product.num_batch % kTileSide;
-  const int64_t num_batch = rest < kFewest ? product.num_batch - rest : product.num_batch;
+// The first rows of x, kRows at a time; returns how many. Of the last of them some may be computed
+// anew, or be rows behind the last, of which nothing is kept.
+template <typename U, BlockFormat kFormat, int kRows>
+int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
+  const int64_t rest = product.num_batch % kRows;
+  const bool is_few = product.num_batch < kRows ? rest < kFewestInTile : rest < kFewestInLastTile;
+  const int64_t num_batch = is_few ? product.num_batch - rest : product.num_batch;
+  const int64_t num_tiles = ceil_div(num_batch, kRows), last = max_of(num_batch - kRows, 0);
   auto& room = kept_by_thread<TileRoom<kFormat>>();
   if constexpr (OpenBlock<kFormat>::kHasHalves) {
     for (auto& block : room.blocks) __builtin_memset(block.q[4], 0, 4 * kTileRowBytes);
   }
-  __builtin_memset(room.totals, 0, sizeof(room.totals));
-  const int64_t num_stretches = ceil_div(panel.num_blocks, kStretch);
+  __builtin_memset(room.totals, 0,
+                   sizeof(room.totals[0]) * static_cast<uint64_t>(num_tiles * kRows));
+  const int64_t num_stretches = num_tiles > 0 ? ceil_div(panel.num_blocks, kStretch) : 0;
   for (int64_t stretch = 0; stretch < num_stretches; ++stretch) {
     const int64_t begin = stretch * panel.num_blocks / num_stretches;
     const int64_t count = (stretch + 1) * panel.num_blocks / num_stretches - begin;
     const uint8_t* ahead = product.ahead ? product.ahead + begin * panel.block_bytes : nullptr;
     const XBlock* x = product.x + begin;
-    multiply_stretch<U, kFormat, true>(room, panel, begin, count, x, product.x_stride, ahead,
-                                       room.totals);
-    for (int64_t b = kTileSide; b < num_batch; b += kTileSide) {
-      const int64_t first = min_of(b, num_batch - kTileSide);
-      multiply_stretch<U, kFormat, false>(room, panel, begin, count, x + first * product.x_stride,
-                                          product.x_stride, nullptr, room.totals + b);
+    multiply_stretch<U, kFormat, kRows, true>(room, panel, begin, count, x, product.x_stride, ahead,
+                                              room.totals);
+    for (int64_t tile = 1; tile < num_tiles; ++tile) {
+      const int64_t first = min_of(tile * kRows, last);
+      multiply_stretch<U, kFormat, kRows, false>(room, panel, begin, count,
+                                                 x + first * product.x_stride, product.x_stride,
+                                                 nullptr, room.totals + tile * kRows);
     }
   }
   for (int64_t b = 0; b < num_batch; ++b) {
-    const int64_t tile = b / kTileSide * kTileSide, first = min_of(tile, num_batch - kTileSide);
-    store_row(product, b, room.totals[tile + b - first]);
+    const int64_t first = b / kRows * kRows;
+    store_row(product, b, room.totals[first + b - min_of(first, last)]);
   }
   return num_batch;
+}
+
+template <typename U, BlockFormat kFormat>
+int64_t multiply_with_tiles(const PanelProduct& product, const PanelPart& panel) {
+  if (product.tile_rows == 12) return multiply_rows<U, kFormat, 12>(product, panel);
+  return multiply_rows<U, kFormat, 16>(product, panel);
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

@@ -27,8 +27,18 @@ template <typename W>
 inline int64_t rows_held(int64_t num_rows) {
   if constexpr (requires { Format<W>::kGroup; }) {
     return ceil_div(num_rows, Format<W>::kGroup) * Format<W>::kGroup;
+  } else if constexpr (requires { Format<W>::held(num_rows); }) {
+    return Format<W>::held(num_rows);
   }
   return num_rows;
+}
+// Rows [begin, end) of packed x, of which nothing is kept, but which tiles may read and multiply.
+template <typename W>
+inline void clear_rows(int64_t begin, int64_t end, int64_t stride, PackedX<W>* x) {
+  if constexpr (requires { Format<W>::held(end); }) {
+    const auto bytes = static_cast<uint64_t>((end - begin) * stride) * sizeof(PackedX<W>);
+    __builtin_memset(static_cast<void*>(x + begin * stride), 0, bytes);
+  }
 }
 
 #if defined(__AVX512BF16__)

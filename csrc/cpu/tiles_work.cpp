@@ -44,11 +44,11 @@ bool products_agree() {
 // out: [kTileSide, kTileSide], of whole numbers as panels are multiplied.
 template <typename U>
 void multiply_bytes(const uint8_t* left, const uint8_t* right, int32_t* out) {
-  U::begin(panel_tiles());
-  U::template load<2>(left, kBlockColumns);
-  U::template load<3>(right, kTileRowBytes);
+  U::begin(panel_tiles(kTileSide));
+  U::template load<kLeftTile>(left, kBlockColumns);
+  U::template load<kRightTile>(right, kTileRowBytes);
   U::template zero<1>();
-  U::template multiply_bytes<1, 2, 3>();
+  U::template multiply_bytes<1, kLeftTile, kRightTile>();
   U::template store<1>(out);
   U::end();
 }

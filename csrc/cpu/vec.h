@@ -318,9 +318,9 @@ inline void sum_four(const Vec* v, float* out) {
 #endif
 }
 
-// e^x, within 2 ulp for x in [-87.3, 88]; of smaller x it is 0, of -inf too, larger x go to infinity,
-// NaN to NaN. What a float holds with fewer bits is never computed: it takes a core some 150 cycles,
-// and a score that is hidden is -inf.
+// e^x, within 2 ulp for x in [-87.3, 88]; of smaller x it is 0, of -inf too, larger x go to
+// infinity, NaN to NaN. What a float holds with fewer bits is never computed: it takes a core some
+// 150 cycles, and a score that is hidden is -inf.
 inline Vec exp(Vec x) {
   constexpr float kLeast = -87.3f;
   // Of a NaN max and min give their second operand: it passes both.
