@@ -46,8 +46,8 @@ LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
-# Drafts have to gain so much before anything but full depth is done: of one request, of several.
-MIN_GAIN, MIN_GAIN_OF_SEVERAL = 1.05, 1.12
+# Drafts have to gain so much before anything but full depth is done.
+MIN_GAIN = 1.05
 # Of passes of full depth in a row of which none went on from the last, this one counts and those
 # behind it; of those that did, once full depth is known. Behind drafts a machine is slower for a
 # while: it had less to do, and what it keeps in cache is older.
@@ -260,7 +260,7 @@ class Chooser:
             return FULL
         anchor = rows, seconds
         besides = self._looks.get(rows.bit_length(), 0.0) + self._host(rows)
-        best, speed = FULL, _min_gain(rows) * rows / (seconds + besides)
+        best, speed = FULL, MIN_GAIN * rows / (seconds + besides)
         if any(proposals):
             choice, its_speed = self._give(histories, proposals, anchor, behind, besides)
             if its_speed > speed:
@@ -327,7 +327,7 @@ class Chooser:
         steps = max(history.steps for history in histories)
         tokens = _worth([1.0 + history.gain for history in histories], behind)
         host = self._host(rows)
-        return tokens * (seconds + host) > _min_gain(rows) * rows * (
+        return tokens * (seconds + host) > MIN_GAIN * rows * (
             verified + steps * self._head_step(rows) * seconds + host
         )
 
@@ -643,10 +643,6 @@ def _worth(tokens: Ordered[float], behind: Ordered[int]) -> float:
     """
     total = sum(tokens)
     return min(total, len(tokens) * min(tokens[i] for i in behind)) if behind else total
-
-
-def _min_gain(rows: int) -> float:
-    return MIN_GAIN if rows == 1 else MIN_GAIN_OF_SEVERAL
 
 
 def _expected_gain(agreement: Ordered[float]) -> float:
