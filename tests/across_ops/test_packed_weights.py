@@ -37,8 +37,8 @@ BATCH_SIZES = (0, 1, 2, 3, 7, 33)
 # First row and number of rows: alone, few, and around the rows of a tile and of two.
 ROWS_TOGETHER = (
     *((row, 1) for row in (0, 1, 3, 7, 8, 17, 18, 31, 32, 64, 299, 300)),
-    *((1, count) for count in range(2, 10)),
-    *((2, count) for count in (15, 16, 17, 23, 24, 31, 32, 33, 41, 47, 48, 70)),
+    *((1, count) for count in range(2, 18)),
+    *((2, count) for count in (20, 21, 23, 24, 25, 31, 32, 33, 41, 42, 44, 45, 47, 48, 52, 53, 70)),
 )
 CUDA_OPS = (
     "embed_tokens",
@@ -244,6 +244,27 @@ def test_kv_fill_matches_the_reference(
         check_close(got, wanted, device, normed=True)
 
     check_fill(call, check, oracle_of(call, device))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_filled_of_a_row_does_not_depend_on_the_others(
+    format: str, device: torch.device
+) -> None:
+    """Of each layer other rows are filled, in blocks of which the last has few."""
+    case = KvFillCase(53, hidden_size=256, num_kv_heads=1, head_dim=24, rotary_dim=24)
+    call = test_kv_fill.random_call(case, device=device)
+    matrix = on_device(packed_layers([[(format, 48)]] * case.num_layers, 256, size=1 / 16), device)
+    call |= {"kv_weight": matrix.weight, "kv_table": matrix.table}
+    together = test_kv_fill.filled(ops.kv_fill, call)
+    for count in (1, 10, 12, 13, 21, 45):
+        caches = call["k_cache"], call["v_cache"]
+        for rows in torch.arange(53).split(count):
+            by_row = ("hidden", "exit_layer", "slot_mapping", "positions")
+            part = {name: call[name][rows] for name in by_row}
+            own = {**call, **part, "k_cache": caches[0], "v_cache": caches[1]}
+            caches = test_kv_fill.filled(ops.kv_fill, own)
+        for got, expected in zip(caches, together, strict=True):
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
