@@ -18,15 +18,11 @@ struct Partial {
   int32_t index;  // of the largest; the lowest among equals
 };
 
-// Of the logits of a tile's n vocabulary rows, from first_index on; there is room to fill the last
-// vector.
-Partial fold(float* logits, int64_t n, int64_t first_index) {
-  const int64_t whole = ceil_div(n, kWidth) * kWidth;
-  for (int64_t i = n; i < whole; ++i) logits[i] = -kInfinity;
-
-  // By lane: the two largest, a NaN never among them, and the place of the first of these.
-  Vec firsts = broadcast(-kInfinity), seconds = firsts, places = zero();
-  for (int64_t i = 0; i < whole; i += kWidth) {
+// The two largest logits, a NaN never among them, and where the first of these is; no total yet.
+// n: a multiple of kWidth.
+Partial largest_of(const float* logits, int64_t n) {
+  Vec firsts = broadcast(-kInfinity), seconds = firsts, places = zero();  // by lane
+  for (int64_t i = 0; i < n; i += kWidth) {
     const Vec x = load(logits + i), others = where_greater(x, firsts, firsts, x);
     places = where_greater(x, firsts, broadcast(static_cast<float>(i)), places);
     firsts = where_greater(x, firsts, x, firsts);
@@ -36,32 +32,39 @@ Partial fold(float* logits, int64_t n, int64_t first_index) {
   store(first, firsts);
   store(second, seconds);
   store(place, places);
-  float largest = -kInfinity, next = -kInfinity;
-  int32_t index = 0;
+  Partial found{-kInfinity, -kInfinity, 0.0f, 0};
   for (int32_t lane = 0; lane < kWidth; ++lane) {
-    const int32_t at = static_cast<int32_t>(place[lane]) + lane;
-    const bool is_largest = first[lane] > largest;
-    const bool is_earlier = first[lane] == largest && at < index;
-    const float other = is_largest ? largest : first[lane];
-    next = other > next ? other : next;
-    next = second[lane] > next ? second[lane] : next;
-    if (is_largest) largest = first[lane];
-    if (is_largest || is_earlier) index = at;
+    const int32_t index = static_cast<int32_t>(place[lane]) + lane;
+    const bool is_largest = first[lane] > found.largest;
+    const bool is_earlier = first[lane] == found.largest && index < found.index;
+    const float other = is_largest ? found.largest : first[lane];
+    found.second = other > found.second ? other : found.second;
+    found.second = second[lane] > found.second ? second[lane] : found.second;
+    if (is_largest) found.largest = first[lane];
+    if (is_largest || is_earlier) found.index = index;
   }
+  return found;
+}
 
-  Vec sums = zero();
-  if (largest > -kInfinity) {
-    const Vec shift = broadcast(largest);
-    for (int64_t i = 0; i < whole; i += kWidth) sums = sums + exp(load(logits + i) - shift);
+// Of the logits of a tile's n vocabulary rows, from first_index on; there is room to fill the last
+// vector.
+Partial fold(float* logits, int64_t n, int64_t first_index) {
+  const int64_t whole = ceil_div(n, kWidth) * kWidth;
+  for (int64_t i = n; i < whole; ++i) logits[i] = -kInfinity;
+  Partial partial = largest_of(logits, whole);
+  partial.index += static_cast<int32_t>(first_index);
+  const Vec shift = broadcast(partial.largest);
+  Vec total = zero();
+  if (partial.largest > -kInfinity) {
+    for (int64_t i = 0; i < whole; i += kWidth) total = total + exp(load(logits + i) - shift);
   } else {
     // Nothing but -infinity and NaN, which passes the clamp: min and max give their second operand.
-    index = 0;
     for (int64_t i = 0; i < whole; i += kWidth) {
-      const Vec clamped = min(broadcast(1.0f), max(broadcast(0.0f), load(logits + i)));
-      sums = sums + clamped * zero();
+      total = total + min(broadcast(1.0f), max(broadcast(0.0f), load(logits + i))) * zero();
     }
   }
-  return {largest, next, sum(sums), static_cast<int32_t>(first_index + index)};
+  partial.total = sum(total);
+  return partial;
 }
 
 // Merges the partial of later vocabulary rows.

@@ -94,9 +94,13 @@ inline void quantise_block(const float* v, XBlock* out) {
 
 // Fewer rows of x than these go without matrix tiles, behind others in tiles fewer than those.
 constexpr int64_t kFewestInTile = 10, kFewestInLastTile = 5;
-// Rows of x that a tile takes where there are so many in all.
+// Rows of x that a tile takes where there are so many in all: all that it can, or few, where one or
+// two such tiles hold them.
+constexpr int64_t kFewInTile = 12;
 constexpr int64_t rows_of_tile(int64_t num_rows) {
-  return num_rows <= 12 || (num_rows > 20 && num_rows <= 24) ? 12 : kTileSide;
+  const bool fill_one = num_rows <= kFewInTile;
+  const bool fill_two = num_rows >= kTileSide + kFewestInLastTile && num_rows <= 2 * kFewInTile;
+  return fill_one || fill_two ? kFewInTile : kTileSide;
 }
 
 #endif
@@ -211,8 +215,8 @@ inline void store_row(const PanelProduct& product, int64_t b, const float* sums)
   for (int64_t r = 0; r < product.count; ++r) out[r] = sums[product.first + r];
 }
 
-// So far behind the beginning of the next panel memory is asked for: one panel of few columns ends
-// before what is asked for at its beginning comes.
+// While a panel is multiplied, memory is asked for that begins so many bytes behind the beginning
+// of the next: a panel of few columns is done before what it asked for has come.
 constexpr int64_t kFurther = 4096;
 
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:

@@ -132,8 +132,9 @@ template <typename U, BlockFormat kFormat, int kRows, bool kOpens>
 template <typename U, BlockFormat kFormat, int kRows>
 int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
   const int64_t rest = product.num_batch % kRows;
-  const bool is_few = product.num_batch < kRows ? rest < kFewestInTile : rest < kFewestInLastTile;
-  const int64_t num_batch = is_few ? product.num_batch - rest : product.num_batch;
+  const int64_t fewest = product.num_batch < kRows ? kFewestInTile : kFewestInLastTile;
+  const int64_t num_batch = rest < fewest ? product.num_batch - rest : product.num_batch;
+  if (num_batch == 0) return 0;
   const int64_t num_tiles = ceil_div(num_batch, kRows), last = max_of(num_batch - kRows, 0);
   auto& room = kept_by_thread<TileRoom<kFormat>>();
   if constexpr (OpenBlock<kFormat>::kHasHalves) {
@@ -141,7 +142,7 @@ int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
   }
   __builtin_memset(room.totals, 0,
                    sizeof(room.totals[0]) * static_cast<uint64_t>(num_tiles * kRows));
-  const int64_t num_stretches = num_tiles > 0 ? ceil_div(panel.num_blocks, kStretch) : 0;
+  const int64_t num_stretches = ceil_div(panel.num_blocks, kStretch);
   for (int64_t stretch = 0; stretch < num_stretches; ++stretch) {
     const int64_t begin = stretch * panel.num_blocks / num_stretches;
     const int64_t count = (stretch + 1) * panel.num_blocks / num_stretches - begin;
@@ -165,8 +166,8 @@ int64_t multiply_rows(const PanelProduct& product, const PanelPart& panel) {
 
 template <typename U, BlockFormat kFormat>
 int64_t multiply_with_tiles(const PanelProduct& product, const PanelPart& panel) {
-  if (product.tile_rows == 12) return multiply_rows<U, kFormat, 12>(product, panel);
-  return multiply_rows<U, kFormat, 16>(product, panel);
+  if (product.tile_rows == kFewInTile) return multiply_rows<U, kFormat, kFewInTile>(product, panel);
+  return multiply_rows<U, kFormat, kTileSide>(product, panel);
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY

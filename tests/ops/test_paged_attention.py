@@ -121,6 +121,20 @@ def test_queries_that_see_no_key_give_zeros(device: torch.device) -> None:
     assert (out[5:] == 0).all()
 
 
+def test_a_score_far_below_the_largest_has_no_weight() -> None:
+    """On the CPU: its exponential would be a number that takes a core many times as long."""
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.full((1, 1, 8), 1.0)
+        k_cache, v_cache = torch.zeros(2, 1, 16, 1, 8)
+        k_cache[0, :2] = torch.tensor([0.0, -95.0 / 8]).view(2, 1, 1)
+        v_cache[0, :2] = torch.tensor([0.0, 3e38]).view(2, 1, 1)
+        sizes = torch.tensor([2], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+        pages = torch.zeros(1, 1, dtype=torch.int32)
+        caches = k_cache.to(dtype), v_cache.to(dtype)
+        out = ops.paged_attention(q.to(dtype), *caches, pages, *sizes, scale=1.0)
+        assert torch.equal(out, torch.zeros_like(out)), dtype
+
+
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
     call = random_call(AttentionCase((2,), (200,), 4, 2, 64, 8), torch.float32, device)
     call["scale"] = 30.0
