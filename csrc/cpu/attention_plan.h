@@ -67,11 +67,13 @@ inline AttentionWork measure_work(const AttentionPlan& plan) {
 }
 
 // The plan of a call, without partials and table of biases; max_splits is how many of them a row
-// needs, or 0. Keys are split before heads, because the heads of a slot mostly lie side by side.
-// A fixed split size is kept as it is, so that only who computes a split depends on the call.
-inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads,
+// needs, or 0 where threads have whole rows. Keys are split before heads, because the heads of a
+// slot mostly lie side by side. A fixed split size is kept as it is, so that only who computes a
+// split depends on the call.
+inline AttentionPlan plan_attention(const PagedAttentionParams& params, const Parallel& parallel,
                                     bool has_tiles) {
-  constexpr int64_t kMultipliesPerThread = 1 << 16;    // worth waking a thread for
+  constexpr int64_t kBytesPerMultiply = 2;             // that could be read meanwhile
+  constexpr int64_t kMostPerThread = 1 << 16;          // multiplies, worth waking any thread for
   constexpr int64_t kItemsPerThread = 4;               // so that the last ones even out
   constexpr int64_t kMinSplit = 256, kSplitStep = 64;  // keys
   constexpr int64_t kMaxPartials = 64 << 20;           // floats
@@ -83,8 +85,9 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t 
   plan.partial_size = width + 2;
   plan.tile_rows = min_of(kMaxTileRows, kTileFloats / width);
   const AttentionWork work = measure_work(plan);
+  const int64_t per_thread = min_of(parallel.bytes_per_range / kBytesPerMultiply, kMostPerThread);
   plan.num_threads =
-      max_of(min_of(work.total * plan.head_dim / kMultipliesPerThread, num_threads), 1);
+      max_of(min_of(work.total * plan.head_dim / per_thread, parallel.num_threads), 1);
 
   const int64_t rows = work.largest_tile_rows;
   const int64_t wanted = max_of(work.total / (plan.num_threads * kItemsPerThread), 1);
@@ -102,9 +105,8 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t 
   if (split) {
     const int64_t keys = min_of(plan.split_size, work.longest);
     plan.tile_heads = max_of(min_of(wanted / (rows * keys), heads), 1);
-  } else {
-    plan.max_splits = 0;
   }
+  if (!split || plan.max_splits == 1) plan.max_splits = 0;
   return plan;
 }
 

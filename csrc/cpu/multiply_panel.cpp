@@ -53,12 +53,12 @@ template <BlockFormat kFormat, int kBatch>
   }
 }
 
-// sums: [kBatch, kPanelRows], those of kWidth rows of a panel and kBatch rows of x. `ahead`: what
-// to ask for meanwhile; may be null. A function of its own, so that the compiler keeps the
-// sums in registers.
+// sums: [kBatch, kWidth] with row stride `stride`, those of kWidth rows of a panel and kBatch rows
+// of x. `ahead`: what to ask for meanwhile; may be null. A function of its own, so that the
+// compiler keeps the sums in registers.
 template <BlockFormat kFormat, int kBatch>
 [[gnu::noinline]] void multiply_part(const PanelPart& part, const XBlock* x, int64_t x_stride,
-                                     const uint8_t* ahead, float* sums) {
+                                     const uint8_t* ahead, float* sums, int64_t stride) {
   constexpr BlockTraits kTraits = traits_of(kFormat);
   Vec totals[kBatch];
 #pragma GCC unroll 8
@@ -78,7 +78,7 @@ template <BlockFormat kFormat, int kBatch>
     multiply_block<kFormat, kBatch>(q, scales, x, x_stride, totals);
   }
 #pragma GCC unroll 8
-  for (int b = 0; b < kBatch; ++b) store(sums + b * kPanelRows, totals[b]);
+  for (int b = 0; b < kBatch; ++b) store(sums + b * stride, totals[b]);
 }
 
 // Rows of x from b on, at most kBatch; returns how many.
@@ -89,12 +89,19 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
     if (rest <= kBatch / 2) return multiply_batch<kFormat, kBatch / 2>(product, panel, b);
     if (rest < kBatch) return multiply_batch<kFormat, kBatch - 1>(product, panel, b);
   }
-  alignas(64) float lanes[kBatch][kPanelRows];
-  for (int64_t lane = 0; lane < kPanelRows; lane += kWidth) {
-    multiply_part<kFormat, kBatch>(panel.from(lane), product.x + b * product.x_stride,
-                                   product.x_stride, b == 0 && lane == 0 ? product.ahead : nullptr,
-                                   lanes[0] + lane);
+  const auto multiply_into = [&](float* sums, int64_t stride) {
+    for (int64_t lane = 0; lane < kPanelRows; lane += kWidth) {
+      multiply_part<kFormat, kBatch>(
+          panel.from(lane), product.x + b * product.x_stride, product.x_stride,
+          b == 0 && lane == 0 ? product.ahead : nullptr, sums + lane, stride);
+    }
+  };
+  if (product.count == kPanelRows) {
+    multiply_into(product.out + b * product.out_stride, product.out_stride);
+    return kBatch;
   }
+  alignas(64) float lanes[kBatch][kPanelRows];
+  multiply_into(lanes[0], kPanelRows);
   for (int i = 0; i < kBatch; ++i) store_row(product, b + i, lanes[i]);
   return kBatch;
 }

@@ -329,7 +329,7 @@ void run_paged_attention(const PagedAttentionParams& params, const Parallel& par
   if (params.num_tokens == 0 || params.num_q_heads == 0) return;
   dispatch_cache(params.dtype, params.cache_format, [&]<typename T, typename C>() {
     dispatch_multiplication<T, C>([&]<typename M>() {
-      run<T, M, C>(plan_attention(params, parallel.num_threads, M::kHasTiles), parallel);
+      run<T, M, C>(plan_attention(params, parallel, M::kHasTiles), parallel);
     });
   });
 }

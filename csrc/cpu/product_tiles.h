@@ -20,22 +20,24 @@ struct Tile {
   int64_t row, num_rows;
   int64_t batch, num_batch;
   bool is_first;  // of the tiles that meet these rows of the weight one after the other
-  bool is_last;   // of them, and more rows of the weight follow
+  bool is_last;   // of them, and other rows of the weight are read next
 };
 
-// Visits the tiles of the rows [begin, end) of a weight and of num_batch rows of x: as many rows of
-// x as stay in cache meet all rows of the weight, then the next ones.
+// Visits the tiles of the rows [begin, end) of a weight that has `total` of them, and of num_batch
+// rows of x: as many rows of x as stay in cache meet all rows of the weight, then the next ones.
+// Behind the range there is most often the same thread's next one.
 template <typename W, typename Visit>
-inline void for_each_tile(int64_t begin, int64_t end, int64_t num_batch, int64_t x_stride,
-                          const Visit& visit) {
+inline void for_each_tile(int64_t begin, int64_t end, int64_t total, int64_t num_batch,
+                          int64_t x_stride, const Visit& visit) {
   const int64_t block = rows_in_cache<W>(x_stride);
   for (int64_t first = 0; first < num_batch; first += block) {
     const int64_t stop = min_of(first + block, num_batch);
+    const int64_t last = stop == num_batch ? total : end;
     for (int64_t row = begin; row < end; row += kTileRows) {
       const int64_t num_rows = min_of(kTileRows, end - row);
       for (int64_t batch = first; batch < stop; batch += kTileBatch) {
         const int64_t count = min_of(kTileBatch, stop - batch);
-        const bool is_last = batch + count == stop && row + num_rows < end;
+        const bool is_last = batch + count == stop && row + num_rows < last;
         visit(Tile{row, num_rows, batch, count, batch == first, is_last});
       }
     }

@@ -30,7 +30,8 @@ void multiply_range(const SkinnyGatedLinearParams& params, const PackedRows<T, W
   const T* up_bias = gate_bias ? gate_bias + params.inner_size : nullptr;
   const Unit<W> unit(params.num_tokens);
   float gates[kTileBatch][kTileRows], ups[kTileBatch][kTileRows];
-  for_each_tile<W>(begin, end, params.num_tokens, x.stride(), [&](const Tile& tile) {
+  const int64_t total = params.inner_size;
+  for_each_tile<W>(begin, end, total, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;
     // The first rows of x bring the up rows into cache, the last ones the next gate rows.
     multiply(unit, gate.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch, n,

@@ -29,7 +29,8 @@ void multiply_range(const SkinnyLinearParams& params, const PackedRows<T, W>& x,
   const T* residual = static_cast<const T*>(params.residual);
   const Unit<W> unit(params.num_tokens);
   float products[kTileBatch][kTileRows];
-  for_each_tile<W>(begin, end, params.num_tokens, x.stride(), [&](const Tile& tile) {
+  const int64_t total = params.out_features;
+  for_each_tile<W>(begin, end, total, params.num_tokens, x.stride(), [&](const Tile& tile) {
     const int64_t row = tile.row;
     // The last rows of x prefetch; the others find this part of the weight in cache.
     multiply(unit, weight.from(row), tile.num_rows, x.row(tile.batch), x.stride(), tile.num_batch,
