@@ -16,7 +16,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from eecore.decoding.budget import Budget
 from eecore.decoding.memory import power_of_two
@@ -144,8 +144,11 @@ class History:
 
     def chances(self, given: Proposal) -> list[float]:
         """That the first of such drafts stands, the first two, ..."""
-        shares = (self.share(kind_of(given, k)) for k in range(len(given.tokens)))
-        return list(accumulate(shares, operator.mul))
+        chance, found = 1.0, []
+        for k in range(len(given.tokens)):
+            chance *= self.share(kind_of(given, k))
+            found.append(chance)
+        return found
 
 
 def kind_of(given: Proposal, k: int) -> Kind:
@@ -155,8 +158,7 @@ def kind_of(given: Proposal, k: int) -> Kind:
     return "looked up", min(given.match + k, len(LOOKUP_ODDS) - 1)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What all ``Auto`` requests of a round do."""
 
     kind: Literal["full", "given", "draft"]
@@ -213,7 +215,7 @@ class Chooser:
         self._unsteady = self._steady = 0  # passes of full depth in a row, by how they went on
         self._clock = 0  # rounds that were chosen
         self._alone, self._several = Budget(is_alone=True), Budget(is_alone=False)
-        self._estimates: dict[Any, tuple[int, list[float]]] = {}
+        self._estimates: dict[Any, tuple[int, Any]] = {}
         self._drafts: dict[Any, tuple[int, tuple[int, int, float]]] = {}
 
     def exit_layers(self, policy: Auto) -> tuple[int, ...]:
@@ -287,9 +289,9 @@ class Chooser:
         expected = sum(self._expected(*each) for each in zip(histories, given, strict=True))
         if expected > ENOUGH * rows:
             return best
-        step = self._head_step(rows) * anchor[1] / (anchor[1] + self._host(rows))
-        worth = (self._row_cost(anchor) + step) / NEXT_STANDS
-        thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
+        thresholds = self._held(
+            self._estimates, ("ahead", rows), lambda: self._ahead_thresholds(anchor)
+        )
         if self._head_pays(histories, anchor, behind):
             steps = 1 + sum(threshold < 1.0 for threshold in thresholds)
         elif thresholds[0] < 1.0 and self._is_trial(histories):
@@ -300,11 +302,23 @@ class Chooser:
             "given", 0, best.drafts or (0,) * rows, given, min(steps, MOST_AHEAD), thresholds
         )
 
+    def _ahead_thresholds(self, anchor: Anchor) -> tuple[float, ...]:
+        """Behind the first draft of a head, the second, ...: how likely it has to be."""
+        rows, seconds = anchor
+        step = self._head_step(rows) * seconds / (seconds + self._host(rows))
+        worth = (self._row_cost(anchor) + step) / NEXT_STANDS
+        return tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
+
     def _row_cost(self, anchor: Anchor) -> float:
         """Of a draft in a round that is given some, in tokens of full depth."""
         rows, seconds = anchor
-        none, one = self._passes(anchor, 1)[:2]
-        return max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
+
+        def estimate() -> float:
+            none, one = self._passes(anchor, 1)[:2]
+            return max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
+
+        cost: float = self._held(self._estimates, ("row", rows), estimate)
+        return cost
 
     def _host(self, rows: int) -> float:
         """Seconds of the host between two rounds of so many requests, whatever these do."""
@@ -378,7 +392,8 @@ class Chooser:
                     chosen, own, most = proposal, its, worth
             given.append(chosen)
             chances += [(chance, i) for chance in own]
-        chances.sort(key=lambda c: (c[1] in behind and c[0] > row_cost, *c), reverse=True)
+        if rows > 1:  # of one request they fall as it is
+            chances.sort(key=lambda c: (c[1] in behind and c[0] > row_cost, *c), reverse=True)
         passes = self._passes(anchor, len(chances))
         tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
         for count, (chance, i) in enumerate(chances, 1):

@@ -156,6 +156,10 @@ class DraftStep(Step):
             for name, (dtype, shape) in head_fields(rows, replace(kind.sizes.heads, top=0)).items()
         }
         self._of_heads = frozenset(head_fields(1, kind.sizes.heads))
+        unread = {"query_start_loc"} | ({"draft_confidences"} if kind.path.is_given else set())
+        self._told = frozenset(results) - unread
+        # Whose still part was written last, and where.
+        self._written: tuple[HostSide, list[Sequence]] | None = None
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
         self._cross = cross_batch(given)
         self._open_cross = open_cross
@@ -212,29 +216,44 @@ class DraftStep(Step):
 
     # Between rounds
 
+    def fits(self, rows: list[Row]) -> bool:
+        """Whether these rows are those that were loaded last, and need this very program again."""
+        if self._written is None or self._written[1] != [row.sequence for row in rows]:
+            return False
+        if rows[0].route.path is not self.kind.path:
+            return False
+        page_size, positions = self._kv.page_size, self.kind.num_steps + 1
+        return all(
+            row.work.max_drafts <= MIN_STEPS
+            and len(row.sequence.pages) <= self.sizes.num_pages
+            and row.sequence.num_tokens - 1 + positions <= self.sizes.num_pages * page_size
+            for row in rows
+        )
+
     def load(self, rows: list[Row]) -> None:
         """Say who speculates next: at most ``sizes.num_rows`` sequences."""
-        self._write_rows(rows)
-        padding = self.sizes.num_rows - len(rows)
-        sequences, host = [row.sequence for row in rows], self._host
+        sequences = [row.sequence for row in rows]
+        self._host = host = self._given.host()
+        changes = self.sizes.follows or self.sizes.heads.logits
+        if changes or self._written != (host, sequences):
+            self._written = None
+            self._write_still(rows, sequences)
+            self._written = host, sequences
+        padding = [-1] * (self.sizes.num_rows - len(rows))
         host.write(
             token_ids=[sequence.output_ids[-1] for sequence in sequences],
             start=[sequence.num_tokens - 1 for sequence in sequences],
             tokens_left=[sequence.tokens_left for sequence in sequences],
-            max_drafts=[row.work.max_drafts for row in rows] + [-1] * padding,
-            thresholds=[_threshold(row) for row in rows],
-            sampled=[s.sampling.temperature > 0.0 for s in sequences] + [False] * padding,
+            max_drafts=[row.work.max_drafts for row in rows] + padding,
             num_active=[len(rows)],
         )
-        stops = host.arrays["stop_tokens"]
-        stops[:] = -1
-        for i, sequence in enumerate(sequences):
-            stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
         if self.kind.path.is_given:
             self._write_drafts(rows)
+        else:
+            host.write(thresholds=[_threshold(row) for row in rows])
         if self.kind.drafts_ahead:
             host.write(
-                ahead=[row.ahead for row in rows] + [-1] * padding,
+                ahead=[row.ahead for row in rows] + padding,
                 num_ahead=[len(rows)],
             )
             for i, row in enumerate(rows):
@@ -245,6 +264,19 @@ class DraftStep(Step):
             host.write_pages(f"{prefix}page_table", [sequence.pages for sequence in sequences])
             self._write_inputs(sequences, prefix)
         self.send()
+
+    def _write_still(self, rows: list[Row], sequences: list[Sequence]) -> None:
+        """What does not change from round to round of the same rows."""
+        self._write_rows(rows)
+        padding = [False] * (self.sizes.num_rows - len(rows))
+        self._host.write(
+            thresholds=[_threshold(row) for row in rows],
+            sampled=[s.sampling.temperature > 0.0 for s in sequences] + padding,
+        )
+        stops = self._host.arrays["stop_tokens"]
+        stops[:] = -1
+        for i, sequence in enumerate(sequences):
+            stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
 
     def _write_drafts(self, rows: list[Row]) -> None:
         """What each row is given; padding gets none."""
@@ -420,6 +452,7 @@ class DraftStep(Step):
         got = {
             name: array[: starts[-1] if name in self._of_heads else count].tolist()
             for name, array in arrays.items()
+            if name in self._told
         }
         return [self._outcome(row, i, starts[i], got) for i, row in rows]
 
@@ -469,9 +502,9 @@ class DraftStep(Step):
         self, emitted: list[int], accepted: int, i: int, start: int, got: dict[str, list[Any]]
     ) -> int:
         """How many tokens come before the first of logits or confidences of NaN."""
-        confidences, logprobs = got["draft_confidences"][i], got["logprob"]
+        made_here, logprobs = not self.kind.path.is_given, got["logprob"]
         for k, token in enumerate(emitted):
-            drafted_badly = k < accepted and isnan(confidences[k])
+            drafted_badly = made_here and k < accepted and isnan(got["draft_confidences"][i][k])
             if token < 0 or drafted_badly or isnan(logprobs[start + k]):
                 return k
         return len(emitted)

@@ -173,6 +173,7 @@ class ExitStep(Step):
     def load(self, rows: list[Row]) -> None:
         """Say who decodes next: at most ``sizes.num_rows`` rows."""
         self.rows, self._sequences, self._thresholds_of = [], [], None  # until all is written
+        self._host = self._given.host()
         self._write_rows(rows)
         num_rows, count = self.sizes.num_rows, len(rows)
         routes = [row.route for row in rows]

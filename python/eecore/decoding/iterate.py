@@ -90,6 +90,8 @@ class Iterations:
         self.run = run
         self.planner = Planner(model)
         self._last: ExitStep | None = None
+        # The last rounds of drafts behind which a draft head drafted, and behind which none did.
+        self._drafted: dict[bool, DraftStep] = {}
         # When the last iteration ended, and who decoded in it.
         self._ended: tuple[float, frozenset[Sequence]] | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
@@ -201,21 +203,35 @@ class Iterations:
             )
             for each in family
         ]
-        make_kind: Any = exit_kind if family[0].route.path is None else draft_kind
-        kind = make_kind(rows, page_size=self.kv.page_size, ahead=self.ahead)
-        if only is not None and only.kind != kind:
-            return None
-        step = self._program(kind)
+        step: ExitStep | DraftStep | None = self._same_again(rows)
+        if step is None:
+            make_kind: Any = exit_kind if family[0].route.path is None else draft_kind
+            kind = make_kind(rows, page_size=self.kv.page_size, ahead=self.ahead)
+            if only is not None and only.kind != kind:
+                return None
+            step = self._program(kind)
         self._last = None if self._last is step else self._last
         step.load(rows)
         self.run(step)
         if isinstance(step, ExitStep):
             self._last = step
-        is_first = kind not in self._program_bytes
+        else:
+            self._drafted[step.kind.drafts_ahead] = step
+        is_first = not step.has_run
         if is_first:
-            self._program_bytes[kind] = step.num_bytes + self.run.num_bytes(step)
+            step.has_run = True
+            self._program_bytes[step.kind] = step.num_bytes + self.run.num_bytes(step)
             self._forget_programs()
         return Flight(step, rows, step.fetch(), is_first)
+
+    def _same_again(self, rows: list[Row]) -> DraftStep | None:
+        """The program of a round of drafts where the last one, of the same rows, was its as well:
+        kinds of programs are large, and to compare them takes a while.
+        """
+        if self.ahead or rows[0].route.path is None:
+            return None
+        step = self._drafted.get(any(row.ahead > 0 for row in rows))
+        return step if step is not None and step.fits(rows) else None
 
     def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
         """The program of a kind, made when it is first needed."""
@@ -241,6 +257,7 @@ class Iterations:
             self._program_bytes.pop(kind, None)
             if program is self._last:
                 self._last = None
+            self._drafted = {k: v for k, v in self._drafted.items() if v is not program}
 
 
 def _families(planned: list[Planned]) -> dict[DraftPath | None, list[Planned]]:

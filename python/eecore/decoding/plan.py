@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +28,7 @@ from eecore.scheduling.sequence import Sequence
 __all__ = ["Planned", "Planner"]
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """What one request does."""
 
     work: Work
@@ -112,18 +112,8 @@ class Planner:
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
         started = time.perf_counter()
-        routes = [self.route(work.sequence) for work in works]
-        planned = [
-            Planned(
-                work,
-                route,
-                _guided(work, _given(work, route)),
-                min(route.ahead, MOST_AHEAD),
-                (route.draft_threshold or 0.0,) * MOST_AHEAD,
-            )
-            for work, route in zip(works, routes, strict=True)
-        ]
-        free = [i for i, route in enumerate(routes) if route.auto is not None]
+        planned = [_planned(work, self.route(work.sequence)) for work in works]
+        free = [i for i, each in enumerate(planned) if each.route.auto is not None]
         if free:
             chosen = self._chosen([planned[i] for i in free])
             for i, each in zip(free, chosen, strict=True):
@@ -143,7 +133,7 @@ class Planner:
             budget.welcome(fresh / rows)
         if budget.is_spent:
             self._rest([each.work.sequence for each in planned])
-            return [Planned(each.work, each.route) for each in planned]
+            return planned
         self._look = self._learning
         histories = [_history(each.work.sequence, chooser) for each in planned]
         choice = chooser.choose(
@@ -156,7 +146,7 @@ class Planner:
             others_wait=self.others_wait,
         )
         if choice.kind == "full":
-            return [Planned(each.work, each.route) for each in planned]
+            return planned
         layer = 0 if choice.kind == "given" else choice.exit_layer
         return [
             Planned(
@@ -240,8 +230,9 @@ class Planner:
             took = None if path is None or self._begins else seconds
             gained = chooser.gained(rows, tokens, took, look=self._look, **made)
             budget.looked(gained, found=path is not None)
-            got = [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free]
-            chooser.learn_leads(rows, got, spent, **made)
+            if rows > 1:  # one that is alone falls behind nobody
+                got = [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free]
+                chooser.learn_leads(rows, got, spent, **made)
             for each, _ in free:
                 each.work.sequence.is_resting = budget.is_spent
         if path is None:
@@ -273,10 +264,18 @@ def _history(sequence: Sequence, chooser: Chooser) -> History:
     return history
 
 
+def _planned(work: Work, route: Route) -> Planned:
+    """What follows from a request's policy alone."""
+    if route.path is None:
+        return Planned(work, route)
+    ahead, threshold = min(route.ahead, MOST_AHEAD), route.draft_threshold or 0.0
+    return Planned(
+        work, route, _guided(work, _given(work, route)), ahead, (threshold,) * MOST_AHEAD
+    )
+
+
 def _given(work: Work, route: Route) -> Proposal:
     """Drafts of a request whose policy leaves nothing to choose."""
-    if route.auto is not None:
-        return NOTHING
     if route.ngrams is not None:
         return look_up(work.sequence, route.ngrams, work.max_drafts)
     if not route.ahead:

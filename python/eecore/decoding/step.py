@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +36,7 @@ __all__ = ["Row", "Sizes", "Step", "sizes_for"]
 MIN_PAGES = 8
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One sequence of a run."""
 
     work: Work
@@ -101,7 +101,10 @@ class Step:
 
     Attributes:
         num_bytes: of the memory of its own, on host and device.
+        has_run: once at least.
     """
+
+    has_run = False
 
     def __init__(
         self,
@@ -144,7 +147,6 @@ class Step:
 
     def _write_rows(self, rows: list[Row]) -> None:
         """What does not change while these rows go on."""
-        self._host = self._given.host()
         sequences = [row.sequence for row in rows]
         self._host.write(
             kind=[LOGITS if needs_logits(s.sampling) else GREEDY for s in sequences],
