@@ -182,7 +182,14 @@ def markdown(result: Figures) -> str:
 
 REPORTS = tuple(
     Report(name, {name: markdown})
-    for name in ("drafts", "drafts-amx", "drafts-avx2", "drafts-noise", "drafts-coder")
+    for name in (
+        "drafts",
+        "drafts-amx",
+        "drafts-amx-threads",
+        "drafts-avx2",
+        "drafts-noise",
+        "drafts-coder",
+    )
 )
 
 
