@@ -85,7 +85,8 @@ inline AttentionPlan plan_attention(const PagedAttentionParams& params, const Pa
   plan.partial_size = width + 2;
   plan.tile_rows = min_of(kMaxTileRows, kTileFloats / width);
   const AttentionWork work = measure_work(plan);
-  const int64_t per_thread = min_of(parallel.bytes_per_range / kBytesPerMultiply, kMostPerThread);
+  const int64_t per_thread =
+      min_of(parallel.bytes_per_range / kBytesPerMultiply + 1, kMostPerThread);
   plan.num_threads =
       max_of(min_of(work.total * plan.head_dim / per_thread, parallel.num_threads), 1);
 
