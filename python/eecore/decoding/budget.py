@@ -16,7 +16,10 @@ ALONE, SEVERAL = (1.0, 4.0), (0.5, 4.0)
 REQUEST_ALONE, REQUEST_OF_SEVERAL = 0.25, 0.15
 # No debt is larger.
 MOST_DEBT = 4.0
-# Once it is spent, so much is saved up before anybody looks again.
+# It is spent at so much, of one request and of several. Once it is, so much is saved up before
+# anybody looks again. A head's drafts cost one round and are worth something in the next: of one
+# request there is room between the two for some rounds of both, or nothing would ever come of them.
+SPENT_ALONE, SPENT_OF_SEVERAL = -1.0, 0.0
 ENOUGH = 0.1
 # What all requests together have earned, at most and at least: new ones get no more than that.
 MOST_EARNED, LEAST_EARNED = 8.0, -2.0
@@ -35,6 +38,7 @@ class Budget:
     def __init__(self, *, is_alone: bool) -> None:
         self._left, self._most = ALONE if is_alone else SEVERAL
         self._round = ROUND_ALONE if is_alone else ROUND_OF_SEVERAL
+        self._spent = SPENT_ALONE if is_alone else SPENT_OF_SEVERAL
         self._request = REQUEST_ALONE if is_alone else REQUEST_OF_SEVERAL
         self._looks, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
         self._earned = self._left
@@ -86,7 +90,7 @@ class Budget:
 
     def _add(self, rounds: float) -> None:
         self._left = max(min(self._left + rounds, self._most), -MOST_DEBT)
-        if self._left < 0.0:
+        if self._left < self._spent:
             self._saves = True
         elif self._left >= ENOUGH:
             self._saves = False
