@@ -67,6 +67,8 @@ TRY_HEAD = 3
 # What a request may fall behind full depth by, for what others gain: at first, and of each round
 # that somebody looked in.
 LAG, LAG_A_ROUND = 0.15, 0.006
+# A look that takes more times as long as others was disturbed.
+MOST_OF_LOOK = 2.0
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
 ENOUGH = 2.0
 # Of a draft of a head behind one that stands: how often it stands too. What a draft that a head
@@ -503,7 +505,7 @@ class Chooser:
             tokens: that they got.
             seconds: that it took; what is far more than was to be expected was no fault of the
                 drafts. None for what was to be expected, where nothing that it took more was.
-            look: seconds that choosing took.
+            look: seconds that choosing took, likewise.
             drafted: drafts of all.
             steps: in which a head or a layer drafted.
             layer: that drafted; 0 where drafts were given.
@@ -513,12 +515,14 @@ class Chooser:
             return 0.0
         expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
         took = expected if seconds is None else min(seconds, MOST_SLOWER * expected)
+        look = min(look, MOST_OF_LOOK * self._looks.get(rows.bit_length(), look))
         return tokens / rows - (took + look + host) / (full + host)
 
     def learn_look(self, rows: int, seconds: float) -> None:
         """How long it took to choose for so many requests, and to learn of what was chosen."""
         known = self._looks.get(rows.bit_length(), seconds)
-        self._looks[rows.bit_length()] = known + NEW_ROUND * (min(seconds, 2.0 * known) - known)
+        seconds = min(seconds, MOST_OF_LOOK * known)
+        self._looks[rows.bit_length()] = known + NEW_ROUND * (seconds - known)
 
     def learn_between(self, rows: int, seconds: float) -> None:
         """How long it was from a round of so many requests to their next one.
