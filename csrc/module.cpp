@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <string>
@@ -77,10 +78,11 @@ int64_t row_bytes(const std::string& format, int64_t columns) {
   return columns / traits.columns * traits.bytes;
 }
 
-// Columns that so many bytes of whole blocks hold.
+// Columns that so many bytes of whole blocks hold; of fewer bytes than a block has, those of one,
+// so that it is the bytes that are found wrong.
 int64_t block_columns(const std::string& format, int64_t num_bytes) {
   const eecore::BlockTraits& traits = eecore::traits_of(block_format(format));
-  return num_bytes / traits.bytes * traits.columns;
+  return std::max<int64_t>(num_bytes / traits.bytes, 1) * traits.columns;
 }
 
 // Asks the system for pages of 2 MiB in the memory that lies between `address` and its end, which
