@@ -458,9 +458,14 @@ def test_a_round_that_was_disturbed_loses_what_a_slow_one_does() -> None:
         chooser.learn_given(8, 24, 0, 4.0)
     assert chooser.gained(8, 8, 5.0, drafted=24) == -4.0
     assert chooser.gained(8, 8, 50.0, drafted=24) == -5.0
-    chooser.learn_look(8, 0.25)
-    assert chooser.gained(8, 8, 1.0, look=0.25) == -0.25
-    assert chooser.gained(8, 8, 1.0, look=50.0) == -0.5  # no more than twice what a look takes
+
+
+def test_a_look_that_was_disturbed_counts_as_a_slow_one() -> None:
+    chooser = Chooser(12, None)
+    assert chooser.learn_look(8, 0.25) == 0.25
+    assert chooser.learn_look(8, 0.25) == 0.25
+    assert chooser.learn_look(8, 50.0) == 0.5
+    assert chooser.learn_look(1, 50.0) == 50.0  # of one request nothing was known
 
 
 @pytest.mark.parametrize("layer", [3, 9])

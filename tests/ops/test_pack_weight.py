@@ -120,6 +120,14 @@ def test_bad_input_is_named_and_changes_nothing(change: dict[str, Any], message:
     assert not call["table"].any()
 
 
+@pytest.mark.parametrize("num_bytes", [0, 7, 19, 35])
+def test_bytes_that_are_no_whole_blocks_are_named(num_bytes: int) -> None:
+    """Where the packed weight is allocated by the call, too."""
+    blocks = torch.zeros(3, num_bytes, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="blocks: expected rows of whole blocks of 20 bytes"):
+        ops.pack_weight(blocks, "Q4_1")
+
+
 def test_packed_bytes_says_what_is_wrong() -> None:
     assert ops.packed_bytes("Q4_0", 17, 64) == 2 * 576
     with pytest.raises(ValueError, match="format: expected a block format, got F16"):
@@ -161,11 +169,3 @@ def fuzzed_call(m: Maker) -> Checked:
             assert_close(got, reference.pack_weight(before["blocks"], format), EXACT, "packed")
 
     return given, check
-
-
-@pytest.mark.parametrize("num_bytes", [0, 7, 19, 35])
-def test_bytes_that_are_no_whole_blocks_are_named(num_bytes: int) -> None:
-    """Where the packed weight is allocated by the call, too."""
-    blocks = torch.zeros(3, num_bytes, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="blocks: expected rows of whole blocks of 20 bytes"):
-        ops.pack_weight(blocks, "Q4_1")

@@ -505,7 +505,7 @@ class Chooser:
             tokens: that they got.
             seconds: that it took; what is far more than was to be expected was no fault of the
                 drafts. None for what was to be expected, where nothing that it took more was.
-            look: seconds that choosing took, likewise.
+            look: seconds that choosing took.
             drafted: drafts of all.
             steps: in which a head or a layer drafted.
             layer: that drafted; 0 where drafts were given.
@@ -515,14 +515,18 @@ class Chooser:
             return 0.0
         expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
         took = expected if seconds is None else min(seconds, MOST_SLOWER * expected)
-        look = min(look, MOST_OF_LOOK * self._looks.get(rows.bit_length(), look))
         return tokens / rows - (took + look + host) / (full + host)
 
-    def learn_look(self, rows: int, seconds: float) -> None:
-        """How long it took to choose for so many requests, and to learn of what was chosen."""
+    def learn_look(self, rows: int, seconds: float) -> float:
+        """How long it took to choose for so many requests, and to learn of what was chosen.
+
+        Returns:
+            What of it counts.
+        """
         known = self._looks.get(rows.bit_length(), seconds)
         seconds = min(seconds, MOST_OF_LOOK * known)
         self._looks[rows.bit_length()] = known + NEW_ROUND * (seconds - known)
+        return seconds
 
     def learn_between(self, rows: int, seconds: float) -> None:
         """How long it was from a round of so many requests to their next one.

@@ -222,17 +222,16 @@ class Planner:
             ahead = max(_num_ahead(each, outcome) for each, outcome in free)
             steps = ahead if path.is_given else max(drafted)
         if self._look is not None:
-            spent = seconds + self._look
-            chooser.learn_look(len(free), self._look)
+            look = chooser.learn_look(len(free), self._look)
             tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
             budget = chooser.budget(len(free))
             made = {"drafted": sum(drafted), "steps": steps, "layer": layer}
             took = None if path is None or self._begins else seconds
-            gained = chooser.gained(rows, tokens, took, look=self._look, **made)
+            gained = chooser.gained(rows, tokens, took, look=look, **made)
             budget.looked(gained, found=path is not None)
             if rows > 1:  # one that is alone falls behind nobody
                 got = [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free]
-                chooser.learn_leads(rows, got, spent, **made)
+                chooser.learn_leads(rows, got, seconds + look, **made)
             for each, _ in free:
                 each.work.sequence.is_resting = budget.is_spent
         if path is None:
