@@ -48,6 +48,59 @@ inline void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t count,
   for (int64_t i = first; i < first + count; ++i) prefetch_row(rows[i], n);
 }
 
+// The keys and then the values of a block that is read next, asked for a line now and then: a core
+// has few of them under way, so that many at once wait for each other, and memory idles afterwards.
+class ReadAhead {
+ public:
+  template <typename T>
+  ReadAhead(const HeadBlock<T>& block, int64_t num_keys, int64_t head_dim)
+      : row_bytes_(head_dim * static_cast<int64_t>(sizeof(T))), num_keys_(num_keys) {
+    if (!block.exists()) return;
+    begin(block.k);
+    if (block.v.rows == nullptr) return;
+    values_ = reinterpret_cast<const char* const*>(block.v.rows);
+    values_offset_ = block.v.offset * static_cast<int64_t>(sizeof(T));
+  }
+
+  // The next lines, as far as there are any.
+  void ask(int64_t lines) {
+    for (; lines > 0 && row_ != end_; --lines) {
+      prefetch(*row_ + offset_ + at_);
+      at_ += kLine;
+      if (at_ >= row_bytes_) next_row();
+    }
+  }
+  void ask_rest() {
+    while (row_ != end_) ask(num_keys_);
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  template <typename T>
+  void begin(const HeadRows<T>& rows) {
+    begin(reinterpret_cast<const char* const*>(rows.rows),
+          rows.offset * static_cast<int64_t>(sizeof(T)));
+  }
+  void begin(const char* const* rows, int64_t offset) {
+    row_ = rows;
+    end_ = rows + num_keys_;
+    offset_ = offset;
+  }
+  void next_row() {
+    at_ = 0;
+    if (++row_ != end_ || values_ == nullptr) return;
+    begin(values_, values_offset_);
+    values_ = nullptr;
+  }
+
+  const int64_t row_bytes_, num_keys_;
+  const char *const *row_ = nullptr, *const *end_ = nullptr;
+  int64_t offset_ = 0, at_ = 0;
+  const char* const* values_ = nullptr;  // until the keys have been asked for
+  int64_t values_offset_ = 0;
+};
+
 template <typename C, typename W>
 inline void widen_cached_row(const C* in, int64_t n, W* out) {
   int64_t i = 0;

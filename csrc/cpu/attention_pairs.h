@@ -11,6 +11,10 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int kColumnPairs = 2;  // pairs of vectors of sums in registers
+// Lines of the next block to ask for at each 16 rows and 32 columns of keys. With those at each pair
+// of columns of a score and at each pair of vectors of values it is asked for as evenly as it is
+// worked on.
+constexpr int64_t kLinesOfKeys = 8;
 
 // Two bfloat16 of each of 16 lanes.
 inline Vec add_products(Vec sum, __m512i x, __m512i y) {
@@ -22,15 +26,17 @@ inline __m512i load_words(const BFloat16* p, int64_t n) {
   return n >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16(first_of_pair(n), p);
 }
 
-// scores[r][j] of the keys [0, 16 * kVectors) from k on: [pairs of columns, block].
+// scores[r][j] of the keys [0, 16 * kVectors) from k on: [pairs of columns, block]. `ahead` may be
+// null.
 template <int kRows, int kVectors>
 void score_pairs(const uint32_t* q, int64_t q_stride, const uint32_t* k, int64_t num_pairs,
-                 Vec scale, float* scores) {
+                 Vec scale, ReadAhead* ahead, float* scores) {
   Vec dots[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kVectors; ++i) dots[r][i] = zero();
   }
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    if (ahead != nullptr) ahead->ask(1);
     __m512i keys[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       keys[i] = _mm512_load_si512(k + pair * kMaxBlock + i * kWidth);
@@ -48,10 +54,10 @@ void score_pairs(const uint32_t* q, int64_t q_stride, const uint32_t* k, int64_t
 }
 
 // acc[r][d..] = acc[r][d..] * correction[r] + weights times values, for kPairs pairs of vectors.
-// weights: [rows, pairs of keys]; v: [pairs of keys, width], from column d on.
+// weights: [rows, pairs of keys]; v: [pairs of keys, width], from column d on. `ahead` may be null.
 template <int kRows, int kPairs>
 void add_pair_columns(const uint32_t* weights, const uint32_t* v, Range keys, const Vec* correction,
-                      int64_t width, float* acc) {
+                      ReadAhead* ahead, int64_t width, float* acc) {
   Pair sums[kRows][kPairs];
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kPairs; ++i) {
@@ -59,6 +65,7 @@ void add_pair_columns(const uint32_t* weights, const uint32_t* v, Range keys, co
     }
   }
   const auto add = [&](int64_t pair, auto&& seen) {
+    if (ahead != nullptr) ahead->ask(kPairs);
     __m512i values[kPairs][2];
     for (int i = 0; i < kPairs; ++i) {
       const uint32_t* from = v + pair * width + i * kPairWidth;
@@ -91,8 +98,9 @@ void add_pair_columns(const uint32_t* weights, const uint32_t* v, Range keys, co
 struct PairBlock {
   static constexpr int64_t kStep = 2;
   float scale;
+  ReadAhead* ahead;  // null: nothing is asked for
 
-  PairBlock quiet() const { return *this; }
+  PairBlock quiet() const { return {scale, nullptr}; }
 
   template <int kRows>
   void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
@@ -100,7 +108,7 @@ struct PairBlock {
     const uint32_t* q = scratch.q_pairs + at * stride;
     const uint32_t* k = scratch.k_pairs + seen.begin;
     const auto run = [&]<int kVectors>() {
-      score_pairs<kRows, kVectors>(q, stride, k, head_dim / 2, broadcast(scale),
+      score_pairs<kRows, kVectors>(q, stride, k, head_dim / 2, broadcast(scale), ahead,
                                    scratch.scores + seen.begin);
     };
     static_assert(kMaxBlock == 2 * kWidth);
@@ -124,7 +132,7 @@ struct PairBlock {
     const int64_t width = row_width(head_dim);
     const uint32_t* weights = scratch.weight_pairs + r * kMaxBlock / 2;
     const auto columns = [&]<int kPairs>(int64_t d) {
-      add_pair_columns<kRows, kPairs>(weights, scratch.v_pairs + d, keys, correction, width,
+      add_pair_columns<kRows, kPairs>(weights, scratch.v_pairs + d, keys, correction, ahead, width,
                                       acc + d);
     };
     int64_t d = 0;
@@ -143,7 +151,8 @@ inline __m512i query_words(const float* q, int64_t n) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
 }
 
-// Keys as [pairs of columns, block]. ahead(j, n): asks for n more rows from j on.
+// Keys as [pairs of columns, block]. ahead(): asks for more, at each 16 of their rows and 32 of
+// their columns.
 template <typename Ahead>
 void pack_keys(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_dim,
                const Ahead& ahead, TileScratch& scratch) {
@@ -155,12 +164,12 @@ void pack_keys(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_di
       for (int i = 0; i < 16; ++i) {
         _mm512_store_si512(scratch.k_pairs + (d / 2 + i) * kMaxBlock + j, keys[i]);
       }
+      ahead();
     }
-    ahead(j, kWidth);
   }
 }
 
-// Pairs of values' rows as kept pairs: [pairs, width].
+// Pairs of values' rows as kept pairs: [pairs, width]. ahead(j, n): asks for n more rows from j on.
 template <typename Ahead>
 void pack_values(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_dim,
                  const Ahead& ahead, TileScratch& scratch) {
@@ -201,15 +210,17 @@ struct InPairs {
     const int64_t num_keys = keys.end - keys.begin;
     const BFloat16* wide[kMaxBlock];
     for (int64_t head = 0; head < tile.num_heads; ++head) {
-      const HeadBlock<C> own = block.of_head(head), after = block.after_head(head);
+      const HeadBlock<C> own = block.of_head(head);
+      ReadAhead ahead(block.after_head(head), block_size(head_dim), head_dim);
       pack_keys(
           rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide), num_keys, head_dim,
-          [&](int64_t j, int64_t n) { prefetch_rows(after.k, j, n, head_dim); }, scratch);
+          [&] { ahead.ask(kLinesOfKeys); }, scratch);
       pack_values(
           rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide), num_keys, head_dim,
-          [&](int64_t j, int64_t n) { prefetch_rows(after.v, j, n, head_dim); }, scratch);
+          [&](int64_t, int64_t) { ahead.ask(ceil_div(head_dim, 32)); }, scratch);
       attend_head(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys,
-                  PairBlock{scale_of_head(head)});
+                  PairBlock{scale_of_head(head), &ahead});
+      ahead.ask_rest();
     }
   }
 };

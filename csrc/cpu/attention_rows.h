@@ -22,16 +22,12 @@ inline void widen_row(const T* in, int64_t n, Vec factor, int64_t width, float* 
 }
 
 // scores[r][j] = q[r] . k[j] for j in [begin, end), both multiples of kGroupKeys.
-template <int kRows, typename T>
-void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<T> rows, HeadRows<T> next,
+template <int kRows, typename T, typename N>
+void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<T> rows, HeadRows<N> next,
                 int64_t begin, int64_t end, float* scores) {
   const int64_t whole = head_dim / kPairWidth * kPairWidth;
   for (int64_t j = begin; j < end; j += kGroupKeys) {
-    if (next.rows != nullptr) {
-      for (int i = 0; i < kGroupKeys; ++i) {
-        prefetch_row(next[j + i], head_dim);
-      }
-    }
+    prefetch_rows(next, j, kGroupKeys, head_dim);
     const T* k[kGroupKeys];
     for (int i = 0; i < kGroupKeys; ++i) k[i] = rows[j + i];
     Vec dots[kRows][kGroupKeys];
@@ -65,9 +61,9 @@ void score_keys(const float* q, int64_t width, int64_t head_dim, HeadRows<T> row
 
 // acc[r][d..] = acc[r][d..] * correction[r] + sum over j in [begin, end) of scores[r][j] *
 // v[j][d..], for kPairs pairs of vectors; of a partial one only `rest` elements exist in v.
-template <int kRows, int kPairs, bool kPartial, typename T>
+template <int kRows, int kPairs, bool kPartial, typename T, typename N>
 void add_value_columns(const float* scores, const Vec* correction, HeadRows<T> rows,
-                       HeadRows<T> next, int64_t d, int64_t rest, int64_t begin, int64_t end,
+                       HeadRows<N> next, int64_t d, int64_t rest, int64_t begin, int64_t end,
                        int64_t width, float* acc) {
   Pair sums[kRows][kPairs];
   for (int r = 0; r < kRows; ++r) {
@@ -76,9 +72,7 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<T> r
     }
   }
   for (int64_t j = begin; j < end; ++j) {
-    if (next.rows != nullptr) {
-      prefetch_row(next[j] + d, kPairs * kPairWidth);
-    }
+    if (next.rows != nullptr) prefetch_row(next[j] + d, kPairs * kPairWidth);
     const T* v = rows[j] + d;
     Pair values[kPairs];
     for (int i = 0; i < kPairs; ++i) {
@@ -98,8 +92,8 @@ void add_value_columns(const float* scores, const Vec* correction, HeadRows<T> r
   }
 }
 
-template <int kRows, typename T>
-void add_values(const float* scores, const Vec* correction, HeadRows<T> rows, HeadRows<T> next,
+template <int kRows, typename T, typename N>
+void add_values(const float* scores, const Vec* correction, HeadRows<T> rows, HeadRows<N> next,
                 int64_t head_dim, int64_t begin, int64_t end, int64_t width, float* acc) {
   const auto columns = [&]<int kPairs, bool kPartial>(int64_t d, int64_t rest) {
     add_value_columns<kRows, kPairs, kPartial>(scores, correction, rows, next, d, rest, begin, end,
@@ -113,12 +107,12 @@ void add_values(const float* scores, const Vec* correction, HeadRows<T> rows, He
   if (d < head_dim) columns.template operator()<1, true>(d, head_dim - d);
 }
 
-// Rows where they lie. `next` is read next.
-template <typename T>
+// Rows where they lie. `next` is read next, from where it lies.
+template <typename T, typename N>
 struct RowBlock {
   static constexpr int64_t kStep = 1;
   const HeadBlock<T>* rows;
-  const HeadBlock<T>* next;  // may be null
+  const HeadBlock<N>* next;  // may be null
 
   RowBlock quiet() const { return {rows, nullptr}; }
 
@@ -126,7 +120,7 @@ struct RowBlock {
   void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
     const int64_t width = row_width(head_dim);
     score_keys<kRows>(scratch.q + at * width, width, head_dim, rows->k,
-                      next ? next->k : HeadRows<T>{}, seen.begin,
+                      next ? next->k : HeadRows<N>{}, seen.begin,
                       ceil_div(seen.end, kGroupKeys) * kGroupKeys, scratch.scores);
   }
   template <int kRows>
@@ -135,7 +129,7 @@ struct RowBlock {
   void add(TileScratch& scratch, int64_t r, Range keys, const Vec* correction, int64_t head_dim,
            float* acc) const {
     add_values<kRows>(scratch.scores + r * kMaxBlock, correction, rows->v,
-                      next ? next->v : HeadRows<T>{}, head_dim, keys.begin, keys.end,
+                      next ? next->v : HeadRows<N>{}, head_dim, keys.begin, keys.end,
                       row_width(head_dim), acc);
   }
 };
@@ -185,23 +179,22 @@ struct InFloats {
         attend_rows_of(scratch, tile, head, head_dim, keys, own, after, false);
       } else {
         BlockRows<T> wide;
-        prefetch_rows(after.k, 0, num_keys, head_dim);
-        prefetch_rows(after.v, 0, num_keys, head_dim);
         const HeadBlock<T> rows = {rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide.k),
                                    rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide.v)};
-        attend_rows_of(scratch, tile, head, head_dim, keys, rows, {}, true);
+        attend_rows_of(scratch, tile, head, head_dim, keys, rows, after, true);
       }
     }
   }
 
  private:
   // is_laid_out: the block's rows lie side by side already.
+  template <typename N>
   static void attend_rows_of(TileScratch& scratch, const AttentionTile& tile, int64_t head,
                              int64_t head_dim, Range keys, const HeadBlock<T>& block,
-                             const HeadBlock<T>& next, bool is_laid_out) {
+                             const HeadBlock<N>& next, bool is_laid_out) {
     const int64_t num_rows = tile.num_rows, at = tile.held(head, 0);
     if ((kIsSame<T, float> && is_laid_out) || !gathers_block(num_rows)) {
-      return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<T>{&block, &next});
+      return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<T, N>{&block, &next});
     }
     BlockRows<float> gathered;
     const int64_t num_keys = ceil_div(keys.end - keys.begin, kGroupKeys) * kGroupKeys;
@@ -209,7 +202,7 @@ struct InFloats {
     const HeadBlock<float> rows{{gathered.k, 0}, {gathered.v, 0}};
     // A gathered row is made of whole pairs.
     attend_head(scratch, num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth, keys,
-                RowBlock<float>{&rows, nullptr});
+                RowBlock<float, N>{&rows, &next});
   }
 };
 
