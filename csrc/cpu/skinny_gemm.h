@@ -177,12 +177,12 @@ inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, c
   using F = Format<W>;
   using Sums = typename F::Sums;
   if constexpr (F::kMaxColumns == kAnyColumns) {
-    // One row of x: memory is what binds, and it is read fastest from one end to the other.
-    if (num_batch == 1) {
+    // Few rows of x: memory is what binds, and it is read fastest from one end to the other.
+    if (num_batch <= F::kMostInOrder) {
       Block<W> block{w.row(0), x + F::kHeader, nullptr, w.stride,   x_stride, n,
                      nullptr,  nullptr,        out,     out_stride, false};
       for (int64_t r = 0; r < num_rows; ++r, block.w += w.stride, ++block.out) {
-        multiply_block<1, 1, 0>(block);
+        multiply_block<1, F::kMostInOrder>(block, num_batch, 0);
       }
       return;
     }
