@@ -33,6 +33,7 @@ BENCHMARKS = {
     "serve": "bench.serving.serve",
     "soak-serve": "bench.serving.soak",
     "ops-table": "bench.ops.table",
+    "attention": "bench.ops.attention",
     "gpu-first": "bench.gpu.first",
     "gpu": "bench.gpu.gpu",
     "gpu-decode": "bench.gpu.decode",

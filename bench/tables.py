@@ -37,6 +37,7 @@ WITH_REPORTS = (
     "integrations.vllm",
     "serving.tables",
     "ops.table",
+    "ops.attention",
     "fuzz.tables",
     "gpu.expected",
 )

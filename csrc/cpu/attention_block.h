@@ -54,51 +54,45 @@ class ReadAhead {
  public:
   template <typename T>
   ReadAhead(const HeadBlock<T>& block, int64_t num_keys, int64_t head_dim)
-      : row_bytes_(head_dim * static_cast<int64_t>(sizeof(T))), num_keys_(num_keys) {
-    if (!block.exists()) return;
-    begin(block.k);
-    if (block.v.rows == nullptr) return;
-    values_ = reinterpret_cast<const char* const*>(block.v.rows);
-    values_offset_ = block.v.offset * static_cast<int64_t>(sizeof(T));
-  }
+      : parts_{part_of(block.k), part_of(block.v)},
+        row_bytes_(head_dim * static_cast<int64_t>(sizeof(T))),
+        num_keys_(num_keys),
+        part_(block.exists() ? 0 : kNumParts) {}
 
   // The next lines, as far as there are any.
   void ask(int64_t lines) {
-    for (; lines > 0 && row_ != end_; --lines) {
-      prefetch(*row_ + offset_ + at_);
+    for (; lines > 0 && part_ < kNumParts; --lines) {
+      prefetch(parts_[part_].rows[row_] + parts_[part_].offset + at_);
       at_ += kLine;
-      if (at_ >= row_bytes_) next_row();
+      if (at_ < row_bytes_) continue;
+      at_ = 0;
+      if (++row_ < num_keys_) continue;
+      row_ = 0;
+      ++part_;
     }
   }
   void ask_rest() {
-    while (row_ != end_) ask(num_keys_);
+    while (part_ < kNumParts) ask(num_keys_);
   }
 
  private:
   static constexpr int64_t kLine = 64;
-
+  static constexpr int kNumParts = 2;
+  // Its keys, or its values.
+  struct Part {
+    const char* const* rows;
+    int64_t offset;  // bytes
+  };
   template <typename T>
-  void begin(const HeadRows<T>& rows) {
-    begin(reinterpret_cast<const char* const*>(rows.rows),
-          rows.offset * static_cast<int64_t>(sizeof(T)));
-  }
-  void begin(const char* const* rows, int64_t offset) {
-    row_ = rows;
-    end_ = rows + num_keys_;
-    offset_ = offset;
-  }
-  void next_row() {
-    at_ = 0;
-    if (++row_ != end_ || values_ == nullptr) return;
-    begin(values_, values_offset_);
-    values_ = nullptr;
+  static Part part_of(const HeadRows<T>& rows) {
+    return {reinterpret_cast<const char* const*>(rows.rows),
+            rows.offset * static_cast<int64_t>(sizeof(T))};
   }
 
-  const int64_t row_bytes_, num_keys_;
-  const char *const *row_ = nullptr, *const *end_ = nullptr;
-  int64_t offset_ = 0, at_ = 0;
-  const char* const* values_ = nullptr;  // until the keys have been asked for
-  int64_t values_offset_ = 0;
+  Part parts_[kNumParts];
+  int64_t row_bytes_, num_keys_;
+  int part_;
+  int64_t row_ = 0, at_ = 0;
 };
 
 template <typename C, typename W>

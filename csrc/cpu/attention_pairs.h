@@ -11,9 +11,9 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 
 constexpr int kColumnPairs = 2;  // pairs of vectors of sums in registers
-// Lines of the next block to ask for at each 16 rows and 32 columns of keys. With those at each pair
-// of columns of a score and at each pair of vectors of values it is asked for as evenly as it is
-// worked on.
+// Lines of the next block to ask for at each 16 rows and 32 columns of keys. With those at each
+// pair of columns of a score and at each pair of vectors of values it is asked for as evenly as it
+// is worked on.
 constexpr int64_t kLinesOfKeys = 8;
 
 // Two bfloat16 of each of 16 lanes.
@@ -169,7 +169,8 @@ void pack_keys(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_di
   }
 }
 
-// Pairs of values' rows as kept pairs: [pairs, width]. ahead(j, n): asks for n more rows from j on.
+// Pairs of values' rows as kept pairs: [pairs, width]. ahead(j, n): asks for more, behind the n
+// rows from j on.
 template <typename Ahead>
 void pack_values(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_dim,
                  const Ahead& ahead, TileScratch& scratch) {

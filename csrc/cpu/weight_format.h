@@ -46,9 +46,9 @@ struct Unit {
   explicit Unit(int64_t) {}
 };
 
-// A format's kMaxBatch rows of x meet a block of a weight in registers. Of kMostInOrder at most each
-// row of the weight is read by itself; with pairs of bfloat16 that gains a quarter from memory where
-// there are two or more, but from a cache it costs as much.
+// A format's kMaxBatch rows of x meet a block of a weight in registers. Of kMostInOrder at most
+// each row of the weight is read by itself; with pairs of bfloat16 that gains a quarter from memory
+// where there are two or more, but from a cache it costs as much.
 
 // Floating-point numbers may be summed without end.
 constexpr int64_t kAnyColumns = int64_t{1} << 62;
