@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.attention import contiguous_call
 from bench.harness.ceilings import read_ceiling
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
@@ -29,7 +30,6 @@ LENGTHS = ((8, 800), (1, 4096))
 """Sequences, and keys of each."""
 QUERIES = (1, 2, 4, 8)
 """Of a sequence: the last token, and drafts behind it."""
-PAGE_SIZE = 16
 IN_ALL = 256 << 20
 """Bytes of all layers' keys and values."""
 AGAIN = 20
@@ -48,25 +48,18 @@ class Layers:
         num_queries: int,
         in_all: int,
     ) -> None:
-        num_q_heads, num_kv_heads, head_dim = heads
-        pages = -(-seq_len // PAGE_SIZE)
-        shape = (num_seqs * pages, PAGE_SIZE, num_kv_heads, head_dim)
-        self.bytes = 2 * num_seqs * seq_len * num_kv_heads * head_dim * dtype.itemsize
+        self._call = contiguous_call(num_queries, seq_len, num_seqs, heads, dtype)
+        first = [self._call.pop(cache) for cache in ("k_cache", "v_cache")]
+        self.bytes = sum(cache.nbytes for cache in first)
         count = max(in_all // self.bytes, 1)
-        self.caches = [[torch.randn(shape).to(dtype) for _ in "kv"] for _ in range(count)]
-        self._call = {
-            "page_table": torch.randperm(shape[0], dtype=torch.int32).view(num_seqs, pages),
-            "seq_lens": torch.full((num_seqs,), seq_len, dtype=torch.int32),
-            "query_start_loc": torch.arange(num_seqs + 1, dtype=torch.int32) * num_queries,
-            "scale": head_dim**-0.5,
-        }
-        self._q = torch.randn(num_seqs * num_queries, num_q_heads, head_dim).to(dtype)
+        others = [[torch.randn(c.shape).to(dtype) for c in first] for _ in range(count - 1)]
+        self.caches = [first, *others]
 
     def seconds(self, layer: int) -> float:
         """One call."""
         k, v = self.caches[layer]
         began = time.perf_counter()
-        ops.paged_attention(self._q, k, v, **self._call)
+        ops.paged_attention(k_cache=k, v_cache=v, **self._call)
         return time.perf_counter() - began
 
 

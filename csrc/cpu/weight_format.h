@@ -46,14 +46,12 @@ struct Unit {
   explicit Unit(int64_t) {}
 };
 
-// A format's kMaxBatch rows of x meet a block of a weight in registers. Of kMostInOrder at most
-// each row of the weight is read by itself; with pairs of bfloat16 that gains a quarter from memory
-// where there are two or more, but from a cache it costs as much.
-
 // Floating-point numbers may be summed without end.
 constexpr int64_t kAnyColumns = int64_t{1} << 62;
 
-// Vectors of float32, in their order.
+// Vectors of float32, in their order. With kMostInOrder rows of x at most each row of a weight is
+// read by itself, here and below: of more rows, and with two of pairs of bfloat16, that is slower
+// where a cache holds the weight.
 template <>
 struct Format<float> {
   static constexpr int kStep = kWidth;

@@ -11,8 +11,8 @@ from bench.ops import attention as bench_attention
 
 
 def test_a_layer_is_read_when_it_is_its_turn(monkeypatch) -> None:
-    layers = bench_attention.Layers((4, 2, 64), torch.bfloat16, 2, 24, 3, in_all=100_000)
-    assert layers.bytes == 2 * 2 * 24 * 2 * 64 * 2
+    layers = bench_attention.Layers((4, 2, 64), torch.bfloat16, 2, 48, 3, in_all=100_000)
+    assert layers.bytes == 2 * 2 * 48 * 2 * 64 * 2
     assert len(layers.caches) == 100_000 // layers.bytes
     called = []
     monkeypatch.setattr(layers, "seconds", lambda layer: called.append(layer) or 1.0)
