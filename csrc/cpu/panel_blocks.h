@@ -50,11 +50,42 @@ struct LaneScales {
   Vec scale, second;
 };
 
+// Of a panel, all planes together.
+constexpr int64_t bytes_of_block(BlockFormat format) {
+  const BlockTraits traits = traits_of(format);
+  return traits.quants + traits.high_bits + traits.sub_scales +
+         traits.scales * kBlockColumns / traits.columns;
+}
+
+// What is asked for while a block is multiplied, as many bytes as it has: some behind each of its 8
+// groups of columns. Many lines asked for at once hold up what is wanted now.
+// kNear: into the first-level cache.
+template <BlockFormat kFormat, bool kNear>
+struct BlockAhead {
+  const uint8_t* bytes;  // null: nothing
+  int first = 0;         // group
+
+  BlockAhead from(int group) const { return {bytes, group}; }
+  [[gnu::always_inline]] void ask(int group) const {
+    if (!bytes) return;
+    constexpr int kLines = (bytes_of_block(kFormat) + 63) / 64;
+    const int begin = (first + group) * kLines / 8, end = (first + group + 1) * kLines / 8;
+#pragma GCC unroll 2
+    for (int line = begin; line < end; ++line) {
+      if constexpr (kNear) {
+        prefetch_near(bytes + 64 * line);
+      } else {
+        prefetch(bytes + 64 * line);
+      }
+    }
+  }
+};
+
 // A panel, or what begins at one of its rows.
 struct PanelPart {
   const uint8_t *quants, *high_bits, *sub_scales, *scales;
   int64_t num_blocks;   // of kBlockColumns
-  int64_t block_bytes;  // of the panel, all planes together
+  int64_t block_bytes;
 
   PanelPart from(int64_t lane) const {
     return {quants + 4 * lane, high_bits + 4 * lane, sub_scales + lane,
@@ -65,7 +96,7 @@ inline PanelPart whole_panel(const uint8_t* panel, BlockFormat format, int64_t c
   const PanelPlanes planes = planes_of(format, columns);
   const int64_t num_blocks = columns / kBlockColumns;
   return {panel,      panel + planes.high_bits, panel + planes.sub_scales, panel + planes.scales,
-          num_blocks, planes.bytes / num_blocks};
+          num_blocks, bytes_of_block(format)};
 }
 
 template <BlockFormat kFormat>

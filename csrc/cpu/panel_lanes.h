@@ -68,10 +68,10 @@ inline Vec load_half(const uint8_t* p) {
 }
 // sums[b] + the products of kGroups groups of columns with row b of x, kRowsAbreast of them; w of
 // at most kLargest. Each sum waits for its last product, and a core looks ahead to few of them:
-// rows take turns.
+// rows take turns. `ahead` asks for some of what comes next behind each group.
 constexpr int kRowsAbreast = 4;
-template <int kGroups, int kLargest, int kRows>
-inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ints* sums) {
+template <int kGroups, int kLargest, int kRows, typename Ahead>
+inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, Ints* sums) {
 #pragma GCC unroll 8
   for (int g = 0; g < kGroups; ++g) {
 #pragma GCC unroll 4
@@ -80,6 +80,7 @@ inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ints* sums) {
       __builtin_memcpy(&columns, x + b * x_stride + 4 * g, 4);
       sums[b].v = _mm512_dpbusd_epi32(sums[b].v, w[g].v, _mm512_set1_epi32(columns));
     }
+    ahead.ask(g);
   }
 }
 
@@ -126,8 +127,8 @@ inline Vec load_half(const uint8_t* p) {
 // Pairs of products are summed in 16 bits for as many groups as surely fit. Where not even one
 // does, 128 is taken from the weights, and their signs are moved to x.
 constexpr int kRowsAbreast = 1;
-template <int kGroups, int kLargest, int kRows>
-inline void dot(const Bytes* w, const int8_t* x, int64_t, Ints* sums) {
+template <int kGroups, int kLargest, int kRows, typename Ahead>
+inline void dot(const Bytes* w, const int8_t* x, int64_t, Ahead ahead, Ints* sums) {
   static_assert(kRows == 1);
   constexpr int kFit = 32767 / (2 * 127 * kLargest);
   constexpr int kRun = kFit < 1 ? 1 : kFit < kGroups ? kFit : kGroups;
@@ -147,6 +148,7 @@ inline void dot(const Bytes* w, const int8_t* x, int64_t, Ints* sums) {
         signed_x = _mm256_sign_epi8(signed_x, whole);
       }
       pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(factors, signed_x));
+      ahead.ask(g);
     }
     sums->v = _mm256_add_epi32(sums->v, _mm256_madd_epi16(pairs, ones));
   }
@@ -210,8 +212,8 @@ inline Vec load_half(const uint8_t* p) {
   return r;
 }
 constexpr int kRowsAbreast = 1;
-template <int kGroups, int kLargest, int kRows>
-inline void dot(const Bytes* w, const int8_t* x, int64_t, Ints* sums) {
+template <int kGroups, int kLargest, int kRows, typename Ahead>
+inline void dot(const Bytes* w, const int8_t* x, int64_t, Ahead ahead, Ints* sums) {
   static_assert(kRows == 1);
   for (int g = 0; g < kGroups; ++g) {
     for (int i = 0; i < kWidth; ++i) {
@@ -220,6 +222,7 @@ inline void dot(const Bytes* w, const int8_t* x, int64_t, Ints* sums) {
       sums->v[i] +=
           row[0] * columns[0] + row[1] * columns[1] + row[2] * columns[2] + row[3] * columns[3];
     }
+    ahead.ask(g);
   }
 }
 

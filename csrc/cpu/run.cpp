@@ -99,6 +99,18 @@ Capability best_capability() {
 
 Capability active_capability() { return active().load(std::memory_order_relaxed); }
 
+const bool kAsksFirstLevel = [] {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr uint32_t kZen5 = 0x1a;  // family
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+  return (a >> 8 & 15) == 15 && 15 + (a >> 20 & 255) >= kZen5;
+#else
+  return false;
+#endif
+}();
+
 Tiles tiles_in_use() {
   switch (active_capability()) {
     case Capability::kAmx:

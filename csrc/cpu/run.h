@@ -34,6 +34,10 @@ enum class Tiles : int { kNone, kHardware, kModel };
 // Those that go with the capability in use.
 Tiles tiles_in_use();
 
+// Whether weights that are read next are asked for into the first-level cache: of Zen 5 on, AMD's
+// waits for enough lines at a time to keep memory busy.
+extern const bool kAsksFirstLevel;
+
 #define EECORE_DECLARE_RUN(op, Params) \
   void run_##op(const Params& params, const Parallel& parallel);
 EECORE_DECLARE_RUN(read_ceiling, ReadCeilingParams)

@@ -56,9 +56,9 @@ struct Block {
   bool adds;  // to what is in out
 };
 
-// kWRows rows of w and kBatch rows of x; kAhead rows are prefetched. A function of its own, so that
-// the compiler keeps the sums in registers.
-template <int kWRows, int kBatch, int kAhead, typename W>
+// kWRows rows of w and kBatch rows of x; kAhead rows are prefetched, kNear: into the first-level
+// cache. A function of its own, so that the compiler keeps the sums in registers.
+template <int kWRows, int kBatch, int kAhead, bool kNear, typename W>
 [[gnu::noinline]] void multiply_block(const Block<W>& block) {
   using F = Format<W>;
   constexpr int kStep = F::kStep;
@@ -79,7 +79,12 @@ template <int kWRows, int kBatch, int kAhead, typename W>
 #pragma GCC unroll 4
     for (int r = 0; r < kAhead; ++r) {
       for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(W))) {
-        prefetch(ahead + r * w_stride + k + line);
+        const W* next = ahead + r * w_stride + k + line;
+        if constexpr (kNear) {
+          prefetch_near(next);
+        } else {
+          prefetch(next);
+        }
       }
     }
 #pragma GCC unroll 4
@@ -125,6 +130,15 @@ template <int kWRows, int kBatch, int kAhead, typename W>
   }
 }
 
+// The same into the cache that this machine asks for lines into.
+template <int kWRows, int kBatch, int kAhead, typename W>
+inline void multiply_ahead(const Block<W>& block) {
+#if defined(__AVX512BF16__)
+  if (kAsksFirstLevel) return multiply_block<kWRows, kBatch, kAhead, true>(block);
+#endif
+  multiply_block<kWRows, kBatch, kAhead, false>(block);
+}
+
 // The same with the number of rows to prefetch, 0, 1, 2 or kRows, and of rows of x chosen by the
 // call.
 template <int kWRows, int kBatch, typename W>
@@ -137,14 +151,14 @@ inline void multiply_block(const Block<W>& block, int64_t batch, int64_t num_ahe
   if constexpr (kWRows == kRows) {
     switch (num_ahead) {
       case 4:
-        return multiply_block<kWRows, kBatch, 4>(block);
+        return multiply_ahead<kWRows, kBatch, 4>(block);
       case 2:
-        return multiply_block<kWRows, kBatch, 2>(block);
+        return multiply_ahead<kWRows, kBatch, 2>(block);
       case 1:
-        return multiply_block<kWRows, kBatch, 1>(block);
+        return multiply_ahead<kWRows, kBatch, 1>(block);
     }
   }
-  return multiply_block<kWRows, kBatch, 0>(block);
+  return multiply_block<kWRows, kBatch, 0, false>(block);
 }
 
 // out[b, r] * scale of row b of x * scale of row r of w, of a tile.

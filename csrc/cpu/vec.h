@@ -17,6 +17,10 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 // for too few lines at a time to keep memory busy.
 // Always inline: GCC finds that a function that only does this does nothing, and drops calls of it.
 [[gnu::always_inline]] inline void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+// The same into the first level, see kAsksFirstLevel.
+[[gnu::always_inline]] inline void prefetch_near(const void* line) {
+  __builtin_prefetch(line, 0, 3);
+}
 
 // Storage element of DType::kBFloat16.
 struct BFloat16 {
