@@ -12,6 +12,61 @@ constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
 
+// Keys and then values that are read next, asked for a line now and then: a core has few of them
+// under way, so that many at once wait for each other, and memory idles afterwards.
+class ReadAhead {
+ public:
+  // Of the rows [begin, end) of a block so many elements each.
+  template <typename T>
+  ReadAhead(const HeadBlock<T>& block, int64_t begin, int64_t end, int64_t width)
+      : parts_{part_of(block.k), part_of(block.v)},
+        row_bytes_(width * static_cast<int64_t>(sizeof(T))),
+        begin_(begin),
+        end_(end),
+        part_(block.exists() && begin < end ? 0 : kNumParts) {
+    begin_row();
+  }
+
+  // The next lines, as far as there are any.
+  void ask(int lines) {
+    for (int i = 0; i < lines && line_ != nullptr; ++i) {
+      prefetch(line_);
+      line_ += kLine;
+      if (line_ < row_end_) continue;
+      if (++row_ == end_) ++part_;
+      begin_row();
+    }
+  }
+  void ask_rest() {
+    while (line_ != nullptr) ask(8);
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  static constexpr int kNumParts = 2;
+  // Its keys, or its values.
+  struct Part {
+    const char* const* rows;
+    int64_t offset;  // bytes
+  };
+  template <typename T>
+  static Part part_of(const HeadRows<T>& rows) {
+    return {reinterpret_cast<const char* const*>(rows.rows),
+            rows.offset * static_cast<int64_t>(sizeof(T))};
+  }
+  void begin_row() {
+    if (row_ == end_) row_ = begin_;
+    line_ = part_ < kNumParts ? parts_[part_].rows[row_] + parts_[part_].offset : nullptr;
+    row_end_ = line_ + row_bytes_;
+  }
+
+  Part parts_[kNumParts];
+  int64_t row_bytes_, begin_, end_;
+  int part_;
+  int64_t row_ = begin_;
+  const char *line_, *row_end_;
+};
+
 template <typename C>
 struct CachedBlock {
   const BlockRows<C>* rows;  // of the tile's first kv head
@@ -21,9 +76,18 @@ struct CachedBlock {
   HeadBlock<C> of_head(int64_t head) const { return of(rows, head); }
   // Of the block behind it.
   HeadBlock<C> next_of_head(int64_t head) const { return of(next, head); }
-  // What is read after a head where heads come one after the other, in memory's own order.
+  // What is read after a head where heads come one after the other.
   HeadBlock<C> after_head(int64_t head) const {
     return head + 1 < num_heads ? of_head(head + 1) : next_of_head(0);
+  }
+  // What to ask for during a head. Where a key's heads lie side by side it is a part of the next
+  // block's keys, with all of their heads: memory is read fastest in its own order.
+  ReadAhead ahead_of(int64_t head, int64_t num_keys, int64_t head_dim) const {
+    if (k_stride != head_dim || v_stride != head_dim) {
+      return {after_head(head), 0, num_keys, head_dim};
+    }
+    return {next_of_head(0), num_keys * head / num_heads, num_keys * (head + 1) / num_heads,
+            num_heads * head_dim};
   }
 
  private:
@@ -47,53 +111,6 @@ inline void prefetch_rows(const HeadRows<T>& rows, int64_t first, int64_t count,
   if (rows.rows == nullptr) return;
   for (int64_t i = first; i < first + count; ++i) prefetch_row(rows[i], n);
 }
-
-// The keys and then the values of a block that is read next, asked for a line now and then: a core
-// has few of them under way, so that many at once wait for each other, and memory idles afterwards.
-class ReadAhead {
- public:
-  template <typename T>
-  ReadAhead(const HeadBlock<T>& block, int64_t num_keys, int64_t head_dim)
-      : parts_{part_of(block.k), part_of(block.v)},
-        row_bytes_(head_dim * static_cast<int64_t>(sizeof(T))),
-        num_keys_(num_keys),
-        part_(block.exists() ? 0 : kNumParts) {}
-
-  // The next lines, as far as there are any.
-  void ask(int64_t lines) {
-    for (; lines > 0 && part_ < kNumParts; --lines) {
-      prefetch(parts_[part_].rows[row_] + parts_[part_].offset + at_);
-      at_ += kLine;
-      if (at_ < row_bytes_) continue;
-      at_ = 0;
-      if (++row_ < num_keys_) continue;
-      row_ = 0;
-      ++part_;
-    }
-  }
-  void ask_rest() {
-    while (part_ < kNumParts) ask(num_keys_);
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-  static constexpr int kNumParts = 2;
-  // Its keys, or its values.
-  struct Part {
-    const char* const* rows;
-    int64_t offset;  // bytes
-  };
-  template <typename T>
-  static Part part_of(const HeadRows<T>& rows) {
-    return {reinterpret_cast<const char* const*>(rows.rows),
-            rows.offset * static_cast<int64_t>(sizeof(T))};
-  }
-
-  Part parts_[kNumParts];
-  int64_t row_bytes_, num_keys_;
-  int part_;
-  int64_t row_ = 0, at_ = 0;
-};
 
 template <typename C, typename W>
 inline void widen_cached_row(const C* in, int64_t n, W* out) {

@@ -14,7 +14,7 @@ constexpr int kColumnPairs = 2;  // pairs of vectors of sums in registers
 // Lines of the next block to ask for at each 16 rows and 32 columns of keys. With those at each
 // pair of columns of a score and at each pair of vectors of values it is asked for as evenly as it
 // is worked on.
-constexpr int64_t kLinesOfKeys = 8;
+constexpr int kLinesOfKeys = 8;
 
 // Two bfloat16 of each of 16 lanes.
 inline Vec add_products(Vec sum, __m512i x, __m512i y) {
@@ -53,54 +53,112 @@ void score_pairs(const uint32_t* q, int64_t q_stride, const uint32_t* k, int64_t
   }
 }
 
-// acc[r][d..] = acc[r][d..] * correction[r] + weights times values, for kPairs pairs of vectors.
-// weights: [rows, pairs of keys]; v: [pairs of keys, width], from column d on. `ahead` may be null.
-template <int kRows, int kPairs>
-void add_pair_columns(const uint32_t* weights, const uint32_t* v, Range keys, const Vec* correction,
-                      ReadAhead* ahead, int64_t width, float* acc) {
+// A vector of the columns of two keys' values as two of pairs of keys: columns 0, 2, .. and 1, 3,
+// ..
+struct KeyPairs {
+  __m512i even, odd;
+};
+inline KeyPairs pair_values(__m512i low, __m512i high) {
+  return {_mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16)),
+          _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(low, 16), high)};
+}
+
+// acc[r][d..] = acc[r][d..] * correction[r] + weights times values, for kPairs pairs of vectors and
+// the pairs of keys [first, last). weights: [rows, pairs of keys]. `ahead` may be null.
+template <int kRows, int kPairs, typename Values>
+[[gnu::always_inline]] inline void add_pairs(const uint32_t* weights, const Values& values,
+                                             int64_t first, int64_t last, const Vec* correction,
+                                             ReadAhead* ahead, int64_t d, int64_t width,
+                                             float* acc) {
   Pair sums[kRows][kPairs];
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kPairs; ++i) {
-      sums[r][i] = load_kept(acc + r * width + i * kPairWidth) * correction[r];
+      sums[r][i] = load_kept(acc + r * width + d + i * kPairWidth) * correction[r];
     }
   }
-  const auto add = [&](int64_t pair, auto&& seen) {
-    if (ahead != nullptr) ahead->ask(kPairs);
-    __m512i values[kPairs][2];
-    for (int i = 0; i < kPairs; ++i) {
-      const uint32_t* from = v + pair * width + i * kPairWidth;
-      values[i][0] = seen(_mm512_load_si512(from));
-      values[i][1] = seen(_mm512_load_si512(from + kWidth));
-    }
+  for (int64_t pair = first; pair < last; ++pair) {
+    if (ahead != nullptr) ahead->ask(kPairs * Values::kLines);
+    KeyPairs of[kPairs];
+    for (int i = 0; i < kPairs; ++i) of[i] = values.at(pair, d + i * kPairWidth);
     for (int r = 0; r < kRows; ++r) {
       const __m512i weight =
           _mm512_set1_epi32(static_cast<int32_t>(weights[r * kMaxBlock / 2 + pair]));
       for (int i = 0; i < kPairs; ++i) {
-        sums[r][i] = {add_products(sums[r][i].a, weight, values[i][0]),
-                      add_products(sums[r][i].b, weight, values[i][1])};
+        sums[r][i] = {add_products(sums[r][i].a, weight, of[i].even),
+                      add_products(sums[r][i].b, weight, of[i].odd)};
       }
     }
-  };
-  const auto half = [&](uint32_t mask) {
-    return [=](__m512i pair) {
-      return _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int32_t>(mask)));
-    };
-  };
-  int64_t pair = keys.begin / 2;
-  if (keys.begin % 2 != 0) add(pair++, half(0xffff0000u));
-  for (; pair < keys.end / 2; ++pair) add(pair, [](__m512i whole) { return whole; });
-  if (keys.end % 2 != 0) add(pair, half(0x0000ffffu));
+  }
   for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kPairs; ++i) store_kept(acc + r * width + i * kPairWidth, sums[r][i]);
+    for (int i = 0; i < kPairs; ++i) store_kept(acc + r * width + d + i * kPairWidth, sums[r][i]);
   }
 }
 
+// Values of which one key of each pair counts.
+template <typename Values>
+struct HalfOf {
+  static constexpr int kLines = Values::kLines;
+  const Values& values;
+  __m512i mask;
+
+  KeyPairs at(int64_t pair, int64_t d) const {
+    const KeyPairs both = values.at(pair, d);
+    return {_mm512_and_si512(both.even, mask), _mm512_and_si512(both.odd, mask)};
+  }
+};
+
+// The same for some keys of a block. A function of its own, as registers hold its sums.
+template <int kRows, int kPairs, typename Values>
+[[gnu::always_inline]] inline void add_columns(const uint32_t* weights, const Values& values,
+                                               Range keys, const Vec* correction, ReadAhead* ahead,
+                                               int64_t d, int64_t width, float* acc) {
+  Vec ones[kRows];
+  for (int r = 0; r < kRows; ++r) ones[r] = broadcast(1.0f);
+  const auto add_half = [&](int64_t pair, uint32_t mask) {
+    const HalfOf<Values> half{values, _mm512_set1_epi32(static_cast<int32_t>(mask))};
+    add_pairs<kRows, kPairs>(weights, half, pair, pair + 1, correction, ahead, d, width, acc);
+    correction = ones;
+  };
+  if (keys.begin % 2 != 0) [[unlikely]]
+    add_half(keys.begin / 2, 0xffff0000u);
+  add_pairs<kRows, kPairs>(weights, values, (keys.begin + 1) / 2, keys.end / 2, correction, ahead,
+                           d, width, acc);
+  correction = ones;
+  if (keys.end % 2 != 0) [[unlikely]]
+    add_half(keys.end / 2, 0x0000ffffu);
+}
+
+// Values that were packed first: [pairs of keys, width].
+struct PackedValues {
+  static constexpr int kLines = 1;  // to ask for at 32 columns of two keys
+  const uint32_t* pairs;
+  int64_t width;
+
+  KeyPairs at(int64_t pair, int64_t d) const {
+    const uint32_t* from = pairs + pair * width + d;
+    return {_mm512_load_si512(from), _mm512_load_si512(from + kWidth)};
+  }
+};
+// Values as they lie: where one group of rows reads them there is nothing to pack them for.
+struct LooseValues {
+  static constexpr int kLines = 2;
+  HeadRows<BFloat16> rows;
+  int64_t head_dim;
+
+  KeyPairs at(int64_t pair, int64_t d) const {
+    return pair_values(load_words(rows[2 * pair] + d, head_dim - d),
+                       load_words(rows[2 * pair + 1] + d, head_dim - d));
+  }
+};
+
+template <typename Values>
 struct PairBlock {
   static constexpr int64_t kStep = 2;
+  Values values;
   float scale;
   ReadAhead* ahead;  // null: nothing is asked for
 
-  PairBlock quiet() const { return {scale, nullptr}; }
+  PairBlock quiet() const { return {values, scale, nullptr}; }
 
   template <int kRows>
   void score(TileScratch& scratch, int64_t at, Range seen, int64_t head_dim) const {
@@ -132,8 +190,7 @@ struct PairBlock {
     const int64_t width = row_width(head_dim);
     const uint32_t* weights = scratch.weight_pairs + r * kMaxBlock / 2;
     const auto columns = [&]<int kPairs>(int64_t d) {
-      add_pair_columns<kRows, kPairs>(weights, scratch.v_pairs + d, keys, correction, ahead, width,
-                                      acc + d);
+      add_columns<kRows, kPairs>(weights, values, keys, correction, ahead, d, width, acc);
     };
     int64_t d = 0;
     for (; d + kColumnPairs * kPairWidth <= width; d += kColumnPairs * kPairWidth) {
@@ -179,11 +236,10 @@ void pack_values(const HeadRows<BFloat16>& rows, int64_t num_keys, int64_t head_
     const BFloat16 *low = rows[j], *high = rows[j + 1];
     uint32_t* out = scratch.v_pairs + j / 2 * width;
     for (int64_t d = 0; d < head_dim; d += 32) {
-      const __m512i x = load_words(low + d, head_dim - d), y = load_words(high + d, head_dim - d);
-      _mm512_store_si512(out + d,
-                         _mm512_mask_blend_epi16(0xaaaaaaaau, x, _mm512_slli_epi32(y, 16)));
-      _mm512_store_si512(out + d + kWidth,
-                         _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(x, 16), y));
+      const KeyPairs pairs =
+          pair_values(load_words(low + d, head_dim - d), load_words(high + d, head_dim - d));
+      _mm512_store_si512(out + d, pairs.even);
+      _mm512_store_si512(out + d + kWidth, pairs.odd);
     }
     ahead(j, 2);
   }
@@ -209,18 +265,26 @@ struct InPairs {
   static void attend(TileScratch& scratch, const AttentionTile& tile, int64_t head_dim,
                      const Scale& scale_of_head, Range keys, const CachedBlock<C>& block) {
     const int64_t num_keys = keys.end - keys.begin;
-    const BFloat16* wide[kMaxBlock];
+    const BFloat16 *wide_k[kMaxBlock], *wide_v[kMaxBlock];
     for (int64_t head = 0; head < tile.num_heads; ++head) {
       const HeadBlock<C> own = block.of_head(head);
-      ReadAhead ahead(block.after_head(head), block_size(head_dim), head_dim);
-      pack_keys(
-          rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide), num_keys, head_dim,
-          [&] { ahead.ask(kLinesOfKeys); }, scratch);
-      pack_values(
-          rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide), num_keys, head_dim,
-          [&](int64_t, int64_t) { ahead.ask(ceil_div(head_dim, 32)); }, scratch);
-      attend_head(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys,
-                  PairBlock{scale_of_head(head), &ahead});
+      const HeadRows<BFloat16> k = rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide_k);
+      const HeadRows<BFloat16> v = rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide_v);
+      ReadAhead ahead = block.ahead_of(head, block_size(head_dim), head_dim);
+      pack_keys(k, num_keys, head_dim, [&] { ahead.ask(kLinesOfKeys); }, scratch);
+      const auto attend_with = [&](const auto& values) {
+        attend_head(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys,
+                    PairBlock{values, scale_of_head(head), &ahead});
+      };
+      if (tile.num_rows <= kGroupRows) {
+        attend_with(LooseValues{v, head_dim});
+      } else {
+        pack_values(
+            v, num_keys, head_dim,
+            [&](int64_t, int64_t) { ahead.ask(static_cast<int>(ceil_div(head_dim, 32))); },
+            scratch);
+        attend_with(PackedValues{scratch.v_pairs, row_width(head_dim)});
+      }
       ahead.ask_rest();
     }
   }

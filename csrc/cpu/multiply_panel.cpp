@@ -7,8 +7,8 @@ namespace {
 // Adds a block's products with kRows rows of x, which take turns, to their totals.
 template <BlockFormat kFormat, int kRows, typename Ahead>
 [[gnu::always_inline]] inline void multiply_abreast(const Bytes* q, const LaneScales& scales,
-                                                    const XBlock* x, int64_t x_stride,
-                                                    Ahead ahead, Vec* totals) {
+                                                    const XBlock* x, int64_t x_stride, Ahead ahead,
+                                                    Vec* totals) {
   constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
   constexpr int kLargest = (1 << quant_bits(kFormat)) - 1;
   constexpr int kShift = quant_bits(kFormat) - 4;  // from 8 times the sum of x to the offset's
@@ -45,8 +45,8 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
 // The same of as many rows as registers hold totals of.
 template <BlockFormat kFormat, int kBatch, typename Ahead>
 [[gnu::always_inline]] inline void multiply_block(const Bytes* q, const LaneScales& scales,
-                                                  const XBlock* x, int64_t x_stride,
-                                                  Ahead ahead, Vec* totals) {
+                                                  const XBlock* x, int64_t x_stride, Ahead ahead,
+                                                  Vec* totals) {
   constexpr int kMost = kFormat == BlockFormat::kQ6_K ? 1 : kRowsAbreast;
   constexpr int kRows = kBatch < kMost ? kBatch : kMost;
   multiply_abreast<kFormat, kRows>(q, scales, x, x_stride, ahead, totals);

@@ -84,7 +84,7 @@ struct BlockAhead {
 // A panel, or what begins at one of its rows.
 struct PanelPart {
   const uint8_t *quants, *high_bits, *sub_scales, *scales;
-  int64_t num_blocks;   // of kBlockColumns
+  int64_t num_blocks;  // of kBlockColumns
   int64_t block_bytes;
 
   PanelPart from(int64_t lane) const {
