@@ -56,7 +56,9 @@ class ReadAhead {
   }
   void begin_row() {
     if (row_ == end_) row_ = begin_;
-    line_ = part_ < kNumParts ? parts_[part_].rows[row_] + parts_[part_].offset : nullptr;
+    line_ = nullptr;
+    if (part_ == kNumParts) return;
+    line_ = parts_[part_].rows[row_] + parts_[part_].offset;
     row_end_ = line_ + row_bytes_;
   }
 
@@ -64,7 +66,7 @@ class ReadAhead {
   int64_t row_bytes_, begin_, end_;
   int part_;
   int64_t row_ = begin_;
-  const char *line_, *row_end_;
+  const char *line_, *row_end_ = nullptr;
 };
 
 template <typename C>
