@@ -82,10 +82,12 @@ struct CachedBlock {
   HeadBlock<C> after_head(int64_t head) const {
     return head + 1 < num_heads ? of_head(head + 1) : next_of_head(0);
   }
-  // What to ask for during a head. Where a key's heads lie side by side it is a part of the next
-  // block's keys, with all of their heads: memory is read fastest in its own order.
+  // What to ask for during a head: what is read after it, or, where the heads of a key are short
+  // and lie side by side, a part of the next block's keys with all of their heads. A few lines here
+  // and there are read more slowly than in memory's own order.
   ReadAhead ahead_of(int64_t head, int64_t num_keys, int64_t head_dim) const {
-    if (k_stride != head_dim || v_stride != head_dim) {
+    constexpr int64_t kShort = 128 / static_cast<int64_t>(sizeof(C));
+    if (head_dim > kShort || k_stride != head_dim || v_stride != head_dim) {
       return {after_head(head), 0, num_keys, head_dim};
     }
     return {next_of_head(0), num_keys * head / num_heads, num_keys * (head + 1) / num_heads,

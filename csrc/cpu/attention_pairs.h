@@ -139,7 +139,7 @@ struct PackedValues {
     return {_mm512_load_si512(from), _mm512_load_si512(from + kWidth)};
   }
 };
-// Values as they lie: where one group of rows reads them there is nothing to pack them for.
+// Values as they lie: where one group of rows crosses them once there is nothing to pack them for.
 struct LooseValues {
   static constexpr int kLines = 2;
   HeadRows<BFloat16> rows;
@@ -276,7 +276,7 @@ struct InPairs {
         attend_head(scratch, tile.num_rows, tile.held(head, 0), head_dim, keys,
                     PairBlock{values, scale_of_head(head), &ahead});
       };
-      if (tile.num_rows <= kGroupRows) {
+      if (tile.num_rows <= kGroupRows && head_dim <= kColumnPairs * kPairWidth) {
         attend_with(LooseValues{v, head_dim});
       } else {
         pack_values(
