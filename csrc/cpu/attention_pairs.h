@@ -53,8 +53,7 @@ void score_pairs(const uint32_t* q, int64_t q_stride, const uint32_t* k, int64_t
   }
 }
 
-// A vector of the columns of two keys' values as two of pairs of keys: columns 0, 2, .. and 1, 3,
-// ..
+// 32 columns of two keys' values as pairs of keys: the even columns, and the odd ones.
 struct KeyPairs {
   __m512i even, odd;
 };
@@ -107,7 +106,8 @@ struct HalfOf {
   }
 };
 
-// The same for some keys of a block. A function of its own, as registers hold its sums.
+// The same for some keys of a block. Sums of single keys, if any, wait in memory between the calls:
+// with all of them in one loop the compiler does not keep sums in registers.
 template <int kRows, int kPairs, typename Values>
 [[gnu::always_inline]] inline void add_columns(const uint32_t* weights, const Values& values,
                                                Range keys, const Vec* correction, ReadAhead* ahead,
@@ -151,6 +151,7 @@ struct LooseValues {
   }
 };
 
+// Packed keys, and values of either kind.
 template <typename Values>
 struct PairBlock {
   static constexpr int64_t kStep = 2;

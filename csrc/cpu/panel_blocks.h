@@ -50,7 +50,7 @@ struct LaneScales {
   Vec scale, second;
 };
 
-// Of a panel, all planes together.
+// Of a panel's block, all planes together.
 constexpr int64_t bytes_of_block(BlockFormat format) {
   const BlockTraits traits = traits_of(format);
   return traits.quants + traits.high_bits + traits.sub_scales +
@@ -58,8 +58,8 @@ constexpr int64_t bytes_of_block(BlockFormat format) {
 }
 
 // What is asked for while a block is multiplied, as many bytes as it has: some behind each of its 8
-// groups of columns. Many lines asked for at once hold up what is wanted now.
-// kNear: into the first-level cache.
+// groups of columns. Many lines asked for at once hold up what is wanted now. kNear: into the
+// first-level cache.
 template <BlockFormat kFormat, bool kNear>
 struct BlockAhead {
   const uint8_t* bytes;  // null: nothing
@@ -71,21 +71,15 @@ struct BlockAhead {
     constexpr int kLines = (bytes_of_block(kFormat) + 63) / 64;
     const int begin = (first + group) * kLines / 8, end = (first + group + 1) * kLines / 8;
 #pragma GCC unroll 2
-    for (int line = begin; line < end; ++line) {
-      if constexpr (kNear) {
-        prefetch_near(bytes + 64 * line);
-      } else {
-        prefetch(bytes + 64 * line);
-      }
-    }
+    for (int line = begin; line < end; ++line) prefetch_weight<kNear>(bytes + 64 * line);
   }
 };
 
 // A panel, or what begins at one of its rows.
 struct PanelPart {
   const uint8_t *quants, *high_bits, *sub_scales, *scales;
-  int64_t num_blocks;  // of kBlockColumns
-  int64_t block_bytes;
+  int64_t num_blocks;   // of kBlockColumns
+  int64_t block_bytes;  // see bytes_of_block
 
   PanelPart from(int64_t lane) const {
     return {quants + 4 * lane, high_bits + 4 * lane, sub_scales + lane,

@@ -79,12 +79,7 @@ template <int kWRows, int kBatch, int kAhead, bool kNear, typename W>
 #pragma GCC unroll 4
     for (int r = 0; r < kAhead; ++r) {
       for (int line = 0; line < kStep; line += static_cast<int>(64 / sizeof(W))) {
-        const W* next = ahead + r * w_stride + k + line;
-        if constexpr (kNear) {
-          prefetch_near(next);
-        } else {
-          prefetch(next);
-        }
+        prefetch_weight<kNear>(ahead + r * w_stride + k + line);
       }
     }
 #pragma GCC unroll 4

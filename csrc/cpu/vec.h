@@ -17,9 +17,10 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 // for too few lines at a time to keep memory busy.
 // Always inline: GCC finds that a function that only does this does nothing, and drops calls of it.
 [[gnu::always_inline]] inline void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
-// The same into the first level, see kAsksFirstLevel.
-[[gnu::always_inline]] inline void prefetch_near(const void* line) {
-  __builtin_prefetch(line, 0, 3);
+// The same of a weight; kNear: into the first level, see kAsksFirstLevel.
+template <bool kNear>
+[[gnu::always_inline]] inline void prefetch_weight(const void* line) {
+  __builtin_prefetch(line, 0, kNear ? 3 : 2);
 }
 
 // Storage element of DType::kBFloat16.
