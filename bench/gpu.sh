@@ -13,6 +13,7 @@
 #   PYTHON      an interpreter that has torch >= 2.10 for CUDA, pybind11, cmake, ninja, setuptools, pytest and
 #               pytest-timeout (python3); nothing is installed into it
 #   MAX_JOBS    compilations at a time
+#   BUILT       anything: nothing is built, python/eecore has the modules
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,6 +21,7 @@ all_parts=(first tests bench decode runtime memcheck racecheck)
 folder=${1:-bench/results}
 parts=("${@:2}")
 python=${PYTHON:-python3}
+own_path=PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH}
 begin=$SECONDS
 failed=0
 
@@ -72,12 +74,16 @@ step() {
   return 0
 }
 
-pytest_on_cuda() { # NAME SECONDS PREFIX...: the tests of the backend cuda
+jobs=$(nproc)
+side_by_side=() # tests, where pytest-xdist is there
+if "$python" -c "import xdist" 2>/dev/null; then side_by_side=(-n "$((jobs < 12 ? jobs : 12))"); fi
+
+pytest_on_cuda() { # NAME SECONDS VARIABLE...: the tests of the backend cuda
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" env PYTHONPATH=python "$@" "$python" -m pytest tests/ops \
+  step "$name" "$limit" env "$own_path" "$@" "$python" -m pytest tests/ops \
     tests/decoding/test_cuda_path.py tests/decoding/test_programs.py -k "cuda and not emulated" -p no:cacheprovider --timeout=120 \
-    --durations=5
+    --durations=5 "${side_by_side[@]}"
 }
 
 for part in "${parts[@]}"; do
@@ -96,37 +102,37 @@ fi
 steps=$(mktemp)
 trap 'rm -f "$steps"' EXIT
 
-step build 240 env EECORE_CUDA=ON EECORE_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace
+[ -n "${BUILT:-}" ] || step build 240 env EECORE_CUDA=ON EECORE_CUDA_ARCHS="$arch" "$python" setup.py build_ext --inplace
 if [ $failed -ne 0 ]; then die "the build failed: see $folder/gpu-build.log"; fi
 if wants first; then
   for early in 1 0; do # with programmatic dependent launch, and without
-    step "first-body-early-$early" 45 env EECORE_EARLY_START=$early PYTHONPATH=python "$python" \
+    step "first-body-early-$early" 45 env EECORE_EARLY_START=$early "$own_path" "$python" \
       -m bench gpu-first body
   done
-  step first-splits 45 env PYTHONPATH=python "$python" -m bench gpu-first splits
+  step first-splits 45 env "$own_path" "$python" -m bench gpu-first splits
   pytest_on_cuda first-tests 110 EECORE_REDUCED_CASES=1
-  step first-decode 45 env PYTHONPATH=python "$python" -m bench gpu-decode \
+  step first-decode 45 env "$own_path" "$python" -m bench gpu-decode \
     --model 1b --batch 1 --tokens 4 --rounds 1 --seconds 5
 fi
 if wants tests; then pytest_on_cuda tests 150; fi
 if wants bench; then
-  step bench 140 env PYTHONPATH=python "$python" -m bench gpu --seconds 110 \
+  step bench 140 env "$own_path" "$python" -m bench gpu --seconds 110 \
     --json "$folder/gpu-$name.json" --markdown "$folder/gpu-$name.md"
 fi
 if wants decode; then
-  step decode 130 env PYTHONPATH=python "$python" -m bench gpu-decode --seconds 90 \
+  step decode 130 env "$own_path" "$python" -m bench gpu-decode --seconds 90 \
     --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
 fi
 if wants runtime; then
-  step runtime 240 env PYTHONPATH=python EECORE_TEST_DEVICE=cuda "$python" -m pytest tests/decoding \
-    tests/engine tests/models tests/scheduling -p no:cacheprovider --timeout=120 --durations=5
+  step runtime 240 env "$own_path" EECORE_TEST_DEVICE=cuda "$python" -m pytest tests/decoding \
+    tests/engine tests/models tests/scheduling -p no:cacheprovider --timeout=120 --durations=5 \
+    "${side_by_side[@]}"
 fi
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 for tool in memcheck racecheck; do
   if ! wants $tool; then continue; fi
   if [ -x "$sanitizer" ]; then
-    pytest_on_cuda $tool 120 EECORE_REDUCED_CASES=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      "$sanitizer" --error-exitcode 9 --tool $tool
+    step $tool 150 env "$own_path" "$python" -m bench.gpu.sanitize $tool --sanitizer "$sanitizer"
   else
     printf '%s\tno compute-sanitizer on this machine\t0\t\n' $tool >>"$steps"
   fi

@@ -12,9 +12,11 @@ import torch
 import eecore
 
 
-def machine() -> dict[str, str]:
+def machine(device: str = "cpu") -> dict[str, str]:
     """For the figures of a run."""
+    gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
     return {
+        **gpu,
         "cpu": cpu_name(),
         "cpu_capability": eecore.build_info()["cpu_capability"],
         "torch": torch.__version__,
@@ -23,6 +25,8 @@ def machine() -> dict[str, str]:
 
 def in_words(result: dict[str, Any]) -> str:
     """As far as figures tell: some are older than what they should name."""
+    if "gpu" in result:
+        return f"{result['gpu']}, torch {result['torch']}"
     parts = [result["cpu"]] if "cpu" in result else []
     parts.append(f"{result['cpu_capability']} kernels")
     parts += [f"torch {result['torch']}"] if "torch" in result else []

@@ -47,11 +47,14 @@ def loaded(file: Path, weights: str = "file", **options: Any) -> eecore.Model:
         options: of ``eecore.load``.
     """
     options = {"device": "cpu", "prefix_cache": False, **options}
+    settings = WEIGHTS.get(weights, {})
+    if "weights" in settings and options["device"] == "cuda":
+        settings = {**settings, "dtype": "bfloat16"}  # of the states, as on a GPU usual
     if weights not in WEIGHTS:
         return eecore.load(file, **options)
     with tempfile.TemporaryDirectory() as scratch:
         return eecore.load(
-            get_smollm2(Path(scratch) / "model", file), **{**options, **WEIGHTS[weights]}
+            get_smollm2(Path(scratch) / "model", file), **{**options, **settings}
         )
 
 

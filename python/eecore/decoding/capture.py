@@ -127,16 +127,17 @@ class Graphs(_Capturing):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
         backend = torch.cuda.memory.get_allocator_backend()
         if backend != "native":
             raise RuntimeError(
                 "PYTORCH_CUDA_ALLOC_CONF: expected backend:native, whose pools keep the memory of "
                 f"CUDA graphs, got backend:{backend}"
             )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         # Graphs never run side by side: they share their memory, all of it of one stream.
         self._pool: Any = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def _capture(self, program: Program) -> Capture:
         program.run(Always())  # loads what a graph will launch; the graph's first run does it again

@@ -1,0 +1,75 @@
+"""The tests of the backend cuda under a tool of compute-sanitizer, a process for each file.
+
+python -m bench.gpu.sanitize memcheck|racecheck [--sanitizer PROGRAM] [PATH...]
+
+What a file's tests said is printed whole where it failed; the last lines sum up. bench/gpu.sh runs
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = ("tests/ops", "tests/decoding/test_cuda_path.py", "tests/decoding/test_programs.py")
+FOUND, NO_TESTS = 9, 5  # exit codes: the sanitizer's when it finds something, and pytest's
+VARIABLES = {"EECORE_REDUCED_CASES": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """The test files in folders, and those that are named."""
+    found = [ROOT / path for path in paths]
+    return [file for path in found for file in ([path] if path.is_file() else path.glob("test_*"))]
+
+
+def run(command: Sequence[str]) -> tuple[int, str]:
+    """How a command ended, and what it said."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **VARIABLES},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m bench.gpu.sanitize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("tool", choices=["memcheck", "racecheck"])
+    parser.add_argument("paths", nargs="*", default=PATHS, help="of tests, from the checkout")
+    parser.add_argument("--sanitizer", default="compute-sanitizer")
+    arguments = parser.parse_intermixed_args(words)
+    checked = [arguments.sanitizer, "--error-exitcode", str(FOUND), "--tool", arguments.tool]
+    tests = ["-m", "pytest", "-k", "cuda and not emulated", "-p", "no:cacheprovider"]
+    files = files_of(arguments.paths)
+    commands = [[*checked, sys.executable, *tests, str(file)] for file in files]
+    passed, bad = 0, []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for file, (status, said) in zip(files, pool.map(run, commands), strict=True):
+            if status == NO_TESTS:
+                continue
+            count = re.search(r"(\d+) passed", said)
+            passed += int(count.group(1)) if count else 0
+            print(f"{file.relative_to(ROOT)}: {count.group() if count else 'none passed'}", flush=True)
+            if status != 0:
+                bad.append(file.name)
+                print(said, flush=True)
+    print(f"{passed} passed; found something or failed: {', '.join(bad) or 'none'}")
+    return 1 if bad or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
