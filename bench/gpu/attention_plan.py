@@ -9,7 +9,8 @@ from bench.gpu.devices import Device
 from bench.gpu.launches import KernelLaunch
 
 WARPS = 4  # of a block
-MERGED_SIZE, MOST_MERGED_BYTES = 4, 64 << 10
+MOST_REPEATED_QUERIES = 32  # that splits of a fixed size are for
+MERGED_SIZE, MOST_MERGED_BYTES = 4, 16 << 10
 """Elements that a thread merges, and bytes that the last block of a tile does."""
 
 
@@ -50,7 +51,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
     all_rows = num_tokens * num_q_heads * (head_dim + 2) * 4  # bytes of a result of each
 
     def spans_of(keys: int) -> int:
-        return ceil_div(max(ceil_div(keys, split), 1), WARPS)
+        return max(ceil_div(keys, WARPS * split), 1)
 
     split = call["fixed_split_size"]
     partials = places = 0  # of each row: those that are left, and room for them
@@ -67,7 +68,7 @@ def paged_attention(call: Call, device: Device, known: Known) -> list[KernelLaun
         if not is_busy and places * all_rows <= 256 << 20:
             blocks = nearly_busy(units, resident, 1, min(places, 256))
         partials = spans if blocks > 1 else 0
-        rounds = ceil_div(max(ceil_div(keys, split), 1) * team_warps, WARPS)
+        rounds = spans * team_warps if queries <= MOST_REPEATED_QUERIES else 1
         so_far = rounds - (spans if blocks > 1 else 1)
 
     # Keys that the queries of a sequence see together, and one of them on the average.

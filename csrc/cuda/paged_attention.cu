@@ -117,8 +117,8 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
     return;
   }
   // A block that takes all spans of a tile merges them itself, in the same order.
-  const int64_t splits = std::max<int64_t>(ceil_div(plan.max_keys, params.fixed_split_size), 1);
-  const int64_t spans = ceil_div(splits, kAttentionWarps);
+  const int64_t span_keys = int64_t{kAttentionWarps} * plan.fixed_split_size;
+  const int64_t spans = std::max<int64_t>(ceil_div(plan.max_keys, span_keys), 1);
   const int64_t partial_bytes = spans * params.num_tokens * params.num_q_heads *
                                 (params.head_dim + 2) * static_cast<int64_t>(sizeof(float));
   const double busy =
@@ -129,15 +129,17 @@ void plan_splits(const PagedAttentionParams& params, int64_t num_multiprocessors
         static_cast<int32_t>(blocks_per_unit(units, resident, 1, std::min(spans, kMostBlocks)));
   }
   // Of a block alone one for the spans so far and one for a part of a span, unless it has one
-  // round.
-  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(spans) : splits > 1 ? 2 : 0;
+  // round: of one span and a team for each of its splits.
+  const bool has_rounds = spans > 1 || (params.num_tokens * plan.group_size > Sizes::kWarpRows &&
+                                        plan.max_keys > plan.step_keys);
+  plan.num_partials = plan.num_blocks > 1 ? static_cast<int32_t>(spans) : has_rounds ? 2 : 0;
 }
 
 // Whether the last block of a tile merges what the others leave, rather than a second kernel, whose
 // blocks share that: where it is too little to be worth a launch.
 template <typename Sizes>
 bool last_block_merges(const PagedAttentionParams& params, const AttentionPlan& plan) {
-  constexpr int64_t kMostBytes = 64 << 10;
+  constexpr int64_t kMostBytes = 16 << 10;
   if (plan.num_blocks == 1 || params.arrivals == nullptr ||
       plan.num_tiles * params.num_kv_heads > params.num_arrivals) {
     return false;
@@ -194,7 +196,8 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   if (params.sliding_window < std::min<int64_t>(max_window, INT32_MAX)) {
     plan.sliding_window = static_cast<int32_t>(params.sliding_window);
   }
-  plan.fixed_split_size = static_cast<int32_t>(params.fixed_split_size);
+  plan.fixed_split_size =
+      static_cast<int32_t>(std::min<int64_t>(params.fixed_split_size, kMostSplitKeys));
   plan.scale = params.scale * kLog2E;
   plan.q_aligned =
       is_aligned(params.q, {params.q_token_stride, params.q_head_stride}, params.dtype);
@@ -208,8 +211,8 @@ Call plan_call(const PagedAttentionParams& params, int device) {
   plan.last_merges = kLastBlockMerges<typename Kernel::T, Kernel::kBiased> &&
                      last_block_merges<Sizes>(params, plan);
 
-  // Stages: two blocks side by side on a multiprocessor, or all for one where there are few blocks.
-  const int64_t blocks = num_tiles * params.num_kv_heads * plan.num_blocks;
+  // Stages: two blocks side by side on a multiprocessor, or one and the kernel behind, which so can
+  // start early.
   const auto stages_of = [&](int64_t blocks_per_multiprocessor) {
     const int64_t all = static_cast<int64_t>(properties.max_shared_bytes) + kReservedSharedBytes;
     const int64_t taken = kReservedSharedBytes + Sizes::kFixedBytes + Sizes::kRestBytes +
@@ -217,9 +220,7 @@ Call plan_call(const PagedAttentionParams& params, int device) {
     return (all / blocks_per_multiprocessor - taken) / Sizes::kStageBytes;
   };
   int64_t stages = stages_of(kAttentionBlocksPerMultiprocessor);
-  if (blocks <= properties.num_multiprocessors || stages < kMinAttentionStages) {
-    stages = stages_of(1);
-  }
+  if (stages < kMinAttentionStages) stages = stages_of(1);
   if (bias_bytes > 0 && stages < kMinAttentionStages) {
     throw std::runtime_error(
         "paged_attention: expected a position_bias that fits into shared memory, got " +

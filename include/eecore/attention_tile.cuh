@@ -15,6 +15,9 @@ constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kAttentionBlocksPerMultiprocessor = 2;
 constexpr float kLog2E = 1.44269504f;
+// Queries of a sequence up to which fixed splits give each the same result whatever their number.
+constexpr int kMostRepeatedQueries = 32;
+constexpr int kMostSplitKeys = 1 << 28;  // a span of them stays in 32 bits
 constexpr int kMinAttentionStages = 2, kMaxAttentionStages = kMostPendingCopies + 2;
 
 // How a call is cut into blocks, worked out from its shapes alone.
@@ -86,6 +89,12 @@ __device__ __forceinline__ KeyRange intersect(KeyRange a, KeyRange b) {
   return {max(a.begin, b.begin), min(a.end, b.end)};
 }
 
+// A team's part of a span of keys: the steps from `first` to `end` that are `stride` keys apart. So
+// all teams have a part however few keys there are, and side by side they read what lies so.
+struct Split {
+  int first, stride, end;
+};
+
 // The queries of a sequence are its last positions.
 struct QuerySequence {
   int index, first_token, num_queries, length;
@@ -94,8 +103,8 @@ struct QuerySequence {
 };
 
 // A tile's rounds, of which it has those in [first, end), and its spans: the rounds whose splits
-// are merged with each other before they meet others. Of splits of a fixed size that is
-// kAttentionWarps of them, whatever the teams: to a row it is all the same in which tile it is.
+// share keys, and are merged with each other before they meet others. Of splits of a fixed size a
+// span has kAttentionWarps, whatever the teams: to a row it is all the same in which tile it is.
 // Else it is a round.
 struct TileRounds {
   int first, end;
@@ -127,26 +136,38 @@ struct AttentionTile {
   int first_row, num_rows;
   KeyRange used;  // the keys that any of the rows sees
   int team_warps;
-  int split_origin, split_size;
+  int span_keys, splits_shift;  // a span has 1 << splits_shift splits
   int first_split, end_split;  // those that hold used keys
 
   __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
   // The tile's rounds: in each of them a team takes a split.
   __device__ __forceinline__ TileRounds rounds(const AttentionPlan& plan) const {
     return {first_split / num_teams(), (end_split + num_teams() - 1) / num_teams(),
-            span_shift(plan)};
+            span_shift()};
   }
   // Of a span's 1, 2 or 4 rounds.
-  __device__ __forceinline__ int span_shift(const AttentionPlan& plan) const {
-    return plan.fixed_split_size > 0 ? team_warps / 2 : 0;
+  __device__ __forceinline__ int span_shift() const {
+    return splits_shift - shift_of_teams(team_warps);
   }
-  // The used end of a split, which nothing past end_split has.
-  __device__ __forceinline__ KeyRange split(int index) const {
-    if (index >= end_split) return {used.end, used.end};
-    const int begin = split_origin + index * split_size;
-    return {begin, begin + min(split_size, used.end - begin)};
+  // Where spans begin: those of a fixed size at the same keys for all.
+  __device__ __forceinline__ int span_origin(const AttentionPlan& plan) const {
+    return plan.fixed_split_size > 0 ? 0 : used.begin;
+  }
+  // Empty past end_split.
+  __device__ __forceinline__ Split split(const AttentionPlan& plan, int index) const {
+    if (index >= end_split) return {used.end, 1, used.end};
+    const int begin = span_origin(plan) + (index >> splits_shift) * span_keys;
+    const int of_span = index & ((1 << splits_shift) - 1);
+    return {begin + of_span * plan.step_keys, plan.step_keys << splits_shift,
+            begin + min(span_keys, used.end - begin)};
+  }
+
+  // Of 4, 2 or 1 teams.
+  __device__ __forceinline__ static int shift_of_teams(int team_warps) {
+    return 2 - team_warps / 2;
   }
 };
+static_assert(kAttentionWarps == 4);
 
 // The last of the sequences [0, num_sequences) whose first(index, first_token) is at most `target`;
 // first ascends and is at most `target` for sequence 0. All lanes of a warp call it; each tries
@@ -201,19 +222,27 @@ __device__ __forceinline__ AttentionTile make_tile(const PagedAttentionParams& p
   };
   tile.used = {visible(first_row).begin, min(visible(last_row).end, plan.max_keys)};
   tile.team_warps = tile.num_rows <= kWarpRows ? 1 : tile.num_rows <= 2 * kWarpRows ? 2 : 4;
-  if (plan.fixed_split_size > 0) {
-    tile.split_size = plan.fixed_split_size;
+  const int num_teams = tile.num_teams(), step = plan.step_keys;
+  // Many queries are tiles enough without splits of a fixed size, and so are all they see a span.
+  const bool is_fixed = plan.fixed_split_size > 0;
+  if (is_fixed && seq.num_queries <= kMostRepeatedQueries) {
+    tile.span_keys = kAttentionWarps * plan.fixed_split_size;
+    tile.splits_shift = AttentionTile::shift_of_teams(1);
   } else {
-    const int num_splits = tile.num_teams() * plan.num_blocks;
-    const int step = plan.step_keys * tile.team_warps;
+    const int num_splits = num_teams * (is_fixed ? 1 : plan.num_blocks);
     const int keys =
-        max((tile.used.end - tile.used.begin + num_splits - 1) / num_splits, kMinSplit);
-    tile.split_origin = tile.used.begin;
-    tile.split_size = (keys + step - 1) / step * step;
+        max((tile.used.end - tile.span_origin(plan) + num_splits - 1) / num_splits, kMinSplit);
+    const int stage = step * tile.team_warps;
+    tile.span_keys = (keys + stage - 1) / stage * stage * num_teams;
+    tile.splits_shift = AttentionTile::shift_of_teams(tile.team_warps);
   }
   if (tile.used.begin < tile.used.end) {
-    tile.first_split = (tile.used.begin - tile.split_origin) / tile.split_size;
-    tile.end_split = (tile.used.end - 1 - tile.split_origin) / tile.split_size + 1;
+    const int origin = tile.span_origin(plan);
+    const int last = (tile.used.end - 1 - origin) / tile.span_keys;
+    const int left = tile.used.end - origin - last * tile.span_keys;
+    tile.first_split = (tile.used.begin - origin) / tile.span_keys << tile.splits_shift;
+    tile.end_split =
+        (last << tile.splits_shift) + min((left + step - 1) / step, 1 << tile.splits_shift);
   }
   return tile;
 }

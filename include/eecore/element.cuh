@@ -14,6 +14,12 @@ __device__ __forceinline__ float to_float(BFloat16 x) {
 }
 __device__ __forceinline__ float to_float(Float16 x) { return half_to_float(x); }
 
+__device__ __forceinline__ uint32_t element_bits(float x) { return float_to_bits(x); }
+template <typename T>
+__device__ __forceinline__ uint32_t element_bits(T x) {
+  return x.bits;
+}
+
 // Rounds to nearest even.
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
@@ -82,15 +88,27 @@ __device__ __forceinline__ Pack<T> from_floats(const float (&in)[Pack<T>::kSize]
 
 // The pack at `from`, of which only the first `count` elements exist; the rest are zero. `aligned`
 // says that `from` and its row stride allow 16-byte accesses.
+//
+// Both ways end in whole words: elements, which a load of 16 bytes would have to be taken apart
+// into where the ways meet, would have it waited for there.
 template <typename T>
 __device__ __forceinline__ Pack<T> load_pack(const T* from, int64_t count, bool aligned) {
-  if (aligned && count >= Pack<T>::kSize) return load16(from);
-  Pack<T> pack;
+  Pack<uint32_t> words;
+  if (aligned && count >= Pack<T>::kSize) {
+    words = load16(reinterpret_cast<const uint32_t*>(from));
+  } else {
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 #pragma unroll
-  for (int i = 0; i < Pack<T>::kSize; ++i) {
-    pack.values[i] = i < count ? from[i] : from_float<T>(0.0f);
+    for (int i = 0; i < 4; ++i) {
+      words.values[i] = 0;
+#pragma unroll
+      for (int j = 0; j < kPerWord; ++j) {
+        const int at = i * kPerWord + j;
+        if (at < count) words.values[i] |= element_bits(from[at]) << (32 / kPerWord * j);
+      }
+    }
   }
-  return pack;
+  return reinterpret_cast<const Pack<T>&>(words);
 }
 
 template <typename T>

@@ -22,11 +22,10 @@ class KeyStream {
   static constexpr int kBatch = 4;
 
  public:
-  // Steps begin at multiples of kStepKeys from the split's first key. `offsets` is this warp's own
-  // memory, int64 [kStepKeys, 2].
+  // `offsets` is this warp's own memory, int64 [kStepKeys, 2].
   __device__ __forceinline__ KeyStream(const PagedAttentionParams& params,
                                        const AttentionPlan& plan, const AttentionTile& tile,
-                                       int kv_head, KeyRange split, Shared<C> ring,
+                                       int kv_head, Split split, Shared<C> ring,
                                        Shared<int64_t> offsets)
       : params_(params),
         plan_(plan),
@@ -36,11 +35,11 @@ class KeyStream {
         kv_head_(kv_head),
         ring_(ring),
         offsets_(offsets),
-        keys_(intersect(tile.used, split)),
+        keys_(intersect(tile.used, {split.first, split.end})),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32),
         team_warps_(tile.team_warps),
-        stage_keys_(tile.team_warps * kStepKeys),
+        stride_(split.stride),
         used_(tile.used),
         first_key_(first_step(split)),
         num_stages_(num_stages(split)) {
@@ -52,15 +51,15 @@ class KeyStream {
   __device__ __forceinline__ int end() const { return keys_.end; }
 
   // How many another split of the tile takes.
-  __device__ __forceinline__ int num_stages(KeyRange split) const {
-    const KeyRange keys = intersect(used_, split);
-    if (keys.begin >= keys.end) return 0;
-    return (keys.end - first_step(split) + stage_keys_ - 1) / stage_keys_;
+  __device__ __forceinline__ int num_stages(Split split) const {
+    const int keys = min(split.end, used_.end) - first_step(split);
+    const int stage_keys = split.stride * team_warps_;
+    return keys <= 0 ? 0 : (keys + stage_keys - 1) / stage_keys;
   }
 
   // The first key that warp `of_team` brings to a stage.
   __device__ __forceinline__ int first_key(int stage, int of_team) const {
-    return first_key_ + stage * stage_keys_ + of_team * kStepKeys;
+    return first_key_ + (stage * team_warps_ + of_team) * stride_;
   }
 
   // Sends for all that the ring holds but its last stage. All page-table entries are asked for
@@ -120,8 +119,9 @@ class KeyStream {
   }
 
  private:
-  __device__ __forceinline__ int first_step(KeyRange split) const {
-    return split.begin + max(used_.begin - split.begin, 0) / stage_keys_ * stage_keys_;
+  // Steps that nobody sees are left out.
+  __device__ __forceinline__ int first_step(Split split) const {
+    return split.first + max(used_.begin - split.first, 0) / split.stride * split.stride;
   }
 
   __device__ __forceinline__ Shared<C> part(int stage, int warp) const {
@@ -230,7 +230,7 @@ class KeyStream {
   Shared<C> ring_;
   Shared<int64_t> offsets_;
   KeyRange keys_;
-  int lane_, warp_, team_warps_, stage_keys_;
+  int lane_, warp_, team_warps_, stride_;
   KeyRange used_;
   int first_key_, num_stages_;
   int at_ = -1;       // the stage of the ring that is read

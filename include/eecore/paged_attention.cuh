@@ -1,10 +1,10 @@
 // paged_attention: a block holds the rows (query, head of the group) of one tile of a sequence that
 // share a kv head, and streams their keys and values through shared memory. The keys are cut into
-// splits, whose results for a row are merged in ascending order: those of a span of splits in the
-// block that takes it, then those of the spans, in the block too or, where several blocks share a
-// tile, by the last of them to be done or by a second kernel.
+// splits, whose results for a row are merged in ascending order: those of a span, whose steps its
+// splits take in turns, in the block that takes it, then those of the spans, in the block too or,
+// where several blocks share a tile, by the last of them to be done or by a second kernel.
 //
-// A row's arithmetic over a split depends on its own keys and on where the split begins alone: one
+// A row's arithmetic over a split depends on its own keys and on where the span begins alone: one
 // warp walks the split in steps of kStepKeys keys, and keys that only a neighbour sees weigh
 // exactly 0. With a fixed split size spans begin at fixed keys too, and the row therefore does not
 // depend on its company, to the bit.
@@ -213,7 +213,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
   for (bool is_first = true;; is_first = false) {
     const int num_teams = tile.num_teams();
     KeyStream<T, kHeadDim, C> stream(params, plan, tile, kv_head,
-                                     tile.split(round * num_teams + team), ring,
+                                     tile.split(plan, round * num_teams + team), ring,
                                      offsets + warp * Sizes::kStepKeys * 2);
     stream.start();
     if (is_first) {
@@ -231,7 +231,7 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
     rows.start();
     int num_stages = stream.num_stages();
     if (tile.team_warps == 2) {  // both teams come to the same barriers
-      num_stages = max(num_stages, stream.num_stages(tile.split(round * num_teams + 1 - team)));
+      num_stages = max(num_stages, stream.num_stages(tile.split(plan, round * num_teams + 1 - team)));
     }
     for (int stage = 0; stage < num_stages; ++stage) {
       stream.advance(stage);

@@ -18,7 +18,7 @@ __device__ __forceinline__ void add_squares(const Pack<T>& pack, float& squares)
 }
 
 // Of a row whose squares sum to `squares`.
-__device__ __forceinline__ float inverse_rms(float squares, int64_t size, float eps) {
+__device__ __forceinline__ float inverse_rms(float squares, int size, float eps) {
   return 1.0f / sqrtf(squares / static_cast<float>(size) + eps);
 }
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ float inverse_rms(const T* x, int64_t size, bool alig
        i += kRmsNormThreads * kSize) {
     add_squares(load_pack(x + i, size - i, aligned), squares);
   }
-  return inverse_rms(reduce_block<kRmsNormThreads>(squares), size, eps);
+  return inverse_rms(reduce_block<kRmsNormThreads>(squares), static_cast<int>(size), eps);
 }
 
 // weight * T(x * scale), rounded to T.

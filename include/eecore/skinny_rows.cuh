@@ -47,60 +47,92 @@ __device__ __forceinline__ void prefetch_row(const T* row, int64_t size) {
   }
 }
 
-// Makes `count` rows (1 to kMostSharedRows) ready from `to` on, `stride` elements apart, where
-// shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not looked at.
-template <typename T>
-__device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
-                                                          Shared<T> to, int stride) {
+// Makes `count` rows, kMost at most, ready from `to` on. With kWhole all of them and the norm's
+// weight are read 16 bytes at a time.
+template <int kMost, bool kWhole, typename T>
+__device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int count, Shared<T> to,
+                                                 int stride) {
   static_assert(kSkinnyThreads == kRmsNormThreads, "else sums of squares are in another order");
   constexpr int kSize = Pack<T>::kSize, kStep = kSkinnyThreads * kSize;
   const int first = static_cast<int>(threadIdx.x) * kSize;
-  const int padded_size = static_cast<int>(rows.padded_size);
+  const int size = static_cast<int>(rows.size), padded_size = static_cast<int>(rows.padded_size);
   const T* x = static_cast<const T*>(rows.x);
   const T* norm_weight = static_cast<const T*>(rows.norm_weight);
   const bool is_normed = norm_weight != nullptr;
   const Shared<T> weight = to + count * stride;
+  const auto load = [&](const T* row, int i, bool aligned) {
+    if constexpr (kWhole) {
+      return i < size ? load16(row + i) : Pack<T>{};
+    } else {
+      return load_pack(row + i, size - i, aligned);
+    }
+  };
 
   // What all rows have at a place is under way together. Each thread reads back what it wrote.
-  float squares[kMostSharedRows] = {};
+  float squares[kMost] = {};
   for (int i = first; i < padded_size; i += kStep) {
-    const int64_t left = rows.size - i;
-    Pack<T> packs[kMostSharedRows], factors;
+    Pack<T> packs[kMost], factors;
 #pragma unroll
-    for (int row = 0; row < kMostSharedRows; ++row) {
-      if (row < count) packs[row] = load_pack(x + row * rows.x_stride + i, left, rows.x_aligned);
+    for (int row = 0; row < kMost; ++row) {
+      if (row < count) packs[row] = load(x + row * rows.x_stride, i, rows.x_aligned);
     }
-    if (is_normed) factors = load_pack(norm_weight + i, left, rows.weight_aligned);
+    if (is_normed) factors = load(norm_weight, i, rows.weight_aligned);
 #pragma unroll
-    for (int row = 0; row < kMostSharedRows; ++row) {
+    for (int row = 0; row < kMost; ++row) {
       if (row >= count) break;
       shared_store16(to + (row * stride + i), packs[row]);
       add_squares(packs[row], squares[row]);
     }
     if (is_normed) shared_store16(weight + i, factors);
   }
+  if (!is_normed) return;
 
-  if (is_normed) {
-    EECORE_SHARED(float, parts, kMostSharedRows* kSkinnyWarps);
+  EECORE_SHARED(float, parts, kMost* kSkinnyWarps);
 #pragma unroll
-    for (int row = 0; row < kMostSharedRows; ++row) {
+  for (int row = 0; row < kMost; ++row) {
+    const float part = reduce_lanes(squares[row]);
+    if (threadIdx.x % 32 == 0) parts[row * kSkinnyWarps + threadIdx.x / 32] = part;
+  }
+  __syncthreads();
+  // A lane takes a row: their divisions and roots are under way together.
+  const int lane = static_cast<int>(threadIdx.x) % 32, own = lane < count ? lane : 0;
+  float total = parts[own * kSkinnyWarps];
+#pragma unroll
+  for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[own * kSkinnyWarps + warp];
+  const float own_scale = inverse_rms(total, size, rows.eps);
+  float scales[kMost];
+#pragma unroll
+  for (int row = 0; row < kMost; ++row) scales[row] = __shfl_sync(kWholeWarp, own_scale, row);
+  for (int i = first; i < padded_size; i += kStep) {
+    const Pack<T> factors = shared_load16(weight + i);
+    Pack<T> packs[kMost];
+#pragma unroll
+    for (int row = 0; row < kMost; ++row) {
+      if (row < count) packs[row] = shared_load16(to + (row * stride + i));
+    }
+#pragma unroll
+    for (int row = 0; row < kMost; ++row) {
       if (row >= count) break;
-      const float part = reduce_lanes(squares[row]);
-      if (threadIdx.x % 32 == 0) parts[row * kSkinnyWarps + threadIdx.x / 32] = part;
+      scale_pack(packs[row], factors, scales[row]);
+      shared_store16(to + (row * stride + i), packs[row]);
     }
-    __syncthreads();
-    for (int row = 0; row < count; ++row) {
-      float total = parts[row * kSkinnyWarps];
-#pragma unroll
-      for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[row * kSkinnyWarps + warp];
-      const float scale = inverse_rms(total, rows.size, rows.eps);
-      for (int i = first; i < padded_size; i += kStep) {
-        const Shared<T> at = to + (row * stride + i);
-        Pack<T> pack = shared_load16(at);
-        scale_pack(pack, shared_load16(weight + i), scale);
-        shared_store16(at, pack);
-      }
-    }
+  }
+}
+
+// Makes `count` rows (1 to kMostSharedRows) ready from `to` on, `stride` elements apart, where
+// shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not looked at.
+// The usual cases have code of their own, which is short: what runs once is waited for.
+template <typename T>
+__device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
+                                                          Shared<T> to, int stride) {
+  const bool is_whole =
+      rows.x_aligned && rows.weight_aligned && rows.size % Pack<T>::kSize == 0;
+  if (is_whole && count == 1) {
+    fill_shared_rows<1, true>(rows, count, to, stride);
+  } else if (is_whole) {
+    fill_shared_rows<kMostSharedRows, true>(rows, count, to, stride);
+  } else {
+    fill_shared_rows<kMostSharedRows, false>(rows, count, to, stride);
   }
   __syncthreads();
   return {to, stride, count};

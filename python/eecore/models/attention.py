@@ -10,7 +10,7 @@ from torch import Tensor
 # Keys per split of a long context. A fixed size, with the skinny ops, makes a row's result the same
 # bit for bit whatever runs beside it: verification then repeats full decoding exactly.
 KEYS_PER_SPLIT = 512
-# On a GPU a split is the work of one warp, and many of them are needed.
+# On a GPU a split is the work of one of a block's warps.
 CUDA_KEYS_PER_SPLIT = 128
 
 
