@@ -10,7 +10,7 @@ import torch
 from test_confident_exit import MEASURES, SETTINGS, policy_of
 
 import eecore
-from devices import DEVICE, cpu_only, engine_of, load
+from devices import ROUNDING, cpu_only, engine_of, load
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -34,8 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = random_prompts(3, 11, 1, 20, 7)
 LENGTHS = (12, 3, 9, 1, 7)
-# On the CPU a row rounds alike whatever runs beside it.
-ROUNDING = 0.0 if DEVICE == "cpu" else 1e-4
 
 HOT = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 11}
 

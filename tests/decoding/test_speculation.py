@@ -158,7 +158,7 @@ def prefilled(
     run: RunProgram | None = None,
 ) -> eecore.Engine:
     """An engine in which every prompt has its first token."""
-    engine = engine_of(model, config, run=run)
+    engine = engine_of(model, config, run=run, ahead=True)
     for prompt in PROMPTS:
         engine.add_request(
             prompt, exit=policy, sampling=SamplingParams(max_tokens=16, ignore_eos=True)
