@@ -16,7 +16,7 @@ import cases
 import eecore
 import emulated
 import quick
-from devices import load
+from devices import DEVICE, load, share_the_gpu
 from eecore import _C, ops
 from eecore.engine import intake
 from get_smollm2 import get_smollm2
@@ -26,6 +26,9 @@ from tiny_models import scale_layers, write_model
 if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: a core for each, and for what it starts
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+if DEVICE == "cuda" and "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # side by side on one GPU
+    share_the_gpu(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
 HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
 CPU_CAPABILITIES: tuple[str, ...] = ("portable",)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import eecore
 import emulated
-from eecore import ops
+from eecore import generation, ops
 from eecore.decoding.capture import CallByCall, RunProgram, Tapes
-from eecore.models import draft_head
+from eecore.models import Network, draft_head
 from eecore.models.linear import MAX_SKINNY_ROWS
 from eecore.ops import Matrix
 
@@ -32,9 +33,28 @@ def heads_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's kernels")
+# What a probability or its logarithm differs by when other rows run beside its own. On the CPU
+# a row rounds alike whatever runs beside it.
+ROUNDING = 0.0 if DEVICE == "cpu" else 1e-4
 if DEVICE == "emulated":
     emulated.route(pytest.MonkeyPatch())  # for good
     heads_in_floats(pytest.MonkeyPatch())
+
+
+def share_the_gpu(num_workers: int) -> None:
+    """Have this process, one of so many, take its share of a GPU's memory and no more.
+
+    A cache whose size nobody says has a share of what is free, and room for what tests ask. What
+    torch keeps of caches that are gone it gives back before it goes beyond its share; besides it
+    every process has its kernels and its graphs there.
+    """
+    whole = generation._default_kv_cache_tokens
+
+    def share(network: Network, dtype: torch.dtype) -> int:
+        return max(256, min(16384, whole(network, dtype) // num_workers))
+
+    pytest.MonkeyPatch().setattr(generation, "_default_kv_cache_tokens", share)  # for good
+    torch.cuda.set_per_process_memory_fraction(0.7 / num_workers)
 
 
 def load(directory: Path, **settings: Any) -> eecore.Model:
@@ -43,6 +63,50 @@ def load(directory: Path, **settings: Any) -> eecore.Model:
     if DEVICE == "emulated":
         as_on_cuda(model)
     return model
+
+
+def check_tokens(
+    model: eecore.Model,
+    prompts: list[list[int]],
+    got: list[list[int]],
+    expected: list[list[int]],
+    margin: float,
+) -> None:
+    """That greedy tokens are the same; off the CPU, until rounding has a choice.
+
+    There a row rounds by how many run beside it. Two tokens may then be had in place of each other
+    where the whole model gives both the best probability, but for ``margin`` in its logarithm; what
+    follows the first such place is another text.
+    """
+    if DEVICE == "cpu":
+        assert got == expected
+        return
+    for prompt, one, other in zip(prompts, got, expected, strict=True):
+        assert len(one) == len(other)
+        place = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        if place is None:
+            continue
+        text = [*prompt, *other[:place]]
+        (output,) = eecore.generate(model, text, exit="full", max_tokens=1, logprobs=20)
+        assert output.top_logprobs is not None
+        best = output.top_logprobs[0]
+        for token in (one[place], other[place]):
+            behind = max(best.values()) - best.get(token, float("-inf"))
+            assert behind <= margin, f"{prompt}: {one} for {other}: {token} is {behind} behind"
+
+
+def check_logprobs(got: eecore.Output, expected: eecore.Output) -> None:
+    """That those of the tokens and of the best are the same, as far as a device has them so."""
+    assert (got.logprobs is None) == (expected.logprobs is None)
+    assert (got.top_logprobs is None) == (expected.top_logprobs is None)
+    if DEVICE == "cpu":
+        assert got.logprobs == expected.logprobs
+        assert got.top_logprobs == expected.top_logprobs
+        return
+    if got.logprobs is not None and expected.logprobs is not None:
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING, rel=0)
+    for one, other in zip(got.top_logprobs or [], expected.top_logprobs or [], strict=True):
+        assert one == pytest.approx(other, abs=ROUNDING, rel=0)
 
 
 def as_on_cuda(model: eecore.Model) -> eecore.Model:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eecore
-from devices import as_on_cuda, load
+from devices import as_on_cuda, cpu_only, load
 from eecore import (
     Auto,
     ConfidentExit,
@@ -68,6 +68,7 @@ def tokens_of(model: eecore.Model, exit: Exit, **settings: Any) -> list[list[int
     return [o.token_ids for o in eecore.generate(model, PROMPTS, exit=exit, **settings)]
 
 
+@cpu_only
 @pytest.mark.parametrize("policy", LOSSLESS.values(), ids=LOSSLESS.keys())
 def test_lossless_modes_keep_the_output_of_full(narrow: eecore.Model, policy: Exit) -> None:
     expected = tokens_of(narrow, Full())
@@ -75,11 +76,13 @@ def test_lossless_modes_keep_the_output_of_full(narrow: eecore.Model, policy: Ex
     assert tokens_of(narrow, policy) == expected
 
 
+@cpu_only
 def test_exits_fill_it(narrow: eecore.Model) -> None:
     outputs = eecore.generate(narrow, PROMPTS, exit=ConfidentExit(0.3), max_tokens=16)
     assert all(output.error is None for output in outputs)
 
 
+@cpu_only
 def test_a_request_gives_the_same_alone(narrow: eecore.Model) -> None:
     together = tokens_of(narrow, Full())
     alone = [
@@ -89,6 +92,7 @@ def test_a_request_gives_the_same_alone(narrow: eecore.Model) -> None:
     assert alone == together
 
 
+@cpu_only
 def test_outputs_are_close_to_those_of_floats(agreeing_directory: Path) -> None:
     kept = [
         load(agreeing_directory, dtype="float32", kv_cache_tokens=2048, kv_cache_dtype=dtype)
@@ -98,6 +102,7 @@ def test_outputs_are_close_to_those_of_floats(agreeing_directory: Path) -> None:
     assert sum(a[:8] == b[:8] for a, b in zip(expected, got, strict=True)) >= len(PROMPTS) - 1
 
 
+@cpu_only
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -127,7 +132,7 @@ def test_on_cuda_a_cache_has_the_states_dtype(tiny_directory: Path) -> None:
 
 
 def test_unsuitable_dtypes_are_refused(tiny_directory: Path, tmp_path: Path) -> None:
-    message = "kv_cache_dtype: expected auto, fp8 or the dtype of states, bfloat16, on cpu"
+    message = "kv_cache_dtype: expected auto, fp8 or the dtype of states, bfloat16, on (cpu|cuda)"
     with pytest.raises(ModelError, match=message):
         load(tiny_directory, dtype="bfloat16", kv_cache_dtype="float32")
     t5 = write_t5(tmp_path)
@@ -137,6 +142,7 @@ def test_unsuitable_dtypes_are_refused(tiny_directory: Path, tmp_path: Path) -> 
     assert cache_dtype(quantised.network, "auto") == torch.float32
 
 
+@cpu_only
 def test_the_automatic_size_follows_the_dtype(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

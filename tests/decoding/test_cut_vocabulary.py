@@ -40,7 +40,7 @@ def model(directory: Path) -> eecore.Model:
 def reference(directory: Path, model: eecore.Model) -> ReferenceModel:
     head = model.network.draft_head
     assert head is not None
-    return ReferenceModel(directory, head.vocabulary)
+    return ReferenceModel(directory, head.vocabulary.cpu())
 
 
 def cut(threshold: float = THRESHOLD, **fields: Any) -> ConfidentExit:
@@ -156,6 +156,7 @@ def test_the_gap_is_that_of_the_chosen_logits(model: eecore.Model) -> None:
     head = model.network.draft_head
     assert head is not None
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    hidden = hidden.to(model.network.device)
     logits = model.network.logits(hidden)[:, head.vocabulary]
     best = logits.softmax(-1).topk(2).values
     torch.testing.assert_close(head.gap(hidden), best[:, 0] - best[:, 1], atol=1e-5, rtol=1e-4)

@@ -1,12 +1,19 @@
-"""Captured graphs say what they lack."""
+"""Captured graphs say what they lack, and harm nobody when they fail or go."""
 
 from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eecore import ops
-from eecore.decoding.capture import run_program_on
+from eecore.decoding import capture
+from eecore.decoding.capture import Graphs, run_program_on
 from eecore.ops import graphs
 
 
@@ -43,3 +50,57 @@ def test_graphs_need_the_pools_of_torchs_own_allocator(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(RuntimeError, match=r"PYTORCH_CUDA_ALLOC_CONF: .*got backend:cudaMalloc"):
         run_program_on(torch.device("cuda"))
+
+
+class Held:
+    """Something of CUDA, made of anything."""
+
+    def __init__(self, *_: object) -> None: ...
+
+
+def test_a_capture_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps what was raised does not keep the stream from being captured again."""
+    made: list[weakref.ref[Held]] = []
+
+    def make(*_: object) -> Held:
+        held = Held()
+        made.append(weakref.ref(held))
+        return held
+
+    module = SimpleNamespace(CapturedGraph=make, ConditionalBody=make)
+    monkeypatch.setattr(graphs, "cuda_module", module)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    stream = SimpleNamespace(cuda_stream=1, device_index=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    graph = ops.CapturedGraph(torch.device("cuda", 0))
+    flag = torch.zeros(1, dtype=torch.bool)
+    with (
+        pytest.raises(ZeroDivisionError) as raised,
+        graph.capture(stream),  # type: ignore[arg-type]
+        ops.captured_body(flag, when=True),
+    ):
+        raise ZeroDivisionError
+    assert raised.value.__traceback__ is not None
+    assert [held() for held in made] == [None, None]
+
+
+def test_a_pool_does_not_go_while_something_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "MemPool", Held)
+    monkeypatch.setattr(torch.cuda, "Stream", Held)
+    kept = [run_program_on(torch.device("cuda", 0))]
+    pool = weakref.ref(kept[0]._pool)  # type: ignore[attr-defined]
+    goes = threading.Thread(target=kept.clear)
+    with Graphs._alone:  # as a capture in this thread has it
+        goes.start()
+        goes.join(0.05)
+        assert pool() is not None
+    goes.join()
+    assert pool() is None
+
+
+def test_nothing_is_collected_while_something_is_captured() -> None:
+    assert gc.isenabled()
+    with capture._nothing_collected():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eecore
-from devices import cpu_only, engine_of, heads_in_floats, load
+from devices import check_logprobs, check_tokens, cpu_only, engine_of, heads_in_floats, load
 from eecore import (
     Auto,
     EngineConfig,
@@ -35,6 +35,8 @@ from workloads import Request, serve, tokens_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
+
+BFLOAT16_MARGIN = 0.15  # a few of the steps that logits have
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +205,7 @@ def test_whatever_is_drawn_is_drawn_without_drafts(
         assert sum(output.stats.drafted for output in got) > 0
     assert tokens_of(got) == tokens_of(expected)
     for one, other in zip(got, expected, strict=True):
-        assert one.logprobs == other.logprobs
-        assert one.top_logprobs == other.top_logprobs
+        check_logprobs(one, other)
 
 
 def test_a_drafted_end_ends_the_text(following: eecore.Model) -> None:
@@ -254,7 +255,7 @@ def test_in_bfloat16(directory: Path) -> None:
     model = load(directory, kv_cache_tokens=2048, dtype="bfloat16")
     expected = outputs_of(model, Full())
     got = outputs_of(model, HeadDrafts(4, 0.0))
-    assert tokens_of(got) == tokens_of(expected)
+    check_tokens(model, PROMPTS, tokens_of(got), tokens_of(expected), BFLOAT16_MARGIN)
     assert sum(output.stats.accepted for output in got) > 0
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import eecore
-from devices import load
+from devices import engine_of, load
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -196,7 +196,7 @@ def test_a_hold_leaves_the_others_running_and_changes_no_output(agreeing: eecore
 
 
 def test_approximate_pages_are_known_also_after_a_replay(agreeing: eecore.Model) -> None:
-    engine = agreeing.engine(EngineConfig(kv_cache_tokens=64, page_size=4))
+    engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=64, page_size=4), ahead=False)
     early = ConfidentExit(0.0, min_exit_layer=2)
     for prompt, policy in (([1] * 8, early), ([2] * 8, Full()), ([3] * 8, FixedExit(2))):
         engine.add_request(prompt, exit=policy, sampling=SamplingParams(max_tokens=6))

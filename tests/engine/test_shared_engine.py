@@ -520,6 +520,7 @@ def test_a_failing_step_reaches_every_caller(
         gate.wait()
         if index == 0:
             monkeypatch.setattr(Iterations, "iterate", broken)
+            monkeypatch.setattr(Iterations, "launch", broken)
         gate.wait()
         (*_, last) = stream
         assert last.output is not None

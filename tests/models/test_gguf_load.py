@@ -154,10 +154,10 @@ def test_settings_that_a_file_cannot_have(tmp_path: Path) -> None:
     original = write_model(tmp_path / "original", "llama")
     file = write_gguf(tmp_path / "tiny.gguf", original, quantization=KIND.Q4_0)
     with pytest.raises(ModelError, match=r"weights: expected None with a GGUF file, .* got 'int8'"):
-        eecore.load(file, weights="int8")
+        eecore.load(file, device="cpu", weights="int8")
     with pytest.raises(ModelError, match="dtype: expected float32 or bfloat16 on the CPU"):
-        eecore.load(file, dtype="float16")
-    assert eecore.load(file, dtype="bfloat16").network.dtype == torch.bfloat16
+        eecore.load(file, device="cpu", dtype="float16")
+    assert eecore.load(file, device="cpu", dtype="bfloat16").network.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("left", [0, 3, 100, 5000, -1])
@@ -180,7 +180,7 @@ def smollm2_gguf() -> Path:
 def test_the_real_file_says_what_the_converted_model_says(
     smollm2: Path, smollm2_gguf: Path
 ) -> None:
-    _, packed, tokenizer = load_model(smollm2_gguf)
+    _, packed, tokenizer = load_model(smollm2_gguf, "cpu")
     assert tokenizer is not None
     token_ids = torch.tensor(tokenizer.encode(" ".join(real_prompts(40)))[:400])
     got = Session(packed, 400).logits(token_ids, [400]).log_softmax(-1)

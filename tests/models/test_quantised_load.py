@@ -152,7 +152,7 @@ def test_layers_of_other_bits_keep_theirs(original: Path, tmp_path: Path) -> Non
     for layout in ("gptq", "packed"):
         how = Quantisation(layout, others=others)
         expected = write_quantised(original, tmp_path / layout, how, (*LINEAR, "lm_head"))
-        _, network, _ = load_model(tmp_path / layout)
+        _, network, _ = load_model(tmp_path / layout, "cpu")
         check_values(network, expected)
         weights = network.weights
         assert held(weights.qkv) == held(weights.down) == "Q4_0+Q8_0"
@@ -259,7 +259,7 @@ def test_settings_that_it_cannot_have(original: Path, tmp_path: Path) -> None:
 def test_dequantised_layers_run_in_the_dtype(original: Path, tmp_path: Path) -> None:
     expected = write_quantised(original, tmp_path / "model", Quantisation("gptq", scattered=True))
     with pytest.warns(UserWarning, match="groups change within 32 columns.*runs as bfloat16"):
-        _, network, _ = load_model(tmp_path / "model", dtype="bfloat16")
+        _, network, _ = load_model(tmp_path / "model", "cpu", dtype="bfloat16")
     down = torch.from_numpy(expected["model.layers.1.mlp.down_proj.weight"]).bfloat16()
     assert torch.equal(network.weights.down.weight[1], down)
 

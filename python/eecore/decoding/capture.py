@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -124,6 +127,9 @@ class Graphs(_Capturing):
     """
 
     returns_early = True
+    # While a graph gets its memory no pool may go: torch ends the process. Pools go with engines,
+    # of other threads too, and with what is collected.
+    _alone = threading.RLock()
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -139,17 +145,38 @@ class Graphs(_Capturing):
         self._pool: Any = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
+    def __del__(self) -> None:
+        with self._alone:
+            vars(self).pop("_pool", None)
+
     def _capture(self, program: Program) -> Capture:
         program.run(Always())  # loads what a graph will launch; the graph's first run does it again
         program.send()
         torch.cuda.synchronize(self._device)
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         graph = ops.CapturedGraph(self._device)
-        with torch.cuda.use_mem_pool(self._pool, self._device), graph.capture(self._stream):
+        with (
+            self._alone,
+            _nothing_collected(),
+            torch.cuda.use_mem_pool(self._pool, self._device),
+            graph.capture(self._stream),
+        ):
             program.run(InGraph())
         torch.cuda.synchronize(self._device)
         held = free - torch.cuda.mem_get_info(self._device)[0]
         return Capture(graph.launch, time.perf_counter() - started, max(held, 0))
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No garbage is collected inside; one thread at a time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def run_program_on(device: torch.device) -> RunProgram:

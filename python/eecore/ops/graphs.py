@@ -45,8 +45,12 @@ class CapturedGraph:
         """
         module = _module("CapturedGraph.capture")
         graph = module.CapturedGraph(stream.cuda_stream, stream.device_index)
-        with torch.cuda.stream(stream):
-            yield
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        except BaseException:
+            del graph  # ends the capture, however long what was raised is kept
+            raise
         graph.end()
         self._graph = graph
 
@@ -96,5 +100,9 @@ def captured_body(flag: Tensor, when: bool, condition: int | None = None) -> Ite
     stream = torch.cuda.current_stream(flag.device)
     asks = (flag.data_ptr(), when) if condition is None else (condition,)
     body = module.ConditionalBody(stream.cuda_stream, stream.device_index, *asks)
-    yield
+    try:
+        yield
+    except BaseException:
+        del body  # ends its capture, however long what was raised is kept
+        raise
     body.end()
