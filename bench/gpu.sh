@@ -120,7 +120,7 @@ if wants bench; then
     --json "$folder/gpu-$name.json" --markdown "$folder/gpu-$name.md"
 fi
 if wants decode; then
-  step decode 130 env "$own_path" "$python" -m bench gpu-decode --seconds 90 \
+  step decode 200 env "$own_path" "$python" -m bench gpu-decode --seconds 150 \
     --json "$folder/gpu-$name-decode.json" --markdown "$folder/gpu-$name-decode.md"
 fi
 if wants runtime; then

@@ -40,6 +40,8 @@ WITH_REPORTS = (
     "ops.attention",
     "fuzz.tables",
     "gpu.expected",
+    "gpu.gpu",
+    "gpu.decode",
 )
 
 

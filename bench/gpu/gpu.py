@@ -23,12 +23,12 @@ from bench.gpu.cases import Case, cases
 from bench.gpu.devices import LEAST, MOST, contradicts, known_gpu
 from bench.gpu.expected import expected_cases
 from bench.gpu.int8_cases import int8_cases
-from bench.gpu.timing import copy_rate, matmul_rate, sets_needed, time_calls
+from bench.gpu.timing import copy_rate, matmul_rate, read_rate, sets_needed, time_calls
 from bench.harness.places import ROOT
-from bench.harness.results import write_json
+from bench.harness.results import Report, write_json
 from eecore import ops
 
-COLUMNS = ("op", "case", "dtype", "us", "expected", "GB/s", "of copy", "of matmul")
+COLUMNS = ("op", "case", "dtype", "us", "expected", "GB/s", "of copy", "of read", "of matmul")
 COLUMNS += ("best peer", "times as fast", "target")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -90,6 +90,7 @@ def measure(case: Case, dtype: torch.dtype, device: torch.device, rounds: int) -
         "bytes": case.moved_bytes,
         "GB/s": rate / 1e9,
         "of copy": rate / copy_rate(device),
+        "of read": rate / read_rate(device),
         "peers": peers,
     }
     if case.flops is not None:
@@ -124,20 +125,21 @@ def table(result: dict[str, Any]) -> str:
     """Markdown, with what it was measured on."""
     about = (
         f"{result['device']}, driver {result['driver']}, torch {result['torch']}, commit "
-        f"{result['commit']}. Copy {result['copy'] / 1e9:.0f} GB/s (read and written), bfloat16 "
-        f"product {result['matmul'] / 1e12:.0f} TFLOP/s, in this run. Median times of replayed "
-        "graphs on inputs that take turns past the L2 cache. `bench/gpu.sh`"
+        f"{result['commit']}. Copy {result['copy'] / 1e9:.0f} GB/s (read and written), sum "
+        f"{result['read'] / 1e9:.0f} GB/s (read), bfloat16 product {result['matmul'] / 1e12:.0f} "
+        "TFLOP/s, in this run. Median times of replayed graphs on inputs that take turns past the "
+        "L2 cache. `bench/gpu.sh`"
     )
     lines = [
         about,
         "",
         f"| {' | '.join(COLUMNS)} |",
-        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---|",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---|---:|---|",
     ]
     for row in result["rows"]:
         if "error" in row:
             lines.append(
-                f"| {row['op']} | {row['case']} | {row['dtype']} | {row['error']} |||||||| |"
+                f"| {row['op']} | {row['case']} | {row['dtype']} | {row['error']} ||||||||| |"
             )
             continue
         faster = f"{row['over best peer']:.2f}" if "over best peer" in row else ""
@@ -145,7 +147,8 @@ def table(result: dict[str, Any]) -> str:
         expected = f"{row['expected']:.1f}" if "expected" in row else ""
         lines.append(
             f"| {row['op']} | {row['case']} | {row['dtype']} | {row['microseconds']:.1f} "
-            f"| {expected} | {row['GB/s']:.0f} | {row['of copy']:.2f} | {multiply} "
+            f"| {expected} | {row['GB/s']:.0f} | {row['of copy']:.2f} "
+            f"| {row['of read']:.2f} | {multiply} "
             f"| {row.get('best peer', '')} | {faster} | {target_text(row)} |"
         )
     wrong = [
@@ -161,6 +164,9 @@ def table(result: dict[str, Any]) -> str:
     if found:
         lines += ["", f"Findings: not {LEAST} to {MOST} times what the model expects.", *found]
     return "\n".join(lines)
+
+
+REPORTS = (Report("gpu-nvidia-h100-80gb-hbm3", {"gpu_ops": table}),)
 
 
 def compare(row: dict[str, Any], expected_seconds: float | None) -> None:
@@ -220,6 +226,7 @@ def main(words: Sequence[str]) -> int:
         "torch": torch.__version__,
         "commit": commit(),
         "copy": copy_rate(device),
+        "read": read_rate(device),
         "matmul": matmul_rate(device),
         "not_run": not_run,
         "rows": rows,

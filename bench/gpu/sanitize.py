@@ -1,9 +1,9 @@
-"""The tests of the backend cuda under a tool of compute-sanitizer, a process for each file.
+"""Tests of the backend cuda under a tool of compute-sanitizer, a process for each file.
 
-python -m bench.gpu.sanitize memcheck|racecheck [--sanitizer PROGRAM] [PATH...]
+python -m bench.gpu.sanitize memcheck|racecheck [--sanitizer PROGRAM] [--one-in N] [PATH...]
 
-What a file's tests said is printed whole where it failed; the last lines sum up. bench/gpu.sh runs
-it.
+Of the cases every N-th. What a file's tests said is printed whole where it failed; the last line
+sums up. bench/gpu.sh runs it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("tests/ops", "tests/decoding/test_cuda_path.py", "tests/decoding/test_programs.py")
 FOUND, NO_TESTS = 9, 5  # exit codes: the sanitizer's when it finds something, and pytest's
-VARIABLES = {"EECORE_REDUCED_CASES": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+VARIABLES = {
+    "EECORE_REDUCED_CASES": "1",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "PYTEST_ADDOPTS": "",
+}
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
@@ -29,12 +33,12 @@ def files_of(paths: Sequence[str]) -> list[Path]:
     return [file for path in found for file in ([path] if path.is_file() else path.glob("test_*"))]
 
 
-def run(command: Sequence[str]) -> tuple[int, str]:
+def run(command: Sequence[str], one_in: int) -> tuple[int, str]:
     """How a command ended, and what it said."""
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **VARIABLES},
+        env={**os.environ, **VARIABLES, "EECORE_ONE_CASE_IN": str(one_in)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,19 +55,23 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("tool", choices=["memcheck", "racecheck"])
     parser.add_argument("paths", nargs="*", default=PATHS, help="of tests, from the checkout")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
+    parser.add_argument("--one-in", type=int, default=8, help="of the cases; 1 takes all")
     arguments = parser.parse_intermixed_args(words)
     checked = [arguments.sanitizer, "--error-exitcode", str(FOUND), "--tool", arguments.tool]
     tests = ["-m", "pytest", "-k", "cuda and not emulated", "-p", "no:cacheprovider"]
-    files = files_of(arguments.paths)
-    commands = [[*checked, sys.executable, *tests, str(file)] for file in files]
     passed, bad = 0, []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for file, (status, said) in zip(files, pool.map(run, commands), strict=True):
+        running = {
+            pool.submit(run, [*checked, sys.executable, *tests, str(file)], arguments.one_in): file
+            for file in files_of(arguments.paths)
+        }
+        for done in as_completed(running):
+            (status, said), file = done.result(), running[done].relative_to(ROOT)
             if status == NO_TESTS:
                 continue
             count = re.search(r"(\d+) passed", said)
             passed += int(count.group(1)) if count else 0
-            print(f"{file.relative_to(ROOT)}: {count.group() if count else 'none passed'}", flush=True)
+            print(f"{file}: {count.group() if count else 'none passed'}", flush=True)
             if status != 0:
                 bad.append(file.name)
                 print(said, flush=True)

@@ -97,6 +97,14 @@ def copy_rate(device: torch.device) -> float:
 
 
 @functools.cache
+def read_rate(device: torch.device) -> float:
+    """Bytes read a second by a large sum: what has little to write can be faster than a copy."""
+    num_bytes = 4 << 30 if device.type == "cuda" else 16 << 20
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    return num_bytes / time_calls(device, [source.sum], 10).median
+
+
+@functools.cache
 def matmul_rate(device: torch.device) -> float:
     """Operations a second of a large bfloat16 matrix product on random data."""
     size = 8192 if device.type == "cuda" else 128

@@ -53,9 +53,7 @@ def loaded(file: Path, weights: str = "file", **options: Any) -> eecore.Model:
     if weights not in WEIGHTS:
         return eecore.load(file, **options)
     with tempfile.TemporaryDirectory() as scratch:
-        return eecore.load(
-            get_smollm2(Path(scratch) / "model", file), **{**options, **settings}
-        )
+        return eecore.load(get_smollm2(Path(scratch) / "model", file), **{**options, **settings})
 
 
 def chat(model: eecore.Model, question: str) -> list[int]:

@@ -137,13 +137,12 @@ struct AttentionTile {
   KeyRange used;  // the keys that any of the rows sees
   int team_warps;
   int span_keys, splits_shift;  // a span has 1 << splits_shift splits
-  int first_split, end_split;  // those that hold used keys
+  int first_split, end_split;   // those that hold used keys
 
   __device__ __forceinline__ int num_teams() const { return kAttentionWarps / team_warps; }
   // The tile's rounds: in each of them a team takes a split.
   __device__ __forceinline__ TileRounds rounds(const AttentionPlan& plan) const {
-    return {first_split / num_teams(), (end_split + num_teams() - 1) / num_teams(),
-            span_shift()};
+    return {first_split / num_teams(), (end_split + num_teams() - 1) / num_teams(), span_shift()};
   }
   // Of a span's 1, 2 or 4 rounds.
   __device__ __forceinline__ int span_shift() const {

@@ -231,7 +231,8 @@ __device__ __forceinline__ void attend_tile(const PagedAttentionParams& params,
     rows.start();
     int num_stages = stream.num_stages();
     if (tile.team_warps == 2) {  // both teams come to the same barriers
-      num_stages = max(num_stages, stream.num_stages(tile.split(plan, round * num_teams + 1 - team)));
+      num_stages =
+          max(num_stages, stream.num_stages(tile.split(plan, round * num_teams + 1 - team)));
     }
     for (int stage = 0; stage < num_stages; ++stage) {
       stream.advance(stage);

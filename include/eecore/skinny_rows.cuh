@@ -91,14 +91,14 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
 #pragma unroll
   for (int row = 0; row < kMost; ++row) {
     const float part = reduce_lanes(squares[row]);
-    if (threadIdx.x % 32 == 0) parts[row * kSkinnyWarps + threadIdx.x / 32] = part;
+    if (threadIdx.x % 32 == 0) parts[static_cast<int>(threadIdx.x) / 32 * kMost + row] = part;
   }
   __syncthreads();
   // A lane takes a row: their divisions and roots are under way together.
   const int lane = static_cast<int>(threadIdx.x) % 32, own = lane < count ? lane : 0;
-  float total = parts[own * kSkinnyWarps];
+  float total = parts[own];
 #pragma unroll
-  for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[own * kSkinnyWarps + warp];
+  for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[warp * kMost + own];
   const float own_scale = inverse_rms(total, size, rows.eps);
   float scales[kMost];
 #pragma unroll
@@ -125,8 +125,7 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
 template <typename T>
 __device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
                                                           Shared<T> to, int stride) {
-  const bool is_whole =
-      rows.x_aligned && rows.weight_aligned && rows.size % Pack<T>::kSize == 0;
+  const bool is_whole = rows.x_aligned && rows.weight_aligned && rows.size % Pack<T>::kSize == 0;
   if (is_whole && count == 1) {
     fill_shared_rows<1, true>(rows, count, to, stride);
   } else if (is_whole) {

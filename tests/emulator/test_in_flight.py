@@ -92,7 +92,7 @@ def test_a_weight_is_on_its_way_as_far_as_its_ring_promises(
 
 
 # A block of several rounds of splits begins its ring anew in each: bytes that it lacks then.
-BETWEEN_ROUNDS = {"decode, splits": 16384, "one long": 32768}
+BETWEEN_ROUNDS = {"decode, splits": 32768, "one long": 32768}
 # Cases with as many keys as the ring has room for: three stages of 32 KiB.
 LONG = (*BETWEEN_ROUNDS, "verify")
 
