@@ -49,28 +49,33 @@ struct OpenKeys {
   const SiftedSlice* sifted;  // [num_slices]
   int num_slices, slice_size;
 
-  // visit(key) of a slice's, by a warp.
+  static constexpr int kSize = Pack<uint32_t>::kSize;
+
+  // visit(keys, count), a few keys of a slice at a time, of which `count` exist; by a warp.
   template <typename Visit>
-  __device__ __forceinline__ void for_each_of(int slice, Visit visit) const {
-    constexpr int kSize = Pack<uint32_t>::kSize;
+  __device__ __forceinline__ void for_packs_of(int slice, Visit visit) const {
     const uint32_t* of_slice = keys + int64_t{slice} * slice_size;
     const int count = sifted[slice].num_open;
     for (int i = threadIdx.x % 32 * kSize; i < count; i += 32 * kSize) {
-      const Pack<uint32_t> pack = load16(of_slice + i);  // what is behind the last is not looked at
-#pragma unroll
-      for (int p = 0; p < kSize; ++p) {
-        if (i + p < count) visit(pack.values[p]);
-      }
+      visit(load16(of_slice + i), min(count - i, kSize));
     }
   }
-
   template <typename Visit>
-  __device__ __forceinline__ void for_each(Visit visit) const {
+  __device__ __forceinline__ void for_packs(Visit visit) const {
     for (int slice = threadIdx.x / 32; slice < num_slices; slice += kDrawWarps) {
-      for_each_of(slice, visit);
+      for_packs_of(slice, visit);
     }
   }
 };
+
+// visit(key) of a few keys of which `count` exist.
+template <typename Visit>
+__device__ __forceinline__ void for_each(const Pack<uint32_t>& keys, int count, Visit visit) {
+#pragma unroll
+  for (int i = 0; i < OpenKeys::kSize; ++i) {
+    if (i < count) visit(keys.values[i]);
+  }
+}
 
 // Bits in which keys may differ: those from `low` on below `high`. `key` has the others.
 struct OpenBits {
@@ -98,50 +103,88 @@ struct KeyBound {
   unsigned long long below;
 };
 
+// What open keys come to, by a digit. Lanes that change the same number wait for each other, so
+// there are a few of each, in different banks.
+struct OpenSums {
+  static constexpr int kCopies = 4, kStride = kDrawThreads + 32 / kCopies;
+  Shared<uint32_t> low, high;              // [kCopies, kStride]
+  Shared<uint32_t> found_digit;            // [1]
+  Shared<unsigned long long> found_below;  // [1]
+
+  __device__ __forceinline__ void clear() const {
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      low[copy * kStride + threadIdx.x] = 0;
+      high[copy * kStride + threadIdx.x] = 0;
+    }
+  }
+  // Of the thread's digit.
+  __device__ __forceinline__ unsigned long long sum() const {
+    unsigned long long sum = 0;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      const int at = copy * kStride + static_cast<int>(threadIdx.x);
+      sum += static_cast<unsigned long long>(uint32_t{high[at]}) << 32 | uint32_t{low[at]};
+    }
+    return sum;
+  }
+};
+
 // The smallest open key up to which keys come to `target` or more: their number, or kByMass their
 // weights. `below`: what the keys in front of the open ones come to. Those above `most` count for
 // nothing. All threads of the block call it.
 template <bool kByMass>
 __device__ __forceinline__ KeyBound find_bound(const OpenKeys& open, OpenBits bits, uint32_t most,
                                                unsigned long long below, unsigned long long target,
-                                               float mass_scale) {
-  EECORE_SHARED(uint32_t, low_sums, kDrawThreads);
-  EECORE_SHARED(uint32_t, high_sums, kDrawThreads);
-  EECORE_SHARED(uint32_t, found_digit, 1);
-  EECORE_SHARED(unsigned long long, found_below, 1);
+                                               float mass_scale, const OpenSums& sums) {
+  const int my_copy = static_cast<int>(threadIdx.x) % OpenSums::kCopies * OpenSums::kStride;
 #pragma unroll 1
   while (bits.high > bits.low) {
     const int shift = max(bits.high - kOpenDigitBits, bits.low);
-    low_sums[threadIdx.x] = 0;
-    high_sums[threadIdx.x] = 0;
+    const uint32_t mask = (1u << (bits.high - shift)) - 1;
+    sums.clear();
     if (threadIdx.x == 0) {
-      found_digit[0] = 0;
-      found_below[0] = below;
+      sums.found_digit[0] = 0;
+      sums.found_below[0] = below;
     }
     __syncthreads();
-    open.for_each([&](uint32_t key) {
-      if ((key ^ bits.key) >> bits.high != 0 || key > most) return;
-      const int digit = static_cast<int>(key >> shift & ((1u << (bits.high - shift)) - 1));
-      if constexpr (kByMass) {
-        add_mass(low_sums + digit, high_sums + digit, mass_of(weight_of_key(key), mass_scale));
-      } else {
-        atomicAdd(low_sums + digit, 1u);
+    open.for_packs([&](const Pack<uint32_t>& keys, int count) {
+      const auto belongs = [&](uint32_t key) {
+        return (key ^ bits.key) >> bits.high == 0 && key <= most;
+      };
+      const auto add = [&](uint32_t key, uint32_t times) {
+        const int at = my_copy + static_cast<int>(key >> shift & mask);
+        if constexpr (kByMass) {
+          const unsigned long long mass = mass_of(weight_of_key(key), mass_scale);
+          add_mass(sums.low + at, sums.high + at, times * mass);
+        } else {
+          atomicAdd(sums.low + at, times);
+        }
+      };
+      const uint32_t first = keys.values[0];
+      bool alike = count == OpenKeys::kSize;
+#pragma unroll
+      for (int i = 1; i < OpenKeys::kSize; ++i) alike = alike && keys.values[i] == first;
+      if (alike) {
+        if (belongs(first)) add(first, OpenKeys::kSize);
+        return;
       }
+      for_each(keys, count, [&](uint32_t key) {
+        if (belongs(key)) add(key, 1);
+      });
     });
     __syncthreads();
-    const unsigned long long sum = static_cast<unsigned long long>(uint32_t{high_sums[threadIdx.x]})
-                                       << 32 |
-                                   uint32_t{low_sums[threadIdx.x]};
+    const unsigned long long sum = sums.sum();
     unsigned long long total;
     const unsigned long long before = below + sum_in_front<kDrawThreads>(sum, total);
     if (before < target && target - before <= sum) {
-      found_digit[0] = threadIdx.x;
-      found_below[0] = before;
+      sums.found_digit[0] = threadIdx.x;
+      sums.found_below[0] = before;
     }
     __syncthreads();
-    bits.key |= found_digit[0] << shift;
+    bits.key |= sums.found_digit[0] << shift;
     bits.high = shift;
-    below = found_below[0];
+    below = sums.found_below[0];
     __syncthreads();  // both have been read
   }
   return {bits.key, below};
@@ -175,6 +218,11 @@ struct LastKey {
 // Of a row with filters by rank. All threads of the block call it.
 __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifted& sifted,
                                                const Filters& filters, float mass_scale) {
+  EECORE_SHARED(uint32_t, low_sums, OpenSums::kCopies* OpenSums::kStride);
+  EECORE_SHARED(uint32_t, high_sums, OpenSums::kCopies* OpenSums::kStride);
+  EECORE_SHARED(uint32_t, found_digit, 1);
+  EECORE_SHARED(unsigned long long, found_below, 1);
+  const OpenSums sums{low_sums, high_sums, found_digit, found_below};
   constexpr uint32_t kAll = ~0u;
   constexpr unsigned long long kEvery = ~0ull;
   const CommonBits common = common_bits(open);
@@ -182,7 +230,7 @@ __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifte
   if (sifted.k_digit >= 0) {
     const OpenBits bits = open_bits(common.all_of, common.any_of, sifted.k_digit);
     last.key = find_bound<false>(open, bits, kAll, sifted.count_below,
-                                 static_cast<unsigned long long>(filters.top_k), mass_scale)
+                                 static_cast<unsigned long long>(filters.top_k), mass_scale, sums)
                    .key;
   }
   if (!filters.by_mass) return last;
@@ -190,9 +238,11 @@ __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifte
   unsigned long long total = sifted.mass_below_k;
   if (sifted.k_digit >= 0) {
     unsigned long long mass = 0;
-    open.for_each([&](uint32_t key) {
-      if (static_cast<int>(key >> kRestBits) != sifted.k_digit || key > last.key) return;
-      mass += mass_of(weight_of_key(key), mass_scale);
+    open.for_packs([&](const Pack<uint32_t>& keys, int count) {
+      for_each(keys, count, [&](uint32_t key) {
+        if (static_cast<int>(key >> kRestBits) != sifted.k_digit || key > last.key) return;
+        mass += mass_of(weight_of_key(key), mass_scale);
+      });
     });
     total += sum_of_block<kDrawThreads>(mass);
   }
@@ -201,7 +251,7 @@ __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifte
   const uint32_t end = static_cast<uint32_t>(sifted.last_digit + 1) << kRestBits;
   const KeyBound bound = find_bound<true>(
       open, open_bits(common.all_of, common.any_of, one_digit ? sifted.first_digit : -1),
-      min(last.key, end - 1), sifted.mass_below_first, target, mass_scale);
+      min(last.key, end - 1), sifted.mass_below_first, target, mass_scale, sums);
   // Rounded up, and one at least.
   const unsigned long long mass = mass_of(weight_of_key(bound.key), mass_scale);
   const unsigned long long left = target - bound.below;
@@ -245,10 +295,12 @@ __device__ __forceinline__ KeptSlices filtered_slices(const OpenKeys& open, Last
   for (int slice = threadIdx.x / 32; slice < open.num_slices; slice += kDrawWarps) {
     double sum = 0.0;
     int equals = 0;
-    open.for_each_of(slice, [&](uint32_t key) {
-      equals += key == last.key ? 1 : 0;
-      const float weight = key < last.key ? weight_of_key(key) : 0.0f;
-      sum += weight >= least ? weight : 0.0f;
+    open.for_packs_of(slice, [&](const Pack<uint32_t>& keys, int count) {
+      for_each(keys, count, [&](uint32_t key) {
+        equals += key == last.key ? 1 : 0;
+        const float weight = key < last.key ? weight_of_key(key) : 0.0f;
+        sum += weight >= least ? weight : 0.0f;
+      });
     });
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {

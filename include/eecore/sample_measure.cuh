@@ -146,18 +146,6 @@ __global__ void __launch_bounds__(kSampleThreads)
   EECORE_SHARED(SliceNumbers, of_warp, kSampleWarps);
   const int w = place.w, request = place.request;
   const int64_t position = params.positions[w];
-  if (params.uniform != nullptr && place.slice == 0 && threadIdx.x == 0) {
-    const RandomWords random = random_words(params.seed[request], position + 1, kAcceptancePurpose);
-    for (int i = 0; i < 2; ++i) params.uniform[2 * w + i] = uniform_float(random, i);
-  }
-  if (params.temperature[request] > 0.0f && Filters(params, request).by_rank()) {
-    for (int i = place.slice * kSampleThreads + threadIdx.x; i < kNumDigits;
-         i += workspace.num_slices * kSampleThreads) {
-      workspace.counts[int64_t{place.j} * kNumDigits + i] = 0;
-      workspace.masses[int64_t{place.j} * kNumDigits + i] = 0;
-    }
-  }
-
   const Logits<T> logits = place.logits<T>(params);
   const bool changes = changes_logits(params, request);
   const Penalties penalties(params, request);
@@ -171,19 +159,33 @@ __global__ void __launch_bounds__(kSampleThreads)
     if (!changes) continue;
     mark_chunk(params, request, position, begin, marks, biases);
 #pragma unroll
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      const float value = penalties(values[i] + biases[at + i], marks[at + i]);
-      if (token + i >= place.end) continue;
-      changed[token + i] = value;
+    for (int i = 0; i < kTokensPerThread; ++i) biases[at + i] += values[i];
+    __syncthreads();
+    const int count = min(kSampleChunk, place.end - begin);
+    for (int i = threadIdx.x; i < count; i += kSampleThreads) {
+      const float value = penalties(biases[i], marks[i]);
+      changed[begin + i] = value;
       if (value > numbers.changed_largest) {
         numbers.changed_largest = value;
-        numbers.changed_id = token + i;
+        numbers.changed_id = begin + i;
       }
     }
   }
   if (!changes) {
     numbers.changed_largest = numbers.largest;
     numbers.changed_id = numbers.id;
+  }
+
+  if (params.uniform != nullptr && place.slice == 0 && threadIdx.x == 0) {
+    const RandomWords random = random_words(params.seed[request], position + 1, kAcceptancePurpose);
+    for (int i = 0; i < 2; ++i) params.uniform[2 * w + i] = uniform_float(random, i);
+  }
+  if (params.temperature[request] > 0.0f && Filters(params, request).by_rank()) {
+    for (int i = place.slice * kSampleThreads + threadIdx.x; i < kNumDigits;
+         i += workspace.num_slices * kSampleThreads) {
+      workspace.counts[int64_t{place.j} * kNumDigits + i] = 0;
+      workspace.masses[int64_t{place.j} * kNumDigits + i] = 0;
+    }
   }
 
   numbers = merge_lanes(numbers);

@@ -220,6 +220,7 @@ __device__ __forceinline__ unsigned long long mass_of(float weight, float scale)
 // Adds to a number of 64 bits of which shared memory holds the halves.
 __device__ __forceinline__ void add_mass(Shared<uint32_t> low, Shared<uint32_t> high,
                                          unsigned long long mass) {
+  if (mass == 0) return;
   const uint32_t of_low = static_cast<uint32_t>(mass);
   uint32_t of_high = static_cast<uint32_t>(mass >> 32);
   const uint32_t before = atomicAdd(low, of_low);

@@ -114,18 +114,21 @@ __global__ void __launch_bounds__(kSampleThreads)
   if (!filters.by_rank()) return;
   EECORE_SHARED(uint32_t, all_of_warp, kSampleWarps);
   EECORE_SHARED(uint32_t, any_of_warp, kSampleWarps);
+  const Logits<float> values{workspace.values + place.j * workspace.value_stride, nullptr};
+  float scaled[kTokensPerThread];
+  const auto load = [&](int begin) {
+    values.load(begin + static_cast<int>(threadIdx.x) * kTokensPerThread, place.end, scaled);
+  };
+  load(place.begin);  // under way while the digits are looked for
+
   const Sifted sifted = sift(workspace, place.j, filters);
   if (place.slice == 0 && threadIdx.x == 0) workspace.rows[place.j].sifted = sifted;
-
-  const Logits<float> values{workspace.values + place.j * workspace.value_stride, nullptr};
   uint32_t* const open_keys = workspace.open_keys + place.j * workspace.value_stride + place.begin;
   double sum = 0.0;
   int num_open = 0;
   uint32_t all_of = ~0u, any_of = 0;
   for (int begin = place.begin; begin < place.end; begin += kSampleChunk) {
-    const int token = begin + static_cast<int>(threadIdx.x) * kTokensPerThread;
-    float scaled[kTokensPerThread];
-    values.load(token, place.end, scaled);
+    if (begin != place.begin) load(begin);
     uint32_t open = 0;
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {

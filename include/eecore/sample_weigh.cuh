@@ -96,6 +96,20 @@ __global__ void __launch_bounds__(kSampleThreads)
   EECORE_SHARED(uint32_t, counts, kNumDigits);
   EECORE_SHARED(uint32_t, low, kNumDigits);
   EECORE_SHARED(uint32_t, high, kNumDigits);
+  float* const values = workspace.values + place.j * workspace.value_stride;
+  const bool changes = changes_logits(params, place.request);
+  const Logits<T> logits = place.logits<T>(params);
+  float scaled[kTokensPerThread];
+  const auto load = [&](int begin) {
+    const int token = begin + static_cast<int>(threadIdx.x) * kTokensPerThread;
+    if (changes) {
+      Logits<float>{values, nullptr}.load(token, place.end, scaled);
+    } else {
+      logits.load(token, place.end, scaled);
+    }
+  };
+  load(place.begin);  // under way while slices are merged
+
   const SliceNumbers numbers = merge_slices(workspace, place.j);
   // NaN is the largest of all.
   const bool known = is_finite(numbers.largest) && numbers.sum == numbers.sum;
@@ -114,20 +128,13 @@ __global__ void __launch_bounds__(kSampleThreads)
     sums.clear();
     __syncthreads();
   }
-  float* const values = workspace.values + place.j * workspace.value_stride;
-  const bool changes = changes_logits(params, place.request);
-  const Logits<T> logits = place.logits<T>(params);
   const float divisor = fmaxf(temperature, kMinTemperature);
   double sum = 0.0;
   for (int begin = place.begin; begin < place.end; begin += kSampleChunk) {
     const int token = begin + static_cast<int>(threadIdx.x) * kTokensPerThread;
     if (token >= place.end) break;
-    float scaled[kTokensPerThread], weights[kTokensPerThread];
-    if (changes) {
-      Logits<float>{values, nullptr}.load(token, place.end, scaled);
-    } else {
-      logits.load(token, place.end, scaled);
-    }
+    if (begin != place.begin) load(begin);
+    float weights[kTokensPerThread];
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
       scaled[i] = (scaled[i] - largest) / divisor;
