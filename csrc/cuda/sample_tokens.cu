@@ -74,7 +74,7 @@ void run_sample_tokens(const SampleTokensParams& params, Stream stream) {
   dispatch_dtype(params.dtype, "sample_tokens", [&](auto tag) {
     using T = typename decltype(tag)::type;
     start(sample_measure_kernel<T>, num_slices, kSampleThreads);
-    start(sample_weigh_kernel<T>, num_slices, kSampleThreads);
+    start(sample_weigh_kernel<T>, num_slices + num_rows, kSampleThreads);
     start(sample_sift_kernel, num_slices, kSampleThreads);
     start(sample_draw_kernel, num_rows, kDrawThreads);
     if (params.probs != nullptr) start(sample_probs_kernel, num_slices, kSampleThreads);

@@ -83,12 +83,12 @@ struct OpenBits {
   int high, low;
 };
 
-// Of all open keys, or with a `digit` of 0 or more of those with that first digit.
+// Of all open keys, or with a `digit` above 0 of those with that first digit.
 __device__ __forceinline__ OpenBits open_bits(uint32_t all_of, uint32_t any_of, int digit) {
   constexpr uint32_t kRest = (1u << kRestBits) - 1;
   uint32_t differ = any_of & ~all_of;
-  if (digit >= 0) {
-    any_of = static_cast<uint32_t>(digit) << kRestBits | (any_of & kRest);
+  if (digit > 0) {
+    any_of = first_key(digit) | (any_of & kRest);
     differ &= kRest;
   }
   if (differ == 0) return {any_of, 0, 0};
@@ -131,12 +131,13 @@ struct OpenSums {
 };
 
 // The smallest open key up to which keys come to `target` or more: their number, or kByMass their
-// weights. `below`: what the keys in front of the open ones come to. Those above `most` count for
-// nothing. All threads of the block call it.
+// weights. `below`: what the keys in front of the open ones come to. Those below `least` or above
+// `most` count for nothing. All threads of the block call it.
 template <bool kByMass>
-__device__ __forceinline__ KeyBound find_bound(const OpenKeys& open, OpenBits bits, uint32_t most,
-                                               unsigned long long below, unsigned long long target,
-                                               float mass_scale, const OpenSums& sums) {
+__device__ __forceinline__ KeyBound find_bound(const OpenKeys& open, OpenBits bits, uint32_t least,
+                                               uint32_t most, unsigned long long below,
+                                               unsigned long long target, float mass_scale,
+                                               const OpenSums& sums) {
   const int my_copy = static_cast<int>(threadIdx.x) % OpenSums::kCopies * OpenSums::kStride;
 #pragma unroll 1
   while (bits.high > bits.low) {
@@ -150,7 +151,7 @@ __device__ __forceinline__ KeyBound find_bound(const OpenKeys& open, OpenBits bi
     __syncthreads();
     open.for_packs([&](const Pack<uint32_t>& keys, int count) {
       const auto belongs = [&](uint32_t key) {
-        return (key ^ bits.key) >> bits.high == 0 && key <= most;
+        return (key ^ bits.key) >> bits.high == 0 && key >= least && key <= most;
       };
       const auto add = [&](uint32_t key, uint32_t times) {
         const int at = my_copy + static_cast<int>(key >> shift & mask);
@@ -229,8 +230,9 @@ __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifte
   LastKey last{kAll, kEvery};
   if (sifted.k_digit >= 0) {
     const OpenBits bits = open_bits(common.all_of, common.any_of, sifted.k_digit);
-    last.key = find_bound<false>(open, bits, kAll, sifted.count_below,
-                                 static_cast<unsigned long long>(filters.top_k), mass_scale, sums)
+    last.key = find_bound<false>(open, bits, first_key(sifted.k_digit), end_key(sifted.k_digit) - 1,
+                                 sifted.count_below, static_cast<unsigned long long>(filters.top_k),
+                                 mass_scale, sums)
                    .key;
   }
   if (!filters.by_mass) return last;
@@ -240,7 +242,7 @@ __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifte
     unsigned long long mass = 0;
     open.for_packs([&](const Pack<uint32_t>& keys, int count) {
       for_each(keys, count, [&](uint32_t key) {
-        if (static_cast<int>(key >> kRestBits) != sifted.k_digit || key > last.key) return;
+        if (digit_of(key) != sifted.k_digit || key > last.key) return;
         mass += mass_of(weight_of_key(key), mass_scale);
       });
     });
@@ -248,10 +250,10 @@ __device__ __forceinline__ LastKey last_key_of(const OpenKeys& open, const Sifte
   }
   const unsigned long long target = top_p_target(filters.top_p, total);
   const bool one_digit = sifted.first_digit == sifted.last_digit;
-  const uint32_t end = static_cast<uint32_t>(sifted.last_digit + 1) << kRestBits;
   const KeyBound bound = find_bound<true>(
-      open, open_bits(common.all_of, common.any_of, one_digit ? sifted.first_digit : -1),
-      min(last.key, end - 1), sifted.mass_below_first, target, mass_scale, sums);
+      open, open_bits(common.all_of, common.any_of, one_digit ? sifted.first_digit : 0),
+      first_key(sifted.first_digit), min(last.key, end_key(sifted.last_digit) - 1),
+      sifted.mass_below_first, target, mass_scale, sums);
   // Rounded up, and one at least.
   const unsigned long long mass = mass_of(weight_of_key(bound.key), mass_scale);
   const unsigned long long left = target - bound.below;
@@ -379,8 +381,10 @@ __global__ void __launch_bounds__(kDrawThreads)
   const RowPlace place(params, static_cast<int>(blockIdx.x));
   if (!place.wanted) return;
   SampleRow& row = workspace.rows[place.j];
-  if (!row.draws) return;
+  const bool draws = row.draws;
   const Filters filters(params, place.request);
+  const int64_t seed = params.seed[place.request], position = params.positions[place.w] + 1;
+  if (!draws) return;
   const int vocab_size = static_cast<int>(params.vocab_size);
   const int64_t first_value = place.j * workspace.value_stride;
   const float* values = workspace.values + first_value;
@@ -398,9 +402,7 @@ __global__ void __launch_bounds__(kDrawThreads)
   }
   const Kept kept{values, slices.last_key, slices.end_of_last, filters.least};
 
-  const int64_t position = params.positions[place.w] + 1;
-  const double u =
-      uniform_double(random_words(params.seed[place.request], position, params.purpose));
+  const double u = uniform_double(random_words(seed, position, params.purpose));
   const SliceHit hit = find_slice(slices.of_slice, u);
   int token = -1;
   if (hit.slice >= 0) {

@@ -29,7 +29,7 @@ struct SampleSlices {
 };
 
 // What is known of the logits of a slice, or of more of them.
-struct SliceNumbers {
+struct alignas(16) SliceNumbers {
   float largest, second;  // -infinity at first
   float sum;              // of exp(logit - largest); NaN for NaN among them and for infinity
   int id;                 // of the largest, the lowest among equals; -1: all are -infinity
@@ -56,7 +56,6 @@ struct Sifted {
 
 // What is known of a row.
 struct SampleRow {
-  float largest;      // of the logits as the request changes them
   bool draws;         // a token is drawn
   int token;          // the chosen one; -1: none
   Sifted sifted;      // where filters are on
@@ -65,10 +64,6 @@ struct SampleRow {
   float least;
   double total;
 };
-
-constexpr int kDigitBits = 11;  // of keys, which have 31
-constexpr int kNumDigits = 1 << kDigitBits;
-constexpr int kRestBits = 31 - kDigitBits;
 
 struct SampleWorkspace {
   int num_slices, slice_size;
@@ -164,14 +159,14 @@ struct RowPlace {
   }
 };
 
-// What a block has of a row. Grid: num_rows by num_slices.
+// What a block has of a row. Grid: num_rows by num_slices, and maybe a few more for each row.
 struct SlicePlace : RowPlace {
   int slice, begin, end;  // tokens
 
   __device__ __forceinline__ SlicePlace(const SampleTokensParams& params,
-                                        const SampleWorkspace& workspace)
-      : RowPlace(params, static_cast<int>(blockIdx.x) / workspace.num_slices),
-        slice(static_cast<int>(blockIdx.x) % workspace.num_slices),
+                                        const SampleWorkspace& workspace, int more = 0)
+      : RowPlace(params, static_cast<int>(blockIdx.x) / (workspace.num_slices + more)),
+        slice(static_cast<int>(blockIdx.x) % (workspace.num_slices + more)),
         begin(slice * workspace.slice_size),
         end(static_cast<int>(
             min(int64_t{begin} + workspace.slice_size, int64_t{params.vocab_size}))) {}
@@ -204,12 +199,28 @@ __device__ __forceinline__ uint32_t key_of(float scaled) {
 }
 
 // What a token is drawn with: 1 for the most probable one, 0 for NaN.
+constexpr float kNoWeight = -104.0f;  // exp of which is 0
 __device__ __forceinline__ float weight_of(float scaled) {
-  const float weight = expf(scaled);
-  return weight > 0.0f ? weight : 0.0f;
+  return scaled > kNoWeight ? expf(scaled) : 0.0f;
 }
 __device__ __forceinline__ float weight_of_key(uint32_t key) {
   return weight_of(-bits_to_float(key));
+}
+
+// The first digit of a key whose token has a weight: exponent and the highest bits of the mantissa.
+// Scaled logits next to 0, those below 2^-121, share one.
+constexpr int kNumDigits = 1024;
+constexpr int kRestBits = 20;
+constexpr int kFirstDigits = 0x42d - kNumDigits;  // 0x42d00000 is the key of kNoWeight
+__device__ __forceinline__ int digit_of(uint32_t key) {
+  return max(static_cast<int>(key >> kRestBits) - kFirstDigits, 0);
+}
+// The keys of a digit: from the first on, before the end.
+__device__ __forceinline__ uint32_t first_key(int digit) {
+  return digit == 0 ? 0 : static_cast<uint32_t>(digit + kFirstDigits) << kRestBits;
+}
+__device__ __forceinline__ uint32_t end_key(int digit) {
+  return static_cast<uint32_t>(digit + kFirstDigits + 1) << kRestBits;
 }
 
 // A weight in fixed point, whose sums are the same in any order.

@@ -109,9 +109,10 @@ __global__ void __launch_bounds__(kSampleThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();
   const SlicePlace place(params, workspace);
-  if (!place.wanted || !workspace.rows[place.j].draws) return;
+  if (!place.wanted) return;
+  const bool draws = workspace.rows[place.j].draws;
   const Filters filters(params, place.request);
-  if (!filters.by_rank()) return;
+  if (!draws || !filters.by_rank()) return;
   EECORE_SHARED(uint32_t, all_of_warp, kSampleWarps);
   EECORE_SHARED(uint32_t, any_of_warp, kSampleWarps);
   const Logits<float> values{workspace.values + place.j * workspace.value_stride, nullptr};
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kSampleThreads)
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
       const uint32_t key = key_of(scaled[i]);
-      const int digit = static_cast<int>(key >> kRestBits);
+      const int digit = digit_of(key);
       const float weight = weight_of(scaled[i]);
       if (digit < sifted.first_digit && weight >= filters.least) sum += weight;
       const bool is_open =

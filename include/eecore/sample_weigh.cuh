@@ -7,34 +7,55 @@
 
 namespace eecore::cuda {
 
-// Of a row, by each warp on its own.
-__device__ __forceinline__ SliceNumbers merge_slices(const SampleWorkspace& workspace, int j) {
-  const SliceNumbers* of_row = workspace.numbers + int64_t{j} * workspace.num_slices;
+// What every block has to know of a row, with less work than all of its numbers are.
+struct RowLargest {
+  float raw, changed;
+  bool known;  // the softmax is defined
+
+  __device__ __forceinline__ RowLargest(const SampleWorkspace& workspace, int j) {
+    const SliceNumbers* of_row = workspace.numbers + int64_t{j} * workspace.num_slices;
+    float sum = 0.0f;  // NaN is the largest of all
+    raw = changed = -INFINITY;
+    for (int slice = threadIdx.x % 32; slice < workspace.num_slices; slice += 32) {
+      const SliceNumbers numbers = of_row[slice];
+      raw = fmaxf(raw, numbers.largest);
+      changed = fmaxf(changed, numbers.changed_largest);
+      sum += numbers.sum;
+    }
+    raw = reduce_lanes(raw, Max{});
+    changed = reduce_lanes(changed, Max{});
+    sum = reduce_lanes(sum);
+    known = is_finite(raw) && sum == sum;
+  }
+  __device__ __forceinline__ bool chooses() const { return known && is_finite(changed); }
+};
+
+// Writes the numbers of the raw distribution over allowed tokens, and the token of a row that draws
+// none. A warp calls it.
+__device__ __forceinline__ void write_numbers(const SampleTokensParams& params,
+                                              const SampleWorkspace& workspace,
+                                              const RowPlace& place) {
+  const RowLargest largest(workspace, place.j);
+  const bool samples = params.temperature[place.request] > 0.0f;
+  const SliceNumbers* of_row = workspace.numbers + int64_t{place.j} * workspace.num_slices;
   SliceNumbers numbers = no_numbers();
   for (int slice = threadIdx.x % 32; slice < workspace.num_slices; slice += 32) {
     numbers = merged(numbers, of_row[slice]);
   }
-  return merge_lanes(numbers);
-}
-
-// Writes the numbers of the raw distribution over allowed tokens, and the token of a row that draws
-// none.
-__device__ __forceinline__ void write_numbers(const SampleTokensParams& params,
-                                              const RowPlace& place, const SliceNumbers& numbers,
-                                              bool known, bool samples, SampleRow& row) {
+  numbers = merge_lanes(numbers);
+  if (threadIdx.x % 32 != 0) return;
   const int w = place.w;
-  const bool chooses = known && is_finite(numbers.changed_largest);
+  const bool known = largest.known;
   const float logsumexp = known ? numbers.largest + logf(numbers.sum) : NAN;
-  const int token = chooses && !samples ? numbers.changed_id : -1;
+  const int token = largest.chooses() && !samples ? numbers.changed_id : -1;
   const float logprob = token >= 0 ? logit_of(params, place.j, token) - logsumexp : NAN;
   const float gap = (0.0f - expm1f(numbers.second - numbers.largest)) / numbers.sum;
   params.token[w] = token;
   params.logprob[w] = logprob;
   params.logsumexp[w] = logsumexp;
   params.confidence[w] = params.as_probability ? expf(logprob) : (known ? gap : NAN);
-  row.largest = numbers.changed_largest;
-  row.draws = chooses && samples;
-  row.token = token;
+  workspace.rows[place.j].draws = largest.chooses() && samples;
+  workspace.rows[place.j].token = token;
 }
 
 // How many of the keys, and what their weights come to, by the first digit of the key.
@@ -61,11 +82,11 @@ __device__ __forceinline__ void add_tokens(const float (&scaled)[kTokensPerThrea
                                            const float (&weights)[kTokensPerThread],
                                            const Filters& filters, float mass_scale,
                                            const DigitSums& sums) {
-  const int first = static_cast<int>(key_of(scaled[0]) >> kRestBits);
+  const int first = digit_of(key_of(scaled[0]));
   bool alike = true;
 #pragma unroll
   for (int i = 0; i < kTokensPerThread; ++i) {
-    const int digit = static_cast<int>(key_of(scaled[i]) >> kRestBits);
+    const int digit = digit_of(key_of(scaled[i]));
     alike = alike && digit == first && weights[i] > 0.0f;
   }
   if (alike) {
@@ -78,21 +99,26 @@ __device__ __forceinline__ void add_tokens(const float (&scaled)[kTokensPerThrea
 #pragma unroll
   for (int i = 0; i < kTokensPerThread; ++i) {
     if (!(weights[i] > 0.0f)) continue;
-    const int digit = static_cast<int>(key_of(scaled[i]) >> kRestBits);
+    const int digit = digit_of(key_of(scaled[i]));
     sums.add(digit, 1, mass_of(weights[i], mass_scale), filters);
   }
 }
 
-// Grid: num_rows by num_slices. Writes the scaled values of rows that draw; the sums of their
-// slices' weights, or where filters ask for the most probable tokens, counts and masses of digits.
-// Tokens of no weight count for nothing: they are behind all others.
+// Grid: num_rows by num_slices + 1; the last block of a row writes its numbers. Writes the scaled
+// values of rows that draw; the sums of their slices' weights, or where filters ask for the most
+// probable tokens, counts and masses of digits. Tokens of no weight count for nothing: they are
+// behind all others.
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads)
     sample_weigh_kernel(SampleTokensParams params, SampleWorkspace workspace) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const SlicePlace place(params, workspace);
+  const SlicePlace place(params, workspace, 1);
   if (!place.wanted) return;
+  if (place.slice == workspace.num_slices) {
+    if (threadIdx.x < 32) write_numbers(params, workspace, place);
+    return;
+  }
   EECORE_SHARED(uint32_t, counts, kNumDigits);
   EECORE_SHARED(uint32_t, low, kNumDigits);
   EECORE_SHARED(uint32_t, high, kNumDigits);
@@ -110,16 +136,10 @@ __global__ void __launch_bounds__(kSampleThreads)
   };
   load(place.begin);  // under way while slices are merged
 
-  const SliceNumbers numbers = merge_slices(workspace, place.j);
-  // NaN is the largest of all.
-  const bool known = is_finite(numbers.largest) && numbers.sum == numbers.sum;
+  const RowLargest largest(workspace, place.j);
   const float temperature = params.temperature[place.request];
   const bool samples = temperature > 0.0f;
-  if (place.slice == 0 && threadIdx.x == 0) {
-    write_numbers(params, place, numbers, known, samples, workspace.rows[place.j]);
-  }
-  const float largest = numbers.changed_largest;
-  if (!samples || !known || !is_finite(largest)) return;
+  if (!samples || !largest.chooses()) return;
 
   const Filters filters(params, place.request);
   const DigitSums sums{counts, low, high};
@@ -137,7 +157,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     float weights[kTokensPerThread];
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
-      scaled[i] = (scaled[i] - largest) / divisor;
+      scaled[i] = (scaled[i] - largest.changed) / divisor;
       weights[i] = weight_of(scaled[i]);
     }
 #pragma unroll
