@@ -56,12 +56,14 @@ struct OpenKeys {
   __device__ __forceinline__ void for_packs_of(int slice, Visit visit) const {
     const uint32_t* of_slice = keys + int64_t{slice} * slice_size;
     const int count = sifted[slice].num_open;
+#pragma unroll 1
     for (int i = threadIdx.x % 32 * kSize; i < count; i += 32 * kSize) {
       visit(load16(of_slice + i), min(count - i, kSize));
     }
   }
   template <typename Visit>
   __device__ __forceinline__ void for_packs(Visit visit) const {
+#pragma unroll 1
     for (int slice = threadIdx.x / 32; slice < num_slices; slice += kDrawWarps) {
       for_packs_of(slice, visit);
     }
@@ -198,6 +200,7 @@ struct CommonBits {
 
 __device__ __forceinline__ CommonBits common_bits(const OpenKeys& open) {
   CommonBits bits{~0u, 0};
+#pragma unroll 1
   for (int slice = threadIdx.x % 32; slice < open.num_slices; slice += 32) {
     bits.all_of &= open.sifted[slice].all_of;
     bits.any_of |= open.sifted[slice].any_of;
@@ -271,6 +274,7 @@ struct KeptSlices {
 __device__ __forceinline__ int end_of_equals(const float* values, int begin, int end, uint32_t key,
                                              int rank) {
   EECORE_SHARED(int, found, 1);
+#pragma unroll 1
   for (int first = begin; first < end; first += kDrawThreads) {
     const int id = first + static_cast<int>(threadIdx.x);
     const bool equal = id < end && key_of(values[id]) == key;
@@ -294,6 +298,7 @@ __device__ __forceinline__ KeptSlices filtered_slices(const OpenKeys& open, Last
   EECORE_SHARED(double, sum_of_slice, kMostSlices);
   EECORE_SHARED(int, equals_of_slice, kMostSlices);
   EECORE_SHARED(int, edge, 2);  // the slice in which the last tokens that stay are; how many there
+#pragma unroll 1
   for (int slice = threadIdx.x / 32; slice < open.num_slices; slice += kDrawWarps) {
     double sum = 0.0;
     int equals = 0;

@@ -47,10 +47,12 @@ __device__ __forceinline__ void mark_chunk(const SampleTokensParams& params, int
   // An id outside of the vocabulary may lie within the last chunk, where nobody asks for it.
   const auto exists = [=](int64_t token) { return token >= begin && token < begin + kSampleChunk; };
   const int64_t* seen = params.seen + request * params.num_seen;
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < params.num_seen; i += kSampleThreads) {
     if (exists(seen[i])) atomicOr(marks + (seen[i] - begin), Penalties::kSeen);
   }
   const int64_t* generated = params.generated + request * params.num_generated;
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < params.num_generated; i += kSampleThreads) {
     if (exists(generated[i])) atomicAdd(marks + (generated[i] - begin), 1);
   }
@@ -58,6 +60,7 @@ __device__ __forceinline__ void mark_chunk(const SampleTokensParams& params, int
     const int64_t* drafts = params.round_tokens + request * params.round_width;
     const int64_t end =
         min(position - params.first_position[request] + 1, int64_t{params.round_width});
+#pragma unroll 1
     for (int64_t i = 1 + threadIdx.x; i < end; i += kSampleThreads) {
       if (!exists(drafts[i])) continue;
       // Both at once could carry from the count into the mark.
@@ -67,6 +70,7 @@ __device__ __forceinline__ void mark_chunk(const SampleTokensParams& params, int
   }
   const int64_t* ids = params.bias_ids + request * params.num_bias;
   const float* bias = params.bias + request * params.num_bias;
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < params.num_bias; i += kSampleThreads) {
     if (exists(ids[i])) biases[ids[i] - begin] = bias[i];
   }
@@ -151,6 +155,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const Penalties penalties(params, request);
   float* const changed = workspace.values + place.j * workspace.value_stride;
   SliceNumbers numbers = no_numbers();
+#pragma unroll 1
   for (int begin = place.begin; begin < place.end; begin += kSampleChunk) {
     const int at = static_cast<int>(threadIdx.x) * kTokensPerThread, token = begin + at;
     float values[kTokensPerThread];
@@ -162,6 +167,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     for (int i = 0; i < kTokensPerThread; ++i) biases[at + i] += values[i];
     __syncthreads();
     const int count = min(kSampleChunk, place.end - begin);
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kSampleThreads) {
       const float value = penalties(biases[i], marks[i]);
       changed[begin + i] = value;
@@ -181,6 +187,7 @@ __global__ void __launch_bounds__(kSampleThreads)
     for (int i = 0; i < 2; ++i) params.uniform[2 * w + i] = uniform_float(random, i);
   }
   if (params.temperature[request] > 0.0f && Filters(params, request).by_rank()) {
+#pragma unroll 1
     for (int i = place.slice * kSampleThreads + threadIdx.x; i < kNumDigits;
          i += workspace.num_slices * kSampleThreads) {
       workspace.counts[int64_t{place.j} * kNumDigits + i] = 0;

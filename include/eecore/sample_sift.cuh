@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   double sum = 0.0;
   int num_open = 0;
   uint32_t all_of = ~0u, any_of = 0;
+#pragma unroll 1
   for (int begin = place.begin; begin < place.end; begin += kSampleChunk) {
     if (begin != place.begin) load(begin);
     uint32_t open = 0;

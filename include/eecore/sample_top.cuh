@@ -35,6 +35,7 @@ __device__ __forceinline__ unsigned long long next_of_thread(const Logits<T>& lo
                                                              const SlicePlace& place,
                                                              unsigned long long last) {
   unsigned long long next = 0;
+#pragma unroll 1
   for (int begin = place.begin; begin < place.end; begin += kSampleChunk) {
     const int token = begin + static_cast<int>(threadIdx.x) * kTokensPerThread;
     float values[kTokensPerThread];
@@ -60,6 +61,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   const Logits<T> logits = place.logits<T>(params);
   unsigned long long* const top = workspace.top + place.number(workspace) * params.num_top;
   unsigned long long mine = next_of_thread(logits, place, ~0ull);
+#pragma unroll 1
   for (int64_t k = 0; k < params.num_top; ++k) {
     // Two halves by turns: a barrier lies between those who read one and who writes it again.
     const Shared<unsigned long long> half = of_warp + k % 2 * kSampleWarps;
@@ -102,6 +104,7 @@ __global__ void __launch_bounds__(32)
     next[i] = load(i, 0);
     taken[i] = 0;
   }
+#pragma unroll 1
   for (int64_t k = 0; k < params.num_top; ++k) {
     unsigned long long largest = 0;
 #pragma unroll

@@ -16,6 +16,7 @@ struct RowLargest {
     const SliceNumbers* of_row = workspace.numbers + int64_t{j} * workspace.num_slices;
     float sum = 0.0f;  // NaN is the largest of all
     raw = changed = -INFINITY;
+#pragma unroll 1
     for (int slice = threadIdx.x % 32; slice < workspace.num_slices; slice += 32) {
       const SliceNumbers numbers = of_row[slice];
       raw = fmaxf(raw, numbers.largest);
@@ -39,6 +40,7 @@ __device__ __forceinline__ void write_numbers(const SampleTokensParams& params,
   const bool samples = params.temperature[place.request] > 0.0f;
   const SliceNumbers* of_row = workspace.numbers + int64_t{place.j} * workspace.num_slices;
   SliceNumbers numbers = no_numbers();
+#pragma unroll 1
   for (int slice = threadIdx.x % 32; slice < workspace.num_slices; slice += 32) {
     numbers = merged(numbers, of_row[slice]);
   }
@@ -150,6 +152,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
   const float divisor = fmaxf(temperature, kMinTemperature);
   double sum = 0.0;
+#pragma unroll 1
   for (int begin = place.begin; begin < place.end; begin += kSampleChunk) {
     const int token = begin + static_cast<int>(threadIdx.x) * kTokensPerThread;
     if (token >= place.end) break;
