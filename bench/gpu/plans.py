@@ -23,6 +23,7 @@ from bench.gpu.product_plans import (
     skinny_gated_linear,
     skinny_linear,
 )
+from bench.gpu.sample_plan import sample_tokens
 
 MLP_UNITS, MLP_MAX_ROWS, MLP_FINISH_ROWS = 4, 8, 8
 
@@ -201,7 +202,7 @@ PLANS: dict[str, Plan] = {
     "kv_fill": kv_fill,
     "paged_attention": paged_attention,
     "place_head": place_head,
-    "sample_tokens": one_pass(lambda call: call["logits"].shape[0]),
+    "sample_tokens": sample_tokens,
     "skinny_gated_linear": skinny_gated_linear,
     "skinny_linear": skinny_linear,
     "speculative_accept": greedy_or_sampled,

@@ -8,6 +8,75 @@
 
 namespace eecore::cuda {
 
+// Weights: `vocab_size`, at most 2^30, `aligned`, and load<kWhole>(token, end, weights), those of
+// the kSize tokens from `token` on, where the ones from `end` on weigh nothing. kWhole: all exist,
+// and `aligned`.
+
+// The token of a span of `weights`, from `begin` on and before `end`, at which the cumulative
+// weight, `before` in front of the span, exceeds `target`; the last that weighs something where
+// rounding puts the target behind the end, -1 where none does. The same in every thread of the
+// block.
+template <int kThreads, typename Weights>
+__device__ __forceinline__ int find_in_span(const Weights& weights, int begin, int end,
+                                            double before, double target) {
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kSize = Weights::kSize;
+  static_assert(kSize == 4);
+  EECORE_SHARED(double, sum_of_warp, kWarps);
+  EECORE_SHARED(int, hit_of_warp, kWarps);
+  EECORE_SHARED(int, last_of_warp, kWarps);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  double weight[kSize];
+  int last = -1;
+  for (int first = begin; first < end; first += kThreads * kSize) {
+    const int token = first + threadIdx.x * kSize;
+    weights.template load<false>(token, end, weight);
+    double inclusive = weight[0] + weight[1] + weight[2] + weight[3];
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const double earlier = __shfl_up_sync(kWholeWarp, inclusive, distance);
+      if (lane >= distance) inclusive += earlier;
+    }
+    double cumulative = __shfl_up_sync(kWholeWarp, inclusive, 1);
+    if (lane == 0) cumulative = 0.0;
+    if (lane == 31) sum_of_warp[warp] = inclusive;
+    __syncthreads();
+    double after = before;
+#pragma unroll 4
+    for (int i = 0; i < kWarps; ++i) {
+      if (i == warp) cumulative += after;
+      after += sum_of_warp[i];
+    }
+    int hit = -1, last_positive = -1;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      cumulative += weight[i];
+      if (weight[i] > 0.0) {
+        last_positive = token + i;
+        if (hit < 0 && cumulative > target) hit = token + i;
+      }
+    }
+    const unsigned hits = __ballot_sync(kWholeWarp, hit >= 0);
+    const unsigned positives = __ballot_sync(kWholeWarp, last_positive >= 0);
+    hit = __shfl_sync(kWholeWarp, hit, hits == 0 ? 0 : __ffs(static_cast<int>(hits)) - 1);
+    last_positive = __shfl_sync(kWholeWarp, last_positive,
+                                positives == 0 ? 0 : 31 - __clz(static_cast<int>(positives)));
+    if (lane == 0) {
+      hit_of_warp[warp] = hit;
+      last_of_warp[warp] = last_positive;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < kWarps; ++i) {
+      const int of_warp = hit_of_warp[i];
+      if (of_warp >= 0) return of_warp;
+      last = max(last, int{last_of_warp[i]});
+    }
+    before = after;
+  }
+  return last;
+}
+
 struct Drawn {
   int token;
   double total;  // sum of all weights
@@ -16,10 +85,6 @@ struct Drawn {
 // The token that u in [0, 1) hits, the same in every thread of the block; -1 when none has a
 // positive weight. Never a token of weight 0: the span that is hit has a positive sum, and in it
 // the last positive weight stands in where rounding puts the target behind the end.
-//
-// Weights: `vocab_size`, at most 2^30, `aligned`, and load<kWhole>(token, end, weights), those of
-// the kSize tokens from `token` on, where the ones from `end` on weigh nothing. kWhole: all exist,
-// and `aligned`.
 template <int kThreads, typename Weights>
 __device__ __forceinline__ Drawn draw(const Weights& weights, double u) {
   constexpr int kWarps = kThreads / 32;
@@ -27,9 +92,6 @@ __device__ __forceinline__ Drawn draw(const Weights& weights, double u) {
   static_assert(kSize == 4);
   constexpr int kPerWarp = 32 * kSize;  // that a warp loads at a time
   EECORE_SHARED(double, sum_of_span, kWarps);
-  EECORE_SHARED(double, sum_of_warp, kWarps);
-  EECORE_SHARED(int, hit_of_warp, kWarps);
-  EECORE_SHARED(int, last_of_warp, kWarps);
   const int vocab_size = static_cast<int>(weights.vocab_size);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
@@ -79,56 +141,9 @@ __device__ __forceinline__ Drawn draw(const Weights& weights, double u) {
     running += of_span;
   }
 
-  // The token that is hit, by a scan of the span's weights.
-  const int end = min((hit_span + 1) * span, vocab_size);
-  int last = -1;
-  for (int first = hit_span * span; first < end; first += kThreads * kSize) {
-    token = first + threadIdx.x * kSize;
-    weights.template load<false>(token, end, weight);
-    double inclusive = weight[0] + weight[1] + weight[2] + weight[3];
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const double earlier = __shfl_up_sync(kWholeWarp, inclusive, distance);
-      if (lane >= distance) inclusive += earlier;
-    }
-    double cumulative = __shfl_up_sync(kWholeWarp, inclusive, 1);
-    if (lane == 0) cumulative = 0.0;
-    if (lane == 31) sum_of_warp[warp] = inclusive;
-    __syncthreads();
-    double after = before;
-#pragma unroll 4
-    for (int i = 0; i < kWarps; ++i) {
-      if (i == warp) cumulative += after;
-      after += sum_of_warp[i];
-    }
-    int hit = -1, last_positive = -1;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      cumulative += weight[i];
-      if (weight[i] > 0.0) {
-        last_positive = token + i;
-        if (hit < 0 && cumulative > target) hit = token + i;
-      }
-    }
-    const unsigned hits = __ballot_sync(kWholeWarp, hit >= 0);
-    const unsigned positives = __ballot_sync(kWholeWarp, last_positive >= 0);
-    hit = __shfl_sync(kWholeWarp, hit, hits == 0 ? 0 : __ffs(static_cast<int>(hits)) - 1);
-    last_positive = __shfl_sync(kWholeWarp, last_positive,
-                                positives == 0 ? 0 : 31 - __clz(static_cast<int>(positives)));
-    if (lane == 0) {
-      hit_of_warp[warp] = hit;
-      last_of_warp[warp] = last_positive;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = 0; i < kWarps; ++i) {
-      const int of_warp = hit_of_warp[i];
-      if (of_warp >= 0) return {of_warp, total};
-      last = max(last, int{last_of_warp[i]});
-    }
-    before = after;
-  }
-  return {last, total};
+  return {find_in_span<kThreads>(weights, hit_span * span, min((hit_span + 1) * span, vocab_size),
+                                 before, target),
+          total};
 }
 
 }  // namespace eecore::cuda

@@ -25,6 +25,18 @@ __global__ void missing_barrier(float* out) {
   out[threadIdx.x] = numbers[(threadIdx.x + 33) % kThreads];
 }
 
+// Threads count in shared memory, and one reads what others may not have counted yet.
+template <bool kFaulty>
+__global__ void missing_barrier_of_atomics(float* out) {
+  EECORE_SHARED(int, count, 1);
+  if (threadIdx.x == 0) count[0] = 0;
+  __syncthreads();
+  atomicAdd(count + 0, 1);
+  atomicMax(count + 0, 1);
+  if (!kFaulty) __syncthreads();
+  out[threadIdx.x] = static_cast<float>(int{count[0]});
+}
+
 template <bool kFaulty>
 __global__ void missing_syncwarp(float* out) {
   EECORE_SHARED(float, numbers, kThreads);
@@ -396,6 +408,7 @@ void run(const std::string& fault, float* data, float* out) {
 #define EECORE_FAULT(name, ...) \
   if (fault == #name) return launch(#name, name<kFaulty>, shape, stream, ##__VA_ARGS__);
   EECORE_FAULT(missing_barrier, out)
+  EECORE_FAULT(missing_barrier_of_atomics, out)
   EECORE_FAULT(missing_syncwarp, out)
   EECORE_FAULT(missing_second_barrier, out)
   EECORE_FAULT(shared_out_of_bounds, out)

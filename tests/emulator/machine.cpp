@@ -151,6 +151,7 @@ struct Shadow {
   uint32_t write_time = 0, read_time = 0;
   uint16_t writer = kNobody, reader = kNobody;  // a thread, or one of the three above
   State state = kNeverWritten;
+  bool by_atomics = false;  // the last writes
 };
 
 // Barrier 0 is that of __syncthreads; the others are named.
@@ -289,6 +290,7 @@ void check_write(const Shadow& shadow, uint32_t offset, const char* how) {
 
 void mark_written(Shadow& shadow, Shadow::State state) {
   shadow.state = state;
+  shadow.by_atomics = false;
   shadow.writer = static_cast<uint16_t>(block.running->number);
   shadow.write_time = block.now;
   shadow.reader = kNobody;
@@ -556,6 +558,24 @@ unsigned char* write_shared(uint32_t offset, size_t bytes) {
       fail("writes " + where(at * kGranule) + ", into which its own cp.async is under way");
     }
     mark_written(block.shadow[at], Shadow::kWritten);
+  }
+  return block.shared.data() + offset;
+}
+
+unsigned char* change_shared(uint32_t offset, size_t bytes) {
+  check_bounds(offset, bytes);
+  for (uint32_t at = offset / kGranule; at * kGranule < offset + bytes; ++at) {
+    Shadow& shadow = block.shadow[at];
+    if (shadow.state == Shadow::kNeverWritten) {
+      fail("changes " + where(at * kGranule) + ", which nobody has written");
+    }
+    // Other atomics that nothing orders are no conflict, but all have to be over for what is.
+    const uint16_t writer = joined(shadow.writer, shadow.write_time);
+    if (shadow.by_atomics) shadow.writer = kNobody;
+    check_write(shadow, at * kGranule, "changes");
+    mark_written(shadow, Shadow::kWritten);
+    shadow.writer = writer;
+    shadow.by_atomics = true;
   }
   return block.shared.data() + offset;
 }

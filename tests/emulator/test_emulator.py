@@ -19,6 +19,7 @@ NUM_THREADS = 64
 
 FAULTS = {
     "missing_barrier": r"missing_barrier<true>: block \(0, 0, 0\): thread \(\d+, 0, 0\) reads byte",
+    "missing_barrier_of_atomics": r"(reads|changes) byte \d+ of static .* with no barrier between",
     "missing_syncwarp": r"missing_syncwarp<true>.* reads byte \d+ of static shared memory",
     "missing_second_barrier": r"byte \d+ .*, which thread \d+ (wrote|read) with no barrier between",
     "missing_wait_group": r"reads byte \d+ of dynamic .*cp\.async of thread \d+ is under way",

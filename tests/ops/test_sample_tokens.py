@@ -464,6 +464,89 @@ def test_the_most_probable_tokens_of_the_logits_as_they_came(
     check(logits, rows, sampled_rows(3, 65, num_top), device, purpose=0, positions=positions)
 
 
+# Of the CUDA kernels: tokens that a block takes at a time, and as many of those as have one each.
+CHUNK, MOST_SLICES = 2048, 128
+
+
+def few_rows(
+    logits: Tensor, ways: list[dict[str, float]], device: torch.device, num_top: int = 5
+) -> ops.SampledRows:
+    """That rows of logits give what the reference gives, in each of the ways."""
+    rows = sampling_rows(ways, random_ids(len(ways), 6, logits.shape[1]))
+    out = sampled_rows(len(ways), logits.shape[1], num_top, num_probs=len(ways))
+    return check(logits, rows, out, device, purpose=0, positions=torch.arange(len(ways)) + 3)
+
+
+@pytest.mark.parametrize("vocab_size", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 5])
+def test_any_number_of_slices(vocab_size: int, device: torch.device) -> None:
+    ways = [
+        {},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_k": vocab_size - 1, "repetition_penalty": 1.3},
+        {"top_p": 0.95, "temperature": 1.4, "min_p": 0.001},
+        {"temperature": 0.0, "presence_penalty": 0.5},
+    ]
+    few_rows(random_logits(len(ways), vocab_size), ways, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_vocabulary_of_a_real_model(dtype: torch.dtype, device: torch.device) -> None:
+    ways = [{}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9, "temperature": 0.8}]
+    few_rows(random_logits(len(ways), 128256).to(dtype), ways, device)
+
+
+def test_slices_of_several_chunks(device: torch.device) -> None:
+    ways = [{"top_k": 400, "top_p": 0.99, "repetition_penalty": 1.2}]
+    few_rows(random_logits(1, CHUNK * MOST_SLICES + 1), ways, device)
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.2, 0.5, 2 / 3, 0.999])
+def test_equals_stay_by_id_across_slices(share: float, device: torch.device) -> None:
+    """Of logits that are all the same, and of those with the bound's."""
+    vocab_size = 3 * CHUNK
+    flat = torch.full((1, vocab_size), 2.5)
+    got = few_rows(flat, [{"top_p": share}], device)
+    assert kept(got) == list(range(max(1, round(share * vocab_size))))
+    few_rows(flat, [{"top_p": share, "top_k": 7}], device)
+    ahead = flat.clone()
+    ahead[0, ::77] += 1.0
+    ahead[0, 1::5] -= 0.01
+    few_rows(ahead, [{"top_p": share}], device)
+    few_rows(ahead, [{"top_p": share, "top_k": 1000}], device)
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.03, 1.0, 40.0])
+def test_flat_and_steep_distributions(spread: float, device: torch.device) -> None:
+    """One logit is ahead of many whose keys begin with the same digits."""
+    vocab_size = 2 * CHUNK + 17
+    logits = spread / 3 * random_logits(4, vocab_size)
+    logits[:, 99] += 6.0
+    ways = [
+        {"top_p": 0.9},
+        {"top_p": 0.5, "temperature": 0.7},
+        {"top_k": 300, "top_p": 0.8},
+        {"top_k": 3000, "top_p": 0.97, "temperature": 1.3},
+    ]
+    few_rows(logits, ways, device)
+    few_rows(logits.to(torch.bfloat16), ways, device)
+
+
+def test_fewer_tokens_have_a_weight_than_top_k_asks_for(device: torch.device) -> None:
+    logits = torch.full((2, CHUNK + 9), -torch.inf)
+    logits[:, 5::600] = torch.tensor([0.0, 1.0, -300.0, 0.5])
+    few_rows(logits, [{"top_k": 40}, {"top_k": 40, "top_p": 0.9}], device)
+
+
+def test_the_most_probable_tokens_across_slices(device: torch.device) -> None:
+    vocab_size = 2 * CHUNK + 100
+    logits = random_logits(2, vocab_size).mul(4).round()  # with ties
+    logits[1] = 0.0
+    logits[1, -3:] = torch.tensor([-0.0, 1.0, -torch.inf])
+    ways = [{"temperature": 0.0}, {}]
+    few_rows(logits, ways, device, num_top=40)
+    few_rows(logits[:, -2:], ways, device, num_top=4)
+
+
 def test_positions_seeds_and_purposes_give_other_numbers(device: torch.device) -> None:
     """And large ones are not cut off."""
     numbers = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, -1]

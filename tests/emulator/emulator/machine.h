@@ -51,6 +51,8 @@ uint32_t dynamic_shared_begin();
 uint32_t dynamic_shared_end();
 unsigned char* read_shared(uint32_t offset, size_t bytes);   // checks, marks as read
 unsigned char* write_shared(uint32_t offset, size_t bytes);  // checks, marks as written
+// The same for an atomic, which does not conflict with other atomics.
+unsigned char* change_shared(uint32_t offset, size_t bytes);
 
 // cp.async: the data lands at the wait, or at any moment before.
 void start_copy(uint32_t to, const void* from, size_t bytes, size_t zeros);

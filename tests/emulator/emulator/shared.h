@@ -105,7 +105,39 @@ Shared<T> static_array(const void* key, size_t size) {
   return {begin, begin, static_cast<uint32_t>(begin + size * sizeof(T))};
 }
 
+// What was there before.
+template <typename T, typename Change>
+T exchange(const Shared<T>& address, Change change) {
+  static_assert(std::is_integral_v<T> && sizeof(T) == 4, "what shared memory has an atomic of");
+  touch_shared(address.checked(sizeof(T), alignof(T)), sizeof(T));
+  unsigned char* const at = change_shared(address.offset(), sizeof(T));
+  T before;
+  std::memcpy(&before, at, sizeof(T));
+  const T after = change(before);
+  std::memcpy(at, &after, sizeof(T));
+  return before;
+}
+
 }  // namespace emulator
+
+// ---- Atomics on shared memory ----
+
+template <typename T>
+T atomicAdd(const ::emulator::Shared<T>& address, std::type_identity_t<T> value) {
+  return ::emulator::exchange(address, [value](T x) { return static_cast<T>(x + value); });
+}
+template <typename T>
+T atomicOr(const ::emulator::Shared<T>& address, std::type_identity_t<T> value) {
+  return ::emulator::exchange(address, [value](T x) { return x | value; });
+}
+template <typename T>
+T atomicMax(const ::emulator::Shared<T>& address, std::type_identity_t<T> value) {
+  return ::emulator::exchange(address, [value](T x) { return x < value ? value : x; });
+}
+template <typename T>
+T atomicMin(const ::emulator::Shared<T>& address, std::type_identity_t<T> value) {
+  return ::emulator::exchange(address, [value](T x) { return value < x ? value : x; });
+}
 
 namespace eecore::cuda {
 
