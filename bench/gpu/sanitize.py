@@ -20,11 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("tests/ops", "tests/decoding/test_cuda_path.py", "tests/decoding/test_programs.py")
 FOUND, NO_TESTS = 9, 5  # exit codes: the sanitizer's when it finds something, and pytest's
-VARIABLES = {
-    "EECORE_REDUCED_CASES": "1",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-    "PYTEST_ADDOPTS": "",
-}
+VARIABLES = {"EECORE_REDUCED_CASES": "1", "PYTEST_ADDOPTS": ""}
+# Each tensor has an allocation of its own then; a graph's memory would not stay, though.
+OF_OPS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
@@ -33,12 +31,13 @@ def files_of(paths: Sequence[str]) -> list[Path]:
     return [file for path in found for file in ([path] if path.is_file() else path.glob("test_*"))]
 
 
-def run(command: Sequence[str], one_in: int) -> tuple[int, str]:
-    """How a command ended, and what it said."""
+def run(command: Sequence[str], file: Path, one_in: int) -> tuple[int, str]:
+    """How a command on a file of tests ended, and what it said."""
+    variables = {**VARIABLES, **(OF_OPS if file.parent.name == "ops" else {})}
     done = subprocess.run(
-        command,
+        [*command, str(file)],
         cwd=ROOT,
-        env={**os.environ, **VARIABLES, "EECORE_ONE_CASE_IN": str(one_in)},
+        env={**os.environ, **variables, "EECORE_ONE_CASE_IN": str(one_in)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -62,7 +61,7 @@ def main(words: Sequence[str]) -> int:
     passed, bad = 0, []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {
-            pool.submit(run, [*checked, sys.executable, *tests, str(file)], arguments.one_in): file
+            pool.submit(run, [*checked, sys.executable, *tests], file, arguments.one_in): file
             for file in files_of(arguments.paths)
         }
         for done in as_completed(running):

@@ -86,29 +86,38 @@ __device__ __forceinline__ Pack<T> from_floats(const float (&in)[Pack<T>::kSize]
   return pack;
 }
 
-// The pack at `from`, of which only the first `count` elements exist; the rest are zero. `aligned`
-// says that `from` and its row stride allow 16-byte accesses.
-//
-// Both ways end in whole words: elements, which a load of 16 bytes would have to be taken apart
-// into where the ways meet, would have it waited for there.
+// 16 bytes as they are loaded. Where ways meet of which one has loaded them whole they stay so: to
+// be taken apart into elements there, they would be waited for.
+using Words = Pack<uint32_t>;
+
 template <typename T>
-__device__ __forceinline__ Pack<T> load_pack(const T* from, int64_t count, bool aligned) {
-  Pack<uint32_t> words;
-  if (aligned && count >= Pack<T>::kSize) {
-    words = load16(reinterpret_cast<const uint32_t*>(from));
-  } else {
-    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+__device__ __forceinline__ Pack<T> elements_of(const Words& words) {
+  return reinterpret_cast<const Pack<T>&>(words);
+}
+
+// The words at `from`, of which only the first `count` elements exist; the rest are zero. `aligned`
+// says that `from` and its row stride allow 16-byte accesses.
+template <typename T>
+__device__ __forceinline__ Words load_words(const T* from, int64_t count, bool aligned) {
+  if (aligned && count >= Pack<T>::kSize) return load16(reinterpret_cast<const uint32_t*>(from));
+  constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+  Words words;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words.values[i] = 0;
+  for (int i = 0; i < 4; ++i) {
+    words.values[i] = 0;
 #pragma unroll
-      for (int j = 0; j < kPerWord; ++j) {
-        const int at = i * kPerWord + j;
-        if (at < count) words.values[i] |= element_bits(from[at]) << (32 / kPerWord * j);
-      }
+    for (int j = 0; j < kPerWord; ++j) {
+      const int at = i * kPerWord + j;
+      if (at < count) words.values[i] |= element_bits(from[at]) << (32 / kPerWord * j);
     }
   }
-  return reinterpret_cast<const Pack<T>&>(words);
+  return words;
+}
+
+// The same as elements.
+template <typename T>
+__device__ __forceinline__ Pack<T> load_pack(const T* from, int64_t count, bool aligned) {
+  return elements_of<T>(load_words(from, count, aligned));
 }
 
 template <typename T>

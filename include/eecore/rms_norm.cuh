@@ -80,6 +80,47 @@ struct RmsNormRows {
   bool x_aligned, weight_aligned;
 };
 
+// What scale_row leaves of a normed row, or of one that is copied, of kMostKept packs a thread at
+// most: those stay in registers, and all loads are under way together. With kWhole 16 bytes each.
+constexpr int kMostKept = 4;
+template <bool kWhole, typename T>
+__device__ __forceinline__ void norm_kept_row(const RmsNormRows& params, const T* x, T* out) {
+  constexpr int kSize = Pack<T>::kSize, kStep = kRmsNormThreads * kSize;
+  const bool is_normed = params.norm_weight != nullptr;
+  const T* weight = is_normed ? static_cast<const T*>(params.norm_weight) : x;
+  const int size = static_cast<int>(params.size);
+  const int padded_size = static_cast<int>(params.padded_size);
+  const int first = static_cast<int>(threadIdx.x) * kSize;
+  const auto load = [&](const T* row, int i) {
+    if constexpr (kWhole) {
+      return i < size ? load16(reinterpret_cast<const uint32_t*>(row + i)) : Words{};
+    } else {
+      return load_words(row + i, size - i, params.x_aligned && params.weight_aligned);
+    }
+  };
+  Words words[kMostKept], factors[kMostKept];
+#pragma unroll
+  for (int j = 0; j < kMostKept; ++j) {
+    words[j] = load(x, first + j * kStep);
+    factors[j] = load(weight, first + j * kStep);
+  }
+  float scale = 1.0f;
+  if (is_normed) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kMostKept; ++j) add_squares(elements_of<T>(words[j]), squares);
+    scale = inverse_rms(reduce_block<kRmsNormThreads>(squares), size, params.eps);
+  }
+#pragma unroll
+  for (int j = 0; j < kMostKept; ++j) {
+    const int i = first + j * kStep;
+    if (i >= padded_size) break;
+    Pack<T> pack = elements_of<T>(words[j]);
+    if (is_normed) scale_pack(pack, elements_of<T>(factors[j]), scale);
+    store16(out + i, pack);
+  }
+}
+
 // Grid: one block for each row.
 template <typename T>
 __global__ void __launch_bounds__(kRmsNormThreads) rms_norm_kernel(RmsNormRows params) {
@@ -87,11 +128,20 @@ __global__ void __launch_bounds__(kRmsNormThreads) rms_norm_kernel(RmsNormRows p
   let_next_kernel_start();
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + row * params.x_stride;
+  T* out = static_cast<T*>(params.out) + row * params.padded_size;
+  if (params.padded_size <= kMostKept * kRmsNormThreads * Pack<T>::kSize) {
+    if (params.x_aligned && params.weight_aligned && params.size % Pack<T>::kSize == 0) {
+      norm_kept_row<true>(params, x, out);
+    } else {
+      norm_kept_row<false>(params, x, out);
+    }
+    return;
+  }
   const T* weight = static_cast<const T*>(params.norm_weight);
   float scale = 1.0f;
   if (weight != nullptr) scale = inverse_rms(x, params.size, params.x_aligned, params.eps);
   scale_row(x, weight, scale, params.size, params.x_aligned, params.weight_aligned,
-            params.padded_size, static_cast<T*>(params.out) + row * params.padded_size);
+            params.padded_size, out);
 }
 
 }  // namespace eecore::cuda

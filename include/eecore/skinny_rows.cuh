@@ -62,28 +62,31 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
   const Shared<T> weight = to + count * stride;
   const auto load = [&](const T* row, int i, bool aligned) {
     if constexpr (kWhole) {
-      return i < size ? load16(row + i) : Pack<T>{};
+      return i < size ? load16(reinterpret_cast<const uint32_t*>(row + i)) : Words{};
     } else {
-      return load_pack(row + i, size - i, aligned);
+      return load_words(row + i, size - i, aligned);
     }
   };
 
-  // What all rows have at a place is under way together. Each thread reads back what it wrote.
+  // What all rows have at a place is under way together, and so is the weight, or what stands in
+  // for none. Each thread reads back what it wrote.
+  const T* factors_from = is_normed ? norm_weight : x;
   float squares[kMost] = {};
   for (int i = first; i < padded_size; i += kStep) {
-    Pack<T> packs[kMost], factors;
+    Words words[kMost], factors;
 #pragma unroll
     for (int row = 0; row < kMost; ++row) {
-      if (row < count) packs[row] = load(x + row * rows.x_stride, i, rows.x_aligned);
+      if (row < count) words[row] = load(x + row * rows.x_stride, i, rows.x_aligned);
     }
-    if (is_normed) factors = load(norm_weight, i, rows.weight_aligned);
+    factors = load(factors_from, i, rows.weight_aligned && rows.x_aligned);
 #pragma unroll
     for (int row = 0; row < kMost; ++row) {
       if (row >= count) break;
-      shared_store16(to + (row * stride + i), packs[row]);
-      add_squares(packs[row], squares[row]);
+      const Pack<T> pack = elements_of<T>(words[row]);
+      shared_store16(to + (row * stride + i), pack);
+      add_squares(pack, squares[row]);
     }
-    if (is_normed) shared_store16(weight + i, factors);
+    shared_store16(weight + i, elements_of<T>(factors));
   }
   if (!is_normed) return;
 

@@ -140,8 +140,8 @@ def test_a_byte_of_cache_holds_more_tokens(tiny_directory: Path) -> None:
 def test_the_automatic_size_follows_the_dtype(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eecore.generation.free_memory", lambda: 1 << 22)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 22, 1 << 23))
+    monkeypatch.setattr("eecore.generation.free_memory", lambda: 1 << 24)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 24, 1 << 25))
     plain = load(tiny_directory, dtype="float32").engine_config.kv_cache_tokens
     narrow = load(tiny_directory, dtype="float32", kv_cache_dtype="fp8").engine_config
     assert narrow.kv_cache_tokens // 4 == plain
