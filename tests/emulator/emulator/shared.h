@@ -105,12 +105,11 @@ Shared<T> static_array(const void* key, size_t size) {
   return {begin, begin, static_cast<uint32_t>(begin + size * sizeof(T))};
 }
 
-// What was there before.
+// What was there before. Its bank is not counted: which lanes meet there hangs on the data.
 template <typename T, typename Change>
 T exchange(const Shared<T>& address, Change change) {
   static_assert(std::is_integral_v<T> && sizeof(T) == 4, "what shared memory has an atomic of");
-  touch_shared(address.checked(sizeof(T), alignof(T)), sizeof(T));
-  unsigned char* const at = change_shared(address.offset(), sizeof(T));
+  unsigned char* const at = change_shared(address.checked(sizeof(T), alignof(T)), sizeof(T));
   T before;
   std::memcpy(&before, at, sizeof(T));
   const T after = change(before);
