@@ -1,7 +1,7 @@
 """What the model of time knows of a GPU: a few constants, each with where it comes from.
 
-No GPU has been at hand, so that none of them was measured here. ``bench gpu`` measures the
-bandwidth of a copy and the rate of a product in the same run; these are for before there is one.
+They are for before there is one at hand, and were not measured here: ``bench gpu`` measures the
+bandwidth of a copy and of a sum, and the rate of a product, in the run that it compares.
 """
 
 from __future__ import annotations

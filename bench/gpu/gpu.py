@@ -34,9 +34,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 def commit() -> str:
-    """The commit of the checkout, with a mark when it has changes; EECORE_COMMIT without git."""
+    """EECORE_COMMIT, or the commit of the checkout, with a mark when it has changes."""
+    if given := os.environ.get("EECORE_COMMIT"):
+        return given
     try:
-        text = subprocess.run(
+        return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
             cwd=ROOT,
             capture_output=True,
@@ -44,8 +46,7 @@ def commit() -> str:
             check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("EECORE_COMMIT", "unknown")
-    return text
+        return "unknown"
 
 
 def driver() -> str:

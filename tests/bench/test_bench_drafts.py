@@ -61,13 +61,13 @@ def test_other_tokens_than_those_of_full_end_the_run(
 def test_what_an_answer_took_begins_with_the_last_first_token() -> None:
     def output(first: float, total: float, tokens: int) -> SimpleNamespace:
         fields = {"drafted": 3, "accepted": 2, "generated_tokens": tokens}
-        return SimpleNamespace(
-            stats=SimpleNamespace(time_to_first_token_s=first, total_s=total, **fields)
-        )
+        stats = SimpleNamespace(time_to_first_token_s=first, total_s=total, **fields)
+        return SimpleNamespace(stats=stats, token_ids=[tokens])
 
     mode = bench_drafts.Mode("any")
     turn = [output(1.0, 4.0, 11), output(2.0, 3.0, 6)]
-    mode.record([turn, turn])  # type: ignore[list-item]
+    mode.record([turn, turn], turn[:1] + turn[:1])  # type: ignore[list-item, arg-type]
+    assert mode.others == 1  # of the second, full depth had another answer
     assert mode.seconds == [[2.0, 2.0]]
     assert (mode.tokens, mode.drafted, mode.accepted) == (15, 6, 4)
 

@@ -182,7 +182,7 @@ def test_gpus_are_known_by_what_torch_calls_them() -> None:
 
 def measured_row(microseconds: float) -> dict[str, Any]:
     row = {"op": "skinny_linear", "case": "64 -> 96, B=1", "dtype": "bfloat16", "GB/s": 1.0}
-    return row | {"of copy": 0.5, "targets": {}, "microseconds": microseconds}
+    return row | {"of copy": 0.5, "of read": 0.4, "targets": {}, "microseconds": microseconds}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_time_that_contradicts_the_model_is_a_finding(times: float, is_finding
     gpu_bench.compare(row, expected)
     assert row["finding"] is is_finding is contradicts(row["microseconds"], expected * 1e6)
     about = {"device": "NVIDIA H100", "driver": "", "torch": "", "commit": ""}
-    table = gpu_bench.table({**about, "copy": 1.0, "matmul": 1.0, "rows": [row]})
+    table = gpu_bench.table({**about, "copy": 1.0, "read": 1.0, "matmul": 1.0, "rows": [row]})
     assert f"| {expected * 1e6:.1f} |" in table
     assert ("Findings:" in table) is is_finding
 
