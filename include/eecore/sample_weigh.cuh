@@ -106,12 +106,15 @@ __device__ __forceinline__ void add_tokens(const float (&scaled)[kTokensPerThrea
   }
 }
 
+// Of a multiprocessor. Left to itself ptxas finds more of them worth spilled registers.
+constexpr int kWeighBlocks = 4;
+
 // Grid: num_rows by num_slices + 1; the last block of a row writes its numbers. Writes the scaled
 // values of rows that draw; the sums of their slices' weights, or where filters ask for the most
 // probable tokens, counts and masses of digits. Tokens of no weight count for nothing: they are
 // behind all others.
 template <typename T>
-__global__ void __launch_bounds__(kSampleThreads)
+__global__ void __launch_bounds__(kSampleThreads, kWeighBlocks)
     sample_weigh_kernel(SampleTokensParams params, SampleWorkspace workspace) {
   wait_for_previous_kernel();
   let_next_kernel_start();

@@ -48,8 +48,8 @@ __device__ __forceinline__ void prefetch_row(const T* row, int64_t size) {
 }
 
 // Makes `count` rows, kMost at most, ready from `to` on. With kWhole all of them and the norm's
-// weight are read 16 bytes at a time.
-template <int kMost, bool kWhole, typename T>
+// weight are read 16 bytes at a time; with kIsSmall the rows are scaled one by one.
+template <int kMost, bool kWhole, bool kIsSmall, typename T>
 __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int count, Shared<T> to,
                                                  int stride) {
   static_assert(kSkinnyThreads == kRmsNormThreads, "else sums of squares are in another order");
@@ -103,6 +103,18 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
 #pragma unroll
   for (int warp = 1; warp < kSkinnyWarps; ++warp) total += parts[warp * kMost + own];
   const float own_scale = inverse_rms(total, size, rows.eps);
+  if constexpr (kIsSmall) {
+#pragma unroll 1
+    for (int row = 0; row < count; ++row) {
+      const float scale = __shfl_sync(kWholeWarp, own_scale, row);
+      for (int i = first; i < padded_size; i += kStep) {
+        Pack<T> pack = shared_load16(to + (row * stride + i));
+        scale_pack(pack, shared_load16(weight + i), scale);
+        shared_store16(to + (row * stride + i), pack);
+      }
+    }
+    return;
+  }
   float scales[kMost];
 #pragma unroll
   for (int row = 0; row < kMost; ++row) scales[row] = __shfl_sync(kWholeWarp, own_scale, row);
@@ -124,17 +136,18 @@ __device__ __forceinline__ void fill_shared_rows(const RmsNormRows& rows, int co
 
 // Makes `count` rows (1 to kMostSharedRows) ready from `to` on, `stride` elements apart, where
 // shared_rows_bytes are free. All threads of the block call it; `out` of the rows is not looked at.
-// The usual cases have code of their own, which is short: what runs once is waited for.
-template <typename T>
+// The usual cases have code of their own, which is short: what runs once is waited for. Of a packed
+// weight, whose kernels have no registers to spare, that is a single row alone.
+template <bool kIsOfPacked, typename T>
 __device__ __forceinline__ SharedRows<T> make_shared_rows(const RmsNormRows& rows, int count,
                                                           Shared<T> to, int stride) {
   const bool is_whole = rows.x_aligned && rows.weight_aligned && rows.size % Pack<T>::kSize == 0;
   if (is_whole && count == 1) {
-    fill_shared_rows<1, true>(rows, count, to, stride);
-  } else if (is_whole) {
-    fill_shared_rows<kMostSharedRows, true>(rows, count, to, stride);
+    fill_shared_rows<1, true, kIsOfPacked>(rows, count, to, stride);
+  } else if (!kIsOfPacked && is_whole) {
+    fill_shared_rows<kMostSharedRows, true, kIsOfPacked>(rows, count, to, stride);
   } else {
-    fill_shared_rows<kMostSharedRows, false>(rows, count, to, stride);
+    fill_shared_rows<kMostSharedRows, false, kIsOfPacked>(rows, count, to, stride);
   }
   __syncthreads();
   return {to, stride, count};
@@ -168,8 +181,8 @@ __device__ __forceinline__ auto start_product(const Params& params, const Skinny
                            params.eps,
                            plan.x_aligned,
                            plan.norm_aligned};
-    return make_shared_rows<T>(rows, x.count, dynamic_shared<T>(shared_at),
-                               shared_row_stride<T, W>(plan.num_chunks));
+    return make_shared_rows<kIsPacked<W>, T>(rows, x.count, dynamic_shared<T>(shared_at),
+                                             shared_row_stride<T, W>(plan.num_chunks));
   } else {
     return x;
   }
