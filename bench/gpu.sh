@@ -8,7 +8,7 @@
 #   FOLDER      gets gpu-<device>[-decode].json and .md, and the logs (bench/results)
 #   PART        first, tests, bench, decode, runtime, memcheck, racecheck: these instead of all, behind the
 #               build. first is a little of each, and what is likeliest to go wrong. The limits of the
-#               steps and of the build are 9 minutes for it, 24 for all
+#               steps and of the build are 9 minutes for it, 26 for all
 #
 #   PYTHON      an interpreter that has torch >= 2.10 for CUDA, pybind11, cmake, ninja, setuptools, pytest and
 #               pytest-timeout (python3); nothing is installed into it

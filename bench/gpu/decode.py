@@ -357,6 +357,8 @@ def table(result: dict[str, Any]) -> str:
             note(row),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    if result["not_run"]:
+        lines += ["", f"No time was left for {', '.join(dict.fromkeys(result['not_run']))}."]
     return "\n".join(lines)
 
 

@@ -159,8 +159,8 @@ def paged_attention(
         sliding_window: how many keys a query sees, itself included; 0 for all.
         fixed_split_size: keys per split of a long context; 0 lets the call's shape decide. With a
             fixed size a row's result does not depend, to the bit, on the rest of the batch, on the
-            queries that come with it (one when decoding, several when verifying) or, on the CPU, on
-            the number of threads.
+            queries that come with it (one when decoding, several when verifying; on a GPU up to 32
+            of a sequence) or, on the CPU, on the number of threads.
         position_bias: float32 [num_buckets, num_q_heads], added to the scaled scores; 2 to 128
             buckets, or, when ``bidirectional``, an even number of 4 to 256.
         max_distance: where the last bucket starts; more than half the buckets of a side.
