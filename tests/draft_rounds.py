@@ -95,6 +95,14 @@ class Rounds:
             self.whole(VOCAB_SIZE + 1, rows) - 1, self.whole(room, rows), self.whole(width, rows)
         )
 
+    def ahead(self, num_ended: int, num_steps: int = 3) -> ops.DraftedAhead:
+        """Behind a round of so many rows."""
+        return ops.DraftedAhead(
+            self.whole(VOCAB_SIZE, num_ended, num_steps + 1),
+            self.uniform(num_ended, num_steps),
+            self.whole(num_steps + 1, num_ended),
+        )
+
 
 Rows = ops.ActiveRows | ops.DraftRound | ops.EndedRound | ops.Verification
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import gguf
@@ -34,6 +35,7 @@ def begin_round(
     page_size: int,
     ended: ops.EndedRound | None = None,
     sources: Tensor | None = None,
+    ahead: ops.DraftedAhead | None = None,
 ) -> tuple[ops.DraftRound, ops.ActiveRows]:
     """A round and its active rows at its start, row by row; see eecore.ops.begin_round."""
     made, rows = _copied(given), _copied(active)
@@ -42,16 +44,24 @@ def begin_round(
         token, position, left = (
             int(tensor[row]) for tensor in (given.token_ids, given.start, given.tokens_left)
         )
-        if ended is not None and sources is not None and sources[row] >= 0:
-            token, position, left = (int(tensor[int(sources[row])]) for tensor in ended)
+        source = -1 if sources is None else int(sources[row])
+        if ended is not None and source >= 0:
+            token, position, left = (int(tensor[source]) for tensor in ended)
         most = max(min(int(given.max_drafts[row]), left - 1, num_steps), -1)
         made.first_position[row], made.left[row], made.most[row] = position, left, most
-        own = given.num_given is None or int(given.num_given[row]) < 0
-        made.tokens[row, 0], made.num_drafted[row], made.done[row] = token, 0, most <= 0 or not own
-        if given.drafts is not None and given.num_given is not None and not own:
-            count = max(min(int(given.num_given[row]), most), 0)
+        drafts: list[int] | None = None
+        if given.drafts is not None and given.num_given is not None and given.num_given[row] >= 0:
+            drafts = given.drafts[row, : int(given.num_given[row])].tolist()
+        if ahead is not None and source >= 0:
+            its = ahead.tokens[source, 1 : int(ahead.num_drafted[source]) + 1].tolist()
+            pairs = zip(its, ahead.probabilities[source].tolist(), strict=False)
+            drafts = [t for t, _ in takewhile(lambda p: p[1] >= given.thresholds[row], pairs)]
+        done = most <= 0 or drafts is not None
+        made.tokens[row, 0], made.num_drafted[row], made.done[row] = token, 0, done
+        if drafts is not None:
+            count = max(min(len(drafts), most), 0)
             made.num_drafted[row] = count
-            made.tokens[row, 1 : count + 1] = given.drafts[row, :count]
+            made.tokens[row, 1 : count + 1] = torch.tensor(drafts[:count], dtype=torch.int64)
         made.round_slots[row] = -1
         for k in range(most + 1):
             page, offset = divmod(position + k, page_size)

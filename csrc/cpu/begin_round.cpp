@@ -2,6 +2,18 @@
 #include "kernel.h"
 
 namespace eecore::cpu::EECORE_CAPABILITY {
+namespace {
+
+// How many of the drafts behind the round that a row goes on from are likely enough.
+int64_t sure_drafts(const BeginRoundParams& params, int64_t row, int64_t source) {
+  const int64_t drafted = min_of(params.num_ahead[source], params.ahead_steps);
+  const float* probabilities = params.ahead_probabilities + source * params.ahead_steps;
+  int64_t sure = 0;
+  while (sure < drafted && probabilities[sure] >= params.thresholds[row]) ++sure;
+  return sure;
+}
+
+}  // namespace
 
 void run_begin_round(const BeginRoundParams& params, const Parallel&) {
   const int64_t width = params.num_steps + 1, size = params.page_size;
@@ -15,7 +27,12 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     const int64_t left = follows ? params.next_left[source] : params.tokens_left[row];
     const int64_t most = max_of(
         min_of(min_of(params.max_drafts[row], wrapping_add(left, -1)), params.num_steps), -1);
-    const int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
+    int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
+    const int64_t* its_drafts = params.drafts + row * params.num_steps;
+    if (follows && params.ahead_tokens != nullptr) {
+      its_drafts = params.ahead_tokens + source * (params.ahead_steps + 1) + 1;
+      given = sure_drafts(params, row, source);
+    }
     const bool done = most <= 0 || given >= 0;
     params.first_position[row] = position;
     params.left[row] = left;
@@ -24,7 +41,7 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     const int64_t num_drafted = max_of(min_of(given, most), 0);
     params.num_drafted[row] = num_drafted;
     for (int64_t k = 0; k < num_drafted; ++k) {
-      params.tokens[row * width + 1 + k] = params.drafts[row * params.num_steps + k];
+      params.tokens[row * width + 1 + k] = its_drafts[k];
     }
     params.done[row] = done;
     all_done = all_done && done;

@@ -13,6 +13,8 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
                  const OptionalTensor& sources, const OptionalTensor& next_token,
                  const OptionalTensor& next_position, const OptionalTensor& next_left,
                  const OptionalTensor& drafts, const OptionalTensor& num_given,
+                 const OptionalTensor& ahead_tokens, const OptionalTensor& ahead_probabilities,
+                 const OptionalTensor& num_ahead, const OptionalTensor& thresholds,
                  Tensor first_position, Tensor left, Tensor round_slots, Tensor tokens,
                  Tensor num_drafted, Tensor most, Tensor done, Tensor all_done, Tensor row,
                  Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
@@ -34,6 +36,25 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   const bool has_drafts = check(drafts, "drafts", Accept::kInt64, {"num_rows", "num_steps"});
   check.require(check(num_given, "num_given", Accept::kInt64, {"num_rows"}) == has_drafts,
                 "drafts: expected them with num_given, or neither, got one");
+  const int ahead =
+      check(ahead_tokens, "ahead_tokens", Accept::kInt64, {"num_ended", "ahead_steps + 1"}) +
+      check(ahead_probabilities, "ahead_probabilities", Accept::kFloat32,
+            {"num_ended", "ahead_steps"}) +
+      check(num_ahead, "num_ahead", Accept::kInt64, {"num_ended"}) +
+      check(thresholds, "thresholds", Accept::kFloat32, {"num_rows"});
+  check.require(ahead == 0 || ahead == 4,
+                "ahead_tokens: expected all of ahead_tokens, ahead_probabilities, num_ahead and "
+                "thresholds, or none, got ",
+                ahead, " of them");
+  check.require(ahead == 0 || (given == 4 && has_drafts),
+                "ahead_tokens: expected sources and drafts with them, got no ",
+                given == 4 ? "drafts" : "sources");
+  if (ahead != 0) {
+    const int64_t steps = check["ahead_steps + 1"] - 1;
+    check.require(check["ahead_steps"] == steps, "ahead_probabilities: expected [num_ended, ",
+                  steps, "], one fewer than ahead_tokens, got [", check["num_ended"], ", ",
+                  check["ahead_steps"], "]");
+  }
   check.written(first_position, "first_position", Accept::kInt64, {"num_rows"});
   check.written(left, "left", Accept::kInt64, {"num_rows"});
   check.written(round_slots, "round_slots", Accept::kInt64, {"num_rows", "num_steps + 1"});
@@ -68,6 +89,11 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   params.next_left = data_or_null<const int64_t>(next_left);
   params.drafts = data_or_null<const int64_t>(drafts);
   params.num_given = data_or_null<const int64_t>(num_given);
+  params.ahead_tokens = data_or_null<const int64_t>(ahead_tokens);
+  params.ahead_probabilities = data_or_null<const float>(ahead_probabilities);
+  params.num_ahead = data_or_null<const int64_t>(num_ahead);
+  params.thresholds = data_or_null<const float>(thresholds);
+  params.ahead_steps = ahead == 0 ? 0 : check["ahead_steps"];
   params.first_position = data<int64_t>(first_position);
   params.left = data<int64_t>(left);
   params.round_slots = data<int64_t>(round_slots);
@@ -99,6 +125,8 @@ EECORE_OP(begin_round,
           "Tensor token_ids, Tensor start, Tensor tokens_left, Tensor max_drafts, "
           "Tensor page_table, int page_size, Tensor? sources, Tensor? next_token, "
           "Tensor? next_position, Tensor? next_left, Tensor? drafts, Tensor? num_given, "
+          "Tensor? ahead_tokens, Tensor? ahead_probabilities, Tensor? num_ahead, "
+          "Tensor? thresholds, "
           "Tensor(a!) first_position, Tensor(b!) left, Tensor(c!) round_slots, Tensor(d!) tokens, "
           "Tensor(e!) num_drafted, Tensor(f!) most, Tensor(g!) done, Tensor(h!) all_done, "
           "Tensor(i!) row, Tensor(j!) active_token_ids, Tensor(k!) positions, "

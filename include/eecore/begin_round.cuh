@@ -10,6 +10,18 @@ namespace eecore::cuda {
 
 constexpr int kBeginRoundThreads = 128;
 
+// How many of the drafts behind the round that a row goes on from are likely enough.
+__device__ __forceinline__ int64_t sure_drafts(const BeginRoundParams& params, int64_t row,
+                                               int64_t source) {
+  const int64_t drafted = min(params.num_ahead[source], params.ahead_steps);
+  const float* probabilities = params.ahead_probabilities + source * params.ahead_steps;
+  const float threshold = params.thresholds[row];
+  int64_t sure = 0;
+#pragma unroll 1
+  while (sure < drafted && probabilities[sure] >= threshold) ++sure;
+  return sure;
+}
+
 // Where a row starts; returns whether it drafts.
 __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_t row) {
   const int64_t width = params.num_steps + 1;
@@ -20,7 +32,12 @@ __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_
   const int64_t left = follows ? params.next_left[source] : params.tokens_left[row];
   const int64_t most =
       max(min(min(params.max_drafts[row], left - 1), params.num_steps), int64_t{-1});
-  const int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
+  int64_t given = params.drafts == nullptr ? -1 : params.num_given[row];
+  const int64_t* its_drafts = params.drafts + row * params.num_steps;
+  if (follows && params.ahead_tokens != nullptr) {
+    its_drafts = params.ahead_tokens + source * (params.ahead_steps + 1) + 1;
+    given = sure_drafts(params, row, source);
+  }
   const bool drafts = most > 0 && given < 0;
   params.first_position[row] = position;
   params.left[row] = left;
@@ -30,7 +47,7 @@ __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_
   params.num_drafted[row] = num_drafted;
 #pragma unroll 1
   for (int64_t k = 0; k < num_drafted; ++k) {
-    params.tokens[row * width + 1 + k] = params.drafts[row * params.num_steps + k];
+    params.tokens[row * width + 1 + k] = its_drafts[k];
   }
   params.done[row] = !drafts;
 

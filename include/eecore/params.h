@@ -234,20 +234,25 @@ struct BeginRoundParams {
   const int64_t* next_left;      // [num_ended]; null when sources is
   const int64_t* drafts;         // [num_rows, num_steps]; may be null: nobody is given any
   const int64_t* num_given;      // [num_rows], -1: the row drafts for itself; null when drafts is
-  int64_t* first_position;       // [num_rows]
-  int64_t* left;                 // [num_rows]
-  int64_t* round_slots;          // [num_rows, num_steps + 1]; -1 behind the most drafts
-  int64_t* tokens;               // [num_rows, num_steps + 1]: the first, and drafts that are given
-  int64_t* num_drafted;          // [num_rows]
-  int64_t* most;                 // [num_rows], -1..num_steps
-  uint8_t* done;                 // [num_rows], 0 or 1
-  uint8_t* all_done;             // [1]
-  int32_t* row;                  // [num_rows]; the active rows are all of them
-  int64_t* active_token_ids;     // [num_rows]
-  int64_t* positions;            // [num_rows]
-  int64_t* slot_mapping;         // [num_rows]; -1 where a row drafts nothing
-  int32_t* seq_lens;             // [num_rows]; 1 where a row drafts nothing
-  int64_t num_rows, num_steps, max_pages, page_table_stride, page_size;
+  const int64_t* ahead_tokens;   // [num_ended, ahead_steps + 1], drafts behind a first token, given
+                                 // to rows that go on there; may be null: those get drafts too
+  const float* ahead_probabilities;  // [num_ended, ahead_steps], of them; null when they are
+  const int64_t* num_ahead;          // [num_ended]; null when they are
+  const float* thresholds;    // [num_rows], such drafts end before one below; null when they are
+  int64_t* first_position;    // [num_rows]
+  int64_t* left;              // [num_rows]
+  int64_t* round_slots;       // [num_rows, num_steps + 1]; -1 behind the most drafts
+  int64_t* tokens;            // [num_rows, num_steps + 1]: the first, and drafts that are given
+  int64_t* num_drafted;       // [num_rows]
+  int64_t* most;              // [num_rows], -1..num_steps
+  uint8_t* done;              // [num_rows], 0 or 1
+  uint8_t* all_done;          // [1]
+  int32_t* row;               // [num_rows]; the active rows are all of them
+  int64_t* active_token_ids;  // [num_rows]
+  int64_t* positions;         // [num_rows]
+  int64_t* slot_mapping;      // [num_rows]; -1 where a row drafts nothing
+  int32_t* seq_lens;          // [num_rows]; 1 where a row drafts nothing
+  int64_t num_rows, num_steps, ahead_steps, max_pages, page_table_stride, page_size;
   GraphCondition condition;  // holds where a row drafts
 };
 inline RowCounts row_counts(BeginRoundParams& p) { return {{&p.num_rows}, {}, true}; }

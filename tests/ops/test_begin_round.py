@@ -100,6 +100,75 @@ def test_rows_that_are_given_drafts(num_seqs: int, device: torch.device) -> None
         assert 0 < int((given.num_drafted > 0).sum()) < num_seqs
 
 
+@pytest.mark.parametrize("num_seqs", BATCH_SIZES)
+def test_rows_that_go_on_with_what_was_drafted_ahead(num_seqs: int, device: torch.device) -> None:
+    """Behind a round of fewer rows; the others have drafts of their own."""
+    rounds, num_ended = Rounds(num_seqs, 5, device), (num_seqs + 1) // 2
+    given = rounds.given()._replace(
+        drafts=rounds.whole(9, num_seqs, 5), num_given=rounds.whole(8, num_seqs) - 1
+    )
+    active, ended = rounds.active(), ops.EndedRound(*(t[:num_ended] for t in rounds.ended()))
+    ahead = rounds.ahead(num_ended)
+    sources = (rounds.whole(num_ended + 1, num_seqs) - 1).to(torch.int32)
+    expected = reference.begin_round(given, active, PAGE_SIZE, ended, sources, ahead)
+    ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources, ahead=ahead)
+    assert_same(given, expected[0])
+    assert_same(active, expected[1])
+
+
+def test_drafts_ahead_end_before_one_that_is_unlikely(device: torch.device) -> None:
+    """Or of NaN; one that is just as likely as it has to be is taken."""
+    probabilities = [[0.5, 0.9, 0.9], [0.9, 0.4999, 0.9], [0.9, float("nan"), 0.9], [0.9] * 3]
+    rounds = Rounds(4, 4, device)
+    given = rounds.given()._replace(
+        drafts=rounds.whole(9, 4, 4), num_given=torch.full((4,), 4, device=device)
+    )
+    given.max_drafts.fill_(9)
+    given.thresholds.fill_(0.5)
+    ended = rounds.ended()
+    ended.next_left.fill_(9)
+    ahead = ops.DraftedAhead(
+        torch.arange(16, device=device).view(4, 4),
+        torch.tensor(probabilities, device=device),
+        torch.tensor([3, 3, 3, 2], device=device),
+    )
+    sources = torch.arange(4, dtype=torch.int32, device=device)
+    ops.begin_round(given, rounds.active(), PAGE_SIZE, ended=ended, sources=sources, ahead=ahead)
+    assert given.num_drafted.tolist() == [3, 1, 1, 2]
+    assert given.tokens[0, 1:4].tolist() == [1, 2, 3]
+    assert given.tokens[3, 1:3].tolist() == [13, 14]
+    assert given.all_done.item()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_ahead": None}, "ahead_tokens: expected all of .* got 3 of them"),
+        ({"drafts": None, "num_given": None}, "ahead_tokens: .* with them, got no drafts"),
+        (
+            {"ahead_probabilities": torch.zeros(3, 3)},
+            r"ahead_probabilities: expected \[num_ended, 2\], one fewer .* got \[3, 3\]",
+        ),
+        ({"num_ahead": torch.zeros(2).long()}, r"num_ahead: expected int64 \[num_ended=3\]"),
+        ({"thresholds": torch.zeros(3).double()}, "thresholds: expected float32 .* got float64"),
+    ],
+)
+def test_bad_drafts_ahead_are_named_and_change_nothing(
+    change: dict[str, Any], message: str
+) -> None:
+    rounds = Rounds(3)
+    given = rounds.given()._replace(drafts=rounds.whole(9, 3, 4), num_given=rounds.whole(3, 3))
+    active, ended, ahead = rounds.active(), rounds.ended(), rounds.ahead(3, 2)
+    names = {"ahead_probabilities": "probabilities", "num_ahead": "num_drafted"}
+    ahead = ahead._replace(**{names[k]: v for k, v in change.items() if k in names})
+    given = given._replace(**{k: v for k, v in change.items() if k in given._fields})
+    sources = torch.zeros(3, dtype=torch.int32)
+    before = copies(given, active)
+    with pytest.raises(RuntimeError, match=f"begin_round: {message}"):
+        ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources, ahead=ahead)
+    assert unchanged(before, given, active)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -150,10 +219,11 @@ def test_opcheck(device: torch.device) -> None:
     given, active, ended = rounds.given(), rounds.active(), rounds.ended()
     sources = torch.full((6,), -1, dtype=torch.int32, device=device)
     drafts = rounds.whole(9, 6, rounds.num_steps), rounds.whole(6, 6) - 1
+    ahead = *rounds.ahead(6), given.thresholds
     torch.library.opcheck(
         torch.ops.eecore.begin_round.default,
         (
-            *(*given[:5], PAGE_SIZE, sources, *ended, *drafts),
+            *(*given[:5], PAGE_SIZE, sources, *ended, *drafts, *ahead),
             *(given.first_position, given.left, given.round_slots, given.tokens),
             *(given.num_drafted, given.most, given.done, given.all_done),
             *(active.row, active.token_ids, active.positions, active.slot_mapping),
@@ -182,6 +252,10 @@ def fuzzed_call(m: Maker) -> Checked:
         "next_left": None,
         "drafts": m.placed(m.whole(9, rows, steps)) if is_given else None,
         "num_given": m.placed(m.whole(steps + 3, rows) - 1) if is_given else None,
+        "ahead_tokens": None,
+        "ahead_probabilities": None,
+        "num_ahead": None,
+        "thresholds": None,
         **random_round(m, rows, steps),
         "row": m.placed(m.whole(9, rows).int()),
         "active_token_ids": m.placed(m.whole(9, rows)),
@@ -200,14 +274,26 @@ def fuzzed_call(m: Maker) -> Checked:
             "next_position": m.placed(m.whole(deep, num_ended)),
             "next_left": m.placed(m.whole(steps + 2, num_ended)),
         }
+    if ended and is_given and m.chance():
+        ahead = m.size(6)
+        given |= {
+            "ahead_tokens": m.placed(m.whole(9, num_ended, ahead + 1)),
+            "ahead_probabilities": m.placed(m.uniform(num_ended, ahead)),
+            "num_ahead": m.placed(m.whole(ahead + 1, num_ended)),
+            "thresholds": m.placed(m.uniform(rows)),
+        }
 
     def oracle(before: Arguments) -> dict[str, Tensor]:
         following = None
         if before["sources"] is not None:
             fields = ("next_token", "next_position", "next_left")
             following = ops.EndedRound(*(before[n] for n in fields))
+        ahead = None
+        if before["ahead_tokens"] is not None:
+            fields = ("ahead_tokens", "ahead_probabilities", "num_ahead")
+            ahead = ops.DraftedAhead(*(before[n] for n in fields))
         made, active = reference.begin_round(
-            round_in(before), active_in(before), page_size, following, before["sources"]
+            round_in(before), active_in(before), page_size, following, before["sources"], ahead
         )
         return {**arguments_of_round(made), **arguments_of_active(active), "row": active.row}
 

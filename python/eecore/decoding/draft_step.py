@@ -301,6 +301,7 @@ class DraftStep(Step):
                     self._kv.page_size,
                     ended=self._ended,
                     sources=given["sources"],
+                    ahead=None if self._ahead is None else self._ahead.drafted,
                     condition=condition,
                 )
             else:

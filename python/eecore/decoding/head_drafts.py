@@ -135,6 +135,10 @@ class HeadDrafting:
             confidences=results["ahead_probabilities"],
             num_drafted=results["num_ahead_drafted"],
         )
+        self.drafted = ops.DraftedAhead(
+            self._round.tokens, self._round.confidences, self._round.num_drafted
+        )
+        """Of the program's last run; rows that go on behind it are given these."""
         self._thresholds = given["ahead_thresholds"]
         self._active = ops.ActiveRows(
             row=zeros(num_rows, dtype=torch.int32),

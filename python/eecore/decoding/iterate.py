@@ -182,11 +182,21 @@ class Iterations:
         (family,) = families.values()
         return self._launch(family, after, only=None if after is None else after.program)
 
+    def land(self, flight: Flight) -> list[Outcome]:
+        """What a flight did; drafts of a head are kept for a round that does not follow it."""
+        outcomes = flight.land()
+        for outcome in outcomes:
+            outcome.sequence.ahead = outcome.ahead
+        return outcomes
+
     def _must_land(self, work: Work) -> bool:
         """Whether what a row does next depends on more than where the device knows it to be."""
-        route = self.planner.route(work.sequence)
-        waits = route.adaptive or route.path == GIVEN or route.auto is not None
-        return work.is_prefill or needs_logits(work.sequence.sampling) or waits
+        sequence, route = work.sequence, self.planner.route(work.sequence)
+        if work.is_prefill or needs_logits(sequence.sampling):
+            return True
+        if route.path == GIVEN and (not route.ahead or sequence.guided is not None):
+            return True  # the host finds the drafts; those of a head alone stay on the device
+        return route.adaptive or route.auto is not None
 
     def _launch(
         self, family: list[Planned], after: Flight | None, only: ExitStep | DraftStep | None = None
@@ -196,8 +206,8 @@ class Iterations:
             Row(
                 each.work,
                 each.route,
-                *_place(after, each.work.sequence),
-                each.given.tokens,
+                *(place := _place(after, each.work.sequence)),
+                each.given.tokens if place[0] is None else (),
                 each.ahead,
                 each.ahead_thresholds,
             )

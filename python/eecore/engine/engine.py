@@ -345,7 +345,7 @@ class Engine:
     def _land(self, flight: Flight) -> list[Outcome] | None:
         """What a flight did; None where that has to be found out request by request."""
         try:
-            outcomes = flight.land()
+            outcomes = self.iterations.land(flight)
         except Exception:
             LOGGER.warning("an iteration that was under way failed", exc_info=True)
             return None

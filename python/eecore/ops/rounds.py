@@ -12,6 +12,7 @@ from eecore.ops.registered import compiled
 
 __all__ = [
     "DraftRound",
+    "DraftedAhead",
     "EndedRound",
     "SpeculativeAccept",
     "Verification",
@@ -93,6 +94,17 @@ class EndedRound(NamedTuple):
     """int64 [num_rows]: how many tokens the text may still have."""
 
 
+class DraftedAhead(NamedTuple):
+    """What was drafted behind each row of an ended round, for the next one."""
+
+    tokens: Tensor
+    """int64 [num_rows, num_steps + 1]: the token that the round ended with, then the drafts."""
+    probabilities: Tensor
+    """float32 [num_rows, num_steps], of the drafts."""
+    num_drafted: Tensor
+    """int64 [num_rows]"""
+
+
 class Verification(NamedTuple):
     """What the layers read that verify a round: each row's last token alone, then all, ragged."""
 
@@ -128,6 +140,7 @@ def begin_round(
     *,
     ended: EndedRound | None = None,
     sources: Tensor | None = None,
+    ahead: DraftedAhead | None = None,
     condition: int | None = None,
 ) -> None:
     """Begin a round: where each row starts, how far it may draft, and where its tokens go.
@@ -142,6 +155,9 @@ def begin_round(
         page_size: slots of a page.
         ended: where the rows of an earlier round go on; with ``sources``.
         sources: int32 [num_rows]: whose place in ``ended`` a row takes up, -1: what is given.
+        ahead: what was drafted behind ``ended``: rows that take up a place there are given these
+            drafts instead of their own, up to the first that is less likely than the row's
+            threshold. The round has ``drafts``.
         condition: see :func:`exit_rows`; its body runs where a row drafts.
     """
     _begin_round(
@@ -155,6 +171,8 @@ def begin_round(
         *(ended or (None, None, None)),
         draft_round.drafts,
         draft_round.num_given,
+        *(ahead or (None, None, None)),
+        None if ahead is None else draft_round.thresholds,
         draft_round.first_position,
         draft_round.left,
         draft_round.round_slots,
