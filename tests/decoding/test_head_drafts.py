@@ -25,6 +25,7 @@ from eecore import (
     SamplingParams,
     SelfSpeculative,
 )
+from eecore.decoding.iterate import Iterations
 from eecore.decoding.proposal import MOST_AHEAD
 from eecore.models import AttentionBatch, DraftHead, KVCache
 from head_packs import reference_drafts, write_pack
@@ -237,6 +238,89 @@ def test_all_policies_share_a_batch_and_pages_are_few(following: eecore.Model) -
     outputs = serve(engine, requests)
     assert tokens_of(outputs) == expected
     assert sum(output.stats.preemptions for output in outputs) > 0
+
+
+def served(
+    model: eecore.Model, policies: list[Any], *, ahead: bool, stops: Any = (), **settings: int
+) -> list[eecore.Output]:
+    """Requests of different lengths, by an engine that launches runs ahead or waits for each."""
+    engine = engine_of(model, EngineConfig(**{"kv_cache_tokens": 2048, **settings}), ahead=ahead)
+    requests = [
+        Request(
+            prompt,
+            policies[i % len(policies)],
+            SamplingParams(max_tokens=17 + 5 * i, ignore_eos=True, stop_token_ids=tuple(stops)),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    outputs = serve(engine, requests)
+    assert engine.pages.num_free == engine.pages.num_pages
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        [HeadDrafts()],
+        [HeadDrafts(1, 0.0)],
+        [HeadDrafts(99, 0.0)],
+        [HeadDrafts(3, 0.9)],
+        [HeadDrafts(3, 1.0)],
+        [HeadDrafts(5, 0.0), HeadDrafts(2, 0.5)],
+        [HeadDrafts(4, 0.0), Full()],
+        [HeadDrafts(4, 0.0), PromptLookup(3)],
+        [HeadDrafts(4, 0.0), SelfSpeculative(2, 3)],
+    ],
+)
+@pytest.mark.parametrize("name", ["following", "noisy"])
+def test_drafts_that_stay_on_the_device(
+    name: str, policies: list[Any], request: pytest.FixtureRequest
+) -> None:
+    """A round that is launched before the last one is known drafts and accepts what it would."""
+    model = request.getfixturevalue(name)
+    expected = served(model, policies, ahead=False)
+    got = served(model, policies, ahead=True)
+    assert tokens_of(got) == tokens_of(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert (one.stats.drafted, one.stats.accepted) == (
+            other.stats.drafted,
+            other.stats.accepted,
+        )
+        assert one.exit_layers == other.exit_layers
+    stops = [output.token_ids[len(output.token_ids) // 2] for output in expected]
+    ended = served(model, policies, ahead=True, stops=stops)
+    for output, whole in zip(ended, expected, strict=True):
+        end = min(whole.token_ids.index(s) for s in stops if s in whole.token_ids)
+        assert output.token_ids == whole.token_ids[: end + 1]
+        assert output.finish_reason == "stop"
+    few = served(model, policies, ahead=True, kv_cache_tokens=100, page_size=4, max_num_seqs=4)
+    assert tokens_of(few) == tokens_of(expected)
+    assert sum(output.stats.preemptions for output in few) > 0
+
+
+@pytest.mark.parametrize("guided", [False, True], ids=["free", "guided"])
+def test_a_round_is_launched_behind_one_that_is_out(
+    following: eecore.Model, monkeypatch: pytest.MonkeyPatch, guided: bool
+) -> None:
+    """But for a guide, which has to see what a head drafted."""
+    launched, launch = [], Iterations.launch
+
+    def seen(self: Any, works: Any, after: Any = None) -> Any:
+        launched.append((after is not None, launch(self, works, after)))
+        return launched[-1][1]
+
+    monkeypatch.setattr(Iterations, "launch", seen)
+    engine = engine_of(following, ahead=True)
+    guide = {"guide": eecore.Guide.regex("[a-z]*")} if guided else {}
+    for prompt in PROMPTS:
+        sampling = SamplingParams(max_tokens=40, ignore_eos=not guided, **guide)
+        engine.add_request(prompt, exit=HeadDrafts(3, 0.0), sampling=sampling)
+    steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        steps += 1
+    behind = sum(after and flight is not None for after, flight in launched)
+    assert behind == 0 if guided else behind > 0.7 * steps
 
 
 @cpu_only
