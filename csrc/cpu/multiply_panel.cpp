@@ -15,7 +15,7 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
   constexpr bool kHasOffset = !has_minima(kFormat) && !(kTakes128 && kFormat == BlockFormat::kQ8_0);
   const int64_t bytes = x_stride * static_cast<int64_t>(sizeof(XBlock));
   Ints products[kRows], more[kRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int b = 0; b < kRows; ++b) {
     const XBlock& columns = x[b * x_stride];
     const int32_t first = kHasHalves ? columns.minus_8_low : kHasOffset ? columns.minus_8 : 0;
@@ -28,7 +28,7 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
   if constexpr (kHasHalves) {
     dot<4, kLargest, kRows>(q + 4, x->q + 16, bytes, ahead.from(4), more);
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int b = 0; b < kRows; ++b) {
     const XBlock& columns = x[b * x_stride];
     const Vec x_scale = broadcast(columns.scale);
@@ -82,6 +82,158 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
   for (int b = 0; b < kBatch; ++b) store(sums + b * stride, totals[b]);
 }
 
+#if defined(__AVX512VNNI__)
+
+// Columns 8 * kTwo.. of a block of two panels and kRows rows of x.
+template <BlockFormat kFormat, int kTwo, int kRows>
+[[gnu::always_inline]] inline void dot_of_two(const uint8_t* const* quants,
+                                              const uint8_t* const* high_bits, const XBlock* x,
+                                              int64_t x_stride, Ints (*products)[kRows]) {
+  Bytes q[2][2];
+  unpack_two<kFormat, kTwo>(quants[0], high_bits[0], q[0]);
+  unpack_two<kFormat, kTwo>(quants[1], high_bits[1], q[1]);
+#pragma GCC unroll 2
+  for (int group = 0; group < 2; ++group) {
+#pragma GCC unroll 8
+    for (int b = 0; b < kRows; ++b) {
+      int32_t columns;
+      __builtin_memcpy(&columns, x[b * x_stride].q + 8 * kTwo + 4 * group, 4);
+      const __m512i its = _mm512_set1_epi32(columns);
+      products[0][b].v = _mm512_dpbusd_epi32(products[0][b].v, q[0][group].v, its);
+      products[1][b].v = _mm512_dpbusd_epi32(products[1][b].v, q[1][group].v, its);
+    }
+  }
+}
+
+// Memory that is asked for meanwhile, as much behind each two groups of columns.
+template <bool kNear>
+struct LinesAhead {
+  const uint8_t *next, *end, *until;
+  int64_t step;  // bytes; 0: nothing is asked for
+
+  // The `part`-th of so many equal parts of what begins at `bytes`, while num_blocks are
+  // multiplied.
+  LinesAhead(const uint8_t* bytes, int64_t size, int64_t part, int64_t num_parts,
+             int64_t num_blocks) {
+    const int64_t lines = bytes ? size / 64 : 0;
+    next = until = bytes + 64 * (lines * part / num_parts);
+    end = bytes + 64 * (lines * (part + 1) / num_parts);
+    step = 64 * ceil_div((end - next) / 64, 4 * num_blocks);
+  }
+  [[gnu::always_inline]] void ask() {
+    until = end - until < step ? end : until + step;
+    for (; next < until; next += 64) prefetch_weight<kNear>(next);
+  }
+};
+
+// multiply_part of two panels: what is loaded of x, which takes as long as a product, serves both.
+template <BlockFormat kFormat, int kBatch, bool kNear>
+[[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, const XBlock* x, int64_t x_stride,
+                                          LinesAhead<kNear> ahead, float* sums, int64_t stride) {
+  constexpr BlockTraits kTraits = traits_of(kFormat);
+  constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
+  constexpr int kShift = quant_bits(kFormat) - 4;
+  Vec totals[2][kBatch];
+  for (auto& of_panel : totals) {
+    for (Vec& total : of_panel) total = zero();
+  }
+  const uint8_t* quants[2] = {parts[0].quants, parts[1].quants};
+  const uint8_t* high_bits[2] = {parts[0].high_bits, parts[1].high_bits};
+  const int64_t num_blocks = parts[0].num_blocks;
+  for (int64_t i = 0; i < num_blocks; ++i, ++x) {
+    Ints products[2][kBatch];
+#pragma GCC unroll 8
+    for (int b = 0; b < kBatch; ++b) {
+      const XBlock& columns = x[b * x_stride];
+      const int32_t first = kHasHalves            ? columns.minus_8_low
+                            : has_minima(kFormat) ? 0
+                                                  : columns.minus_8;
+      products[0][b] = products[1][b] = broadcast_shifted<kShift>(first);
+    }
+    const LaneScales scales[2] = {scales_of<kFormat>(parts[0], i), scales_of<kFormat>(parts[1], i)};
+    const auto add = [&](bool is_second_half) {
+#pragma GCC unroll 8
+      for (int b = 0; b < kBatch; ++b) {
+        const Vec x_scale = broadcast(x[b * x_stride].scale);
+#pragma GCC unroll 2
+        for (int p = 0; p < 2; ++p) {
+          const Vec scale = is_second_half ? scales[p].second : scales[p].scale;
+          totals[p][b] = fma(to_vec(products[p][b]), scale * x_scale, totals[p][b]);
+        }
+      }
+    };
+    dot_of_two<kFormat, 0>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    dot_of_two<kFormat, 1>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    if constexpr (kHasHalves) {
+      add(false);
+#pragma GCC unroll 8
+      for (int b = 0; b < kBatch; ++b) {
+        const XBlock& columns = x[b * x_stride];
+        products[0][b] = products[1][b] =
+            broadcast_shifted<kShift>(columns.minus_8 - columns.minus_8_low);
+      }
+    }
+    dot_of_two<kFormat, 2>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    dot_of_two<kFormat, 3>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    add(kHasHalves);
+    if constexpr (has_minima(kFormat)) {
+#pragma GCC unroll 8
+      for (int b = 0; b < kBatch; ++b) {
+        const Vec scaled_sum = broadcast(x[b * x_stride].scaled_sum);
+        totals[0][b] = fma(scales[0].second, scaled_sum, totals[0][b]);
+        totals[1][b] = fma(scales[1].second, scaled_sum, totals[1][b]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; ++p) {
+      quants[p] += kTraits.quants;
+      high_bits[p] += kTraits.high_bits;
+    }
+  }
+#pragma GCC unroll 8
+  for (int b = 0; b < kBatch; ++b) {
+    store(sums + b * stride, totals[0][b]);
+    store(sums + b * stride + kPanelRows, totals[1][b]);
+  }
+}
+
+constexpr int kBatchOfTwo = 4;
+
+// Two whole panels and num_batch rows of x from b on; `ahead` as in multiply_two_parts.
+template <BlockFormat kFormat, int kBatch, bool kNear>
+void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, int64_t b,
+                           int64_t num_batch, const LinesAhead<kNear>& ahead) {
+  if constexpr (kBatch > 1) {
+    if (num_batch < kBatch) {
+      return multiply_batch_of_two<kFormat, kBatch - 1>(product, parts, b, num_batch, ahead);
+    }
+  }
+  multiply_two_parts<kFormat, kBatch>(parts, product.x + b * product.x_stride, product.x_stride,
+                                      ahead, product.out + b * product.out_stride,
+                                      product.out_stride);
+}
+
+// Rows of x in groups, as equal as can be, each of which asks for its part of what comes next.
+template <BlockFormat kFormat, bool kNear>
+void multiply_two_panels(const PanelProduct& product, const PanelPart* parts) {
+  const int64_t num_blocks = parts[0].num_blocks;
+  const int64_t num_bytes = 2 * num_blocks * bytes_of_block(kFormat);
+  const int64_t num_groups = ceil_div(product.num_batch, kBatchOfTwo);
+  for (int64_t group = 0, b = 0; group < num_groups; ++group) {
+    const int64_t batch = (product.num_batch + group) / num_groups;
+    multiply_batch_of_two<kFormat, kBatchOfTwo>(
+        product, parts, b, batch,
+        LinesAhead<kNear>(product.ahead, num_bytes, group, num_groups, num_blocks));
+    b += batch;
+  }
+}
+
+#endif
+
 // Rows of x from b on, at most kBatch; returns how many.
 template <BlockFormat kFormat, int kBatch, bool kNear>
 int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int64_t b) {
@@ -110,6 +262,12 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
 // Rows of x from b on.
 template <BlockFormat kFormat, bool kNear>
 inline void multiply_from(const PanelProduct& product, const PanelPart& panel, int64_t b) {
+#if defined(__AVX512VNNI__)
+  if (product.second) {
+    const PanelPart parts[] = {panel, whole_panel(product.second, kFormat, product.columns)};
+    return multiply_two_panels<kFormat, kNear>(product, parts);
+  }
+#endif
   while (b < product.num_batch) {
     b += multiply_batch<kFormat, kMaxPanelBatch, kNear>(product, panel, b);
   }

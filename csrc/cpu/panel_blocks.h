@@ -5,43 +5,40 @@
 
 namespace eecore::cpu::EECORE_CAPABILITY {
 
-// The 8 groups of columns of a block, as unsigned bytes. Always inline, as is what else a block
-// takes: the compiler counts how often it could be, and each block's bytes would cross memory.
+// Two groups of columns of a block, 2 * kTwo and the next, as unsigned bytes. Always inline, as is
+// what else a block takes: the compiler counts how often it could be, and each block's bytes would
+// cross memory.
+template <BlockFormat kFormat, int kTwo>
+[[gnu::always_inline]] inline void unpack_two(const uint8_t* quants, const uint8_t* high_bits,
+                                              Bytes* q) {
+  if constexpr (kFormat == BlockFormat::kQ8_0) {
+    q[0] = load_bytes(quants + 128 * kTwo);
+    q[1] = load_bytes(quants + 128 * kTwo + 64);
+    return;
+  }
+  const Bytes both = load_bytes(quants + 64 * kTwo);
+  q[0] = low_nibbles(both);
+  q[1] = high_nibbles(both);
+  if constexpr (traits_of(kFormat).high_bits == 64) {
+    const Bytes fifth = load_bytes(high_bits);
+    q[0] = with_bits<4 - 2 * kTwo>(q[0], fifth, 0x10);
+    q[1] = with_bits<3 - 2 * kTwo>(q[1], fifth, 0x10);
+  }
+  if constexpr (traits_of(kFormat).high_bits == 128) {
+    const Bytes top = load_bytes(high_bits + 64 * (kTwo / 2));
+    q[0] = with_bits<4 - 4 * (kTwo % 2)>(q[0], top, 0x30);
+    q[1] = with_bits<2 - 4 * (kTwo % 2)>(q[1], top, 0x30);
+  }
+}
+
+// The 8 groups of columns of a block.
 template <BlockFormat kFormat>
 [[gnu::always_inline]] inline void unpack(const uint8_t* quants, const uint8_t* high_bits,
                                           Bytes* q) {
-  if constexpr (kFormat == BlockFormat::kQ8_0) {
-#pragma GCC unroll 8
-    for (int g = 0; g < 8; ++g) q[g] = load_bytes(quants + 64 * g);
-    return;
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const Bytes both = load_bytes(quants + 64 * i);
-    q[2 * i] = low_nibbles(both);
-    q[2 * i + 1] = high_nibbles(both);
-  }
-  if constexpr (traits_of(kFormat).high_bits == 64) {
-    const Bytes fifth = load_bytes(high_bits);
-    q[0] = with_bits<4>(q[0], fifth, 0x10);
-    q[1] = with_bits<3>(q[1], fifth, 0x10);
-    q[2] = with_bits<2>(q[2], fifth, 0x10);
-    q[3] = with_bits<1>(q[3], fifth, 0x10);
-    q[4] = with_bits<0>(q[4], fifth, 0x10);
-    q[5] = with_bits<-1>(q[5], fifth, 0x10);
-    q[6] = with_bits<-2>(q[6], fifth, 0x10);
-    q[7] = with_bits<-3>(q[7], fifth, 0x10);
-  }
-  if constexpr (traits_of(kFormat).high_bits == 128) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const Bytes top = load_bytes(high_bits + 64 * half);
-      q[4 * half] = with_bits<4>(q[4 * half], top, 0x30);
-      q[4 * half + 1] = with_bits<2>(q[4 * half + 1], top, 0x30);
-      q[4 * half + 2] = with_bits<0>(q[4 * half + 2], top, 0x30);
-      q[4 * half + 3] = with_bits<-2>(q[4 * half + 3], top, 0x30);
-    }
-  }
+  unpack_two<kFormat, 0>(quants, high_bits, q);
+  unpack_two<kFormat, 1>(quants, high_bits, q + 2);
+  unpack_two<kFormat, 2>(quants, high_bits, q + 4);
+  unpack_two<kFormat, 3>(quants, high_bits, q + 6);
 }
 
 // The scales of kWidth rows' next block: w = quant * scale + minimum, of Q6_K `second` is the scale

@@ -191,9 +191,17 @@ struct Unit<Panel> {
 
 #endif
 
+// So many rows of x and more take two panels at a time, where registers are many.
+#if defined(__AVX512VNNI__)
+constexpr int64_t kFewestOfTwoPanels = 9;
+#else
+constexpr int64_t kFewestOfTwoPanels = INT64_MAX;
+#endif
+
 // A panel's rows first..first + count and rows of x, into out[b * out_stride + r].
 struct PanelProduct {
   const uint8_t* panel;
+  const uint8_t* second;  // of the same format, whole as the first, and behind it in out; or null
   int64_t columns, first, count;
   const XBlock* x;  // row stride x_stride
   int64_t x_stride, num_batch;
@@ -219,23 +227,38 @@ inline void store_row(const PanelProduct& product, int64_t b, const float* sums)
 // of the next: a panel of few columns is done before what it asked for has come.
 constexpr int64_t kFurther = 4096;
 
+// How many of the first rows of a table lie one behind the other.
+inline int64_t rows_in_order(const int64_t* table, int64_t most) {
+  int64_t count = 1;
+  while (count < most && table[count] == table[0] + count) ++count;
+  return count;
+}
+
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:
 // [num_batch, n packed]. Rows that lie side by side in a panel are multiplied together. `next`: the
 // panel that will be read after these; may be null.
 inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_t num_rows,
                      const XBlock* x, int64_t x_stride, int64_t num_batch, int64_t n,
                      const Panel* next, float* out, int64_t out_stride) {
+  const bool takes_two = unit.tiles == Tiles::kNone && num_batch >= kFewestOfTwoPanels;
   for (int64_t r = 0; r < num_rows;) {
     const RowPlace place = row_place(w.table[r]);
-    const int64_t most = min_of(kPanelRows - place.lane, num_rows - r);
-    int64_t count = 1;
-    while (count < most && w.table[r + count] == w.table[r] + count) ++count;
-    const Panel* after = r + count < num_rows ? w.row(r + count) : next;
+    int64_t count = rows_in_order(w.table + r, min_of(kPanelRows - place.lane, num_rows - r));
+    const uint8_t* second = nullptr;
+    if (takes_two && count == kPanelRows && num_rows - r >= 2 * kPanelRows) {
+      const RowPlace behind = row_place(w.table[r + kPanelRows]);
+      if (behind.format == place.format && behind.lane == 0 &&
+          rows_in_order(w.table + r + kPanelRows, kPanelRows) == kPanelRows) {
+        second = w.bytes + behind.offset;
+      }
+    }
+    const int64_t done = second ? 2 * kPanelRows : count;
+    const Panel* after = r + done < num_rows ? w.row(r + done) : next;
     const uint8_t* ahead = after ? reinterpret_cast<const uint8_t*>(after) + kFurther : nullptr;
     multiply_panel(place.format,
-                   {w.bytes + place.offset, n, place.lane, count, x, x_stride, num_batch, ahead,
-                    out + r, out_stride, unit.tiles, unit.tile_rows});
-    r += count;
+                   {w.bytes + place.offset, second, n, place.lane, count, x, x_stride, num_batch,
+                    ahead, out + r, out_stride, unit.tiles, unit.tile_rows});
+    r += done;
   }
 }
 

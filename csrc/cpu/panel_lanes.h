@@ -69,12 +69,12 @@ inline Vec load_half(const uint8_t* p) {
 // sums[b] + the products of kGroups groups of columns with row b of x, kRowsAbreast of them; w of
 // at most kLargest. Each sum waits for its last product, and a core looks ahead to few of them:
 // rows take turns. `ahead` asks for some of what comes next behind each group.
-constexpr int kRowsAbreast = 4;
+constexpr int kRowsAbreast = 8;
 template <int kGroups, int kLargest, int kRows, typename Ahead>
 inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, Ints* sums) {
 #pragma GCC unroll 8
   for (int g = 0; g < kGroups; ++g) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int b = 0; b < kRows; ++b) {
       int32_t columns;
       __builtin_memcpy(&columns, x + b * x_stride + 4 * g, 4);
