@@ -15,6 +15,7 @@ from bench.gpu.launches import KernelLaunch
 
 WARPS = 8  # of a block
 HEAD_M_TILES = 2
+HEAD_TILES = 4  # of 8 rows in a pass over it
 SUMMARY_WARPS = 4
 SUMMARY_BYTES = 16
 MOST_SHARED_ROWS = 8  # that each block makes ready itself
@@ -338,7 +339,7 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
     tiles = ceil_div(vocab_size, 16 * HEAD_M_TILES * WARPS)
     blocks = min(tiles, device.num_multiprocessors)
     summaries = rows.count * blocks * SUMMARY_BYTES
-    own_bytes = WARPS * 8 * rows.tiles(8) * SUMMARY_BYTES
+    own_bytes = WARPS * 8 * rows.tiles(HEAD_TILES) * SUMMARY_BYTES
     norm_bytes = call.bytes_of("norm_weight")
     made = made_rows(rows, hidden, call["norm_weight"], HEAD_M_TILES, 1, blocks, device, own_bytes)
     launches = [rms_norm(rows, norm_bytes)] if made is Made.AHEAD else []
@@ -351,7 +352,7 @@ def exit_confidence_softmax(call: Call, device: Device, _: Known) -> list[Kernel
             tiles,
             16 * HEAD_M_TILES * WARPS,
             blocks,
-            rows.tiles(8),
+            rows.tiles(HEAD_TILES),
             made=made,
             norm_bytes=norm_bytes,
             workspace=summaries,

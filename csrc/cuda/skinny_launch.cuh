@@ -231,13 +231,13 @@ void with_ready_rows(Params params, SkinnyPlan plan, int m_tiles, int64_t num_bl
 
 // body(TypeTag<T>{}, TypeTag<W>{}, n_tiles) for a product's dtype, the elements of its weight and
 // its number of 8-row tiles of x.
-template <typename Params, typename Body>
+template <int kMostTiles = 8, typename Params, typename Body>
 void dispatch_product(const char* op, const Params& params, Body&& body) {
   dispatch_dtype(params.dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_weight<T>(params.weight_scale, params.weight_table, [&](auto weight_tag) {
-      dispatch_tokens<T, 8>(params.num_tokens,
-                            [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
+      dispatch_tokens<T, kMostTiles>(params.num_tokens,
+                                     [&](auto n_tiles) { body(tag, weight_tag, n_tiles); });
     });
   });
 }
