@@ -65,6 +65,7 @@ class CallByCall:
         """See :class:`RunProgram`."""
         return 0
 
+    @torch.inference_mode()
     def __call__(self, program: Program) -> None:
         """See :class:`RunProgram`."""
         program.run(OnHost())
@@ -90,7 +91,8 @@ class _Capturing(ABC):
         """See :class:`RunProgram`."""
         capture = self._captures.get(program)
         if capture is None:
-            capture = self._captures[program] = self._capture(program)
+            with torch.inference_mode():
+                capture = self._captures[program] = self._capture(program)
         capture.run()
 
     @abstractmethod
