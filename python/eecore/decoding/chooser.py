@@ -10,9 +10,7 @@ behind full depth for what others gain unless more requests wait for these to en
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from itertools import accumulate
@@ -44,6 +42,8 @@ probability that a draft head gave, or by exit layer."""
 LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 # By tenths of the probability that a draft head gives.
 HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
+LOOKED_UP: tuple[Kind, ...] = tuple(("looked up", n) for n in range(len(LOOKUP_ODDS)))
+HEADED: tuple[Kind, ...] = tuple(("headed", min(n, len(HEAD_ODDS) - 1)) for n in range(11))
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Drafts have to gain so much before anything but full depth is done.
@@ -84,6 +84,8 @@ HEAD_COST = 0.1
 class Odds:
     """The share of drafts that stand, counted; older ones count less."""
 
+    __slots__ = ("_stood", "_tried")
+
     def __init__(self, expected: float) -> None:
         self._stood, self._tried = PRIOR_DRAFTS * expected, PRIOR_DRAFTS
 
@@ -105,7 +107,7 @@ class Odds:
             self.add(False)
 
 
-@dataclass
+@dataclass(slots=True)
 class History:
     """How drafts fared: those of a request, which keeps it, or of all."""
 
@@ -146,18 +148,21 @@ class History:
 
     def chances(self, given: Proposal) -> list[float]:
         """That the first of such drafts stands, the first two, ..."""
-        chance, found = 1.0, []
-        for k in range(len(given.tokens)):
-            chance *= self.share(kind_of(given, k))
+        chance, found, own = 1.0, list[float](), self.odds
+        for kind in kinds_of(given):
+            odds = own.get(kind)
+            chance *= self.share(kind) if odds is None else odds.share
             found.append(chance)
         return found
 
 
-def kind_of(given: Proposal, k: int) -> Kind:
-    """Of the k-th of such drafts."""
+def kinds_of(given: Proposal) -> list[Kind]:
+    """Of each of such drafts."""
     if given.is_headed:
-        return "headed", min(int(10 * given.probabilities[k]), len(HEAD_ODDS) - 1)
-    return "looked up", min(given.match + k, len(LOOKUP_ODDS) - 1)
+        return [HEADED[int(10 * probability)] for probability in given.probabilities]
+    kinds: list[Kind] = list(LOOKED_UP[given.match :])
+    kinds += LOOKED_UP[-1:] * (len(given.tokens) - len(kinds))
+    return kinds[: len(given.tokens)]
 
 
 class Choice(NamedTuple):
@@ -258,7 +263,10 @@ class Chooser:
         """
         self._clock += 1
         rows = len(histories)
-        behind = () if others_wait else tuple(i for i in range(rows) if histories[i].is_behind)
+        behind: tuple[int, ...] = ()
+        for i, history in enumerate(histories):
+            if history.is_behind and not others_wait:
+                behind += (i,)
         seconds = self._full.near(rows)
         if seconds is None or self._rounds >= self._next_full:
             return FULL
@@ -270,11 +278,12 @@ class Chooser:
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            layer, count, tokens = self._held(
-                self._drafts,
-                (rows, exit_layers, behind),
-                lambda: self._draft(exit_layers, histories, max(most), anchor, behind, besides),
-            )
+            key = rows, exit_layers, behind
+            drafted = self._held(self._drafts, key)
+            if drafted is None:
+                drafted = self._draft(exit_layers, histories, max(most), anchor, behind, besides)
+                self._hold(self._drafts, key, drafted)
+            layer, count, tokens = drafted
             if tokens / seconds > speed:
                 drafts = tuple(min(count, m) for m in most)
                 best = Choice("draft", layer, drafts, (NOTHING,) * rows)
@@ -288,14 +297,15 @@ class Chooser:
         """The same, and drafts of the head for the next round where they are worth it."""
         rows = anchor[0]
         given = best.given or (NOTHING,) * rows
-        expected = sum(self._expected(*each) for each in zip(histories, given, strict=True))
+        expected = 0.0  # of drafts that were looked up, how many will stand
+        for history, its in zip(histories, given, strict=True):
+            if its.tokens and not its.is_headed:
+                expected += sum(history.chances(its))
         if expected > ENOUGH * rows:
             return best
-        thresholds = self._held(
-            self._estimates, ("ahead", rows), lambda: self._ahead_thresholds(anchor)
-        )
+        thresholds, most = self._ahead_thresholds(anchor)
         if self._head_pays(histories, anchor, behind):
-            steps = 1 + sum(threshold < 1.0 for threshold in thresholds)
+            steps = most
         elif thresholds[0] < 1.0 and self._is_trial(histories):
             steps = 1
         else:
@@ -304,22 +314,30 @@ class Chooser:
             "given", 0, best.drafts or (0,) * rows, given, min(steps, MOST_AHEAD), thresholds
         )
 
-    def _ahead_thresholds(self, anchor: Anchor) -> tuple[float, ...]:
-        """Behind the first draft of a head, the second, ...: how likely it has to be."""
+    def _ahead_thresholds(self, anchor: Anchor) -> tuple[tuple[float, ...], int]:
+        """Behind the first draft of a head, the second, ...: how likely it has to be; and how many
+        there are at most by that.
+        """
         rows, seconds = anchor
-        step = self._head_step(rows) * seconds / (seconds + self._host(rows))
-        worth = (self._row_cost(anchor) + step) / NEXT_STANDS
-        return tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
+        key = "ahead", rows
+        found: tuple[tuple[float, ...], int] | None = self._held(self._estimates, key)
+        if found is None:
+            step = self._head_step(rows) * seconds / (seconds + self._host(rows))
+            worth = (self._row_cost(anchor) + step) / NEXT_STANDS
+            thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
+            found = thresholds, 1 + sum(threshold < 1.0 for threshold in thresholds)
+            self._hold(self._estimates, key, found)
+        return found
 
     def _row_cost(self, anchor: Anchor) -> float:
         """Of a draft in a round that is given some, in tokens of full depth."""
         rows, seconds = anchor
-
-        def estimate() -> float:
-            none, one = self._passes(anchor, 1)[:2]
-            return max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
-
-        cost: float = self._held(self._estimates, ("row", rows), estimate)
+        key = "row", rows
+        cost: float | None = self._held(self._estimates, key)
+        if cost is None:
+            none, one = (share * seconds for share in self._passes(anchor, 1)[:2])
+            cost = max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
+            self._hold(self._estimates, key, cost)
         return cost
 
     def _host(self, rows: int) -> float:
@@ -331,17 +349,25 @@ class Chooser:
         return self._head_cost(rows).step
 
     def _head_cost(self, rows: int) -> StepCost:
-        return self._head_steps.setdefault(rows.bit_length(), StepCost())
+        about = rows.bit_length()
+        known = self._head_steps.get(about)
+        if known is None:
+            known = self._head_steps[about] = StepCost()
+        return known
 
     def _head_pays(self, histories: Ordered[History], anchor: Anchor, behind: Ordered[int]) -> bool:
         """Whether rounds with a head's drafts are faster than full depth, by those of late."""
         rows, seconds = anchor
-        tried = sum(history.tried for history in histories)
-        passes = self._passes(anchor, math.ceil(tried))
-        low = math.floor(tried)
-        verified = passes[low] + (tried - low) * (passes[low + 1] - passes[low])
-        steps = max(history.steps for history in histories)
-        tokens = _worth([1.0 + history.gain for history in histories], behind)
+        tried, steps, gains = 0.0, 0.0, list[float]()
+        for history in histories:
+            tried += history.tried
+            steps = max(steps, history.steps)
+            gains.append(1.0 + history.gain)
+        low = int(tried)
+        passes = self._passes(anchor, low + 1)
+        less, more = passes[low] * seconds, passes[low + 1] * seconds
+        verified = less + (tried - low) * (more - less)
+        tokens = _worth(gains, behind)
         host = self._host(rows)
         return tokens * (seconds + host) > MIN_GAIN * rows * (
             verified + steps * self._head_step(rows) * seconds + host
@@ -362,12 +388,6 @@ class Chooser:
         self._next_head = min(2 * self._next_head, MEASURE_AGAIN[1])
         return True
 
-    def _expected(self, history: History, given: Proposal) -> float:
-        """Of drafts that were looked up, how many will stand."""
-        if given.is_headed:
-            return 0.0
-        return sum(history.chances(given))
-
     def _give(
         self,
         histories: Ordered[History],
@@ -381,7 +401,7 @@ class Chooser:
         A round takes ``besides`` more. Those of requests that are behind come first:
         nothing is gained without them.
         """
-        rows = anchor[0]
+        rows, seconds = anchor
         row_cost = self._row_cost(anchor)
         given: list[Proposal] = []
         chances: list[tuple[float, int]] = []
@@ -389,7 +409,10 @@ class Chooser:
             chosen, own, most = NOTHING, list[float](), 0.0
             for proposal in several:
                 its = history.chances(proposal)
-                worth = sum(max(chance - row_cost, 0.0) for chance in its)
+                worth = 0.0
+                for chance in its:
+                    if chance > row_cost:
+                        worth += chance - row_cost
                 if worth > most:
                     chosen, own, most = proposal, its, worth
             given.append(chosen)
@@ -401,7 +424,8 @@ class Chooser:
         for count, (chance, i) in enumerate(chances, 1):
             tokens[i] += chance
             total += chance
-            here = (_worth(tokens, behind) if behind else total) / (passes[count] + besides)
+            worth = _worth(tokens, behind) if behind else total
+            here = worth / (passes[count] * seconds + besides)
             if here > speed:
                 taken, speed = count, here
         drafts = [0] * rows
@@ -444,30 +468,30 @@ class Chooser:
         return best
 
     def _passes(self, anchor: Anchor, most: int) -> list[float]:
-        """Seconds of passes that verify 0 to ``most`` drafts, or to more."""
+        """Passes that verify 0 to ``most`` drafts, or to more, as shares of the anchor's."""
         rows, seconds = anchor
         key = rows, power_of_two(most)
-
-        def estimate() -> list[float]:
+        passes: list[float] | None = self._held(self._estimates, key)
+        if passes is None:
             counts = range(rows, rows + key[1] + 1)
-            return [self._verified(count, anchor) / seconds for count in counts]
-
-        return [share * seconds for share in self._held(self._estimates, key, estimate)]
+            passes = [self._verified(count, anchor) / seconds for count in counts]
+            self._hold(self._estimates, key, passes)
+        return passes
 
     def _verified(self, rows: int, anchor: Anchor) -> float:
         """Seconds of a pass that verifies: measured, or not less than those of full depth."""
-        seconds = self._verify.of(rows, anchor, self._full.row_seconds)
         if rows in self._verify:
-            return seconds
+            return self._verify.of(rows, anchor)
+        seconds = self._verify.of(rows, anchor, self._full.row_seconds)
         return max(seconds, self._full.near(rows) or 0.0)
 
-    def _held(self, held: dict[Any, tuple[int, T]], key: Any, make: Callable[[], T]) -> T:
-        """What is held for some rounds, or made anew."""
-        made_at, value = held.get(key, (-HOLD, None))
-        if value is None or self._clock - made_at >= HOLD:
-            value = make()
-            held[key] = self._clock, value
-        return value
+    def _held(self, held: dict[Any, tuple[int, T]], key: Any) -> T | None:
+        """What is held for some rounds; None where it has to be made anew."""
+        found = held.get(key)
+        return None if found is None or self._clock - found[0] >= HOLD else found[1]
+
+    def _hold(self, held: dict[Any, tuple[int, T]], key: Any, value: T) -> None:
+        held[key] = self._clock, value
 
     def _layer_cost(self, layer: int, anchor: Anchor) -> StepCost:
         """Of rounds in which a layer drafts: of its steps, and of verifying them."""
@@ -644,12 +668,13 @@ class Chooser:
         self, layer: int, history: History, given: Proposal, drafted: int, accepted: int
     ) -> None:
         """Which drafts of a request stood; nothing is known of those behind the first refused."""
-        for known in (history, self._all):
-            if layer:
+        if layer:
+            for known in (history, self._all):
                 known.own(("layer", layer)).add_run(accepted, refused=accepted < drafted)
-                continue
-            for k in range(min(drafted, accepted + 1)):
-                known.own(kind_of(given, k)).add(k < accepted)
+            return
+        for k, kind in enumerate(kinds_of(given)[: min(drafted, accepted + 1)]):
+            for known in (history, self._all):
+                known.own(kind).add(k < accepted)
 
     def learn_ahead(self, history: History, drafted: int, accepted: int, steps: int) -> None:
         """What a round with a head's drafts, and some for the next one, came to for a request."""
