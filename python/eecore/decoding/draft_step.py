@@ -160,12 +160,12 @@ class DraftStep(Step):
         }
         # Whose still part was written last, and where.
         self._written: tuple[HostSide, list[Sequence]] | None = None
+        # The thresholds of drafts ahead that were written last, and where.
         self._told: tuple[HostSide, list[Ordered[float]]] | None = None
-        given_fields = ["num_given"] if kind.path.is_given else []
-        ahead_fields = ["ahead", "num_ahead"] if kind.drafts_ahead else []
         self._state = self._given.columns(
             *("num_active", "token_ids", "start", "tokens_left", "max_drafts"),
-            *(*given_fields, *ahead_fields),
+            *(("num_given",) if kind.path.is_given else ()),
+            *(("ahead", "num_ahead") if kind.drafts_ahead else ()),
         )
         self._draft_layers = kind.path.layers_run - kind.path.shared_layers
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device)

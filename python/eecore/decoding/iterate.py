@@ -233,7 +233,7 @@ class Iterations:
         """
         if self.ahead or rows[0].route.path is None:
             return None
-        step = self._drafted.get(any(row.ahead > 0 for row in rows))
+        step = self._drafted.get(max([row.ahead for row in rows]) > 0)
         return step if step is not None and step.fits(rows) else None
 
     def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:

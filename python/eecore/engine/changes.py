@@ -167,7 +167,7 @@ class Changes:
             [],
             [],
             change.output,
-            prompt_logprobs=_first_prompt_logprobs(change),
+            prompt_logprobs=None if change.num_before else _prompt_logprobs(change),
             piece=piece,
         )
 
@@ -238,7 +238,7 @@ class Changes:
             confidences,
             change.output,
             *_logprobs(sequence, records),
-            _first_prompt_logprobs(change),
+            None if change.num_before else _prompt_logprobs(change),
             piece,
         )
 
@@ -313,13 +313,10 @@ def _logprobs(
 
 
 def _prompt_logprobs(change: Change) -> list[PromptLogprob | None] | None:
-    """Of the prompt's tokens, as far as it has come, if they were asked for."""
+    """Of the prompt's tokens, as far as it has come, if they were asked for; a request's output has
+    them, and its first step.
+    """
     sequence = change.sequence
     if sequence.sampling.prompt_logprobs is None:
         return None
     return [None, *sequence.prompt_logprobs, *change.prompt_logprobs]
-
-
-def _first_prompt_logprobs(change: Change) -> list[PromptLogprob | None] | None:
-    """The same for the request's first step alone."""
-    return None if change.num_before else _prompt_logprobs(change)

@@ -297,7 +297,7 @@ class Engine:
         behind = None
         if flight is None or flight.is_over:
             works = self._schedule()
-            flight = self._launch(works) if works else None
+            flight = self._launch(works) if works and self.iterations.ahead else None
         else:
             works = flight.works
         outcomes = None
@@ -328,8 +328,6 @@ class Engine:
 
     def _launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """An iteration that is under way; None where it has to be waited for, or fails."""
-        if not self.iterations.ahead:
-            return None
         try:
             return self.iterations.launch(works, after)
         except Exception:
