@@ -84,25 +84,25 @@ HEAD_COST = 0.1
 class Odds:
     """The share of drafts that stand, counted; older ones count less."""
 
-    __slots__ = ("_stood", "_tried")
+    __slots__ = ("stood", "tried")
 
     def __init__(self, expected: float) -> None:
-        self._stood, self._tried = PRIOR_DRAFTS * expected, PRIOR_DRAFTS
+        self.stood, self.tried = PRIOR_DRAFTS * expected, PRIOR_DRAFTS
 
     @property
     def share(self) -> float:
-        return self._stood / self._tried
+        return self.stood / self.tried
 
     def add(self, stood: bool) -> None:
         """One more draft, before which none was refused."""
-        self._stood = OLDER_DRAFTS * self._stood + stood
-        self._tried = OLDER_DRAFTS * self._tried + 1.0
+        self.stood = OLDER_DRAFTS * self.stood + stood
+        self.tried = OLDER_DRAFTS * self.tried + 1.0
 
     def add_run(self, stood: int, *, refused: bool) -> None:
         """Drafts that stood one behind the other, and perhaps one behind them that did not."""
         old = OLDER_DRAFTS**stood
         new = (1.0 - old) / (1.0 - OLDER_DRAFTS)
-        self._stood, self._tried = old * self._stood + new, old * self._tried + new
+        self.stood, self.tried = old * self.stood + new, old * self.tried + new
         if refused:
             self.add(False)
 
@@ -122,14 +122,9 @@ class History:
     others: History | None = None
     """Of all requests; None for these."""
     lead: float = LAG
-    """Of a request: rounds of full depth until it would be behind, by more than it may."""
+    """Of a request: rounds of full depth until it is behind, by more than it may be."""
     trials: int = TRY_HEAD
     """Of a request: rounds that are left to try a head in that others found not to pay."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether no more may be taken from it."""
-        return self.lead < 0.0
 
     def share(self, kind: Kind) -> float:
         """That a draft of a kind stands, if those before it do."""
@@ -148,21 +143,22 @@ class History:
 
     def chances(self, given: Proposal) -> list[float]:
         """That the first of such drafts stands, the first two, ..."""
-        chance, found, own = 1.0, list[float](), self.odds
-        for kind in kinds_of(given):
-            odds = own.get(kind)
-            chance *= self.share(kind) if odds is None else odds.share
+        chance, found = 1.0, list[float]()
+        own, others = self.odds, {} if self.others is None else self.others.odds
+        for k in range(len(given.tokens)):
+            kind = kind_of(given, k)
+            odds = own.get(kind) or others[kind]
+            chance *= odds.stood / odds.tried
             found.append(chance)
         return found
 
 
-def kinds_of(given: Proposal) -> list[Kind]:
-    """Of each of such drafts."""
-    if given.is_headed:
-        return [HEADED[int(10 * probability)] for probability in given.probabilities]
-    kinds: list[Kind] = list(LOOKED_UP[given.match :])
-    kinds += LOOKED_UP[-1:] * (len(given.tokens) - len(kinds))
-    return kinds[: len(given.tokens)]
+def kind_of(given: Proposal, k: int) -> Kind:
+    """Of the k-th of such drafts."""
+    if given.probabilities:  # a head made them
+        return HEADED[int(10 * given.probabilities[k])]
+    found = given.match + k
+    return LOOKED_UP[found] if found < len(LOOKED_UP) else LOOKED_UP[-1]
 
 
 class Choice(NamedTuple):
@@ -265,13 +261,14 @@ class Chooser:
         rows = len(histories)
         behind: tuple[int, ...] = ()
         for i, history in enumerate(histories):
-            if history.is_behind and not others_wait:
+            if history.lead < 0.0 and not others_wait:
                 behind += (i,)
         seconds = self._full.near(rows)
         if seconds is None or self._rounds >= self._next_full:
             return FULL
         anchor = rows, seconds
-        besides = self._looks.get(rows.bit_length(), 0.0) + self._host(rows)
+        host = self._host(rows)
+        besides = self._looks.get(rows.bit_length(), 0.0) + host
         best, speed = FULL, MIN_GAIN * rows / (seconds + besides)
         if any(proposals):
             choice, its_speed = self._give(histories, proposals, anchor, behind, besides)
@@ -288,11 +285,16 @@ class Chooser:
                 drafts = tuple(min(count, m) for m in most)
                 best = Choice("draft", layer, drafts, (NOTHING,) * rows)
         if can_draft_ahead and best.kind != "draft":
-            return self._ahead(best, histories, anchor, behind)
+            return self._ahead(best, histories, anchor, behind, host)
         return best
 
     def _ahead(
-        self, best: Choice, histories: Ordered[History], anchor: Anchor, behind: Ordered[int]
+        self,
+        best: Choice,
+        histories: Ordered[History],
+        anchor: Anchor,
+        behind: Ordered[int],
+        host: float,
     ) -> Choice:
         """The same, and drafts of the head for the next round where they are worth it."""
         rows = anchor[0]
@@ -304,7 +306,7 @@ class Chooser:
         if expected > ENOUGH * rows:
             return best
         thresholds, most = self._ahead_thresholds(anchor)
-        if self._head_pays(histories, anchor, behind):
+        if self._head_pays(histories, anchor, behind, host):
             steps = most
         elif thresholds[0] < 1.0 and self._is_trial(histories):
             steps = 1
@@ -322,7 +324,7 @@ class Chooser:
         key = "ahead", rows
         found: tuple[tuple[float, ...], int] | None = self._held(self._estimates, key)
         if found is None:
-            step = self._head_step(rows) * seconds / (seconds + self._host(rows))
+            step = self._head_cost(rows).step * seconds / (seconds + self._host(rows))
             worth = (self._row_cost(anchor) + step) / NEXT_STANDS
             thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
             found = thresholds, 1 + sum(threshold < 1.0 for threshold in thresholds)
@@ -344,18 +346,17 @@ class Chooser:
         """Seconds of the host between two rounds of so many requests, whatever these do."""
         return self._between.get(rows.bit_length(), 0.0)
 
-    def _head_step(self, rows: int) -> float:
-        """A step's time, of a pass of full depth."""
-        return self._head_cost(rows).step
-
     def _head_cost(self, rows: int) -> StepCost:
+        """Of steps of a head, in passes of full depth."""
         about = rows.bit_length()
         known = self._head_steps.get(about)
         if known is None:
             known = self._head_steps[about] = StepCost()
         return known
 
-    def _head_pays(self, histories: Ordered[History], anchor: Anchor, behind: Ordered[int]) -> bool:
+    def _head_pays(
+        self, histories: Ordered[History], anchor: Anchor, behind: Ordered[int], host: float
+    ) -> bool:
         """Whether rounds with a head's drafts are faster than full depth, by those of late."""
         rows, seconds = anchor
         tried, steps, gains = 0.0, 0.0, list[float]()
@@ -368,9 +369,8 @@ class Chooser:
         less, more = passes[low] * seconds, passes[low + 1] * seconds
         verified = less + (tried - low) * (more - less)
         tokens = _worth(gains, behind)
-        host = self._host(rows)
         return tokens * (seconds + host) > MIN_GAIN * rows * (
-            verified + steps * self._head_step(rows) * seconds + host
+            verified + steps * self._head_cost(rows).step * seconds + host
         )
 
     def _is_trial(self, histories: Ordered[History]) -> bool:
@@ -480,8 +480,9 @@ class Chooser:
 
     def _verified(self, rows: int, anchor: Anchor) -> float:
         """Seconds of a pass that verifies: measured, or not less than those of full depth."""
-        if rows in self._verify:
-            return self._verify.of(rows, anchor)
+        known = self._verify.known(rows)
+        if known is not None:
+            return known
         seconds = self._verify.of(rows, anchor, self._full.row_seconds)
         return max(seconds, self._full.near(rows) or 0.0)
 
@@ -600,7 +601,7 @@ class Chooser:
         if layer and steps:
             return self._layer_cost(layer, (rows, full)).round(steps) * full
         verified = self._verified(rows + drafted, (rows, full)) if drafted or layer else full
-        return verified + (0.0 if layer else steps * self._head_step(rows) * full)
+        return verified + (0.0 if layer else steps * self._head_cost(rows).step * full)
 
     def learn_full(self, rows: int, seconds: float, *, is_steady: bool = True) -> None:
         """How long a round of full depth took.
@@ -631,9 +632,9 @@ class Chooser:
         full = self._full.near(rows)
         if full is None:
             return
-        of_head = ahead * self._head_step(rows) * full
+        of_head = ahead * self._head_cost(rows).step * full
         passed = max(seconds - of_head, full / MOST_SLOWER)
-        if rows + drafted not in self._verify:
+        if self._verify.known(rows + drafted) is None:
             most = MOST_SLOWER * self._verified(rows + drafted, (rows, full))
             passed = min(max(passed, full), most)
         self._note(self._verify.add(rows + drafted, passed))
@@ -672,7 +673,8 @@ class Chooser:
             for known in (history, self._all):
                 known.own(("layer", layer)).add_run(accepted, refused=accepted < drafted)
             return
-        for k, kind in enumerate(kinds_of(given)[: min(drafted, accepted + 1)]):
+        for k in range(min(drafted, accepted + 1)):
+            kind = kind_of(given, k)
             for known in (history, self._all):
                 known.own(kind).add(k < accepted)
 

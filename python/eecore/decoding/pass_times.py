@@ -105,9 +105,10 @@ class PassTimes:
         self._measured: dict[int, _Measured] = {}
         self._count = 0
 
-    def __contains__(self, rows: int) -> bool:
-        """Whether a pass of so many rows was measured."""
-        return rows in self._measured
+    def known(self, rows: int) -> float | None:
+        """A pass of so many rows that was measured; None where none was."""
+        known = self._measured.get(rows)
+        return None if known is None else known.seconds * self._pace.now
 
     def add(self, rows: int, seconds: float) -> float:
         """A pass that has been measured; the first of so many rows is taken as it is.
