@@ -337,6 +337,17 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
     assert machine.chooser.choose([history] * 2, [[proposal]] * 2, [8] * 2).kind == "given"
 
 
+@pytest.mark.parametrize("tried", [0.0, 1.0, 1.5, 2.0, 8.0])
+def test_what_a_head_had_tried_may_be_a_whole_number_of_drafts(tried: float) -> None:
+    chooser = Chooser(12, None, (0.9, 0.8, 0.7))
+    for _ in range(2):
+        chooser.learn_full(1, 1.0)
+    history = chooser.history()
+    history.tried, history.gain = tried, 0.9 * tried
+    choice = chooser.choose([history], [[]], [8], can_draft_ahead=True)
+    assert choice.ahead >= 1
+
+
 def looked_at(budget: Budget, rounds: int, gained: float) -> int:
     """Rounds in which somebody looked, each of which gains so much."""
     looks = 0

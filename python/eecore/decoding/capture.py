@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -65,6 +65,7 @@ class CallByCall:
         """See :class:`RunProgram`."""
         return 0
 
+    @torch.inference_mode()
     def __call__(self, program: Program) -> None:
         """See :class:`RunProgram`."""
         program.run(OnHost())
@@ -74,24 +75,33 @@ class _Capturing(ABC):
     """Captures a program when it first runs, and holds that for as long as there is the program."""
 
     def __init__(self) -> None:
-        self._captures: WeakKeyDictionary[Program, Capture] = WeakKeyDictionary()
+        # By the program's id, until it goes: this is looked up for every run.
+        self._captures: dict[int, tuple[Capture, ReferenceType[Program]]] = {}
 
     @property
     def captures(self) -> list[Capture]:
         """See :class:`RunProgram`."""
-        return list(self._captures.values())
+        return [capture for capture, _ in list(self._captures.values())]
 
     def num_bytes(self, program: Program) -> int:
         """See :class:`RunProgram`."""
-        capture = self._captures.get(program)
-        return 0 if capture is None else capture.num_bytes
+        held = self._captures.get(id(program))
+        return 0 if held is None else held[0].num_bytes
 
     def __call__(self, program: Program) -> None:
         """See :class:`RunProgram`."""
-        capture = self._captures.get(program)
-        if capture is None:
-            capture = self._captures[program] = self._capture(program)
-        capture.run()
+        held = self._captures.get(id(program))
+        if held is None:
+            held = self._hold(program)
+        held[0].run()
+
+    @torch.inference_mode()
+    def _hold(self, program: Program) -> tuple[Capture, ReferenceType[Program]]:
+        """Capture a program, and forget it when the program goes."""
+        captures, key = self._captures, id(program)
+        held = self._capture(program), ref(program, lambda _: captures.pop(key, None))
+        captures[key] = held
+        return held
 
     @abstractmethod
     def _capture(self, program: Program) -> Capture: ...

@@ -10,9 +10,7 @@ behind full depth for what others gain unless more requests wait for these to en
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from itertools import accumulate
@@ -44,6 +42,8 @@ probability that a draft head gave, or by exit layer."""
 LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 # By tenths of the probability that a draft head gives.
 HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
+LOOKED_UP: tuple[Kind, ...] = tuple(("looked up", n) for n in range(len(LOOKUP_ODDS)))
+HEADED: tuple[Kind, ...] = tuple(("headed", min(n, len(HEAD_ODDS) - 1)) for n in range(11))
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Drafts have to gain so much before anything but full depth is done.
@@ -84,28 +84,30 @@ HEAD_COST = 0.1
 class Odds:
     """The share of drafts that stand, counted; older ones count less."""
 
+    __slots__ = ("stood", "tried")
+
     def __init__(self, expected: float) -> None:
-        self._stood, self._tried = PRIOR_DRAFTS * expected, PRIOR_DRAFTS
+        self.stood, self.tried = PRIOR_DRAFTS * expected, PRIOR_DRAFTS
 
     @property
     def share(self) -> float:
-        return self._stood / self._tried
+        return self.stood / self.tried
 
     def add(self, stood: bool) -> None:
         """One more draft, before which none was refused."""
-        self._stood = OLDER_DRAFTS * self._stood + stood
-        self._tried = OLDER_DRAFTS * self._tried + 1.0
+        self.stood = OLDER_DRAFTS * self.stood + stood
+        self.tried = OLDER_DRAFTS * self.tried + 1.0
 
     def add_run(self, stood: int, *, refused: bool) -> None:
         """Drafts that stood one behind the other, and perhaps one behind them that did not."""
         old = OLDER_DRAFTS**stood
         new = (1.0 - old) / (1.0 - OLDER_DRAFTS)
-        self._stood, self._tried = old * self._stood + new, old * self._tried + new
+        self.stood, self.tried = old * self.stood + new, old * self.tried + new
         if refused:
             self.add(False)
 
 
-@dataclass
+@dataclass(slots=True)
 class History:
     """How drafts fared: those of a request, which keeps it, or of all."""
 
@@ -120,14 +122,9 @@ class History:
     others: History | None = None
     """Of all requests; None for these."""
     lead: float = LAG
-    """Of a request: rounds of full depth until it would be behind, by more than it may."""
+    """Of a request: rounds of full depth until it is behind, by more than it may be."""
     trials: int = TRY_HEAD
     """Of a request: rounds that are left to try a head in that others found not to pay."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether no more may be taken from it."""
-        return self.lead < 0.0
 
     def share(self, kind: Kind) -> float:
         """That a draft of a kind stands, if those before it do."""
@@ -146,18 +143,22 @@ class History:
 
     def chances(self, given: Proposal) -> list[float]:
         """That the first of such drafts stands, the first two, ..."""
-        chance, found = 1.0, []
+        chance, found = 1.0, list[float]()
+        own, others = self.odds, {} if self.others is None else self.others.odds
         for k in range(len(given.tokens)):
-            chance *= self.share(kind_of(given, k))
+            kind = kind_of(given, k)
+            odds = own.get(kind) or others[kind]
+            chance *= odds.stood / odds.tried
             found.append(chance)
         return found
 
 
 def kind_of(given: Proposal, k: int) -> Kind:
     """Of the k-th of such drafts."""
-    if given.is_headed:
-        return "headed", min(int(10 * given.probabilities[k]), len(HEAD_ODDS) - 1)
-    return "looked up", min(given.match + k, len(LOOKUP_ODDS) - 1)
+    if given.probabilities:  # a head made them
+        return HEADED[int(10 * given.probabilities[k])]
+    found = given.match + k
+    return LOOKED_UP[found] if found < len(LOOKED_UP) else LOOKED_UP[-1]
 
 
 class Choice(NamedTuple):
@@ -258,44 +259,55 @@ class Chooser:
         """
         self._clock += 1
         rows = len(histories)
-        behind = () if others_wait else tuple(i for i in range(rows) if histories[i].is_behind)
+        behind: tuple[int, ...] = ()
+        for i, history in enumerate(histories):
+            if history.lead < 0.0 and not others_wait:
+                behind += (i,)
         seconds = self._full.near(rows)
         if seconds is None or self._rounds >= self._next_full:
             return FULL
         anchor = rows, seconds
-        besides = self._looks.get(rows.bit_length(), 0.0) + self._host(rows)
+        host = self._host(rows)
+        besides = self._looks.get(rows.bit_length(), 0.0) + host
         best, speed = FULL, MIN_GAIN * rows / (seconds + besides)
         if any(proposals):
             choice, its_speed = self._give(histories, proposals, anchor, behind, besides)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            layer, count, tokens = self._held(
-                self._drafts,
-                (rows, exit_layers, behind),
-                lambda: self._draft(exit_layers, histories, max(most), anchor, behind, besides),
-            )
+            key = rows, exit_layers, behind
+            drafted = self._held(self._drafts, key)
+            if drafted is None:
+                drafted = self._draft(exit_layers, histories, max(most), anchor, behind, besides)
+                self._hold(self._drafts, key, drafted)
+            layer, count, tokens = drafted
             if tokens / seconds > speed:
                 drafts = tuple(min(count, m) for m in most)
                 best = Choice("draft", layer, drafts, (NOTHING,) * rows)
         if can_draft_ahead and best.kind != "draft":
-            return self._ahead(best, histories, anchor, behind)
+            return self._ahead(best, histories, anchor, behind, host)
         return best
 
     def _ahead(
-        self, best: Choice, histories: Ordered[History], anchor: Anchor, behind: Ordered[int]
+        self,
+        best: Choice,
+        histories: Ordered[History],
+        anchor: Anchor,
+        behind: Ordered[int],
+        host: float,
     ) -> Choice:
         """The same, and drafts of the head for the next round where they are worth it."""
         rows = anchor[0]
         given = best.given or (NOTHING,) * rows
-        expected = sum(self._expected(*each) for each in zip(histories, given, strict=True))
+        expected = 0.0  # of drafts that were looked up, how many will stand
+        for history, its in zip(histories, given, strict=True):
+            if its.tokens and not its.is_headed:
+                expected += sum(history.chances(its))
         if expected > ENOUGH * rows:
             return best
-        thresholds = self._held(
-            self._estimates, ("ahead", rows), lambda: self._ahead_thresholds(anchor)
-        )
-        if self._head_pays(histories, anchor, behind):
-            steps = 1 + sum(threshold < 1.0 for threshold in thresholds)
+        thresholds, most = self._ahead_thresholds(anchor)
+        if self._head_pays(histories, anchor, behind, host):
+            steps = most
         elif thresholds[0] < 1.0 and self._is_trial(histories):
             steps = 1
         else:
@@ -304,47 +316,61 @@ class Chooser:
             "given", 0, best.drafts or (0,) * rows, given, min(steps, MOST_AHEAD), thresholds
         )
 
-    def _ahead_thresholds(self, anchor: Anchor) -> tuple[float, ...]:
-        """Behind the first draft of a head, the second, ...: how likely it has to be."""
+    def _ahead_thresholds(self, anchor: Anchor) -> tuple[tuple[float, ...], int]:
+        """Behind the first draft of a head, the second, ...: how likely it has to be; and how many
+        there are at most by that.
+        """
         rows, seconds = anchor
-        step = self._head_step(rows) * seconds / (seconds + self._host(rows))
-        worth = (self._row_cost(anchor) + step) / NEXT_STANDS
-        return tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
+        key = "ahead", rows
+        found: tuple[tuple[float, ...], int] | None = self._held(self._estimates, key)
+        if found is None:
+            step = self._head_cost(rows).step * seconds / (seconds + self._host(rows))
+            worth = (self._row_cost(anchor) + step) / NEXT_STANDS
+            thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
+            found = thresholds, 1 + sum(threshold < 1.0 for threshold in thresholds)
+            self._hold(self._estimates, key, found)
+        return found
 
     def _row_cost(self, anchor: Anchor) -> float:
         """Of a draft in a round that is given some, in tokens of full depth."""
         rows, seconds = anchor
-
-        def estimate() -> float:
-            none, one = self._passes(anchor, 1)[:2]
-            return max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
-
-        cost: float = self._held(self._estimates, ("row", rows), estimate)
+        key = "row", rows
+        cost: float | None = self._held(self._estimates, key)
+        if cost is None:
+            none, one = (share * seconds for share in self._passes(anchor, 1)[:2])
+            cost = max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
+            self._hold(self._estimates, key, cost)
         return cost
 
     def _host(self, rows: int) -> float:
         """Seconds of the host between two rounds of so many requests, whatever these do."""
         return self._between.get(rows.bit_length(), 0.0)
 
-    def _head_step(self, rows: int) -> float:
-        """A step's time, of a pass of full depth."""
-        return self._head_cost(rows).step
-
     def _head_cost(self, rows: int) -> StepCost:
-        return self._head_steps.setdefault(rows.bit_length(), StepCost())
+        """Of steps of a head, in passes of full depth."""
+        about = rows.bit_length()
+        known = self._head_steps.get(about)
+        if known is None:
+            known = self._head_steps[about] = StepCost()
+        return known
 
-    def _head_pays(self, histories: Ordered[History], anchor: Anchor, behind: Ordered[int]) -> bool:
+    def _head_pays(
+        self, histories: Ordered[History], anchor: Anchor, behind: Ordered[int], host: float
+    ) -> bool:
         """Whether rounds with a head's drafts are faster than full depth, by those of late."""
         rows, seconds = anchor
-        tried = sum(history.tried for history in histories)
-        passes = self._passes(anchor, math.ceil(tried))
-        low = math.floor(tried)
-        verified = passes[low] + (tried - low) * (passes[low + 1] - passes[low])
-        steps = max(history.steps for history in histories)
-        tokens = _worth([1.0 + history.gain for history in histories], behind)
-        host = self._host(rows)
+        tried, steps, gains = 0.0, 0.0, list[float]()
+        for history in histories:
+            tried += history.tried
+            steps = max(steps, history.steps)
+            gains.append(1.0 + history.gain)
+        low = int(tried)
+        passes = self._passes(anchor, low + 1)
+        less, more = passes[low] * seconds, passes[low + 1] * seconds
+        verified = less + (tried - low) * (more - less)
+        tokens = _worth(gains, behind)
         return tokens * (seconds + host) > MIN_GAIN * rows * (
-            verified + steps * self._head_step(rows) * seconds + host
+            verified + steps * self._head_cost(rows).step * seconds + host
         )
 
     def _is_trial(self, histories: Ordered[History]) -> bool:
@@ -362,12 +388,6 @@ class Chooser:
         self._next_head = min(2 * self._next_head, MEASURE_AGAIN[1])
         return True
 
-    def _expected(self, history: History, given: Proposal) -> float:
-        """Of drafts that were looked up, how many will stand."""
-        if given.is_headed:
-            return 0.0
-        return sum(history.chances(given))
-
     def _give(
         self,
         histories: Ordered[History],
@@ -381,7 +401,7 @@ class Chooser:
         A round takes ``besides`` more. Those of requests that are behind come first:
         nothing is gained without them.
         """
-        rows = anchor[0]
+        rows, seconds = anchor
         row_cost = self._row_cost(anchor)
         given: list[Proposal] = []
         chances: list[tuple[float, int]] = []
@@ -389,7 +409,10 @@ class Chooser:
             chosen, own, most = NOTHING, list[float](), 0.0
             for proposal in several:
                 its = history.chances(proposal)
-                worth = sum(max(chance - row_cost, 0.0) for chance in its)
+                worth = 0.0
+                for chance in its:
+                    if chance > row_cost:
+                        worth += chance - row_cost
                 if worth > most:
                     chosen, own, most = proposal, its, worth
             given.append(chosen)
@@ -401,7 +424,8 @@ class Chooser:
         for count, (chance, i) in enumerate(chances, 1):
             tokens[i] += chance
             total += chance
-            here = (_worth(tokens, behind) if behind else total) / (passes[count] + besides)
+            worth = _worth(tokens, behind) if behind else total
+            here = worth / (passes[count] * seconds + besides)
             if here > speed:
                 taken, speed = count, here
         drafts = [0] * rows
@@ -444,30 +468,31 @@ class Chooser:
         return best
 
     def _passes(self, anchor: Anchor, most: int) -> list[float]:
-        """Seconds of passes that verify 0 to ``most`` drafts, or to more."""
+        """Passes that verify 0 to ``most`` drafts, or to more, as shares of the anchor's."""
         rows, seconds = anchor
         key = rows, power_of_two(most)
-
-        def estimate() -> list[float]:
+        passes: list[float] | None = self._held(self._estimates, key)
+        if passes is None:
             counts = range(rows, rows + key[1] + 1)
-            return [self._verified(count, anchor) / seconds for count in counts]
-
-        return [share * seconds for share in self._held(self._estimates, key, estimate)]
+            passes = [self._verified(count, anchor) / seconds for count in counts]
+            self._hold(self._estimates, key, passes)
+        return passes
 
     def _verified(self, rows: int, anchor: Anchor) -> float:
         """Seconds of a pass that verifies: measured, or not less than those of full depth."""
+        known = self._verify.known(rows)
+        if known is not None:
+            return known
         seconds = self._verify.of(rows, anchor, self._full.row_seconds)
-        if rows in self._verify:
-            return seconds
         return max(seconds, self._full.near(rows) or 0.0)
 
-    def _held(self, held: dict[Any, tuple[int, T]], key: Any, make: Callable[[], T]) -> T:
-        """What is held for some rounds, or made anew."""
-        made_at, value = held.get(key, (-HOLD, None))
-        if value is None or self._clock - made_at >= HOLD:
-            value = make()
-            held[key] = self._clock, value
-        return value
+    def _held(self, held: dict[Any, tuple[int, T]], key: Any) -> T | None:
+        """What is held for some rounds; None where it has to be made anew."""
+        found = held.get(key)
+        return None if found is None or self._clock - found[0] >= HOLD else found[1]
+
+    def _hold(self, held: dict[Any, tuple[int, T]], key: Any, value: T) -> None:
+        held[key] = self._clock, value
 
     def _layer_cost(self, layer: int, anchor: Anchor) -> StepCost:
         """Of rounds in which a layer drafts: of its steps, and of verifying them."""
@@ -576,7 +601,7 @@ class Chooser:
         if layer and steps:
             return self._layer_cost(layer, (rows, full)).round(steps) * full
         verified = self._verified(rows + drafted, (rows, full)) if drafted or layer else full
-        return verified + (0.0 if layer else steps * self._head_step(rows) * full)
+        return verified + (0.0 if layer else steps * self._head_cost(rows).step * full)
 
     def learn_full(self, rows: int, seconds: float, *, is_steady: bool = True) -> None:
         """How long a round of full depth took.
@@ -607,9 +632,9 @@ class Chooser:
         full = self._full.near(rows)
         if full is None:
             return
-        of_head = ahead * self._head_step(rows) * full
+        of_head = ahead * self._head_cost(rows).step * full
         passed = max(seconds - of_head, full / MOST_SLOWER)
-        if rows + drafted not in self._verify:
+        if self._verify.known(rows + drafted) is None:
             most = MOST_SLOWER * self._verified(rows + drafted, (rows, full))
             passed = min(max(passed, full), most)
         self._note(self._verify.add(rows + drafted, passed))
@@ -644,12 +669,14 @@ class Chooser:
         self, layer: int, history: History, given: Proposal, drafted: int, accepted: int
     ) -> None:
         """Which drafts of a request stood; nothing is known of those behind the first refused."""
-        for known in (history, self._all):
-            if layer:
+        if layer:
+            for known in (history, self._all):
                 known.own(("layer", layer)).add_run(accepted, refused=accepted < drafted)
-                continue
-            for k in range(min(drafted, accepted + 1)):
-                known.own(kind_of(given, k)).add(k < accepted)
+            return
+        for k in range(min(drafted, accepted + 1)):
+            kind = kind_of(given, k)
+            for known in (history, self._all):
+                known.own(kind).add(k < accepted)
 
     def learn_ahead(self, history: History, drafted: int, accepted: int, steps: int) -> None:
         """What a round with a head's drafts, and some for the next one, came to for a request."""

@@ -14,6 +14,7 @@ that is rejection sampling, and what is drawn is what decoding without drafts dr
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any
@@ -34,10 +35,12 @@ from eecore.decoding.head_drafts import (
 )
 from eecore.decoding.heads import HeadWork, Logits, head_fields
 from eecore.decoding.memory import (
+    Cells,
     Field,
     HostSide,
     cross_batch,
     cross_fields,
+    numbers_of,
     power_of_two,
 )
 from eecore.decoding.outcome import Outcome
@@ -155,11 +158,16 @@ class DraftStep(Step):
             name: zeros(*shape, dtype=dtype)
             for name, (dtype, shape) in head_fields(rows, replace(kind.sizes.heads, top=0)).items()
         }
-        self._of_heads = frozenset(head_fields(1, kind.sizes.heads))
-        unread = {"query_start_loc"} | ({"draft_confidences"} if kind.path.is_given else set())
-        self._told = frozenset(results) - unread
         # Whose still part was written last, and where.
         self._written: tuple[HostSide, list[Sequence]] | None = None
+        # The thresholds of drafts ahead that were written last, and where.
+        self._told: tuple[HostSide, list[Ordered[float]]] | None = None
+        self._state = self._given.columns(
+            *("num_active", "token_ids", "start", "tokens_left", "max_drafts"),
+            *(("num_given",) if kind.path.is_given else ()),
+            *(("ahead", "num_ahead") if kind.drafts_ahead else ()),
+        )
+        self._draft_layers = kind.path.layers_run - kind.path.shared_layers
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
         self._cross = cross_batch(given)
         self._open_cross = open_cross
@@ -176,28 +184,19 @@ class DraftStep(Step):
 
     def _given_fields(self) -> dict[str, Field]:
         sizes = self.kind.sizes
-        row = (sizes.num_rows,)
+        row, drafts = (sizes.num_rows,), (sizes.num_rows, self.kind.num_steps)
         return {
             "start": (torch.int64, row),
             "tokens_left": (torch.int64, row),
             "max_drafts": (torch.int64, row),
+            **({"num_given": (torch.int64, row)} if self.kind.path.is_given else {}),
+            **(head_drafting_fields(sizes.num_rows) if self.kind.drafts_ahead else {}),
             "page_table": (torch.int32, (sizes.num_rows, sizes.num_pages)),
             "thresholds": (torch.float32, row),
             "stop_tokens": (torch.int64, (sizes.num_rows, self.kind.num_stops)),
             "sampled": (torch.bool, row),
-            **self._draft_fields(),
-            **(head_drafting_fields(sizes.num_rows) if self.kind.drafts_ahead else {}),
+            **({"drafts": (torch.int64, drafts)} if self.kind.path.is_given else {}),
             **cross_fields(sizes.num_rows, sizes.num_input_pages),
-        }
-
-    def _draft_fields(self) -> dict[str, Field]:
-        """Of drafts that the host writes, where it does."""
-        if not self.kind.path.is_given:
-            return {}
-        num_rows = self.kind.sizes.num_rows
-        return {
-            "drafts": (torch.int64, (num_rows, self.kind.num_steps)),
-            "num_given": (torch.int64, (num_rows,)),
         }
 
     def _result_fields(self) -> dict[str, Field]:
@@ -218,51 +217,36 @@ class DraftStep(Step):
 
     def fits(self, rows: list[Row]) -> bool:
         """Whether these rows are those that were loaded last, and need this very program again."""
-        if self._written is None or self._written[1] != [row.sequence for row in rows]:
+        if rows[0].route.path is not self.kind.path or self._written is None:
             return False
-        if rows[0].route.path is not self.kind.path:
+        if self._written[1] != [row.work.sequence for row in rows]:
             return False
-        page_size, positions = self._kv.page_size, self.kind.num_steps + 1
-        return all(
-            row.work.max_drafts <= MIN_STEPS
-            and len(row.sequence.pages) <= self.sizes.num_pages
-            and row.sequence.num_tokens - 1 + positions <= self.sizes.num_pages * page_size
-            for row in rows
-        )
+        num_pages = self.sizes.num_pages
+        most = num_pages * self._page_size - self.kind.num_steps
+        for row in rows:
+            work = row.work
+            if work.max_drafts > MIN_STEPS or len(work.sequence.pages) > num_pages:
+                return False
+            if work.sequence.num_tokens > most:
+                return False
+        return True
 
     def load(self, rows: list[Row]) -> None:
         """Say who speculates next: at most ``sizes.num_rows`` sequences."""
-        sequences = [row.sequence for row in rows]
+        sequences = [row.work.sequence for row in rows]
         self._host = host = self._given.host()
         changes = self.sizes.follows or self.sizes.heads.logits
         if changes or self._written != (host, sequences):
             self._written = None
             self._write_still(rows, sequences)
             self._written = host, sequences
-        padding = [-1] * (self.sizes.num_rows - len(rows))
-        host.write(
-            token_ids=[sequence.output_ids[-1] for sequence in sequences],
-            start=[sequence.num_tokens - 1 for sequence in sequences],
-            tokens_left=[sequence.tokens_left for sequence in sequences],
-            max_drafts=[row.work.max_drafts for row in rows] + padding,
-            num_active=[len(rows)],
-        )
-        if self.kind.path.is_given:
-            self._write_drafts(rows)
-        else:
+        pages = self._write_state(rows)
+        if not self.kind.path.is_given:
             host.write(thresholds=[_threshold(row) for row in rows])
-        if self.kind.drafts_ahead:
-            host.write(
-                ahead=[row.ahead for row in rows] + padding,
-                num_ahead=[len(rows)],
-            )
-            for i, row in enumerate(rows):
-                host.arrays["ahead_thresholds"][: len(row.ahead_thresholds), i] = (
-                    row.ahead_thresholds
-                )
         for prefix in ("", "open_"):
-            host.write_pages(f"{prefix}page_table", [sequence.pages for sequence in sequences])
-            self._write_inputs(sequences, prefix)
+            host.write_pages(f"{prefix}page_table", pages)
+            if self.sizes.num_input_pages:
+                self._write_inputs(sequences, prefix)
         self.send()
 
     def _write_still(self, rows: list[Row], sequences: list[Sequence]) -> None:
@@ -278,13 +262,49 @@ class DraftStep(Step):
         for i, sequence in enumerate(sequences):
             stops[i, : len(sequence.stop_ids)] = sequence.stop_ids
 
-    def _write_drafts(self, rows: list[Row]) -> None:
-        """What each row is given; padding gets none."""
-        arrays = self._host.arrays
-        arrays["num_given"][:] = 0
+    def _write_state(self, rows: list[Row]) -> list[list[int]]:
+        """Where each row is, and what it is given; returns their pages."""
+        kind, cells, count = self.kind, self._host.cells, [len(rows)]
+        drafts = cells["drafts"] if kind.path.is_given else None
+        tokens, starts, left, most, pages = [], [], [], [], list[list[int]]()
+        num_given, ahead = list[int](), list[int]()
         for i, row in enumerate(rows):
-            arrays["drafts"][i, : len(row.drafts)] = row.drafts
-            arrays["num_given"][i] = len(row.drafts)
+            work = row.work
+            sequence = work.sequence
+            tokens.append(sequence.output_ids[-1])
+            starts.append(sequence.num_tokens - 1)
+            left.append(sequence.tokens_left)
+            most.append(work.max_drafts)
+            pages.append(sequence.pages)
+            ahead.append(row.ahead)
+            if drafts is not None:
+                num_given.append(len(row.drafts))
+                for k, token in enumerate(row.drafts):
+                    drafts[i, k] = token
+        padding = self.sizes.num_rows - len(rows)
+        if padding:
+            for column, value in (tokens, 0), (starts, 0), (left, 0), (most, -1), (ahead, -1):
+                column += [value] * padding
+            num_given += [0] * padding
+        columns = [count, tokens, starts, left, most]
+        if drafts is not None:
+            columns.append(num_given)
+        if kind.drafts_ahead:
+            columns += ahead, count
+            self._write_thresholds(rows)
+        self._state.write(self._host, *columns)
+        return pages
+
+    def _write_thresholds(self, rows: list[Row]) -> None:
+        """Of drafts ahead; most of the time they are those of the last round."""
+        told = self._host, [row.ahead_thresholds for row in rows]
+        if self._told == told:
+            return
+        self._told, thresholds = None, self._host.cells["ahead_thresholds"]
+        for i, row in enumerate(rows):
+            for k, threshold in enumerate(row.ahead_thresholds):
+                thresholds[k, i] = threshold
+        self._told = told
 
     # The program
 
@@ -446,51 +466,35 @@ class DraftStep(Step):
 
     # What came of it
 
-    def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide, count: int) -> list[Outcome]:
-        """Of some of the ``count`` rows of a round; waits for what was fetched to come."""
-        arrays = arrived.wait().arrays
-        starts = arrays["query_start_loc"][: count + 1].tolist()
-        got = {
-            name: array[: starts[-1] if name in self._of_heads else count].tolist()
-            for name, array in arrays.items()
-            if name in self._told
-        }
+    def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:
+        """Of some of the rows of a round; waits for what was fetched to come."""
+        got = arrived.wait().cells
+        starts = got["query_start_loc"]
         return [self._outcome(row, i, starts[i], got) for i, row in rows]
 
-    def _outcome(self, row: Row, i: int, start: int, got: dict[str, list[Any]]) -> Outcome:
+    def _outcome(self, row: Row, i: int, start: int, got: Cells) -> Outcome:
         """As much of a round as stands; nothing is behind an accepted end of the text."""
-        sequence, num_layers, path = row.sequence, self._model.config.num_layers, self.kind.path
-        drafted, accepted = got["num_drafted"][i], got["num_accepted"][i]
-        drafts = got["tokens"][i][1 : drafted + 1]
-        emitted = [*drafts[:accepted], got["next_token"][i]]
-        ends = drafted > 0 and sequence.stops_at(drafts[-1])
-        if accepted == drafted and ends:
-            emitted.pop()
-        good = self._num_good(emitted, accepted, i, start, got)
+        sequence, num_layers = row.work.sequence, self._model.config.num_layers
+        drafted, accepted, tokens = got["num_drafted"][i], got["num_accepted"][i], got["tokens"]
+        emitted = [tokens[i, k] for k in range(1, accepted + 1)]
+        if not 0 < drafted == accepted or not sequence.stops_at(tokens[i, drafted]):
+            emitted.append(got["next_token"][i])
+        records = self._records(sequence, emitted, accepted, i, start, got)
+        good = len(records)
         if not good:
             return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))
         is_cut = good < len(emitted)
         emitted, accepted = emitted[:good], min(accepted, good)
-        outcome = Outcome(sequence, sequence.num_computed + good, is_cut=is_cut)
-        outcome.kv_exit_layers = [num_layers] * len(emitted)
         # Drafted positions go through what they share with the draft once.
-        runs = drafted * (path.layers_run - path.shared_layers) + (drafted + 1) * num_layers
-        outcome.counters = Counters(layers_run=runs, drafted=drafted, accepted=accepted)
-        for k, token in enumerate(emitted):
-            at = start + k
-            is_draft = k < accepted
-            logprob, best = self._logprobs(sequence, token, at, got)
-            outcome.records.append(
-                TokenRecord(
-                    token,
-                    path.num_layers if is_draft else num_layers,
-                    got["draft_confidences"][i][k]
-                    if is_draft and not path.is_given
-                    else got["gap"][at],
-                    logprob,
-                    best,
-                )
-            )
+        runs = drafted * self._draft_layers + (drafted + 1) * num_layers
+        outcome = Outcome(
+            sequence,
+            sequence.num_computed + good,
+            records,
+            [num_layers] * good,
+            Counters(layers_run=runs, drafted=drafted, accepted=accepted),
+            is_cut=is_cut,
+        )
         if self.kind.drafts_ahead and not is_cut:
             outcome.ahead = drafted_ahead(row, i, emitted, got)
         if row.route.adaptive:
@@ -499,27 +503,44 @@ class DraftStep(Step):
             )
         return outcome
 
-    def _num_good(
-        self, emitted: list[int], accepted: int, i: int, start: int, got: dict[str, list[Any]]
-    ) -> int:
-        """How many tokens come before the first of logits or confidences of NaN."""
-        made_here, logprobs = not self.kind.path.is_given, got["logprob"]
+    def _records(
+        self,
+        sequence: Sequence,
+        emitted: list[int],
+        accepted: int,
+        i: int,
+        start: int,
+        got: Cells,
+    ) -> list[TokenRecord]:
+        """Of the tokens before the first of logits or confidences of NaN."""
+        path, num_layers = self.kind.path, self._model.config.num_layers
+        gaps, logprobs = got["gap"], got["logprob"]
+        is_asked = sequence.sampling.logprobs is not None
+        records: list[TokenRecord] = []
         for k, token in enumerate(emitted):
-            drafted_badly = made_here and k < accepted and isnan(got["draft_confidences"][i][k])
-            if token < 0 or drafted_badly or isnan(logprobs[start + k]):
-                return k
-        return len(emitted)
+            at, is_draft = start + k, k < accepted
+            if token < 0 or isnan(logprobs[at]):
+                break
+            confidence = gaps[at]
+            if is_draft and not path.is_given:
+                confidence = got["draft_confidences"][i, k]
+                if isnan(confidence):
+                    break
+            logprob, best = self._logprobs(sequence, token, at, got) if is_asked else (None, None)
+            layer = path.num_layers if is_draft else num_layers
+            records.append(TokenRecord(token, layer, confidence, logprob, best))
+        return records
 
     def _logprobs(
-        self, sequence: Sequence, token: int, at: int, got: dict[str, list[Any]]
+        self, sequence: Sequence, token: int, at: int, got: Cells
     ) -> tuple[float | None, dict[int, float] | None]:
         """Of an emitted token, as far as the request asked."""
-        asked, logprob = sequence.sampling.logprobs, got["logprob"][at]
-        if asked is not None and token != got["token"][at]:  # a draft, or drawn once more
+        logprob = got["logprob"][at]
+        if token != got["token"][at]:  # a draft, or drawn once more
             assert self._logits is not None
             logprob = self._logits.of(at, token) - got["logsumexp"][at]
-        ids, values = (got[n][at] if n in got else [] for n in ("top_ids", "top_logprobs"))
-        return top_logprobs(asked, logprob, ids, values)
+        ids, values = numbers_of(got, "top_ids", at), numbers_of(got, "top_logprobs", at)
+        return top_logprobs(sequence.sampling.logprobs, logprob, ids, values)
 
 
 def _threshold(row: Row) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from math import isnan
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +26,11 @@ from eecore.decoding.heads import (
 )
 from eecore.decoding.memory import (
     Array,
+    Cells,
     Field,
     HostSide,
     cross_batch,
+    numbers_of,
 )
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.route import Check
@@ -98,7 +99,12 @@ class ExitStep(Step):
         self.rows: list[Row] = []
         self._sequences: list[Sequence] = []
         self._thresholds_of: list[Row] | None = None  # whose lie there, and stay the same
-        self._row_numbers = np.arange(num_rows)
+        self._zeros = [0] * num_rows
+        self._state = self._given.columns(
+            *("row", "num_active", "token_ids", "positions", "slots"),
+            *("open_positions", "open_slots", "open_lens", "gone"),
+            *("accepted", "measured_at", "token_at", "fill_from"),
+        )
         given, results = self._given.device, self._results.device
         self._rows = ops.ExitingRows(
             leave_after=given["leave_after"],
@@ -144,19 +150,19 @@ class ExitStep(Step):
         return {
             "positions": (torch.int64, row),
             "slots": (torch.int64, row),
+            # What a run changes as rows are accepted and leave.
+            "open_positions": (torch.int64, row),
+            "open_slots": (torch.int64, row),
+            "open_lens": (torch.int32, row),
+            "gone": (torch.bool, row),
+            "accepted": (torch.bool, row),
+            "measured_at": (torch.int32, row),
+            "token_at": (torch.int32, row),
+            "fill_from": (torch.int32, row),
             "thresholds": (torch.float32, (len(self._checks), num_rows)),
             "leave_after": (torch.int32, row),
             "together": (torch.bool, row),
             "fills": (torch.bool, row),
-            # What a run changes as rows are accepted and leave.
-            "accepted": (torch.bool, row),
-            "gone": (torch.bool, row),
-            "fill_from": (torch.int32, row),
-            "measured_at": (torch.int32, row),
-            "token_at": (torch.int32, row),
-            "open_positions": (torch.int64, row),
-            "open_slots": (torch.int64, row),
-            "open_lens": (torch.int32, row),
         }
 
     def _result_fields(self) -> dict[str, Field]:
@@ -175,18 +181,12 @@ class ExitStep(Step):
         self.rows, self._sequences, self._thresholds_of = [], [], None  # until all is written
         self._host = self._given.host()
         self._write_rows(rows)
-        num_rows, count = self.sizes.num_rows, len(rows)
         routes = [row.route for row in rows]
         self._host.write(
             leave_after=[route.depth for route in routes],
             together=[route.together for route in routes],
             fills=[route.fills for route in routes],
-            slots=[-1] * num_rows,
-            open_slots=[-1] * num_rows,
-            open_lens=[1] * num_rows,
-            gone=[False] * count + [True] * (num_rows - count),
         )
-        self._host.arrays["fill_from"][:] = self._model.config.num_layers
         sequences = [row.sequence for row in rows]
         self._write_state(rows, sequences, [row.position for row in rows])
         self.rows, self._sequences = rows, sequences
@@ -200,40 +200,44 @@ class ExitStep(Step):
         if self.sizes.follows or self.sizes.heads.logits or not 0 < len(works) == len(rows):
             return False
         sequences = [work.sequence for work in works]
-        if any(work.is_prefill for work in works) or sequences != self._sequences:
+        if sequences != self._sequences:
             return False
-        if max(len(sequence.pages) for sequence in sequences) > self.sizes.num_pages:
-            return False
-        self._write_state(rows, sequences, [sequence.num_computed for sequence in sequences])
+        num_pages, positions = self.sizes.num_pages, []
+        for work in works:
+            if work.is_prefill or len(work.sequence.pages) > num_pages:
+                return False
+            positions.append(work.sequence.num_computed)
+        self._write_state(rows, sequences, positions)
         return True
 
     def _write_state(
         self, rows: list[Row], sequences: list[Sequence], positions: list[int]
     ) -> None:
         """Where each row is, and that it has not left yet."""
-        host = self._host
-        count = len(sequences)
-        arrays = host.arrays
-        arrays["token_ids"][:count] = [sequence.output_ids[-1] for sequence in sequences]
-        table = host.write_pages("open_page_table", [sequence.pages for sequence in sequences])
-        at = np.array(positions)
-        pages, offsets = np.divmod(at, self._kv.page_size)
-        slots = table[self._row_numbers[:count], pages] * self._kv.page_size + offsets
-        for prefix in ("", "open_"):
-            arrays[f"{prefix}positions"][:count] = at
-            arrays[f"{prefix}slots"][:count] = slots
-        arrays["open_lens"][:count] = at + 1
-        arrays["gone"][:count] = False
-        if self.kind.fills:
-            arrays["fill_from"][:count] = self._model.config.num_layers
-        if self._checks or len(self.kind.points) > 1:
-            for name in ("accepted", "measured_at", "token_at"):
-                arrays[name][:count] = 0
-        arrays["row"][:] = self._row_numbers
-        arrays["num_active"][0] = count
-        self._write_inputs(sequences, "open_")
+        host, size, zeros, num_rows = self._host, self._page_size, self._zeros, self.sizes.num_rows
+        tokens, pages, slots, lens = [], [], [], []
+        for sequence, at in zip(sequences, positions, strict=True):
+            own = sequence.pages
+            tokens.append(sequence.output_ids[-1])
+            pages.append(own)
+            slots.append(own[at // size] * size + at % size)
+            lens.append(at + 1)
+        count, gone = len(sequences), zeros
+        if count < num_rows:  # those that are not there have gone, and have no slots
+            others = num_rows - count
+            gone = [*zeros[:count], *[1] * others]
+            for column, padding in (tokens, 0), (positions, 0), (slots, -1), (lens, 1):
+                column += [padding] * others
+        self._state.write(
+            *(host, range(num_rows), [count], tokens, positions, slots),
+            *(positions, slots, lens, gone),
+            *(zeros, zeros, zeros, [self._model.config.num_layers] * num_rows),
+        )
+        host.write_pages("open_page_table", pages)
+        if self.sizes.num_input_pages:
+            self._write_inputs(sequences, "open_")
         if self._checks:
-            self._write_thresholds(arrays["thresholds"], rows)
+            self._write_thresholds(host.arrays["thresholds"], rows)
         self.send()
 
     def _write_thresholds(self, thresholds: Array, rows: list[Row]) -> None:
@@ -352,28 +356,28 @@ class ExitStep(Step):
 
     # What came of it
 
-    def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide, count: int) -> list[Outcome]:
-        """Of some of the ``count`` rows of a run; waits for what was fetched to come."""
-        got = arrived.wait().numbers(count)
+    def outcomes(self, rows: list[tuple[int, Row]], arrived: HostSide) -> list[Outcome]:
+        """Of some of the rows of a run; waits for what was fetched to come."""
+        got = arrived.wait().cells
         return [self._outcome(row, i, got) for i, row in rows]
 
-    def _outcome(self, row: Row, i: int, got: dict[str, list[Any]]) -> Outcome:
-        sequence, route, num_layers = row.sequence, row.route, self._model.config.num_layers
-        exit_layer = got["exit_layer"][i]
+    def _outcome(self, row: Row, i: int, got: Cells) -> Outcome:
+        sequence, route, num_layers = row.work.sequence, row.route, self._model.config.num_layers
+        exit_layer, token = got["exit_layer"][i], got["token"][i]
         is_measured = got["pending"][i] == KNOWN
         if route.check is not None and route.check.measure != "softmax":
             is_measured = exit_layer in route.points or (
                 exit_layer == route.depth and route.check.measure not in GAPS
             )
         confidence = got["confidence" if is_measured else "gap"][i]
-        if got["token"][i] < 0 or isnan(got["logprob"][i]) or isnan(confidence):
+        if token < 0 or isnan(got["logprob"][i]) or isnan(confidence):
             return Outcome(sequence, sequence.num_computed, error=NotFiniteError(NO_TOKEN))
         logprob = best = None
         if sequence.sampling.logprobs is not None:
-            top = [got[name][i] if name in got else [] for name in ("top_ids", "top_logprobs")]
+            top = [numbers_of(got, name, i) for name in ("top_ids", "top_logprobs")]
             logprob, best = top_logprobs(sequence.sampling.logprobs, got["logprob"][i], *top)
         counters = Counters(exit_layer)
         if route.fills and exit_layer < num_layers:
             counters.layers_filled, counters.fill_calls = num_layers - exit_layer, 1
-        record = TokenRecord(got["token"][i], exit_layer, confidence, logprob, best)
+        record = TokenRecord(token, exit_layer, confidence, logprob, best)
         return Outcome(sequence, sequence.num_computed + 1, [record], [exit_layer], counters)

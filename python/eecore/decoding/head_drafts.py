@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.control import Control
-from eecore.decoding.memory import Field
+from eecore.decoding.memory import Cells, Field
 from eecore.decoding.proposal import MOST_AHEAD
 from eecore.decoding.step import Row, Step
 from eecore.models import LlamaModel
@@ -44,8 +44,8 @@ def head_drafting_fields(num_rows: int) -> dict[str, Field]:
     """What the host says of a round's drafting."""
     return {
         "ahead": (torch.int64, (num_rows,)),
-        "ahead_thresholds": (torch.float32, (MOST_AHEAD, num_rows)),
         "num_ahead": (torch.int32, (1,)),
+        "ahead_thresholds": (torch.float32, (MOST_AHEAD, num_rows)),
     }
 
 
@@ -209,17 +209,17 @@ class HeadDrafting:
             control.unless(made.all_done, lambda: self._draft(step + 1, state, control), condition)
 
 
-def drafted_ahead(row: Row, i: int, emitted: list[int], got: dict[str, list[Any]]) -> Ahead | None:
+def drafted_ahead(row: Row, i: int, emitted: list[int], got: Cells) -> Ahead | None:
     """What the head drafted for the i-th row, behind the tokens that it got."""
     count = got["num_ahead_drafted"][i]
     if not row.ahead or not count or not emitted:
         return None
-    tokens = got["ahead_tokens"][i]
-    if tokens[0] != emitted[-1]:  # the text ends before it
+    tokens, probabilities = got["ahead_tokens"], got["ahead_probabilities"]
+    if tokens[i, 0] != emitted[-1]:  # the text ends before it
         return None
     return Ahead(
-        row.sequence.num_tokens + len(emitted),
+        row.work.sequence.num_tokens + len(emitted),
         emitted[-1],
-        tokens[1 : count + 1],
-        got["ahead_probabilities"][i][:count],
+        [tokens[i, k] for k in range(1, count + 1)],
+        [probabilities[i, k] for k in range(count)],
     )

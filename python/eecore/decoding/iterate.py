@@ -36,7 +36,7 @@ MAX_PROGRAMS = 256
 MAX_PROGRAM_BYTES = 1 << 29
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Flight:
     """A program's run that was launched; the device may still be at it."""
 
@@ -62,12 +62,11 @@ class Flight:
 
     def land(self) -> list[Outcome]:
         """What it did for its sequences; those that have ended meanwhile are left out."""
-        running = [
-            (i, row)
-            for i, row in enumerate(self.rows)
-            if row.sequence.status is SequenceStatus.RUNNING
-        ]
-        return self.program.outcomes(running, self.arrived, len(self.rows))
+        running = []
+        for i, row in enumerate(self.rows):
+            if row.work.sequence.status is SequenceStatus.RUNNING:
+                running.append((i, row))
+        return self.program.outcomes(running, self.arrived)
 
 
 class Iterations:
@@ -93,7 +92,7 @@ class Iterations:
         # The last rounds of drafts behind which a draft head drafted, and behind which none did.
         self._drafted: dict[bool, DraftStep] = {}
         # When the last iteration ended, and who decoded in it.
-        self._ended: tuple[float, frozenset[Sequence]] | None = None
+        self._ended: tuple[float, set[Sequence]] | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
         self._program_bytes: dict[ExitKind | DraftKind, int] = {}
 
@@ -102,15 +101,14 @@ class Iterations:
         """Of the programs that are kept: the time and memory that each capture took."""
         return self.run.captures
 
-    @torch.inference_mode()
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
         last, self._ended = self._ended, None
-        if last is not None and all(work.sequence in last[1] for work in works):
+        if last is not None and last[1].issuperset([work.sequence for work in works]):
             self.planner.went_between(time.perf_counter() - last[0])
         outcomes = self._iterate(works)
-        decoding = (work.sequence for work in works if not work.is_prefill)
-        self._ended = time.perf_counter(), frozenset(decoding)
+        decoding = {work.sequence for work in works if not work.is_prefill}
+        self._ended = time.perf_counter(), decoding
         return outcomes
 
     def _iterate(self, works: list[Work]) -> list[Outcome]:
@@ -123,10 +121,7 @@ class Iterations:
         outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]
         if prompts:
-            unread = [work.sequence for work in prompts if work.sequence.tokens_to_encode]
-            if unread:
-                encode(self.model, self.kv, unread)
-            for outcome in Prefill(self.model, self.kv, prompts).run():
+            for outcome in self._prefill(prompts):
                 outcomes[outcome.sequence] = outcome
         decoding = self.planner.plan([work for work in works if not work.is_prefill])
         for family in _families(decoding).values():
@@ -134,13 +129,22 @@ class Iterations:
                 outcomes[outcome.sequence] = outcome
         return [outcomes[work.sequence] for work in works]
 
+    @torch.inference_mode()
+    def _prefill(self, prompts: list[Work]) -> list[Outcome]:
+        """A chunk of each prompt; an encoder reads its input first."""
+        unread = [work.sequence for work in prompts if work.sequence.tokens_to_encode]
+        if unread:
+            encode(self.model, self.kv, unread)
+        return Prefill(self.model, self.kv, prompts).run()
+
     def _go_on(self, works: list[Work]) -> list[Outcome] | None:
         """The next step of the rows of the last run, where these works are just that."""
         last, self._last = self._last, None  # a run that fails leaves nothing to go on from
         if last is not None and last.goes_on(works):
             self.run(last)
             self._last = last
-            return Flight(last, last.rows, last.fetch()).land()
+            rows = last.rows
+            return last.outcomes(list(enumerate(rows)), last.fetch())
         self._last = last
         return None
 
@@ -162,7 +166,6 @@ class Iterations:
             outcome.sequence.ahead = outcome.ahead
         return outcomes
 
-    @torch.inference_mode()
     def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """Start an iteration that is a single run, and return before its outcome is known.
 
@@ -240,18 +243,22 @@ class Iterations:
         """
         if self.ahead or rows[0].route.path is None:
             return None
-        step = self._drafted.get(any(row.ahead > 0 for row in rows))
+        step = self._drafted.get(max([row.ahead for row in rows]) > 0)
         return step if step is not None and step.fits(rows) else None
 
     def _program(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
         """The program of a kind, made when it is first needed."""
         program = self._programs.get(kind)
         if program is None:
-            make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
-            program = self._programs[kind] = make(self.model, self.kv, kind)
+            program = self._programs[kind] = self._made(kind)
             self._forget_programs()
         self._programs.move_to_end(kind)
         return program
+
+    @torch.inference_mode()
+    def _made(self, kind: ExitKind | DraftKind) -> ExitStep | DraftStep:
+        make: Any = ExitStep if isinstance(kind, ExitKind) else DraftStep
+        return make(self.model, self.kv, kind)  # type: ignore[no-any-return]
 
     @property
     def program_bytes(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence as Ordered
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from eecore.scheduling.sequence import Sequence
 
 __all__ = [
     "Array",
+    "Cells",
+    "Columns",
     "Field",
     "HostSide",
     "TwinMemory",
@@ -23,15 +27,20 @@ __all__ = [
     "cross_fields",
     "fill_page_table",
     "input_pages",
+    "numbers_of",
     "power_of_two",
     "slots_of",
 ]
 
 ALIGNMENT = 16
+# Of numbers as the struct module has them.
+FORMS = {torch.int64: "q", torch.int32: "i", torch.bool: "?"}
 
 Array = npt.NDArray[Any]
 Field = tuple[torch.dtype, tuple[int, ...]]
 Pages = list[int]
+Cells = dict[str, Any]
+"""Memoryviews by name, of which single numbers are read and written."""
 
 
 class _Mapped:
@@ -51,16 +60,19 @@ class HostSide:
 
     Attributes:
         arrays: by name, for the host to read and write.
+        cells: the same for single numbers: behind a run nothing of numpy is in a processor's cache.
     """
 
     def __init__(self, memory: Tensor, tensors: dict[str, Tensor], device: torch.device) -> None:
         self.memory = memory
+        self.bytes: memoryview = memory.numpy().data
         self.words = memory.view(torch.int64)
         if memory.is_pinned():
             self.words = torch.as_tensor(_Mapped(memory), device=device)
         self.arrays: dict[str, Array] = {name: t.numpy() for name, t in tensors.items()}
+        self.cells: Cells = {name: array.data for name, array in self.arrays.items()}
         self._moved: torch.cuda.Event | None = None
-        self._tables: dict[str, tuple[Array, list[Pages]]] = {}
+        self._tables: dict[str, _Table] = {}
 
     def moves(self) -> None:
         """A copy from or to here has just been queued on the current stream."""
@@ -79,34 +91,71 @@ class HostSide:
         for name, values in columns.items():
             self.arrays[name][: len(values)] = values
 
-    def write_pages(self, name: str, pages: list[Pages]) -> Array:
-        """Write each row's pages into the table ``name``, which a run may change; returns what it
-        is before it does.
-        """
-        table = self.arrays[name]
-        if name not in self._tables:
-            self._tables[name] = np.zeros_like(table), [[] for _ in table]
-        clean, written = self._tables[name]
-        for i, own in enumerate(pages):
-            if own != written[i]:
-                clean[i, : len(own)] = own
-                written[i] = list(own)
-        table[:] = clean
-        return clean
+    def write_pages(self, name: str, pages: list[Pages]) -> None:
+        """Write each row's pages into the table ``name``, which a run may change."""
+        table = self._tables.get(name)
+        if table is None:
+            table = self._tables[name] = _Table(self.arrays[name])
+        table.write(pages)
 
     def numbers(self, count: int) -> dict[str, list[Any]]:
         """The first ``count`` rows of every array, as Python's numbers."""
-        return {name: array[:count].tolist() for name, array in self.arrays.items()}
+        return {name: cells[:count].tolist() for name, cells in self.cells.items()}
+
+
+class Columns:
+    """Fields that lie one behind the other, to write all rows of them in one go.
+
+    Args:
+        fields: where each begins, in bytes, the type of its numbers, and its shape.
+    """
+
+    def __init__(self, fields: list[tuple[int, torch.dtype, tuple[int, ...]]]) -> None:
+        self._begin = end = fields[0][0]
+        form = "="
+        for begin, dtype, shape in fields:
+            assert 0 <= begin - end < ALIGNMENT, "fields: expected neighbours"
+            count = math.prod(shape)
+            form += f"{begin - end}x{count}{FORMS[dtype]}"
+            end = begin + count * dtype.itemsize
+        self._pack = struct.Struct(form).pack_into
+
+    def write(self, side: HostSide, *columns: Ordered[Any]) -> None:
+        """Write into a side: the numbers of each field, in turn."""
+        self._pack(side.bytes, self._begin, *chain.from_iterable(columns))
+
+
+class _Table:
+    """A page table that is written whole for each run, from a copy that no run changes."""
+
+    def __init__(self, table: Array) -> None:
+        self._clean, self._written = np.zeros_like(table), list[Pages]([] for _ in table)
+        self._source, self._target = self._clean.data.cast("B"), table.data.cast("B")
+
+    def write(self, pages: list[Pages]) -> None:
+        """Each row's."""
+        written = self._written
+        for i, own in enumerate(pages):
+            if own != written[i]:
+                self._clean[i, : len(own)] = own
+                written[i] = list(own)
+        self._target[:] = self._source
+
+
+def numbers_of(cells: Cells, name: str, row: int) -> list[Any]:
+    """A row of a field; nothing of one that is not there."""
+    return cells[name][row : row + 1].tolist()[0] if name in cells else []
 
 
 def _move(source: Tensor, target: Tensor) -> None:
     """By a kernel, on a GPU too: before a few kilobytes a copy engine takes several times as long
     to begin, and so does the kernel behind it.
     """
-    if source.device.type == "cuda":
-        torch.bitwise_or(source, 0, out=target)
-    else:
-        target.copy_(source)
+    with torch.inference_mode():
+        if source.device.type == "cuda":
+            torch.bitwise_or(source, 0, out=target)
+        else:
+            target.copy_(source)
 
 
 class TwinMemory:
@@ -145,6 +194,11 @@ class TwinMemory:
         self._sides = host_side(), host_side()
         self.num_bytes = 3 * num_bytes
         self._uses = 0
+        self._fields = {name: (at.start, *fields[name]) for name, (at, _, _) in places.items()}
+
+    def columns(self, *names: str) -> Columns:
+        """Of fields that lie in this order, with no others between them."""
+        return Columns([self._fields[name] for name in names])
 
     def host(self) -> HostSide:
         """A side to write, from which nothing moves any more."""

@@ -33,6 +33,7 @@ NOISE, PACE, FIRST, LATER, OFTEN = 0.006, 0.0015, 0.02, 1e-5, 2e-4
 # How much slower than expected a pass can be: what is beyond was disturbed. How many passes it
 # takes to forget one.
 MOST_SLOWER = 1.5
+LOG_MOST_SLOWER = log(MOST_SLOWER)
 FORGET_TIME = 1024
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
@@ -54,6 +55,8 @@ LEAST_ROUND = 0.5
 class Pace:
     """How slow the machine is just now, of which each pass tells; 1 at first."""
 
+    __slots__ = ("now", "passes")
+
     def __init__(self) -> None:
         self.now = 1.0
         self.passes = 0  # that told of it, and first ones
@@ -74,7 +77,7 @@ class Pace:
         return variance / every
 
 
-@dataclass
+@dataclass(slots=True)
 class _Measured:
     """Passes of one number of rows."""
 
@@ -102,9 +105,10 @@ class PassTimes:
         self._measured: dict[int, _Measured] = {}
         self._count = 0
 
-    def __contains__(self, rows: int) -> bool:
-        """Whether a pass of so many rows was measured."""
-        return rows in self._measured
+    def known(self, rows: int) -> float | None:
+        """A pass of so many rows that was measured; None where none was."""
+        known = self._measured.get(rows)
+        return None if known is None else known.seconds * self._pace.now
 
     def add(self, rows: int, seconds: float) -> float:
         """A pass that has been measured; the first of so many rows is taken as it is.
@@ -129,7 +133,7 @@ class PassTimes:
 
     def _learn(self, known: _Measured, off: float) -> float:
         """By how much it moves."""
-        most = log(MOST_SLOWER)
+        most = LOG_MOST_SLOWER
         if off < -most and known.passes == 1:
             known.seconds *= exp(off)  # the first one was disturbed
             return off
@@ -148,7 +152,7 @@ class PassTimes:
         """A pass of so many rows, or between two that were measured; None where it was neither."""
         known = self._measured.get(rows)
         if known is not None:
-            return self._now(rows) if known.passes >= FIRST_PASSES else None
+            return known.seconds * self._pace.now if known.passes >= FIRST_PASSES else None
         if self._rows and self._rows[0] < rows < self._rows[-1]:
             low = self._rows[bisect.bisect(self._rows, rows) - 1]
             return self.of(rows, (low, self._now(low)))
@@ -162,8 +166,9 @@ class PassTimes:
             anchor: another pass, of as many rows or fewer, and its seconds.
             row_seconds: what one more row takes beyond those that were measured, if it is known.
         """
-        if rows in self._measured:
-            return self._now(rows)
+        known = self._measured.get(rows)
+        if known is not None:
+            return known.seconds * self._pace.now
         at = bisect.bisect(self._rows, rows)
         low, low_seconds = anchor
         if at and self._rows[at - 1] >= low:
@@ -203,6 +208,8 @@ class StepCost:
         passes: what a round of :data:`FIRST_STEPS` steps is taken to cost.
     """
 
+    __slots__ = ("_both", "_passes", "_rounds", "_scatter", "_steps")
+
     def __init__(
         self, step: float = HEAD_STEP, passes: float = 1.0 + HEAD_STEP * FIRST_STEPS
     ) -> None:
@@ -234,7 +241,7 @@ class StepCost:
         passes = min(passes, MOST_SLOWER * expected)
         if pace is not None:
             before = pace.now
-            pace.learn(max(log(passes / expected), -log(MOST_SLOWER)), FIRST / self._rounds)
+            pace.learn(max(log(passes / expected), -LOG_MOST_SLOWER), FIRST / self._rounds)
             passes *= before / pace.now
         off, over = steps - self._steps, passes - self._passes
         self._rounds += 1

@@ -80,12 +80,16 @@ class Planner:
 
     def chooses(self, works: Ordered[Work]) -> bool:
         """Whether what some of them do is chosen; it is not where nobody is to look."""
-        sequences = [work.sequence for work in works]
-        self._free = [s for s in sequences if self.route(s).auto is not None]
+        self._free, looks = [], False
+        for work in works:
+            sequence = work.sequence
+            if self.route(sequence).auto is not None:
+                self._free.append(sequence)
+                looks = looks or not sequence.is_resting
         between, self._between = self._between, None
         if between is not None and self._free:
             self.chooser.learn_between(len(self._free), between)
-        return any(not sequence.is_resting for sequence in self._free)
+        return looks
 
     def went_between(self, seconds: float) -> None:
         """The time since these same requests' last iteration, which none of them spent waiting."""
@@ -112,8 +116,13 @@ class Planner:
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
         started = time.perf_counter()
-        planned = [_planned(work, self.route(work.sequence)) for work in works]
-        free = [i for i, each in enumerate(planned) if each.route.auto is not None]
+        planned: list[Planned] = []
+        free: list[int] = []
+        for work in works:
+            route = self.route(work.sequence)
+            if route.auto is not None:
+                free.append(len(planned))
+            planned.append(_planned(work, route))
         if free:
             chosen = self._chosen([planned[i] for i in free])
             for i, each in zip(free, chosen, strict=True):
@@ -125,9 +134,11 @@ class Planner:
     def _chosen(self, planned: list[Planned]) -> list[Planned]:
         """What ``Auto`` requests do, all of them the same."""
         self._look = None
-        rows, chooser = len(planned), self.chooser
+        rows, chooser, fresh = len(planned), self.chooser, 0
         budget = chooser.budget(rows)
-        fresh = sum(each.work.sequence.drafting is None for each in planned)
+        for each in planned:
+            if each.work.sequence.drafting is None:
+                fresh += 1
         self._begins = fresh == rows
         if fresh:
             budget.welcome(fresh / rows)
@@ -135,14 +146,20 @@ class Planner:
             self._rest([each.work.sequence for each in planned])
             return planned
         self._look = self._learning
-        histories = [_history(each.work.sequence, chooser) for each in planned]
+        histories, proposals, most = [], [], []
+        can_draft_ahead = self._has_head
+        for each in planned:
+            work, route = each.work, each.route
+            histories.append(_history(work.sequence, chooser))
+            proposals.append(_proposals(work, route))
+            most.append(work.max_drafts)
+            can_draft_ahead = can_draft_ahead and route.auto is not None and route.auto.head
         choice = chooser.choose(
             histories,
-            [_proposals(each.work, each.route) for each in planned],
-            [each.work.max_drafts for each in planned],
-            exit_layers=self._exit_layers(planned),
-            can_draft_ahead=self._has_head
-            and all(each.route.auto is not None and each.route.auto.head for each in planned),
+            proposals,
+            most,
+            exit_layers=_exit_layers(planned, chooser),
+            can_draft_ahead=can_draft_ahead,
             others_wait=self.others_wait,
         )
         if choice.kind == "full":
@@ -150,7 +167,7 @@ class Planner:
         layer = 0 if choice.kind == "given" else choice.exit_layer
         return [
             Planned(
-                each.work._replace(max_drafts=count),
+                Work(each.work.sequence, each.work.num_tokens, count),
                 self._drafting(each.route, layer),
                 given,
                 choice.ahead,
@@ -161,22 +178,15 @@ class Planner:
 
     def _drafting(self, route: Route, layer: int) -> Route:
         """The route of an ``Auto`` request whose drafts a layer makes, or which is given some."""
-        key = route.policy, route.depth, layer
-        made = self._routes.get(key)
+        made = route.drafting.get(layer)
         if made is None:
-            path = DraftPath(layer, layer) if layer else GIVEN
-            made = self._routes[key] = replace(route, path=path)
+            key = route.policy, route.depth, layer
+            made = self._routes.get(key)
+            if made is None:
+                path = DraftPath(layer, layer) if layer else GIVEN
+                made = self._routes[key] = replace(route, path=path)
+            route.drafting[layer] = made
         return made
-
-    def _exit_layers(self, planned: list[Planned]) -> tuple[int, ...]:
-        """That may draft: none where somebody draws tokens, which would be others then, or has a
-        guide.
-        """
-        sequences = [each.work.sequence for each in planned]
-        if any(s.sampling.temperature > 0.0 or s.guided is not None for s in sequences):
-            return ()
-        allowed = [self.chooser.exit_layers(each.route.auto) for each in planned if each.route.auto]
-        return tuple(layer for layer in allowed[0] if all(layer in other for other in allowed))
 
     # Learning
 
@@ -196,11 +206,10 @@ class Planner:
             seconds: that it took.
             went_on: whether it went on from the program's last run.
         """
-        free = [
-            (each, outcome)
-            for each, outcome in zip(planned, outcomes, strict=True)
-            if self.route(each.work.sequence).auto is not None and outcome.error is None
-        ]
+        free = []
+        for each, outcome in zip(planned, outcomes, strict=True):
+            if each.route.auto is not None and outcome.error is None:
+                free.append((each, outcome))
         if free:
             started = time.perf_counter()
             self._learn(planned, outcomes, free, seconds, went_on)
@@ -216,22 +225,29 @@ class Planner:
     ) -> None:
         chooser = self.chooser
         rows, path = len(planned), free[0][0].route.path
-        drafted = [outcome.counters.drafted for outcome in outcomes]
-        layer, steps = 0 if path is None else path.num_layers, 0
+        drafted = accepted = most = 0
+        for outcome in outcomes:
+            counters = outcome.counters
+            drafted += counters.drafted
+            accepted += counters.accepted
+            most = max(most, counters.drafted)
+        layer, steps = 0, 0
         if path is not None:
-            ahead = max(_num_ahead(each, outcome) for each, outcome in free)
-            steps = ahead if path.is_given else max(drafted)
+            layer = path.num_layers
+            steps = max([_num_ahead(*each) for each in free]) if path.is_given else most
         if self._look is not None:
             look = chooser.learn_look(len(free), self._look)
-            tokens = rows + sum(outcome.counters.accepted for outcome in outcomes)
             budget = chooser.budget(len(free))
-            made = {"drafted": sum(drafted), "steps": steps, "layer": layer}
             took = None if path is None or self._begins else seconds
-            gained = chooser.gained(rows, tokens, took, look=look, **made)
+            gained = chooser.gained(
+                *(rows, rows + accepted, took), look=look, drafted=drafted, steps=steps, layer=layer
+            )
             budget.looked(gained, found=path is not None)
             if rows > 1:  # one that is alone falls behind nobody
                 got = [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free]
-                chooser.learn_leads(rows, got, seconds + look, **made)
+                chooser.learn_leads(
+                    *(rows, got, seconds + look), drafted=drafted, steps=steps, layer=layer
+                )
             for each, _ in free:
                 each.work.sequence.is_resting = budget.is_spent
         if path is None:
@@ -243,16 +259,16 @@ class Planner:
         if self._begins:
             pass  # no other round is as slow
         elif path.is_given:
-            chooser.learn_given(rows, sum(drafted), steps, seconds)
+            chooser.learn_given(rows, drafted, steps, seconds)
         else:
             chooser.learn_drafted(layer, rows, steps, seconds)
         for each, outcome in free:
-            counters, history = outcome.counters, _history(each.work.sequence, chooser)
-            chooser.learn_drafts(layer, history, each.given, counters.drafted, counters.accepted)
-            if each.ahead and _ahead_of(each.work.sequence) and not each.given.match:
-                chooser.learn_ahead(
-                    history, counters.drafted, counters.accepted, _num_ahead(each, outcome)
-                )
+            counters, sequence = outcome.counters, each.work.sequence
+            drafted, accepted = counters.drafted, counters.accepted
+            history = _history(sequence, chooser)
+            chooser.learn_drafts(layer, history, each.given, drafted, accepted)
+            if each.ahead and _ahead_of(sequence) and not each.given.match:
+                chooser.learn_ahead(history, drafted, accepted, _num_ahead(each, outcome))
 
 
 def _history(sequence: Sequence, chooser: Chooser) -> History:
@@ -261,6 +277,21 @@ def _history(sequence: Sequence, chooser: Chooser) -> History:
     if history is None:
         history = sequence.drafting = chooser.history()
     return history
+
+
+def _exit_layers(planned: list[Planned], chooser: Chooser) -> tuple[int, ...]:
+    """That may draft: none where somebody has a guide, or draws tokens: they would be others."""
+    allowed: tuple[int, ...] | None = None
+    for each in planned:
+        sequence, route = each.work.sequence, each.route
+        if sequence.sampling.temperature > 0.0 or sequence.guided is not None:
+            return ()
+        if route.auto is not None:
+            own = chooser.exit_layers(route.auto)
+            if allowed is not None:
+                own = tuple(layer for layer in allowed if layer in own)
+            allowed = own
+    return allowed or ()
 
 
 def _planned(work: Work, route: Route) -> Planned:
@@ -290,9 +321,12 @@ def _proposals(work: Work, route: Route) -> list[Proposal]:
     found = [_drafted_ahead(work)]
     if route.ngrams is not None:
         found.append(look_up(work.sequence, route.ngrams, work.max_drafts))
-    if work.sequence.guided is not None:
-        found = [_guided(work, proposal) for proposal in found]
-    return [proposal for proposal in found if proposal.tokens]
+    proposals = []
+    for proposal in found:
+        its = proposal if work.sequence.guided is None else _guided(work, proposal)
+        if its.tokens:
+            proposals.append(its)
+    return proposals
 
 
 def _guided(work: Work, proposal: Proposal) -> Proposal:
@@ -311,10 +345,10 @@ def _guided(work: Work, proposal: Proposal) -> Proposal:
 
 def _drafted_ahead(work: Work) -> Proposal:
     """What a draft head drafted, as far as there is room for it."""
-    drafted = _ahead_of(work.sequence)
-    if drafted is None or work.max_drafts <= 0:
+    drafted, most = _ahead_of(work.sequence), work.max_drafts
+    if drafted is None or most <= 0:
         return NOTHING
-    return Proposal(drafted.tokens, 0, drafted.probabilities).first(work.max_drafts)
+    return Proposal(drafted.tokens[:most], 0, drafted.probabilities[:most])
 
 
 def _ahead_of(sequence: Sequence) -> Ahead | None:

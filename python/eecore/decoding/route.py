@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from eecore.exits import (
@@ -72,6 +72,7 @@ class Route:
         ahead: drafts that a draft head makes at the end of a round, for the next one.
         ngrams: sizes of the longest and the shortest n-gram by which drafts are looked up.
         auto: what it does is chosen for each round: this is what it does at full depth.
+        drafting: the routes of rounds in which it drafts, by the exit layer that does.
     """
 
     policy: Exit
@@ -86,6 +87,7 @@ class Route:
     ahead: int = 0
     ngrams: tuple[int, int] | None = None
     auto: Auto | None = None
+    drafting: dict[int, Route] = field(default_factory=dict, init=False)
 
     @property
     def decays(self) -> bool:

@@ -115,20 +115,21 @@ class Step:
         results: dict[str, Field],
     ) -> None:
         self.sizes = sizes
-        self._model, self._kv = model, kv
+        self._model, self._kv, self._page_size = model, kv, kv.page_size
         self._heads = Heads(model, sizes.heads)
         num_rows, row = sizes.num_rows, (sizes.num_rows,)
         shared: dict[str, Field] = {
-            "token_ids": (torch.int64, row),
             "sources": (torch.int32, row),
             "kind": (torch.int32, row),
             "num_rows": (torch.int32, (1,)),
+            **sampling_fields(num_rows, sizes.heads),
             # What a run changes as rows go out.
-            "row": (torch.int32, row),
-            "num_active": (torch.int32, (1,)),
             "open_page_table": (torch.int32, (num_rows, sizes.num_pages)),
             **cross_fields(num_rows, sizes.num_input_pages, "open_"),
-            **sampling_fields(num_rows, sizes.heads),
+            "row": (torch.int32, row),
+            # What is written for each run, with what each program adds behind it.
+            "num_active": (torch.int32, (1,)),
+            "token_ids": (torch.int64, row),
         }
         self._given = TwinMemory(model.device, shared | given)
         self._results = TwinMemory(model.device, results)
@@ -159,11 +160,10 @@ class Step:
 
     def _write_inputs(self, sequences: list[Sequence], prefix: str) -> None:
         """Where the encoded inputs lie, with an encoder."""
-        if self.sizes.num_input_pages:
-            pages = [sequence.input_pages for sequence in sequences]
-            self._host.write_pages(f"{prefix}input_page_table", pages)
-            lens = [len(sequence.input_ids or ()) for sequence in sequences]
-            self._host.write(**{f"{prefix}input_lens": lens})
+        pages = [sequence.input_pages for sequence in sequences]
+        self._host.write_pages(f"{prefix}input_page_table", pages)
+        lens = [len(sequence.input_ids or ()) for sequence in sequences]
+        self._host.write(**{f"{prefix}input_lens": lens})
 
     def send(self) -> None:
         """Have what was loaded sent to the device, once more where a run has changed it."""

@@ -115,11 +115,10 @@ class Changes:
             outcome.draft_stop or sequence.draft_stop,
             outcome.kv_exit_layers,
         )
-        num_layers = self._num_layers
         if outcome.prompt_logprobs:
             change.num_prompt_logprobs_before = len(sequence.prompt_logprobs)
             change.prompt_logprobs = outcome.prompt_logprobs
-        if not records or min(outcome.kv_exit_layers, default=0) < num_layers:
+        if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:
             change.approximate = self._approximate(outcome)
         if records:
             if change.first_token is None:
@@ -168,7 +167,7 @@ class Changes:
             [],
             [],
             change.output,
-            prompt_logprobs=_first_prompt_logprobs(change),
+            prompt_logprobs=None if change.num_before else _prompt_logprobs(change),
             piece=piece,
         )
 
@@ -216,8 +215,12 @@ class Changes:
             if reason is not None:
                 records = records[:added]
                 break
-        change.records = records
-        change.token_ids = token_ids = [record.token_id for record in records]
+        token_ids, exit_layers, confidences = list[int](), list[int](), list[float]()
+        for record in records:
+            token_ids.append(record.token_id)
+            exit_layers.append(record.exit_layer)
+            confidences.append(record.confidence)
+        change.records, change.token_ids = records, token_ids
         piece: Piece | None = None
         if text is not None:
             if reason is not None:
@@ -231,11 +234,11 @@ class Changes:
         change.step = StepOutput(
             sequence.request_id,
             token_ids,
-            [record.exit_layer for record in records],
-            [record.confidence for record in records],
+            exit_layers,
+            confidences,
             change.output,
             *_logprobs(sequence, records),
-            _first_prompt_logprobs(change),
+            None if change.num_before else _prompt_logprobs(change),
             piece,
         )
 
@@ -310,13 +313,10 @@ def _logprobs(
 
 
 def _prompt_logprobs(change: Change) -> list[PromptLogprob | None] | None:
-    """Of the prompt's tokens, as far as it has come, if they were asked for."""
+    """Of the prompt's tokens, as far as it has come, if they were asked for; a request's output has
+    them, and its first step.
+    """
     sequence = change.sequence
     if sequence.sampling.prompt_logprobs is None:
         return None
     return [None, *sequence.prompt_logprobs, *change.prompt_logprobs]
-
-
-def _first_prompt_logprobs(change: Change) -> list[PromptLogprob | None] | None:
-    """The same for the request's first step alone."""
-    return None if change.num_before else _prompt_logprobs(change)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
@@ -33,8 +33,7 @@ from eecore.values import shown
 __all__ = ["Engine", "RunProgram"]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What a call does to the engine, as values that may be put in place twice."""
 
     changes: list[Change]
@@ -298,7 +297,7 @@ class Engine:
         behind = None
         if flight is None or flight.is_over:
             works = self._schedule()
-            flight = self._launch(works) if works else None
+            flight = self._launch(works) if works and self.iterations.ahead else None
         else:
             works = flight.works
         outcomes = None
@@ -306,7 +305,9 @@ class Engine:
             behind = self._launch_behind(flight)
             outcomes = self._land(flight)
         if outcomes is None:
-            behind, works = None, [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
+            if flight is not None:
+                works = [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
+            behind = None
             self.iterations.planner.others_wait = bool(self.scheduler.waiting)
             outcomes = isolated(self.iterations.iterate, works) if works else []
         self._take_over(outcomes, behind)
@@ -356,10 +357,14 @@ class Engine:
         """Make the outcome of an iteration the state of the requests."""
         now = time.perf_counter()
         going_on: Container[Sequence] = () if behind is None else behind.places
-        changes = [self._change(outcome, now, going_on) for outcome in outcomes]
-        steps = [change.step for change in changes if change.step is not None]
-        before = itertools.chain.from_iterable(self._outbox)
-        self._plan = Plan(changes, [[*before, *steps]], self._cancelled, behind)
+        changes: list[Change] = []
+        steps = [step for before in self._outbox for step in before]
+        for outcome in outcomes:
+            change = self._change(outcome, now, going_on)
+            changes.append(change)
+            if change.step is not None:
+                steps.append(change.step)
+        self._plan = Plan(changes, [steps], self._cancelled, behind)
         self._complete(self._plan)
 
     def _change(self, outcome: Outcome, now: float, going_on: Container[Sequence]) -> Change:
@@ -398,7 +403,8 @@ class Engine:
         anew, scheduler.is_dirty = scheduler.is_dirty, True
         for change in plan.changes:
             change.put_in_place()
-            scheduler.pages.mark_approximate(change.approximate)
+            if change.approximate:
+                scheduler.pages.mark_approximate(change.approximate)
             if change.publishes is False:
                 scheduler.pages.forget(change.sequence.pages)
             if anew:

@@ -28,7 +28,10 @@ def isolated(run: Run, works: list[Work]) -> list[Outcome]:
     says so itself. The others have what a run without those gives.
     """
     outcomes = _attempted(run, works)
-    if all(outcome.error is None for outcome in outcomes):
+    for outcome in outcomes:
+        if outcome.error is not None:
+            break
+    else:
         return outcomes
     good = [work for work, outcome in zip(works, outcomes, strict=True) if outcome.error is None]
     if not good:

@@ -199,7 +199,8 @@ class SharedEngine:
         def step() -> None:
             self._attend(client)
             while True:
-                self._attend_all()
+                if self._inbox or self._resets_cache:
+                    self._attend_all()
                 if len(self._busy) > 1 or not client.unfinished or not client.mail.empty():
                     return
                 self._step()
@@ -367,16 +368,17 @@ class SharedEngine:
                 self._deliver(step, reader)
 
     def _deliver(self, step: StepOutput, client: Client) -> None:
-        if step.finished or not client.whole:
-            client.mail.put(step)
-        if step.finished:
+        finished = step.finished
+        if client.whole and not finished:
+            return
+        client.mail.put(step)
+        if finished:
             client.unfinished.pop(step.request_id, None)
             if not client.unfinished:
                 self._retire(client)
-        elif not client.whole and not client.held and client.is_full:
+        elif not client.held and client.is_full:
             self._hold(client)
-        if step.finished or not client.whole:
-            self._ring(client)
+        self._ring(client)
 
     # The worker
 

@@ -69,19 +69,21 @@ class PageAllocator:
         """Give pages back, once for each owner; ValueError, and nothing freed, for one that is not
         out.
         """
-        given = list(pages)
-        for page, count in Counter(given).items():
-            if count > self._owners.get(page, 0):
+        owners, counts = self._owners, dict[int, int]()
+        for page in pages:
+            counts[page] = count = counts.get(page, 0) + 1
+            if count > owners.get(page, 0):
                 raise ValueError(f"page {page} is not allocated")
-        for page in given:
-            self._owners[page] -= 1
-        gone = [page for page in dict.fromkeys(given) if not self._owners[page]]
-        for page in gone:
-            del self._owners[page]
-        self._approximate.difference_update(gone)
-        self._free += [page for page in gone if not self._holds(page)]
+        kept: list[int] = []
+        for page, count in counts.items():
+            if owners[page] > count:
+                owners[page] -= count
+                continue
+            del owners[page]
+            self._approximate.discard(page)
+            (kept if self._holds(page) else self._free).append(page)
         # A page is of use with those before it alone: the last goes first.
-        self._kept.update(dict.fromkeys(page for page in reversed(gone) if self._holds(page)))
+        self._kept.update(dict.fromkeys(reversed(kept)))
 
     def num_freed_by(self, pages: Iterable[int]) -> int:
         """How many pages are free when these are given back."""

@@ -90,6 +90,8 @@ class Scheduler:
 
     @property
     def has_runnable(self) -> bool:
+        if self.running:
+            return True
         return any(s.status is not SequenceStatus.HELD for s in list(self.requests.values()))
 
     @property
@@ -125,7 +127,8 @@ class Scheduler:
         self.is_dirty, self._considered = True, None
         try:
             works, budget = self._go_on(self._config.max_batch_tokens)
-            works += self._admit(budget, is_first=not works)
+            if self.waiting:
+                works += self._admit(budget, is_first=not works)
         except Exception as error:
             if self._considered is None:
                 raise
@@ -142,10 +145,12 @@ class Scheduler:
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
             if sequence.is_decoding:
-                drafts = 0
-                if sequence.max_drafts and not sequence.is_resting:
-                    drafts = _wanted_drafts(sequence)
-                if sequence.num_tokens + drafts <= len(sequence.pages) * page_size:
+                drafts = _wanted_drafts(sequence) if sequence.max_drafts else 0
+                positions = sequence.num_tokens + drafts
+                missing = positions - len(sequence.pages) * page_size
+                if missing <= 0 or missing <= self.pages.num_free * page_size:
+                    if missing > 0:
+                        self._grow(sequence, positions)
                     works.append(Work(sequence, 1, drafts))  # most of them, most of the time
                     budget -= 1 + drafts
                     continue
