@@ -55,7 +55,8 @@ def begin_round(
         if ahead is not None and source >= 0:
             its = ahead.tokens[source, 1 : int(ahead.num_drafted[source]) + 1].tolist()
             pairs = zip(its, ahead.probabilities[source].tolist(), strict=False)
-            drafts = [t for t, _ in takewhile(lambda p: p[1] >= given.thresholds[row], pairs)]
+            least = float(given.thresholds[row])
+            drafts = [token for token, _ in takewhile(lambda p, least=least: p[1] >= least, pairs)]
         done = most <= 0 or drafts is not None
         made.tokens[row, 0], made.num_drafted[row], made.done[row] = token, 0, done
         if drafts is not None:
