@@ -21,6 +21,7 @@ from eecore.decoding.chooser import (
     FULL,
     HEAD_COST,
     MEASURE_AGAIN,
+    TRY_HEAD,
     Choice,
     Chooser,
     History,
@@ -271,6 +272,23 @@ def test_a_head_that_believes_what_is_wrong_is_found_out() -> None:
     machine.run(100)
     seconds, tokens = machine.run(400)
     assert seconds < 1.02 * tokens * cheap_rows(1)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_head_that_lost_is_tried_again_for_other_texts(rows: int) -> None:
+    """A step at a time, a few times; not for one new request among others."""
+    machine = HeadMachine(cheap_rows, 0.0, step=0.08)
+    machine.run(400, rows)
+    chooser, known = machine.chooser, machine.chooser.history()
+    known.trials = 0
+    for fresh, expected in ((rows, TRY_HEAD), (1, 0)):
+        histories = [chooser.history() for _ in range(fresh)] + [known] * (rows - fresh)
+        tries = 0
+        for _ in range(8):
+            choice = chooser.choose(histories, [[]] * rows, [8] * rows, can_draft_ahead=True)
+            assert choice.ahead <= 1
+            tries += choice.ahead
+        assert tries == expected
 
 
 @pytest.mark.parametrize(("stands", "gain"), [(0.5, 1.4), (0.95, 3.0)])

@@ -375,8 +375,10 @@ class Chooser:
 
     def _is_trial(self, histories: Ordered[History]) -> bool:
         """Whether a head that does not pay is tried again."""
-        if len(histories) == 1 and histories[0].trials:
-            histories[0].trials -= 1  # of another text
+        willing = [history for history in histories if history.trials]
+        if 2 * len(willing) >= len(histories):  # of other texts
+            for history in willing:
+                history.trials -= 1
             return True
         if self._trial:
             self._trial -= 1
