@@ -241,7 +241,13 @@ def test_all_policies_share_a_batch_and_pages_are_few(following: eecore.Model) -
 
 
 def served(
-    model: eecore.Model, policies: list[Any], *, ahead: bool, stops: Any = (), **settings: int
+    model: eecore.Model,
+    policies: list[Any],
+    *,
+    ahead: bool,
+    stops: Any = (),
+    temperature: float = 0.0,
+    **settings: int,
 ) -> list[eecore.Output]:
     """Requests of different lengths, by an engine that launches runs ahead or waits for each."""
     engine = engine_of(model, EngineConfig(**{"kv_cache_tokens": 2048, **settings}), ahead=ahead)
@@ -249,7 +255,14 @@ def served(
         Request(
             prompt,
             policies[i % len(policies)],
-            SamplingParams(max_tokens=17 + 5 * i, ignore_eos=True, stop_token_ids=tuple(stops)),
+            SamplingParams(
+                max_tokens=17 + 5 * i,
+                ignore_eos=True,
+                stop_token_ids=tuple(stops),
+                temperature=temperature,
+                logprobs=1 if temperature else None,
+                seed=i,
+            ),
         )
         for i, prompt in enumerate(PROMPTS)
     ]
@@ -296,6 +309,19 @@ def test_drafts_that_stay_on_the_device(
     few = served(model, policies, ahead=True, kv_cache_tokens=100, page_size=4, max_num_seqs=4)
     assert tokens_of(few) == tokens_of(expected)
     assert sum(output.stats.preemptions for output in few) > 0
+
+
+def test_what_is_drawn_behind_drafts_on_the_device(following: eecore.Model) -> None:
+    policies = [HeadDrafts(4, 0.0), HeadDrafts(2, 0.3)]
+    got, expected, full = (
+        served(following, each, ahead=ahead, temperature=0.8)
+        for each, ahead in ((policies, True), (policies, False), ([Full()], False))
+    )
+    assert tokens_of(got) == tokens_of(expected) == tokens_of(full)
+    assert sum(output.stats.accepted for output in got) > 0
+    for one, other in zip(got, expected, strict=True):
+        assert one.stats.drafted == other.stats.drafted
+        check_logprobs(one, other)
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["free", "guided"])

@@ -266,6 +266,53 @@ def test_the_next_run_is_launched_before_the_last_is_known(
     assert launched <= steps + 1  # a run of which nothing is left, at most
 
 
+WARM = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "policy", "waits"),
+    [
+        (WARM, Full(), False),
+        (WARM, ConfidentExit(0.05, min_exit_layer=2), False),
+        (WARM, SelfSpeculative(2, 3), False),
+        (WARM, DraftAndVerify({3}, {2}, num_drafts=3, adaptive=False), False),
+        ({"logit_bias": {7: 4.0}}, Full(), False),
+        ({**WARM, "logprobs": 2}, Full(), False),
+        ({**WARM, "logprobs": 2}, SelfSpeculative(2, 3), True),
+        ({**WARM, "repetition_penalty": 1.2}, Full(), True),
+        ({**WARM, "frequency_penalty": 0.5}, Full(), True),
+    ],
+)
+def test_what_is_drawn_ahead_is_drawn_anyway(
+    agreeing: eecore.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: dict[str, Any],
+    policy: Exit,
+    waits: bool,
+) -> None:
+    """A run waits for the last one's tokens where what it makes of logits hangs on them."""
+    behind, launch = [], iterate.Iterations.launch
+
+    def seen(self: Any, works: Any, after: Any = None) -> Any:
+        flight = launch(self, works, after)
+        if after is not None:
+            behind.append(flight is not None)
+        return flight
+
+    monkeypatch.setattr(iterate.Iterations, "launch", seen)
+
+    def outputs(*, ahead: bool) -> list[Output]:
+        engine = engine_of(agreeing, EngineConfig(kv_cache_tokens=1024), ahead=ahead)
+        requests = [
+            Request(prompt, policy, SamplingParams(max_tokens=15 + i, seed=i, **sampling))
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        return serve(engine, requests)
+
+    check_same(outputs(ahead=True), outputs(ahead=False))
+    assert any(behind) is not waits
+
+
 @pytest.mark.parametrize("policy", [Full(), SelfSpeculative(2, 3)], ids=["full", "spec"])
 def test_requests_come_and_go_while_a_run_is_out(agreeing: eecore.Model, policy: Exit) -> None:
     """One is cancelled, one comes, with runs launched that know of neither."""

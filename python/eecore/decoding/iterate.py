@@ -22,7 +22,7 @@ from eecore.decoding.outcome import Outcome
 from eecore.decoding.plan import Planned, Planner
 from eecore.decoding.prefill import Prefill, encode
 from eecore.decoding.route import GIVEN, DraftPath
-from eecore.decoding.sampling import needs_logits
+from eecore.decoding.sampling import follows_text, needs_logits
 from eecore.decoding.step import Row
 from eecore.models import KVCache, Network
 from eecore.scheduling.scheduler import Work
@@ -195,11 +195,14 @@ class Iterations:
     def _must_land(self, work: Work) -> bool:
         """Whether what a row does next depends on more than where the device knows it to be."""
         sequence, route = work.sequence, self.planner.route(work.sequence)
-        if work.is_prefill or needs_logits(sequence.sampling):
+        sampling = sequence.sampling
+        if work.is_prefill or follows_text(sampling) or route.adaptive or route.auto is not None:
             return True
         if route.path == GIVEN and (not route.ahead or sequence.guided is not None):
             return True  # the host finds the drafts; those of a head alone stay on the device
-        return route.adaptive or route.auto is not None
+        # Of tokens that are not the most probable ones the host looks up the logits.
+        looks = needs_logits(sampling) and sampling.logprobs is not None
+        return looks and route.path is not None and not route.path.is_given
 
     def _launch(
         self, family: list[Planned], after: Flight | None, only: ExitStep | DraftStep | None = None

@@ -27,6 +27,7 @@ __all__ = [
     "DRAWS_TOKEN",
     "NO_TOKEN",
     "HeadSizes",
+    "follows_text",
     "head_sizes",
     "needs_logits",
     "sampling_fields",
@@ -54,6 +55,13 @@ def needs_logits(sampling: SamplingParams) -> bool:
         or bool(sampling.biases)
         or bool(sampling.logprobs)
         or sampling.guide is not None
+    )
+
+
+def follows_text(sampling: SamplingParams) -> bool:
+    """Whether a request's logits are changed by what its text has so far."""
+    return (
+        sampling.repetition_penalty != 1.0 or sampling.counts_tokens or sampling.guide is not None
     )
 
 
