@@ -213,7 +213,9 @@ class Chooser:
         self._between: dict[int, float] = {}  # and what lies between two rounds
         self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
         self._pace = Pace()
-        self._full, self._verify = PassTimes(self._pace), PassTimes(self._pace)
+        self._full = PassTimes(self._pace)
+        # By about so many requests: each has keys and values of its own to be read.
+        self._verify: dict[int, PassTimes] = {}
         self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
         self._unsteady = self._steady = 0  # passes of full depth in a row, by how they went on
         self._clock = 0  # rounds that were chosen
@@ -481,12 +483,16 @@ class Chooser:
         return passes
 
     def _verified(self, rows: int, anchor: Anchor) -> float:
-        """Seconds of a pass that verifies: measured, or not less than those of full depth."""
-        known = self._verify.known(rows)
-        if known is not None:
-            return known
-        seconds = self._verify.of(rows, anchor, self._full.row_seconds)
-        return max(seconds, self._full.near(rows) or 0.0)
+        """Seconds of a pass that verifies."""
+        return self._passes_of(anchor[0]).of(rows, anchor, self._full.row_seconds)
+
+    def _passes_of(self, requests: int) -> PassTimes:
+        """Passes that verified drafts of so many requests."""
+        about = requests.bit_length()
+        passes = self._verify.get(about)
+        if passes is None:
+            passes = self._verify[about] = PassTimes(self._pace)
+        return passes
 
     def _held(self, held: dict[Any, tuple[int, T]], key: Any) -> T | None:
         """What is held for some rounds; None where it has to be made anew."""
@@ -636,10 +642,11 @@ class Chooser:
             return
         of_head = ahead * self._head_cost(rows).step * full
         passed = max(seconds - of_head, full / MOST_SLOWER)
-        if self._verify.known(rows + drafted) is None:
+        passes = self._passes_of(rows)
+        if passes.known(rows + drafted) is None:
             most = MOST_SLOWER * self._verified(rows + drafted, (rows, full))
             passed = min(max(passed, full), most)
-        self._note(self._verify.add(rows + drafted, passed))
+        self._note(passes.add(rows + drafted, passed))
         if ahead and not drafted:
             self._head_cost(rows).add(ahead, seconds / (self._full.near(rows) or full))
 
