@@ -328,6 +328,20 @@ def test_more_rows_have_fewer_drafts() -> None:
     assert drafts[0] > drafts[1] > drafts[2]
 
 
+def test_verifying_for_several_says_nothing_of_one() -> None:
+    """Five rows of four requests read the keys of four texts."""
+    chooser, proposal = Chooser(12, None), Proposal(list(range(4)), 8)
+    for rows, seconds in ((1, 1.0), (4, 1.3)):
+        for _ in range(2):
+            chooser.learn_full(rows, seconds)
+    for _ in range(7):
+        chooser.learn_given(4, 1, 0, 9.0)
+    choice = chooser.choose([chooser.history()], [[proposal]], [8])
+    assert choice.drafts == (4,)
+    choice = chooser.choose([chooser.history() for _ in range(4)], [[proposal]] * 4, [8] * 4)
+    assert choice == FULL
+
+
 def test_full_depth_is_measured_first_and_now_and_then() -> None:
     machine = Machine(cheap_rows, 0.99)
     history, proposal = machine.chooser.history(), Proposal([1, 2, 3], 8)
