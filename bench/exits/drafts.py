@@ -140,6 +140,20 @@ def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dic
     return rows
 
 
+def kept_rows(report: Report, now: Figures, weights: Sequence[str]) -> list[dict[str, Any]]:
+    """Of the last run those of other weights."""
+    before = report.read()
+    rows: list[dict[str, Any]] = before.pop("rows")
+    others = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if others:
+        name = others[0]
+        raise SystemExit(
+            f"--keep: expected a run as the one before, with {name}={before.get(name)!r}, "
+            f"got {now.get(name)!r}"
+        )
+    return [row for row in rows if row["weights"] not in weights]
+
+
 def give_noise(model: eecore.Model) -> None:
     """A draft head of random weights, of the usual sizes."""
     network, layers = model.network, model.config.num_layers
@@ -216,21 +230,25 @@ def main(words: Sequence[str]) -> None:
     made.add_argument(
         "--name", default="drafts", choices=reports, help="of the table: of which machine"
     )
+    made.add_argument(
+        "--keep", action="store_true", help="rows of other weights stay, of the same machine alone"
+    )
     arguments = made.parse_args(words)
     if arguments.device == "cuda" and not (arguments.dry_run or arguments.json):
         made.error("--device cuda: expected --dry-run or --json, as the tables are of CPUs")
     torch.set_num_threads(arguments.threads)
+    report = reports[arguments.name]
     with smollm2_file(arguments.model) as file:
+        result: Figures = {
+            "model": file.stem,
+            **machine(arguments.device),
+            "threads": arguments.threads,
+            "tokens": arguments.tokens,
+            "rounds": arguments.rounds,
+            "pairs_turns": True,
+            "name": arguments.name,
+            "has_noise": arguments.noise,
+        }
+        kept = kept_rows(report, result, arguments.weights) if arguments.keep else []
         rows = [row for w in arguments.weights for row in rows_of(w, file, arguments)]
-    result = {
-        "model": file.stem,
-        **machine(arguments.device),
-        "threads": arguments.threads,
-        "tokens": arguments.tokens,
-        "rounds": arguments.rounds,
-        "pairs_turns": True,
-        "name": arguments.name,
-        "has_noise": arguments.noise,
-        "rows": rows,
-    }
-    reports[arguments.name].finish(result, arguments)
+    report.finish({**result, "rows": rows + kept}, arguments)

@@ -78,3 +78,16 @@ def test_speed_ups_are_of_the_same_turn_and_speeds_of_the_fastest() -> None:
     drafts.seconds = [[1.0, 2.0], [1.0, 2.0]]  # the third turn was full depth's alone
     assert drafts.speedup(full) == (2.0 + 4.0) / 2
     assert full.tokens_per_s == 8 / (2.0 + 2.0)
+
+
+def test_rows_of_other_weights_are_kept_of_the_same_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [{"weights": "file", "speedup": 1.5}, {"weights": "int8", "speedup": 2.5}]
+    report = bench_drafts.REPORTS[0]
+    monkeypatch.setattr(type(report), "read", lambda _: {"cpu": "A", "threads": 1, "rows": rows})
+    same = {"cpu": "A", "threads": 1}
+    assert bench_drafts.kept_rows(report, same, ["file"]) == rows[1:]
+    message = "expected a run as the one before, with cpu='A', got 'B'"
+    with pytest.raises(SystemExit, match=message):
+        bench_drafts.kept_rows(report, same | {"cpu": "B"}, ["file"])
