@@ -274,14 +274,25 @@ def test_a_head_that_believes_what_is_wrong_is_found_out() -> None:
     assert seconds < 1.02 * tokens * cheap_rows(1)
 
 
+@pytest.mark.parametrize(("row_cost", "tried"), [(0.03, TRY_HEAD), (0.1, 0)])
 @pytest.mark.parametrize("rows", [3, 4])
-def test_a_head_that_lost_is_tried_again_for_other_texts(rows: int) -> None:
-    """A step at a time, a few times; not for one new request among others."""
-    machine = HeadMachine(cheap_rows, 0.0, step=0.08)
+def test_a_head_that_lost_is_tried_again_for_other_texts(
+    rows: int, row_cost: float, tried: int
+) -> None:
+    """A step at a time, a few times; not for one new request among others, nor where rows are dear
+    and no usual head could pay.
+    """
+
+    def pass_time(count: int) -> float:
+        return 1.0 + row_cost * (count - 1)
+
+    machine = HeadMachine(pass_time, 0.0, step=0.05)
+    for requests in (1, 16):
+        machine.run(30, requests)  # so that it is known what a row takes
     machine.run(400, rows)
     chooser, known = machine.chooser, machine.chooser.history()
     known.trials = 0
-    for fresh, expected in ((rows, TRY_HEAD), (1, 0)):
+    for fresh, expected in ((rows, tried), (1, 0)):
         histories = [chooser.history() for _ in range(fresh)] + [known] * (rows - fresh)
         tries = 0
         for _ in range(8):

@@ -64,6 +64,8 @@ MEASURE_AGAIN = (8, 256)
 # requests; how many rounds a head is tried for again, and for a request that is alone.
 NEW_ROUND, NEW_ROUND_OF_ALL = 0.08, 0.02
 TRY_HEAD = 3
+# Several try it where a first draft need not be likelier than this: then a usual head would pay.
+LIKELY = 0.6
 # What a request may fall behind full depth by, for what others gain: at first, and of each round
 # that somebody looked in.
 LAG, LAG_A_ROUND = 0.15, 0.006
@@ -310,7 +312,7 @@ class Chooser:
         thresholds, most = self._ahead_thresholds(anchor)
         if self._head_pays(histories, anchor, behind, host):
             steps = most
-        elif thresholds[0] < 1.0 and self._is_trial(histories):
+        elif thresholds[0] < 1.0 and self._is_trial(histories, thresholds[0]):
             steps = 1
         else:
             return best
@@ -375,13 +377,16 @@ class Chooser:
             verified + steps * self._head_cost(rows).step * seconds + host
         )
 
-    def _is_trial(self, histories: Ordered[History]) -> bool:
-        """Whether a head that does not pay is tried again."""
-        willing = [history for history in histories if history.trials]
-        if 2 * len(willing) >= len(histories):  # of other texts
-            for history in willing:
-                history.trials -= 1
-            return True
+    def _is_trial(self, histories: Ordered[History], threshold: float) -> bool:
+        """Whether a head that does not pay is tried again, of whose first draft the threshold is
+        this.
+        """
+        if len(histories) == 1 or threshold < LIKELY:
+            willing = [history for history in histories if history.trials]
+            if 2 * len(willing) >= len(histories):  # of other texts
+                for history in willing:
+                    history.trials -= 1
+                return True
         if self._trial:
             self._trial -= 1
             return True
