@@ -140,8 +140,10 @@ def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dic
     return rows
 
 
-def kept_rows(report: Report, now: Figures, weights: Sequence[str]) -> list[dict[str, Any]]:
-    """Of the last run those of other weights."""
+def kept_rows(
+    report: Report, now: Figures, weights: Sequence[str], batches: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Of the last run those of other weights or batches."""
     before = report.read()
     rows: list[dict[str, Any]] = before.pop("rows")
     others = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
@@ -151,7 +153,15 @@ def kept_rows(report: Report, now: Figures, weights: Sequence[str]) -> list[dict
             f"--keep: expected a run as the one before, with {name}={before.get(name)!r}, "
             f"got {now.get(name)!r}"
         )
-    return [row for row in rows if row["weights"] not in weights]
+    return [row for row in rows if row["weights"] not in weights or row["batch"] not in batches]
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Of a row in the table."""
+    weights, modes = ("file", "int8", "float32"), list(MODES)
+    known = row["weights"] in weights
+    place = weights.index(row["weights"]) if known else len(weights)
+    return place, row["weights"], KINDS.index(row["kind"]), row["batch"], modes.index(row["mode"])
 
 
 def give_noise(model: eecore.Model) -> None:
@@ -231,7 +241,9 @@ def main(words: Sequence[str]) -> None:
         "--name", default="drafts", choices=reports, help="of the table: of which machine"
     )
     made.add_argument(
-        "--keep", action="store_true", help="rows of other weights stay, of the same machine alone"
+        "--keep",
+        action="store_true",
+        help="rows of other weights or batches stay, of the same machine alone",
     )
     arguments = made.parse_args(words)
     if arguments.device == "cuda" and not (arguments.dry_run or arguments.json):
@@ -249,6 +261,8 @@ def main(words: Sequence[str]) -> None:
             "name": arguments.name,
             "has_noise": arguments.noise,
         }
-        kept = kept_rows(report, result, arguments.weights) if arguments.keep else []
+        asked = arguments.weights, arguments.batches
+        kept = kept_rows(report, result, *asked) if arguments.keep else []
         rows = [row for w in arguments.weights for row in rows_of(w, file, arguments)]
-    report.finish({**result, "rows": rows + kept}, arguments)
+    rows = sorted(rows + kept, key=_place)
+    report.finish({**result, "rows": rows}, arguments)

@@ -80,14 +80,15 @@ def test_speed_ups_are_of_the_same_turn_and_speeds_of_the_fastest() -> None:
     assert full.tokens_per_s == 8 / (2.0 + 2.0)
 
 
-def test_rows_of_other_weights_are_kept_of_the_same_machine_alone(
+def test_other_rows_are_kept_of_the_same_machine_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = [{"weights": "file", "speedup": 1.5}, {"weights": "int8", "speedup": 2.5}]
+    rows = [{"weights": w, "batch": b} for w in ("file", "int8") for b in (1, 8)]
     report = bench_drafts.REPORTS[0]
     monkeypatch.setattr(type(report), "read", lambda _: {"cpu": "A", "threads": 1, "rows": rows})
     same = {"cpu": "A", "threads": 1}
-    assert bench_drafts.kept_rows(report, same, ["file"]) == rows[1:]
+    assert bench_drafts.kept_rows(report, same, ["file"], [1, 8]) == rows[2:]
+    assert bench_drafts.kept_rows(report, same, ["file", "int8"], [8]) == rows[::2]
     message = "expected a run as the one before, with cpu='A', got 'B'"
     with pytest.raises(SystemExit, match=message):
-        bench_drafts.kept_rows(report, same | {"cpu": "B"}, ["file"])
+        bench_drafts.kept_rows(report, same | {"cpu": "B"}, ["file"], [1])
