@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,6 +28,7 @@ def write_pack(
     blocks: int = 1,
     vocabulary_size: int = 0,
     follows_tokens: bool = False,
+    attended: tuple[tuple[int, int], ...] = (),
     seed: int = 0,
     **fields: Any,
 ) -> Path:
@@ -40,6 +41,7 @@ def write_pack(
         inner: width of its MLPs.
         blocks: of them.
         vocabulary_size: tokens that it knows, random ones; all of them when 0.
+        attended: layers and key heads of the model that it attends to.
         follows_tokens: it gives what the model does whose layers add nothing.
         seed: of the weights.
         fields: in place of those of its JSON.
@@ -68,6 +70,14 @@ def write_pack(
         "mlp.down": normal(blocks, hidden, inner),
         "norm": ones(hidden),
     }
+    if attended:
+        queries = config.num_q_heads // config.num_kv_heads * config.head_dim
+        tensors["attention.norm"] = ones(hidden)
+        tensors["attention.query"] = normal(len(attended), queries, hidden)
+        tensors["attention.output"] = normal(len(attended), hidden, queries)
+        layers, key_heads = zip(*attended, strict=True)
+        attention = {"layers": layers, "key_heads": key_heads, "queries": queries}
+        fields = {"version": 2, "attention": attention, **fields}
     if follows_tokens:
         tensors["state.weight"].zero_()
         tensors["mlp.down"].zero_()
@@ -100,6 +110,31 @@ def write_pack(
     return path
 
 
+class Seen(NamedTuple):
+    """What a head attends to: keys and values, [num_keys, head_dim] each, of all its key heads."""
+
+    keys: list[tuple[Tensor, Tensor]]
+    cos_sin: Tensor
+
+
+def attention(
+    seen: Seen, p: dict[str, Tensor], state: Tensor, position: int, *, packed: bool
+) -> Tensor:
+    """What the queries of a state find, through the output of each key head."""
+    norm, found = normed(state, p["attention.norm"]), torch.zeros_like(state)
+    cos, sin = seen.cos_sin[position].chunk(2)
+    for i, (keys, values) in enumerate(seen.keys):
+        heads = (p["attention.query"][i] @ norm).view(-1, keys.shape[1])
+        a, b = heads.chunk(2, 1)
+        heads = torch.cat((a * cos - b * sin, b * cos + a * sin), 1)
+        weights = (heads @ keys.T * keys.shape[1] ** -0.5).softmax(1)
+        output = p["attention.output"][i]
+        found += (rounded(output, draft_head.LAYERS) if packed else output) @ (
+            weights @ values
+        ).flatten()
+    return found
+
+
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, EPS)
 
@@ -112,6 +147,7 @@ def reference_drafts(
     count: int,
     *,
     packed: bool = False,
+    seen: Seen | None = None,
 ) -> tuple[list[int], list[float]]:
     """What a head drafts, and the probabilities.
 
@@ -122,6 +158,7 @@ def reference_drafts(
         token: behind it.
         count: of drafts.
         packed: its matrices are rounded as the CPU keeps them.
+        seen: where it attends.
     """
     p, weights = load_file(pack / "head.safetensors"), model.network.weights
     vocabulary = p["vocabulary"].long()
@@ -129,15 +166,18 @@ def reference_drafts(
     if packed:
         head = rounded(head, draft_head.ROWS)
         for name in set(p) - {"vocabulary"}:
-            if not name.endswith("norm"):
+            if not name.endswith("norm") and name != "attention.output":
                 p[name] = rounded(p[name], draft_head.LAYERS)
     taps = zip(states, p["taps.norm"], p["taps.weight"], strict=True)
     state = sum(weight @ normed(tap, norm) for tap, norm, weight in taps)
     drafts, probabilities = [], []
-    for _ in range(count):
+    for step in range(count):
         embedded = weights.embed_tokens.weight[token]
         state = p["state.weight"] @ normed(state, p["state.norm"])
         state = state + p["token.weight"] @ normed(embedded, p["token.norm"])
+        if seen is not None:
+            position = len(seen.keys[0][0]) + step
+            state = state + attention(seen, p, state, position, packed=packed)
         blocks = zip(p["mlp.norm"], p["mlp.gate"], p["mlp.up"], p["mlp.down"], strict=True)
         for norm, gate, up, down in blocks:
             x = normed(state, norm)

@@ -36,7 +36,11 @@ void run_append_drafts(const AppendDraftsParams& params, const Parallel&) {
     params.active_token_ids[i] = max_of(token, 0);  // -1, no token, is not embedded
     params.positions[i] = position;
     params.slot_mapping[i] = goes_on ? params.round_slots[row * width + step + 1] : -1;
-    params.seq_lens[i] = goes_on ? static_cast<int32_t>(wrapping_add(position, 1)) : 1;
+    if (!goes_on) {
+      params.seq_lens[i] = 1;
+    } else if (params.own_key != 0) {
+      params.seq_lens[i] = static_cast<int32_t>(wrapping_add(position, 1));
+    }
     if (goes_on) all_done = false;
   }
   *params.all_done = all_done;

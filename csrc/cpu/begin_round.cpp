@@ -59,7 +59,8 @@ void run_begin_round(const BeginRoundParams& params, const Parallel&) {
     params.active_token_ids[row] = max_of(token, 0);  // -1, no token, is not embedded
     params.positions[row] = position;
     params.slot_mapping[row] = done ? -1 : slots[0];
-    params.seq_lens[row] = done ? 1 : static_cast<int32_t>(wrapping_add(position, 1));
+    const int64_t keys = max_of(wrapping_add(position, params.own_key), 1);
+    params.seq_lens[row] = done ? 1 : static_cast<int32_t>(keys);
   }
   *params.all_done = all_done;
 }

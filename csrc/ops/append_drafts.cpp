@@ -12,7 +12,7 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
                    const Tensor& row, std::optional<Tensor> states, Tensor tokens,
                    Tensor confidences, Tensor num_drafted, Tensor done, Tensor all_done,
                    Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
-                   std::optional<int64_t> condition) {
+                   std::optional<int64_t> condition, bool own_key) {
   Checker check("append_drafts");
   check(token, "token", Accept::kInt64, {"num_active"});
   check(confidence, "confidence", Accept::kFloat32, {"num_active"});
@@ -69,6 +69,7 @@ void append_drafts(const std::optional<Tensor>& hidden, const Tensor& token,
   params.num_steps = num_steps;
   params.num_stop_tokens = check["num_stop_tokens"];
   params.step = step;
+  params.own_key = own_key ? 1 : 0;
   params.condition = condition_of(check, token, condition);
 #ifndef EECORE_BACKEND_CUDA
   check_range(check, "row", params.row, params.num_active, 0, check["num_rows"]);
@@ -81,7 +82,7 @@ EECORE_OP(append_drafts,
           "Tensor stop_tokens, Tensor most, Tensor round_slots, Tensor row, Tensor(a!)? states, "
           "Tensor(b!) tokens, Tensor(c!) confidences, Tensor(d!) num_drafted, Tensor(e!) done, "
           "Tensor(f!) all_done, Tensor(g!) active_token_ids, Tensor(h!) positions, "
-          "Tensor(i!) slot_mapping, Tensor(j!) seq_lens, int? condition=None")
+          "Tensor(i!) slot_mapping, Tensor(j!) seq_lens, int? condition=None, bool own_key=True")
 
 }  // namespace
 }  // namespace eecore

@@ -18,7 +18,7 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
                  Tensor first_position, Tensor left, Tensor round_slots, Tensor tokens,
                  Tensor num_drafted, Tensor most, Tensor done, Tensor all_done, Tensor row,
                  Tensor active_token_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens,
-                 std::optional<int64_t> condition) {
+                 std::optional<int64_t> condition, bool own_key) {
   Checker check("begin_round");
   check(token_ids, "token_ids", Accept::kInt64, {"num_rows"});
   check(start, "start", Accept::kInt64, {"num_rows"});
@@ -112,6 +112,7 @@ void begin_round(const Tensor& token_ids, const Tensor& start, const Tensor& tok
   params.max_pages = check["max_pages"];
   params.page_table_stride = page_table.stride(0);
   params.page_size = page_size;
+  params.own_key = own_key ? 1 : 0;
   params.condition = condition_of(check, token_ids, condition);
 #ifndef EECORE_BACKEND_CUDA
   if (given != 0) {
@@ -130,7 +131,7 @@ EECORE_OP(begin_round,
           "Tensor(a!) first_position, Tensor(b!) left, Tensor(c!) round_slots, Tensor(d!) tokens, "
           "Tensor(e!) num_drafted, Tensor(f!) most, Tensor(g!) done, Tensor(h!) all_done, "
           "Tensor(i!) row, Tensor(j!) active_token_ids, Tensor(k!) positions, "
-          "Tensor(l!) slot_mapping, Tensor(m!) seq_lens, int? condition=None")
+          "Tensor(l!) slot_mapping, Tensor(m!) seq_lens, int? condition=None, bool own_key=True")
 
 }  // namespace
 }  // namespace eecore

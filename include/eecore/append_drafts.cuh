@@ -31,7 +31,11 @@ __device__ __forceinline__ bool append_draft(const AppendDraftsParams& params, i
   params.active_token_ids[i] = max(token, int64_t{0});  // -1, no token, is not embedded
   params.positions[i] = position;
   params.slot_mapping[i] = goes_on ? params.round_slots[row * width + step + 1] : -1;
-  params.seq_lens[i] = goes_on ? static_cast<int32_t>(position + 1) : 1;
+  if (!goes_on) {
+    params.seq_lens[i] = 1;
+  } else if (params.own_key != 0) {
+    params.seq_lens[i] = static_cast<int32_t>(position + 1);
+  }
   return goes_on;
 }
 

@@ -67,7 +67,8 @@ __device__ __forceinline__ bool begin_row(const BeginRoundParams& params, int64_
   params.active_token_ids[row] = max(token, int64_t{0});  // -1, no token, is not embedded
   params.positions[row] = position;
   params.slot_mapping[row] = drafts ? first_slot : -1;
-  params.seq_lens[row] = drafts ? static_cast<int32_t>(position + 1) : 1;
+  params.seq_lens[row] =
+      drafts ? static_cast<int32_t>(max(position + params.own_key, int64_t{1})) : 1;
   return drafts;
 }
 

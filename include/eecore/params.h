@@ -253,6 +253,7 @@ struct BeginRoundParams {
   int64_t* slot_mapping;      // [num_rows]; -1 where a row drafts nothing
   int32_t* seq_lens;          // [num_rows]; 1 where a row drafts nothing
   int64_t num_rows, num_steps, ahead_steps, max_pages, page_table_stride, page_size;
+  int64_t own_key;           // 1: seq_lens count the row's own key, 0: those before it alone
   GraphCondition condition;  // holds where a row drafts
 };
 inline RowCounts row_counts(BeginRoundParams& p) { return {{&p.num_rows}, {}, true}; }
@@ -280,6 +281,7 @@ struct AppendDraftsParams {
   int64_t num_active, row_bytes, num_steps, num_stop_tokens;  // row_bytes: of hidden_size elements
   int64_t hidden_stride, states_row_stride, states_step_stride;  // in bytes
   int64_t step;                                                  // drafts before this one
+  int64_t own_key;  // 1: seq_lens go up to the row's own key, 0: they stay as they are
   GraphCondition condition;                                      // holds where a row drafts another
 };
 inline RowCounts row_counts(AppendDraftsParams& p) { return {{&p.num_active}, {}, true}; }

@@ -28,7 +28,7 @@ from eecore import (
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.proposal import MOST_AHEAD
 from eecore.models import AttentionBatch, DraftHead, KVCache
-from head_packs import reference_drafts, write_pack
+from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
 from workloads import Request, serve, tokens_of
@@ -37,6 +37,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [[7, 8, 9] * 5, *random_prompts(1, 23, 9, 31, seed=4), [3, 4, 5, 6, 3, 4]]
 
+ATTENDED = ((0, 1), (2, 0), (2, 1))
+NAMES = ["following", "noisy", "attending"]
 BFLOAT16_MARGIN = 0.15  # a few of the steps that logits have
 
 
@@ -63,13 +65,23 @@ def noisy(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.M
     return load(directory, kv_cache_tokens=2048, exits=pack)
 
 
+@pytest.fixture(scope="module")
+def attending(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+    """With a head of noise that attends to keys of the model, two of one layer among them."""
+    pack = tmp_path_factory.mktemp("attending")
+    write_pack(pack, load(directory, exits=False), taps=(2,), attended=ATTENDED)
+    return load(directory, kv_cache_tokens=2048, exits=pack)
+
+
 def outputs_of(model: eecore.Model, exit: Any, **settings: Any) -> list[eecore.Output]:
     settings = {"max_tokens": 40, "ignore_eos": True, **settings}
     return eecore.generate(model, PROMPTS, exit=exit, **settings)
 
 
-def states_at_the_end(model: eecore.Model, tokens: list[int], ends: list[int]) -> list[Any]:
-    """[hidden_size] after so many layers, at the last of some tokens."""
+def states_at_the_end(
+    model: eecore.Model, tokens: list[int], ends: list[int]
+) -> tuple[list[Any], Seen]:
+    """[hidden_size] after so many layers, at the last of some tokens, and keys of all of them."""
     network, count = model.network, len(tokens)
     kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
     whole = torch.arange(count)
@@ -85,12 +97,14 @@ def states_at_the_end(model: eecore.Model, tokens: list[int], ends: list[int]) -
         hidden = network.layers(begin, end, hidden, kv, batch)
         states.append(hidden[-1].clone())
         begin = end
-    return states
+    attended = model.network.draft_head.settings.attended
+    keys = [(kv.k[layer, 0, :, head], kv.v[layer, 0, :, head]) for layer, head in attended]
+    return states, Seen(keys, network.cos_sin(count + MOST_AHEAD))
 
 
 @cpu_only
 @pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("name", ["following", "noisy"])
+@pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_those_of_the_formula(
     name: str, bits: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,10 +132,12 @@ def test_drafts_are_those_of_the_formula(
                 continue
             assert ahead.num_tokens == sequence.num_tokens
             tokens = sequence.tokens(0, sequence.num_tokens)
-            states = states_at_the_end(model, tokens[:-1], list(head.settings.taps))
+            states, seen = states_at_the_end(model, tokens[:-1], list(head.settings.taps))
             assert len(ahead.tokens) == min(MOST_AHEAD, sequence.tokens_left - 1)
             drafts, probabilities = reference_drafts(
-                pack, model, states, tokens[-1], len(ahead.tokens), packed=bits == 4
+                *(pack, model, states, tokens[-1], len(ahead.tokens)),
+                packed=bits == 4,
+                seen=seen if head.attends else None,
             )
             checked += 1
             if bits == 4 and ahead.tokens != drafts:
@@ -147,7 +163,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["following", "noisy"])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_is_that_of_full(
     name: str, policy: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -440,7 +456,8 @@ def starting_at(first: int) -> Any:
 BAD_PACKS: dict[str, tuple[Any, str]] = {
     "no json": (lambda p: (p / "head.json").unlink(), "head.json: .*got nothing"),
     "not json": (lambda p: (p / "head.json").write_text("{"), "head.json: expected JSON"),
-    "another version": (lambda p: changed(p, version=2), "version: expected an integer of 1..1"),
+    "another version": (lambda p: changed(p, version=3), "version: expected an integer of 1..2"),
+    "attends to nothing": (lambda p: changed(p, version=2), "attention: expected an object"),
     "another kind": (lambda p: changed(p, kind="tree"), "kind: expected one of state and token"),
     "another model": (
         lambda p: changed(p, model__digest="00"),

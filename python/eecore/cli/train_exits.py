@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -103,6 +104,16 @@ def train_exits(
             min=1, max=1 << 16, help="Of an MLP.", show_default="the model's", rich_help_panel=HEAD
         ),
     ] = None,
+    attend: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=64,
+            help="Key heads of the model whose keys and values it attends to, the model's induction "
+            "heads first.",
+            rich_help_panel=HEAD,
+        ),
+    ] = 4,
     begin: Annotated[
         Path | None,
         typer.Option(
@@ -191,7 +202,7 @@ def train_exits(
     loaded = load(model, threads=threads, device="cpu")
     network = _checked(loaded, model)
     weights = stored_weights(path, network)
-    states = _states_settings(network, weights, taps)
+    states = _states_settings(network, weights, taps, attend)
 
     from eecore.answers import AnswerSettings
     from eecore.training import HeadSizes, open_states, read_head, stop_on_signals
@@ -204,11 +215,15 @@ def train_exits(
         seed=seed,
     )
     inner = intermediate_size or network.config.intermediate_size
-    sizes = HeadSizes(states.hidden_size, len(states.taps), inner, blocks)
+    sizes = HeadSizes(
+        *(states.hidden_size, len(states.taps), inner, blocks),
+        num_attended=len(states.attended),
+        queries=states.queries,
+    )
     beginning = None
     if begin is not None:
         kept = vocabulary if keep_vocabulary else None
-        beginning = read_head(begin, states.model, states.taps, sizes, kept)
+        beginning = read_head(begin, states.model, states.taps, sizes, kept, states.attended)
     where.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
         if not write_and_read(
@@ -317,15 +332,27 @@ def _checked(model: Model, name: str) -> LlamaModel:
     return model.network
 
 
-def _states_settings(network: LlamaModel, weights: str, taps: str | None) -> StatesSettings:
+def _states_settings(
+    network: LlamaModel, weights: str, taps: str | None, attend: int
+) -> StatesSettings:
     from eecore.models.network_digest import network_digest
-    from eecore.training import StatesSettings
+    from eecore.training import StatesSettings, choose_attended
 
-    return StatesSettings(
+    config = network.config
+    settings = StatesSettings(
         model=network_digest(network),
         weights=weights,
-        hidden_size=network.config.hidden_size,
-        taps=_taps(taps, network.config),
+        hidden_size=config.hidden_size,
+        taps=_taps(taps, config),
+    )
+    attended = choose_attended(network, attend) if attend else ()
+    if not attended:
+        return settings
+    return replace(
+        settings,
+        attended=attended,
+        head_dim=config.head_dim,
+        queries=config.num_q_heads // config.num_kv_heads * config.head_dim,
     )
 
 
@@ -373,8 +400,6 @@ def _train(
 def _with_steps(
     probe: HeadRun, budget: tuple[float | None, float | None], share: float
 ) -> HeadConfig:
-    from dataclasses import replace
-
     from eecore.training import steps_in
 
     minutes, epochs = budget

@@ -180,7 +180,8 @@ class DraftStep(Step):
         self._ahead: HeadDrafting | None = None
         if kind.drafts_ahead:
             assert isinstance(model, LlamaModel)
-            self._ahead = HeadDrafting(self, model, rows, given, results, self._ended, kv.page_size)
+            assert kind.path.is_given  # or drafting would move the rows of open_page_table
+            self._ahead = HeadDrafting(self, model, rows, given, results, self._ended, kv)
 
     def _given_fields(self) -> dict[str, Field]:
         sizes = self.kind.sizes

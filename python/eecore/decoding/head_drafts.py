@@ -18,7 +18,7 @@ from eecore.decoding.control import Control
 from eecore.decoding.memory import Cells, Field
 from eecore.decoding.proposal import MOST_AHEAD
 from eecore.decoding.step import Row, Step
-from eecore.models import LlamaModel
+from eecore.models import KVCache, LlamaModel, SeenKeys
 
 __all__ = [
     "Ahead",
@@ -99,7 +99,7 @@ class HeadDrafting:
         given: the program's fields, those of :func:`head_drafting_fields` among them.
         results: those of :func:`head_results`.
         ended: where the program's rounds end.
-        page_size: of its cache.
+        kv: its cache.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class HeadDrafting:
         given: dict[str, Tensor],
         results: dict[str, Tensor],
         ended: ops.EndedRound,
-        page_size: int,
+        kv: KVCache,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return step.zeros(*shape, dtype=dtype)
 
         assert model.draft_head is not None
         self._model, self._head = model, model.draft_head
-        self._ended, self._page_size = ended, page_size
+        self._ended, self._page_size = ended, kv.page_size
         self.last_row = zeros(num_rows)
         """int64 [num_rows]: the row of the verification whose states it starts from."""
         self._begun = [
@@ -145,7 +145,8 @@ class HeadDrafting:
             positions=zeros(num_rows),
             slot_mapping=zeros(num_rows),
             seq_lens=zeros(num_rows, dtype=torch.int32),
-            page_table=zeros(num_rows, 1, dtype=torch.int32),
+            # Its rows are left in front as drafting ends, and the round itself drafts nothing.
+            page_table=given["open_page_table"],
             num_active=given["num_ahead"],
             token_ids=zeros(num_rows),
         )
@@ -154,6 +155,17 @@ class HeadDrafting:
             zeros(num_rows, dtype=torch.float32),
             zeros(num_rows, dtype=torch.float32),
         )
+
+        self._seen: SeenKeys | None = None
+        if self._head.attends:
+            self._seen = SeenKeys(
+                kv=kv,
+                page_table=self._active.page_table,
+                seq_lens=self._active.seq_lens,
+                positions=self._active.positions,
+                no_keys=model.no_keys(num_rows),
+                starts=torch.arange(num_rows + 1, dtype=torch.int32, device=model.device),
+            )
 
     def run(self, states: Ordered[Tensor], control: Control, num_rows: Tensor) -> None:
         """Draft behind the ended rounds.
@@ -177,6 +189,7 @@ class HeadDrafting:
                 ended=self._ended,
                 sources=self._sources,
                 condition=condition,
+                own_key=False,
             )
             if control.compacts:
                 ops.compact_rows(self._round.done, self._active, state)
@@ -190,7 +203,7 @@ class HeadDrafting:
         condition = control.condition(made.all_done) if goes_on else None
         with control.rows(active.num_active):
             assert active.token_ids is not None
-            state = self._head.step(state, self._model.embed(active.token_ids))
+            state = self._head.step(state, self._model.embed(active.token_ids), self._seen)
             ops.place_head(
                 None,
                 self._drafted,
@@ -202,6 +215,7 @@ class HeadDrafting:
             ops.append_drafts(
                 *(None, self._drafted.token, self._drafted.confidence, step, made, active),
                 condition=condition,
+                own_key=False,
             )
             if control.compacts:
                 ops.compact_rows(made.done, active, state)

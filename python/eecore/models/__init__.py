@@ -2,7 +2,7 @@
 
 from eecore.models import adopt
 from eecore.models.attention import AttentionBatch, CrossBatch
-from eecore.models.draft_head import DraftHead
+from eecore.models.draft_head import DraftHead, SeenKeys
 from eecore.models.find_head import find_head
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
@@ -22,6 +22,7 @@ __all__ = [
     "LlamaWeights",
     "ModelSource",
     "Network",
+    "SeenKeys",
     "T5Model",
     "Tokenizer",
     "adopt",

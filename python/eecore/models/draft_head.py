@@ -2,9 +2,11 @@
 
 It starts from the state after the last layer, and after some layers before, at the last position
 that the model has computed, and from the token that the model gave there. Each of its steps is an
-MLP and a head over the tokens that the model uses most; there are no keys or values of its own, so
-that nothing is kept between rounds. (After Medusa, Cai et al. 2024; Hydra, Ankner et al. 2024;
-EAGLE-3, Li et al. 2025; recurrent drafter, Zhang et al. 2024.)
+MLP and a head over the tokens that the model uses most. Before the MLP it may attend to keys and
+values that the model itself has in its cache (GLIDE, Du et al. 2024), of all positions that the
+model has computed; it has none of its own, so that nothing is kept between rounds. (After Medusa,
+Cai et al. 2024; Hydra, Ankner et al. 2024; EAGLE-3, Li et al. 2025; recurrent drafter, Zhang et al.
+2024.)
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,9 +29,10 @@ from eecore.ops import Matrix
 from eecore.readable import path_of, shown_path
 
 if TYPE_CHECKING:
+    from eecore.models.kv_cache import KVCache
     from eecore.models.llama import LlamaModel
 
-__all__ = ["DraftHead", "matrix_rows"]
+__all__ = ["DraftHead", "SeenKeys", "matrix_rows"]
 
 LAYERS, ROWS = "Q4_1", "Q5_1"
 """Blocks of a head's own matrices, and of the rows of the LM head that it drafts by."""
@@ -40,6 +44,42 @@ class _Block(NamedTuple):
     norm: Tensor
     gate_up: Matrix
     down: Matrix
+
+
+class _Asked(NamedTuple):
+    """Key heads of one layer that one call asks."""
+
+    layer: int
+    heads: slice
+    queries: slice
+    """Of all query heads."""
+    output: Matrix
+    """[hidden_size, features of these queries]"""
+
+
+@dataclass(frozen=True)
+class _Attention:
+    norm: Tensor
+    query: Matrix
+    """[attended * queries, hidden_size]"""
+    asked: Sequence[_Asked]
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """What a step attends to: the keys of rows' texts that the model has computed."""
+
+    kv: KVCache
+    page_table: Tensor
+    """int32 [num_rows, max_pages]"""
+    seq_lens: Tensor
+    """int32 [num_rows]: keys of each row, those of drafts not among them."""
+    positions: Tensor
+    """int64 [num_rows], of the tokens that the step takes."""
+    no_keys: tuple[Tensor, Tensor]
+    """See :meth:`LlamaModel.no_keys`."""
+    starts: Tensor
+    """int32 [num_rows + 1]: one query a row."""
 
 
 class DraftHead:
@@ -78,6 +118,24 @@ class DraftHead:
             )
             for i in range(self.settings.num_blocks)
         ]
+        self._network = network
+        self._attention: _Attention | None = None
+        if self.settings.attended:
+            a_key = self.settings.queries // network.config.head_dim
+            outputs = tensors["attention.output"]
+            self._attention = _Attention(
+                norm(tensors["attention.norm"]),
+                matrix(tensors["attention.query"].flatten(0, 1)),
+                [
+                    _Asked(
+                        layer,
+                        heads,
+                        slice(first * a_key, end * a_key),
+                        matrix(outputs[first:end].transpose(0, 1).flatten(1)),
+                    )
+                    for layer, heads, first, end in _calls(self.settings.attended)
+                ],
+            )
         self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
         self.vocabulary = file.vocabulary.to(network.device)
         """int64 [vocabulary_size]: the token of each row of its head."""
@@ -106,6 +164,8 @@ class DraftHead:
                 f"{place}: model.digest: expected {digest}, the model's, got {settings.digest}: it "
                 "was trained for another model"
             )
+        if settings.attended:
+            _check_attended(settings, network, place)
         return cls(HeadFile(directory, settings), network)
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
@@ -120,17 +180,26 @@ class DraftHead:
         assert begun is not None
         return begun
 
-    def step(self, state: Tensor, embedded: Tensor) -> Tensor:
+    @property
+    def attends(self) -> bool:
+        """Whether its steps want keys of the model."""
+        return self._attention is not None
+
+    def step(self, state: Tensor, embedded: Tensor, seen: SeenKeys | None = None) -> Tensor:
         """The state behind one more token.
 
         Args:
             state: [num_rows, hidden_size], of :meth:`begin` or of the step before.
             embedded: [num_rows, hidden_size], the token's embedding.
+            seen: where it :attr:`attends`.
         """
         norm, weight = self._state
         hidden = self._linear(state, weight, norm=norm, few=True)
         norm, weight = self._token
         hidden = self._linear(embedded, weight, norm=norm, residual=hidden, few=True)
+        if self._attention is not None:
+            assert seen is not None
+            hidden = self._attended(hidden, self._attention, seen)
         for block in self._blocks:
             gated = ops.skinny_gated_linear(
                 hidden,
@@ -141,6 +210,18 @@ class DraftHead:
                 constant_weight=True,
             )
             hidden = self._linear(gated, block.down, residual=hidden, few=True)
+        return hidden
+
+    def _attended(self, hidden: Tensor, attention: _Attention, seen: SeenKeys) -> Tensor:
+        """The state, and what its queries find."""
+        network, kv = self._network, seen.kv
+        texts = seen.page_table, seen.seq_lens, seen.starts
+        q = self._linear(hidden, attention.query, norm=attention.norm, few=True)
+        q = q.view(len(q), -1, network.config.head_dim)
+        network.rotate(q, seen.positions, kv, seen.no_keys)
+        for asked in attention.asked:
+            found = network.attend(q[:, asked.queries], asked.layer, asked.heads, kv, texts)
+            hidden = self._linear(found.flatten(1), asked.output, residual=hidden, few=True)
         return hidden
 
     @property
@@ -182,6 +263,52 @@ class DraftHead:
     def vocabulary_sha256(self) -> str:
         """Of the tokens that it knows."""
         return hashlib.sha256(self.vocabulary.cpu().numpy().tobytes()).hexdigest()
+
+
+def _calls(attended: Sequence[tuple[int, int]]) -> list[tuple[int, slice, int, int]]:
+    """Layer, key heads of one call, and which of all that are attended to: first and end.
+
+    Those of one layer that follow one another at equal steps are asked in one call.
+    """
+    calls: list[tuple[int, slice, int, int]] = []
+    first = 0
+    while first < len(attended):
+        layer, head = attended[first]
+        end, step = first + 1, 1
+        while end < len(attended) and attended[end][0] == layer:
+            apart = attended[end][1] - attended[end - 1][1]
+            if apart < 1 or (end > first + 1 and apart != step):
+                break
+            end, step = end + 1, apart
+        calls.append((layer, slice(head, attended[end - 1][1] + 1, step), first, end))
+        first = end
+    return calls
+
+
+def _check_attended(settings: HeadSettings, network: LlamaModel, place: str) -> None:
+    """That the model has what a head attends to.
+
+    Raises:
+        ModelError: it has not.
+    """
+    config = network.config
+    queries = config.num_q_heads // config.num_kv_heads * config.head_dim
+    if settings.queries != queries:
+        raise ModelError(
+            f"{place}: attention.queries: expected {queries}, as the model's key heads have, got "
+            f"{settings.queries}"
+        )
+    for layer, key_head in settings.attended:
+        if key_head >= config.num_kv_heads:
+            raise ModelError(
+                f"{place}: attention.key_heads: expected 0..{config.num_kv_heads - 1}, got "
+                f"{key_head}"
+            )
+        if config.layer_windows[layer]:
+            raise ModelError(
+                f"{place}: attention.layers: expected layers that attend to whole texts, got "
+                f"{layer}, which sees {config.layer_windows[layer]} tokens"
+            )
 
 
 class _Form:

@@ -9,12 +9,21 @@ from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
 from eecore.tensor_files import TensorFile
 
-__all__ = ["CONFIG_NAME", "KIND", "VERSION", "WEIGHTS_NAME", "HeadFile", "HeadSettings"]
+__all__ = [
+    "ATTENDING_VERSION",
+    "CONFIG_NAME",
+    "KIND",
+    "VERSION",
+    "WEIGHTS_NAME",
+    "HeadFile",
+    "HeadSettings",
+]
 
 CONFIG_NAME, WEIGHTS_NAME = "head.json", "head.safetensors"
-VERSION = 1
+VERSION, ATTENDING_VERSION = 1, 2
+"""Of a head that attends to nothing, and of one that attends to keys of the model."""
 KIND = "state and token"
-MOST_BLOCKS, MOST_WIDTH = 16, 1 << 20
+MOST_BLOCKS, MOST_WIDTH, MOST_ATTENDED = 16, 1 << 20, 64
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,11 @@ class HeadSettings:
     vocabulary_size: int
     agreement: tuple[float, ...]
     """Of the first draft with the model's own token on held-out text, of the second, ..."""
+    attended: tuple[tuple[int, int], ...] = ()
+    """Of the model's cache, (layer, key head): whose keys and values each step attends to; layers
+    from 0."""
+    queries: int = 0
+    """Features of the queries to one key head, all its query heads together; 0 without any."""
 
     @classmethod
     def read(cls, path: Path) -> HeadSettings:
@@ -44,13 +58,16 @@ class HeadSettings:
             ModelError: there is none, or it is something else.
         """
         fields = JsonFields.read(path / CONFIG_NAME, ModelError)
-        fields.integer("version", VERSION, VERSION)
+        version = fields.integer("version", VERSION, ATTENDING_VERSION)
         fields.text("kind", one_of=(KIND,))
         model, agreement = _inner(fields, "model"), _inner(fields, "agreement")
         num_layers = model.integer("num_layers", 1)
         taps = fields.integers("taps", 1, num_layers)
         if not taps or taps[-1] != num_layers or list(taps) != sorted(set(taps)):
             raise fields.wrong("taps", f"ascending layers, the last one {num_layers}", list(taps))
+        attended, queries = (), 0
+        if version == ATTENDING_VERSION:
+            attended, queries = _attended(fields, num_layers)
         return cls(
             digest=model.text("digest"),
             num_layers=num_layers,
@@ -62,7 +79,18 @@ class HeadSettings:
             num_blocks=fields.integer("num_blocks", 1, MOST_BLOCKS),
             vocabulary_size=fields.integer("vocabulary_size", 2, model.integer("vocab_size", 2)),
             agreement=agreement.numbers("by_position", 0.0, 1.0),
+            attended=attended,
+            queries=queries,
         )
+
+
+def _attended(fields: JsonFields, num_layers: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """What a head attends to, and how wide its queries are."""
+    inner = _inner(fields, "attention")
+    layers, heads = inner.integers("layers", 0, num_layers - 1), inner.integers("key_heads", 0)
+    if not layers or len(layers) != len(heads) or len(layers) > MOST_ATTENDED:
+        raise inner.wrong("layers", f"1..{MOST_ATTENDED}, as many as key_heads", list(layers))
+    return tuple(zip(layers, heads, strict=True)), inner.integer("queries", 1, MOST_WIDTH)
 
 
 def _inner(fields: JsonFields, name: str) -> JsonFields:
@@ -100,6 +128,13 @@ class HeadFile:
             "mlp.down": (blocks, hidden, inner),
             "norm": (hidden,),
         }
+        if settings.attended:
+            count, queries = len(settings.attended), settings.queries
+            shapes |= {
+                "attention.norm": (hidden,),
+                "attention.query": (count, queries, hidden),
+                "attention.output": (count, hidden, queries),
+            }
         with TensorFile(path / WEIGHTS_NAME, ModelError) as file:
             for name, shape in shapes.items():
                 if file.stored_dtype(name) not in ("F32", "BF16", "F16"):

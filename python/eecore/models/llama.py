@@ -240,6 +240,83 @@ class LlamaModel:
                 hidden = self._mlp(index, hidden)
         return hidden
 
+    def whole_text(self, length: int) -> AttentionBatch:
+        """Of one text alone, in the first page of a cache whose pages hold all of it."""
+        positions = torch.arange(length, device=self.device)
+
+        def numbers(*values: int) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        return AttentionBatch(
+            positions, positions, numbers(0)[None], numbers(length), numbers(0, length)
+        )
+
+    def queries(self, layer: int, hidden: Tensor) -> Tensor:
+        """Of the state before a layer, from 0: [num_rows, num_q_heads, head_dim], not rotated."""
+        config, weights = self.config, self._layers[layer]
+        rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
+        q = rows[:, : config.q_size].unflatten(1, (-1, config.head_dim))
+        return q.clone() if weights.q_norm is None else self.linear.normed(q, weights.q_norm)
+
+    def cos_sin(self, num_positions: int) -> Tensor:
+        """Float32 [num_positions or more, rotary_dim], as :func:`append_kv` takes it."""
+        return self._rope.reaching(num_positions)
+
+    def no_keys(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Keys that go nowhere, which :meth:`rotate` takes: the keys, and slots of -1."""
+        keys = self.weights.final_norm.new_zeros(num_rows, 1, self.config.head_dim)
+        return keys, torch.full((num_rows,), -1, device=self.device)
+
+    def rotate(
+        self, q: Tensor, positions: Tensor, kv: KVCache, no_keys: tuple[Tensor, Tensor]
+    ) -> None:
+        """Give queries their rotary embedding, in place.
+
+        Args:
+            q: [num_rows, num_heads, head_dim].
+            positions: int64 [num_rows].
+            kv: that they are for; nothing is written there.
+            no_keys: of as many rows.
+        """
+        k_cache, v_cache = (cache[:, :, :1] for cache in kv.layers[0])
+        scales = [None if s is None else s[:1] for s in kv.layer_scales[0]]
+        keys, slots = no_keys
+        ops.append_kv(
+            *(q, keys, keys, k_cache, v_cache, slots),
+            positions=positions,
+            cos_sin=self._cos_sin(kv),
+            key_scales=scales[0],
+            value_scales=scales[1],
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        heads: slice,
+        kv: KVCache,
+        texts: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """What queries find among keys of a layer: [num_rows, num_heads, head_dim].
+
+        Args:
+            q: [num_rows, num_heads, head_dim], rotated.
+            layer: from 0; without a window.
+            heads: of its key heads those that are asked, an equal number of query heads each.
+            kv: the cache.
+            texts: page table, keys and first query of each text, as in :class:`AttentionBatch`.
+        """
+        k_cache, v_cache = (cache[:, :, heads] for cache in kv.layers[layer])
+        scales = [None if s is None else s[heads] for s in kv.layer_scales[layer]]
+        return ops.paged_attention(
+            *(q, k_cache, v_cache, *texts),
+            scale=self._scale,
+            fixed_split_size=self._keys_per_split,
+            arrivals=kv.arrivals,
+            key_scales=scales[0],
+            value_scales=scales[1],
+        )
+
     def logits(self, hidden: Tensor, *, few: bool = False) -> Tensor:
         """Float32 [num_rows, vocab_size]: final norm and LM head.
 

@@ -142,6 +142,7 @@ def begin_round(
     sources: Tensor | None = None,
     ahead: DraftedAhead | None = None,
     condition: int | None = None,
+    own_key: bool = True,
 ) -> None:
     """Begin a round: where each row starts, how far it may draft, and where its tokens go.
 
@@ -159,6 +160,8 @@ def begin_round(
             drafts instead of their own, up to the first that is less likely than the row's
             threshold. The round has ``drafts``.
         condition: see :func:`exit_rows`; its body runs where a row drafts.
+        own_key: ``seq_lens`` of a row that drafts count its own key, which a layer writes before
+            it attends; False: those before it alone, one at least.
     """
     _begin_round(
         draft_round.token_ids,
@@ -187,6 +190,7 @@ def begin_round(
         active.slot_mapping,
         active.seq_lens,
         condition,
+        own_key,
     )
 
 
@@ -199,6 +203,7 @@ def append_drafts(
     active: ActiveRows,
     *,
     condition: int | None = None,
+    own_key: bool = True,
 ) -> None:
     """Take over a drafted token of every row that drafts; see who drafts another, and from where.
 
@@ -214,6 +219,8 @@ def append_drafts(
         draft_round: updated in place.
         active: updated in place; ``token_ids`` is there.
         condition: see :func:`exit_rows`; its body runs where a row drafts another.
+        own_key: ``seq_lens`` count the next token's own key; False: of rows that go on they stay as
+            they are, where drafts have no keys.
     """
     _append_drafts(
         hidden,
@@ -236,6 +243,7 @@ def append_drafts(
         active.slot_mapping,
         active.seq_lens,
         condition,
+        own_key,
     )
 
 

@@ -36,6 +36,7 @@ from eecore.training.frozen_model import (
 )
 from eecore.training.head_pack import HeadFacts, plot_head, save_head
 from eecore.training.head_run import HeadConfig, HeadReport, HeadRun, steps_in
+from eecore.training.head_keys import choose_attended
 from eecore.training.head_states import (
     HeadStates,
     MappedStates,
@@ -88,6 +89,7 @@ __all__ = [
     "agreement_labels",
     "classifier_loss",
     "collate",
+    "choose_attended",
     "collect_states",
     "drop_layers",
     "early_exit_backward",

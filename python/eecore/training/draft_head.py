@@ -6,10 +6,13 @@ eps::
 
     s = sum_i W_tap[i] norm(h_tap[i]; g_tap[i])           at the last position that the model saw
     u = W_state norm(s; g_state) + W_token norm(embed(t); g_token)          for each next token t
+    u = u + sum_a W_out[a] attention(W_query[a] norm(u; g_attention))       to keys a of the model
     u = u + W_down (silu(W_gate norm(u; g_mlp)) * W_up norm(u; g_mlp))      for each block
     logits = W_head norm(u; g),  s = u
 
-with ``W_head`` the rows of the model's own LM head of the tokens that can be drafted.
+with ``W_head`` the rows of the model's own LM head of the tokens that can be drafted. Attention is
+that of some of the model's own key heads, over the keys that it has computed (GLIDE, Du et al.
+2024): those of drafts are not among them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["DraftHead", "HeadSizes"]
+from eecore.training.head_keys import TextKeys
+
+__all__ = ["DraftHead", "HeadSizes", "tensor_names"]
 
 TENSOR_NAMES = {
     "tap_norm": "taps.norm",
@@ -37,6 +42,12 @@ TENSOR_NAMES = {
     "norm": "norm",
 }
 """Of a parameter in the file that holds a head."""
+ATTENTION_NAMES = {
+    "attention_norm": "attention.norm",
+    "attention_query": "attention.query",
+    "attention_output": "attention.output",
+}
+"""Likewise, of a head that attends."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,15 @@ class HeadSizes:
     num_taps: int
     intermediate_size: int
     num_blocks: int
+    num_attended: int = 0
+    """Key heads of the model that it attends to."""
+    queries: int = 0
+    """Features of the queries to each."""
+
+
+def tensor_names(sizes: HeadSizes) -> dict[str, str]:
+    """In the file that holds a head, by parameter."""
+    return TENSOR_NAMES | (ATTENTION_NAMES if sizes.num_attended else {})
 
 
 class DraftHead(nn.Module):
@@ -90,6 +110,11 @@ class DraftHead(nn.Module):
         self.mlp_up = random(blocks, inner, hidden)
         self.mlp_down = nn.Parameter(torch.zeros(blocks, hidden, inner))
         self.norm = nn.Parameter(final_norm.detach().float().clone())
+        if sizes.num_attended:
+            count, queries = sizes.num_attended, sizes.queries
+            self.attention_norm = ones(hidden)
+            self.attention_query = random(count, queries, hidden)
+            self.attention_output = nn.Parameter(torch.zeros(count, hidden, queries))
 
     def begin(self, states: Tensor) -> Tensor:
         """s [n, hidden_size] of the taps' states, float32 [n, num_taps, hidden_size]."""
@@ -99,19 +124,35 @@ class DraftHead(nn.Module):
             total = total + _product(normed, self.tap_weight[tap])
         return total
 
-    def step(self, state: Tensor, embedded: Tensor) -> Tensor:
+    def step(self, state: Tensor, embedded: Tensor, seen: TextKeys | None = None) -> Tensor:
         """The next s [n, hidden_size] of s and the next token's embedding, both [n, hidden_size].
 
-        It is what :meth:`output` reads, too.
+        It is what :meth:`output` reads, too. A head that attends is told what the rows see.
         """
-        u = _product(self._normed(state, self.state_norm), self.state_weight)
-        u = u + _product(self._normed(embedded, self.token_norm), self.token_weight)
+        u = self.asked(state, embedded)
+        if self.sizes.num_attended:
+            assert seen is not None
+            queries = self.queries(u)
+            weight = self.attention_output.transpose(0, 1).flatten(1)
+            u = u + _product(seen.found(queries).flatten(1), weight)
         for block in range(self.sizes.num_blocks):
             normed = self._normed(u, self.mlp_norm[block])
             gate = functional.silu(_product(normed, self.mlp_gate[block]))
             up = _product(normed, self.mlp_up[block])
             u = u + _product(gate * up, self.mlp_down[block])
         return u
+
+    def asked(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """u as it is before it attends to anything: [n, hidden_size]."""
+        u = _product(self._normed(state, self.state_norm), self.state_weight)
+        return u + _product(self._normed(embedded, self.token_norm), self.token_weight)
+
+    def queries(self, asked: Tensor) -> Tensor:
+        """Not rotated, of :meth:`asked`: [n, num_attended, queries]."""
+        normed = self._normed(asked, self.attention_norm)
+        return _product(normed, self.attention_query.flatten(0, 1)).unflatten(
+            1, (self.sizes.num_attended, -1)
+        )
 
     def output(self, state: Tensor) -> Tensor:
         """What the rows of the LM head are multiplied with: [n, hidden_size]."""
@@ -121,7 +162,7 @@ class DraftHead(nn.Module):
         """By the names that the file of a head has."""
         return {
             stored: cast(Tensor, getattr(self, name)).detach().to(dtype).contiguous()
-            for name, stored in TENSOR_NAMES.items()
+            for name, stored in tensor_names(self.sizes).items()
         }
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -39,6 +39,8 @@ class FrozenSide:
     final_norm: Tensor
     """[hidden_size]"""
     eps: float
+    cos_sin: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    """float32 [num_positions, rotary_dim], of positions that are attended from, if any are."""
 
     @cached_property
     def short_rows(self) -> Tensor:
@@ -130,13 +132,16 @@ def draft_loss(
     with torch.no_grad():
         teacher = frozen.distribution(data.states.last(wanted))
     state = head.begin(data.states[starts].float())
+    seen = data.seen(starts, frozen.cos_sin)
     total = torch.zeros(())
     agreement = 0.0
     for k, target in enumerate(targets):
         if k == 1:
             state = state[::LATER_ROWS]
+            seen = seen and seen.rows(torch.arange(0, len(starts), LATER_ROWS))
         given = data.token[(target - 1).clamp(max=len(data) - 1)]
-        state = head.step(state, frozen.embeddings[given])
+        state = head.step(state, frozen.embeddings[given], seen)
+        seen = seen and seen.behind()
         there = target[inside[k]]
         place = frozen.place(data.greedy[there])
         can_draft = place >= 0
@@ -167,17 +172,23 @@ def agreement_by_position(
         rows = starts[begin : begin + ROWS_AT_ONCE]
         row_ends = ends[begin : begin + ROWS_AT_ONCE]
         state = head.begin(data.states[rows].float())
+        seen = data.seen(rows, frozen.cos_sin)
         for k in range(num_steps):
             there = rows + k + 1 < row_ends
             rows, row_ends, state = rows[there], row_ends[there], state[there]
+            seen = seen and seen.rows(there)
+            if not len(rows):
+                break
             target = rows + k + 1
-            state = head.step(state, frozen.embeddings[data.token[target - 1]])
+            state = head.step(state, frozen.embeddings[data.token[target - 1]], seen)
+            seen = seen and seen.behind()
             drafts = frozen.logits(head.output(state)).argmax(-1)
             hits = drafts == place[target]
             tried[k] += len(hits)
             right[k] += int(hits.sum())
             on = hits & (data.token[target] == data.greedy[target])
             rows, row_ends, state = rows[on], row_ends[on], state[on]
+            seen = seen and seen.rows(on)
     return _shares(right, tried)
 
 

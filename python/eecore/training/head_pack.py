@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from eecore.files import filling
 from eecore.models import LlamaModel
-from eecore.models.head_file import CONFIG_NAME, KIND, VERSION, WEIGHTS_NAME
+from eecore.models.head_file import ATTENDING_VERSION, CONFIG_NAME, KIND, VERSION, WEIGHTS_NAME
 from eecore.models.network_digest import network_digest
 from eecore.training.head_run import HeadRun
 from eecore.training.libraries import library
@@ -84,10 +84,15 @@ def num_drafts(by_position: Sequence[float]) -> int:
     return max(1, count)
 
 
+def _attention(run: HeadRun) -> dict[str, Any]:
+    layers, key_heads = zip(*run.data.settings.attended, strict=True)
+    return {"layers": layers, "key_heads": key_heads, "queries": run.head.sizes.queries}
+
+
 def _about(network: LlamaModel, run: HeadRun, facts: HeadFacts) -> dict[str, Any]:
     config, settings = network.config, run.data.settings
     return {
-        "version": VERSION,
+        "version": ATTENDING_VERSION if settings.attended else VERSION,
         "kind": KIND,
         "model": {
             "digest": network_digest(network),
@@ -100,6 +105,7 @@ def _about(network: LlamaModel, run: HeadRun, facts: HeadFacts) -> dict[str, Any
         "intermediate_size": run.config.intermediate_size,
         "num_blocks": run.config.num_blocks,
         "vocabulary_size": run.config.vocabulary_size,
+        **({"attention": _attention(run)} if settings.attended else {}),
         "training": {
             "tokens": len(run.data),
             "epochs": round(run.step / run.steps_per_epoch, 3),

@@ -30,6 +30,7 @@ from eecore.training.head_loss import (
     draft_loss,
     starts_of,
 )
+from eecore.training.head_queries import begin_queries
 from eecore.training.head_states import HeadStates
 from eecore.training.run_log import CsvLog, read_log
 from eecore.training.trained_head import TrainedHead
@@ -52,6 +53,8 @@ BETAS = (0.9, 0.95)
 LEAST_RATE = 0.05
 """Of the learning rate, at the end."""
 MOST_GRADIENT = 1.0
+MOST_STEPS = 8
+"""Drafts of a row."""
 ONE_IN = 20
 """Pairs of texts that are held out."""
 
@@ -104,8 +107,9 @@ class HeadConfig:
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name}: expected 1 or more, got {getattr(self, name)}")
         for name in ("num_drafts", "measured_drafts"):
-            if not 1 <= getattr(self, name) <= 8:
-                raise TrainingError(f"{name}: expected 1..8, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST_STEPS:
+                got = getattr(self, name)
+                raise TrainingError(f"{name}: expected 1..{MOST_STEPS}, got {got}")
         if self.precision not in PRECISIONS:
             raise TrainingError(
                 f"precision: expected float32 or bfloat16, got {shown(self.precision)}"
@@ -176,26 +180,31 @@ class HeadRun:
                 f"texts: expected more than {2 * ONE_IN}, to hold some out, got "
                 f"{len(torch.unique(data.text))}"
             )
-        self.held_out = _part(data, held)
+        self.held_out = data.part(held)
         texts = torch.unique(data.text[~held])
         last = texts[max(1, round(share * len(texts))) - 1]
-        self.data = _part(data, ~held & (data.text <= last))
+        self.data = data.part(~held & (data.text <= last))
         if beginning is None or not config.keep_vocabulary:
             vocabulary = choose_vocabulary(
                 network, [self.data.token, self.data.greedy], config.vocabulary_size
             )
         else:
             vocabulary = beginning.vocabulary
-        self.frozen = frozen_side(network, vocabulary)
+        reached = int(data.positions.max()) + MOST_STEPS + 1 if data.keys else 0
+        self.frozen = frozen_side(network, vocabulary, reached)
         sizes = HeadSizes(
             network.config.hidden_size,
             len(data.settings.taps),
             config.intermediate_size,
             config.num_blocks,
+            len(data.settings.attended),
+            data.settings.queries,
         )
         self.head = DraftHead(sizes, self.frozen.eps, self.frozen.final_norm, config.seed)
         if beginning is not None:
             beginning.put_into(self.head)
+        if data.settings.attended and (beginning is None or not beginning.attends):
+            begin_queries(self.head, self.frozen, data, ~held)
         self.beginning = beginning
         self._optimizer = _optimizer(self.head, config)
         self._order = StretchOrder(self.data.text, config.stretch, config.batch_size, config.seed)
@@ -368,8 +377,14 @@ def choose_vocabulary(network: LlamaModel, tokens: list[Tensor], size: int) -> T
 
 
 @torch.no_grad()
-def frozen_side(network: LlamaModel, vocabulary: Tensor) -> FrozenSide:
-    """What a head uses of a model, in float32 on the CPU."""
+def frozen_side(network: LlamaModel, vocabulary: Tensor, num_positions: int = 0) -> FrozenSide:
+    """What a head uses of a model, in float32 on the CPU.
+
+    Args:
+        network: the model.
+        vocabulary: int64 [vocabulary_size], tokens that can be drafted.
+        num_positions: that drafts attend from.
+    """
     every = torch.arange(network.config.vocab_size, device=network.device)
     return FrozenSide(
         embeddings=network.embed(every).float().cpu().clone(),
@@ -377,6 +392,7 @@ def frozen_side(network: LlamaModel, vocabulary: Tensor) -> FrozenSide:
         vocabulary=vocabulary,
         final_norm=network.weights.final_norm.detach().float().cpu().clone(),
         eps=network.config.rms_norm_eps,
+        cos_sin=network.cos_sin(num_positions).float().cpu(),
     )
 
 
@@ -393,20 +409,9 @@ def steps_in(run: HeadRun, seconds: float, *, timed: int = 3) -> HeadConfig:
     return replace(config, steps=max(1, int(seconds / each)))
 
 
-def _part(data: HeadStates, rows: Tensor) -> HeadStates:
-    """Rows of the data, bool [n]."""
-    index = rows.nonzero()[:, 0]
-    return HeadStates(
-        data.settings,
-        data.states.part(index),
-        data.text[index],
-        data.token[index],
-        data.greedy[index],
-    )
-
-
 def _digest(data: HeadStates) -> str:
-    digest = hashlib.sha256(str(data.settings.taps).encode())
+    attended = data.settings.attended
+    digest = hashlib.sha256(f"{data.settings.taps}{attended or ''}".encode())
     for numbers in (data.text, data.token, data.greedy):
         digest.update(numbers.numpy().tobytes())
     return digest.hexdigest()

@@ -2,7 +2,8 @@
 
 A directory holds them, text by text, in plain files that grow: ``states.bin`` bfloat16 [n,
 num_taps, hidden_size] and ``rows.bin`` int32 [n, 3], of each row the text's number, the token that
-follows in the text, and the model's own greedy next token. A run that is killed loses the texts
+follows in the text, and the model's own greedy next token. Where a head is to attend to keys of the
+model, these are there, too (:mod:`eecore.training.head_keys`). A run that is killed loses the texts
 that it was at.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +24,13 @@ from eecore.files import write_text
 from eecore.json_fields import JsonFields
 from eecore.models import AttentionBatch, KVCache, LlamaModel
 from eecore.readable import is_file, shown_path
+from eecore.training.head_keys import (
+    MOST_QUERIES,
+    Attended,
+    KeysFiles,
+    TextKeys,
+    rows_of_texts,
+)
 
 __all__ = [
     "HeadStates",
@@ -52,12 +60,24 @@ class StatesSettings:
         weights: what its weights are stored in.
         hidden_size: of the model.
         taps: after how many layers states are taken, ascending; the last is all of them.
+        attended: whose keys and values are kept, too.
+        head_dim: of these; 0 without any.
+        queries: features of the queries to one key head; 0 without any.
     """
 
     model: str
     weights: str
     hidden_size: int
     taps: tuple[int, ...]
+    attended: Attended = ()
+    head_dim: int = 0
+    queries: int = 0
+
+    def keys_in(self, directory: Path) -> KeysFiles | None:
+        """Of a directory of states; None where nothing is attended to."""
+        if not self.attended:
+            return None
+        return KeysFiles(directory, self.attended, self.head_dim, self.queries)
 
     @property
     def row_bytes(self) -> int:
@@ -127,9 +147,38 @@ class HeadStates:
     """int64 [n], the token of the text that follows the state."""
     greedy: Tensor
     """int64 [n], the model's own most probable one."""
+    keys: tuple[Tensor, ...] = ()
+    """Of each directory, bfloat16 [m, num_attended, 2, head_dim], mapped."""
+    key_begins: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [n], where the keys of the row's text begin among all of them."""
+    positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [n], of the states, where there are keys."""
+    queries: tuple[tuple[int, Tensor], ...] = ()
+    """Of each directory its first row, and the model's own queries of it and of rows behind it,
+    bfloat16 [., num_attended, queries]; of parts of the rows there are none."""
 
     def __len__(self) -> int:
         return len(self.token)
+
+    def seen(self, rows: Tensor, cos_sin: Tensor) -> TextKeys | None:
+        """What drafts behind rows, int64 of them, attend to; None where there are no keys."""
+        if not self.keys:
+            return None
+        return TextKeys.of(self.keys, self.key_begins[rows], self.positions[rows], cos_sin)
+
+    def part(self, rows: Tensor) -> HeadStates:
+        """Some of the rows, bool [n]; nothing is read."""
+        index = rows.nonzero()[:, 0]
+        return HeadStates(
+            self.settings,
+            self.states.part(index),
+            self.text[index],
+            self.token[index],
+            self.greedy[index],
+            self.keys,
+            self.key_begins[index] if self.keys else self.key_begins,
+            self.positions[index] if self.keys else self.positions,
+        )
 
     @cached_property
     def ends(self) -> Tensor:
@@ -173,17 +222,25 @@ def collect_states(
     missing = [text for text in texts if text.index not in done]
     wanted = sum(len(text.answer) for text in texts)
     count = sum(len(text.answer) for text in texts if text.index in done)
+    files, written = settings.keys_in(directory), len(_rows(directory))
     with (
         (directory / STATES_FILE).open("ab") as states_file,
         (directory / ROWS_FILE).open("ab") as rows_file,
     ):
         for stretch in _stretches(missing):
-            states, greedy = _states_of(network, stretch, settings.taps)
+            states, greedy, read = _states_of(
+                network, stretch, settings, with_queries=written < MOST_QUERIES
+            )
             rows = [
                 (text.index, token, 0) for text in stretch for token in text.answer
             ]  # the last number comes from the model
             numbers = np.array(rows, dtype="<i4")
             numbers[:, 2] = greedy.cpu().numpy()
+            if files is not None and read is not None:
+                wanted_queries = MOST_QUERIES - written
+                queries = None if read.queries is None else read.queries[:wanted_queries]
+                files.append(read.keys, read.positions, queries)
+            written += len(rows)
             states_file.write(states.cpu().view(torch.int16).numpy().astype("<i2").tobytes())
             states_file.flush()
             rows_file.write(numbers.tobytes())
@@ -202,7 +259,8 @@ def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadSt
     Raises:
         TrainingError: there are none, or of other settings.
     """
-    mapped, numbers = [], []
+    mapped, numbers, keys, begins, positions, queries = [], [], [], [], [], []
+    num_rows = num_keys = 0
     for place, directory in enumerate(directories):
         _open_files(directory, settings)
         rows = torch.from_numpy(_rows(directory).astype(np.int64))
@@ -214,14 +272,46 @@ def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadSt
         mapped.append(states.view(shape))
         rows[:, 0] += place * APART
         numbers.append(rows)
+        files = settings.keys_in(directory)
+        if files is not None:
+            where = torch.from_numpy(files.positions().astype(np.int64))
+            own_keys, own_queries = files.map()
+            keys.append(own_keys)
+            begins.append(rows_of_texts(rows[:, 0], where) + num_keys)
+            positions.append(where)
+            queries.append((num_rows, own_queries))
+            num_keys += len(own_keys)
+        num_rows += len(rows)
     text, token, greedy = torch.cat(numbers).unbind(1)
-    return HeadStates(settings, MappedStates(mapped), text.clone(), token.clone(), greedy.clone())
+    found = HeadStates(settings, MappedStates(mapped), text.clone(), token.clone(), greedy.clone())
+    if not keys:
+        return found
+    return replace(
+        found,
+        keys=tuple(keys),
+        key_begins=torch.cat(begins),
+        positions=torch.cat(positions),
+        queries=tuple(queries),
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What is kept of a stretch beside the states."""
+
+    keys: Tensor
+    positions: list[int]
+    queries: Tensor | None
 
 
 @torch.inference_mode()
 def _states_of(
-    network: LlamaModel, texts: Sequence[WrittenText], taps: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+    network: LlamaModel,
+    texts: Sequence[WrittenText],
+    settings: StatesSettings,
+    *,
+    with_queries: bool,
+) -> tuple[Tensor, Tensor, _Read | None]:
     """bfloat16 [n, num_taps, hidden_size] and int64 [n], of all answers one after the other."""
     lengths = [len(text.prompt) + len(text.answer) - 1 for text in texts]
     counts = [-(-length // PAGE_SIZE) for length in lengths]
@@ -231,22 +321,45 @@ def _states_of(
     batch = _batch(lengths, counts, network.device)
     tokens = [t for text in texts for t in (*text.prompt, *text.answer)[:-1]]
     starts = np.cumsum([0, *lengths[:-1]])
-    rows = torch.tensor(
-        [
-            start + position
-            for start, length, text in zip(starts.tolist(), lengths, texts, strict=True)
-            for position in range(len(text.prompt) - 1, length)
-        ],
-        device=network.device,
-    )
+    places = [
+        (start + position, position)
+        for start, length, text in zip(starts.tolist(), lengths, texts, strict=True)
+        for position in range(len(text.prompt) - 1, length)
+    ]
+    rows = torch.tensor([row for row, _ in places], device=network.device)
     hidden = network.embed(torch.tensor(tokens, device=network.device))
-    begin, tapped = 0, []
-    for tap in taps:
-        hidden = network.layers(begin, tap, hidden, kv, batch)
-        begin = tap
-        tapped.append(hidden.index_select(0, rows))
+    asking = {layer for layer, _ in settings.attended} if with_queries else set()
+    begin, tapped, queries = 0, [], dict[int, Tensor]()
+    for end in sorted({0, *settings.taps, *asking}):
+        if end:
+            hidden = network.layers(begin, end, hidden, kv, batch)
+        begin = end
+        if end in asking:
+            queries[end] = network.queries(end, hidden.index_select(0, rows))
+        if end in settings.taps:
+            tapped.append(hidden.index_select(0, rows))
     greedy = network.confidence(tapped[-1]).token.long()
-    return torch.stack(tapped, 1).bfloat16(), greedy
+    read = None
+    if settings.attended:
+        slots = batch.slot_mapping
+        keys = [_keys_at(kv, layer, head, slots) for layer, head in settings.attended]
+        width = settings.queries
+        own = [
+            queries[layer].flatten(1)[:, head * width : (head + 1) * width]
+            for layer, head in (settings.attended if with_queries else ())
+        ]
+        read = _Read(
+            torch.stack(keys, 1),
+            [position for _, position in places],
+            torch.stack(own, 1) if with_queries else None,
+        )
+    return torch.stack(tapped, 1).bfloat16(), greedy, read
+
+
+def _keys_at(kv: KVCache, layer: int, head: int, slots: Tensor) -> Tensor:
+    """[num_tokens, 2, head_dim]: keys and values of slots, int64 [num_tokens]."""
+    both = [cache[:, :, head].flatten(0, 1).index_select(0, slots) for cache in kv.layers[layer]]
+    return torch.stack(both, 1)
 
 
 def _batch(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> AttentionBatch:
@@ -297,6 +410,9 @@ def _open_files(directory: Path, settings: StatesSettings) -> set[int]:
     row_bytes = ROW_NUMBERS * 4
     sizes = [(directory / name).stat().st_size for name in (STATES_FILE, ROWS_FILE)]
     count = min(sizes[0] // settings.row_bytes, sizes[1] // row_bytes)
+    files = settings.keys_in(directory)
+    if files is not None:
+        count = files.whole(count, _rows(directory)[:, 0])
     # A stretch is in the rows when it is in the states: what the rows lack is none.
     for name, size in ((STATES_FILE, settings.row_bytes), (ROWS_FILE, row_bytes)):
         with (directory / name).open("r+b") as file:
@@ -312,11 +428,16 @@ def _check_settings(path: Path, settings: StatesSettings) -> None:
     fields = JsonFields.read(path, TrainingError)
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT), fields.text("format"))
-    for name, expected in asdict(settings).items():
-        got = fields.integers(name) if name == "taps" else None
+    for name in ("model", "weights", "hidden_size", "taps"):
+        expected = getattr(settings, name)
+        got: object = fields.integers(name) if name == "taps" else None
         if name == "hidden_size":
             got = fields.integer(name)
         elif name != "taps":
             got = fields.text(name)
         if got != expected:
             raise fields.wrong(name, f"{expected!r}, as this run has", got)
+    attended = fields.values.get("attended", [])
+    if attended != [list(pair) for pair in settings.attended]:
+        expected = f"{[list(pair) for pair in settings.attended]}, as this run has"
+        raise fields.wrong("attended", expected, attended)

@@ -13,7 +13,8 @@ from torch import Tensor
 from eecore.errors import TrainingError
 from eecore.json_fields import JsonFields
 from eecore.models.head_file import CONFIG_NAME, WEIGHTS_NAME, HeadFile, HeadSettings
-from eecore.training.draft_head import TENSOR_NAMES, DraftHead, HeadSizes
+from eecore.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.training.head_keys import Attended
 
 __all__ = ["TrainedHead", "read_head"]
 
@@ -34,9 +35,14 @@ class TrainedHead:
 
     @torch.no_grad()
     def put_into(self, head: DraftHead) -> None:
-        """Its weights into a head of the same sizes."""
-        for name, stored in TENSOR_NAMES.items():
-            getattr(head, name).copy_(self.file.tensors[stored])
+        """Its weights into a head of the same sizes, but for attention that only that one has."""
+        for name, stored in tensor_names(head.sizes).items():
+            if stored in self.file.tensors:
+                getattr(head, name).copy_(self.file.tensors[stored])
+
+    @property
+    def attends(self) -> bool:
+        return bool(self.file.settings.attended)
 
 
 def read_head(
@@ -45,10 +51,11 @@ def read_head(
     taps: tuple[int, ...],
     sizes: HeadSizes,
     vocabulary: int | None = None,
+    attended: Attended = (),
 ) -> TrainedHead:
     """The head in a directory, which must be of this model, taps and sizes.
 
-    And of this size of vocabulary, where one is given.
+    And of this size of vocabulary, where one is given. It attends to the same keys, or to none.
 
     Raises:
         ModelError: there is none, or it is not whole.
@@ -69,6 +76,11 @@ def read_head(
         got = list(settings.taps) if name == "taps" else getattr(settings, name)
         if got != value:
             raise TrainingError(f"{path}: {name}: expected {value}, as this run has, got {got}")
+    if settings.attended not in ((), attended):
+        raise TrainingError(
+            f"{path}: attention: expected the key heads {list(attended)}, as this run has, or none,"
+            f" got {list(settings.attended)}"
+        )
     training = JsonFields.read(path, TrainingError).inner("training")
     file = HeadFile(directory, settings)
     digest = hashlib.sha256((directory / WEIGHTS_NAME).read_bytes()).hexdigest()

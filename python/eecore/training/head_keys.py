@@ -1,0 +1,257 @@
+"""What a draft head attends to while it learns: keys and values of its model over the texts.
+
+A directory of states has them beside the states: ``keys.bin`` bfloat16 [m, num_attended, 2,
+head_dim] of every position of every text, the prompt's too, ``positions.bin`` int32 [n] of the rows
+of states, and ``queries.bin`` bfloat16, of the first rows [., num_attended, queries]: the model's
+own queries to the same keys, not rotated, which a head's begin as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eecore.models import KVCache, LlamaModel
+
+__all__ = ["Attended", "KeysFiles", "TextKeys", "choose_attended", "rows_of_texts"]
+
+KEYS_FILE, POSITIONS_FILE, QUERIES_FILE = "keys.bin", "positions.bin", "queries.bin"
+MOST_QUERIES = 50_000
+"""Rows whose queries are kept."""
+REPEATED = 120
+"""Random tokens that are said twice, to see which heads look for what came after the first."""
+
+Attended = tuple[tuple[int, int], ...]
+"""Layers, from 0, and key heads."""
+
+
+@torch.inference_mode()
+def choose_attended(network: LlamaModel, count: int) -> Attended:
+    """The key heads of a model that most look for what came after the same token before.
+
+    These are its induction heads (Olsson et al. 2022): their queries say of a token where it was,
+    and their values what followed. At most so many, of layers that attend to whole texts.
+    """
+    config = network.config
+    some = torch.randint(config.vocab_size, (REPEATED,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.cat((some[:1], some, some)).to(network.device)
+    length = len(tokens)
+    kv = KVCache.allocate(config, 1, length, device=network.device, dtype=network.dtype)
+    batch = network.whole_text(length)
+    rows = torch.arange(REPEATED + 1, length - 1)
+    scores = torch.zeros(config.num_layers, config.num_kv_heads)
+    hidden = network.embed(tokens)
+    groups = (config.num_kv_heads, config.num_q_heads // config.num_kv_heads)
+    for layer in range(config.num_layers):
+        queries = network.queries(layer, hidden)
+        network.rotate(queries, batch.positions, kv, network.no_keys(length))
+        hidden = network.layers(layer, layer + 1, hidden, kv, batch)
+        if config.layer_windows[layer]:
+            continue
+        keys = kv.k[layer, 0].float().transpose(0, 1)  # [key heads, length, head_dim]
+        heads = queries.float().transpose(0, 1).unflatten(0, groups)
+        looks = heads @ keys[:, None].transpose(2, 3) * config.head_dim**-0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=keys.device).triu(1)
+        shares = looks.masked_fill(later, -torch.inf).softmax(-1)
+        scores[layer] = shares[:, :, rows, rows - REPEATED + 1].sum(1).mean(-1).cpu()
+    best = torch.argsort(scores.flatten(), descending=True, stable=True)[:count]
+    found = [divmod(int(place), config.num_kv_heads) for place in best]
+    return tuple(sorted(pair for pair in found if not config.layer_windows[pair[0]]))
+
+
+@dataclass(frozen=True)
+class KeysFiles:
+    """The files of one directory.
+
+    Attributes:
+        directory: that they are in.
+        attended: whose keys.
+        head_dim: of a key.
+        queries: features of the queries to one of them.
+    """
+
+    directory: Path
+    attended: Attended
+    head_dim: int
+    queries: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of an entry of each file."""
+        count, element = len(self.attended), torch.bfloat16.itemsize
+        return {
+            KEYS_FILE: count * 2 * self.head_dim * element,
+            POSITIONS_FILE: 4,
+            QUERIES_FILE: count * self.queries * element,
+        }
+
+    def whole(self, num_rows: int, text: np.ndarray) -> int:
+        """Cut off what is more than so many rows, of these texts; how many are left.
+
+        They are written before the rows are: unless the files are another's, all of them are left.
+        """
+        positions = self.positions()
+        num_rows = min(num_rows, len(positions))
+        last = np.ones(num_rows, dtype=bool)
+        last[:-1] = text[1:num_rows] != text[: num_rows - 1]
+        num_keys = int((positions[:num_rows][last] + 1).sum())
+        counts = (num_keys, num_rows, min(num_rows, MOST_QUERIES))
+        for (name, size), count in zip(self.sizes.items(), counts, strict=True):
+            with (self.directory / name).open("ab") as file:
+                file.truncate(count * size)
+        return num_rows
+
+    def positions(self) -> np.ndarray:
+        """int32 [num_rows]"""
+        path = self.directory / POSITIONS_FILE
+        content = path.read_bytes() if path.exists() else b""
+        return np.frombuffer(content[: len(content) // 4 * 4], dtype="<i4")
+
+    def append(self, keys: Tensor, positions: Sequence[int], queries: Tensor | None) -> None:
+        """Add a stretch of texts.
+
+        Args:
+            keys: [m, num_attended, 2, head_dim] of all their positions.
+            positions: of their rows.
+            queries: [n, num_attended, queries] of their rows, where they are wanted.
+        """
+        numbers = np.array(positions, dtype="<i4")
+        contents = {KEYS_FILE: _bytes(keys), POSITIONS_FILE: numbers.tobytes()}
+        if queries is not None:
+            contents[QUERIES_FILE] = _bytes(queries)
+        for name, content in contents.items():
+            with (self.directory / name).open("ab") as file:
+                file.write(content)
+
+    def map(self) -> tuple[Tensor, Tensor]:
+        """Keys and queries as they are on the disk, bfloat16, of the shapes above."""
+        count = len(self.attended)
+        shapes = {KEYS_FILE: (count, 2, self.head_dim), QUERIES_FILE: (count, self.queries)}
+        keys, queries = (self._mapped(name, shape) for name, shape in shapes.items())
+        return keys, queries
+
+    def _mapped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        path = self.directory / name
+        count = path.stat().st_size // self.sizes[name]
+        size = count * int(np.prod(shape))
+        if not size:
+            return torch.empty(0, *shape, dtype=torch.bfloat16)
+        return torch.from_file(str(path), size=size, dtype=torch.bfloat16).view(count, *shape)
+
+
+def rows_of_texts(text: Tensor, positions: Tensor) -> Tensor:
+    """int64 [n]: of each row, where the keys of its text begin, texts one after the other.
+
+    Args:
+        text: int64 [n], the rows' texts.
+        positions: int64 [n], their positions; the keys of a text end with its last row's.
+    """
+    last = torch.ones_like(text, dtype=torch.bool)
+    last[:-1] = text[1:] != text[:-1]
+    lengths = positions[last] + 1
+    begins = lengths.cumsum(0) - lengths
+    which = last.long().cumsum(0) - last.long()
+    return begins[which]
+
+
+@dataclass(frozen=True)
+class TextKeys:
+    """What some rows attend to; rows of one text follow one another.
+
+    Attributes:
+        keys: bfloat16 [num_texts, num_attended, longest, head_dim].
+        values: likewise.
+        place: int64 [n], the text of each row, ascending.
+        seen: int64 [n], keys that the row sees: those that were there before it drafted.
+        positions: int64 [n], of the tokens that a step takes.
+        cos_sin: float32 [max_position, rotary_dim].
+    """
+
+    keys: Tensor
+    values: Tensor
+    place: Tensor
+    seen: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Tensor], begins: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> TextKeys:
+        """Of rows that start to draft.
+
+        Args:
+            parts: keys on the disk, [m, num_attended, 2, head_dim] each, one after the other.
+            begins: int64 [n], where the keys of each row's text begin among all of them.
+            positions: int64 [n], of the rows.
+            cos_sin: of the model.
+        """
+        firsts, place = torch.unique_consecutive(begins, return_inverse=True)
+        lengths = torch.zeros_like(firsts).scatter_reduce_(0, place, positions + 1, "amax")
+        shape = parts[0].shape
+        both = torch.zeros(
+            len(firsts), 2, shape[1], int(lengths.max()), shape[3], dtype=torch.bfloat16
+        )
+        for i, (first, length) in enumerate(zip(firsts.tolist(), lengths.tolist(), strict=True)):
+            for part in parts:
+                if first < len(part):
+                    both[i, :, :, :length] = part[first : first + length].permute(2, 1, 0, 3)
+                    break
+                first -= len(part)
+        keys, values = both.unbind(1)
+        return cls(keys, values, place, positions + 1, positions + 1, cos_sin)
+
+    def rows(self, index: Tensor) -> TextKeys:
+        """Of some of the rows, in their order: int64 of them, or bool."""
+        return replace(
+            self,
+            place=self.place[index],
+            seen=self.seen[index],
+            positions=self.positions[index],
+        )
+
+    def behind(self) -> TextKeys:
+        """Of the same rows a token later; the keys stay what they are."""
+        return replace(self, positions=self.positions + 1)
+
+    def found(self, queries: Tensor) -> Tensor:
+        """What queries find: float32 [n, num_attended, queries].
+
+        Args:
+            queries: [n, num_attended, queries], not rotated.
+        """
+        count, head_dim = self.keys.shape[1], self.keys.shape[3]
+        heads = self._rotated(queries.unflatten(2, (-1, head_dim)))
+        # Rows of one text beside each other, filled up to as many as the longest has.
+        counts = torch.bincount(self.place, minlength=len(self.keys))
+        offset = torch.arange(len(self.place)) - (counts.cumsum(0) - counts)[self.place]
+        shape = (len(self.keys), int(counts.max()))
+        spread = heads.new_zeros(*shape, count, heads.shape[2], head_dim)
+        spread[self.place, offset] = heads
+        seen = torch.ones(shape, dtype=torch.int64)
+        seen[self.place, offset] = self.seen
+        sees = torch.arange(self.keys.shape[2]) < seen[..., None]
+        q = spread.permute(0, 2, 3, 1, 4).bfloat16()  # texts, attended, heads, rows, head_dim
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.flatten(0, 1),
+            self.keys[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(0, 1),
+            self.values[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(0, 1),
+            attn_mask=sees[:, None].expand(-1, count, -1, -1).flatten(0, 1)[:, None],
+        )
+        return out.unflatten(0, q.shape[:2]).permute(0, 3, 1, 2, 4)[self.place, offset].flatten(2).float()
+
+    def _rotated(self, heads: Tensor) -> Tensor:
+        table = self.cos_sin[self.positions.clamp(max=len(self.cos_sin) - 1)]
+        cos, sin = table[:, None, None].chunk(2, -1)
+        half = cos.shape[-1]
+        a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.cpu().bfloat16().contiguous().view(torch.int16).numpy().astype("<i2").tobytes()
