@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import eecore
 from eecore.errors import RequestError, TrainingError
+from eecore.models import KVCache
 from eecore.models.draft_head import matrix_rows
 from eecore.models.network_digest import network_digest
 from eecore.training import (
@@ -23,6 +25,7 @@ from eecore.training import (
     collect_states,
     open_states,
 )
+from eecore.training.head_keys import choose_attended, rows_of_texts
 from eecore.training.head_loss import (
     FrozenSide,
     StretchOrder,
@@ -30,11 +33,17 @@ from eecore.training.head_loss import (
     draft_loss,
     starts_of,
 )
+from eecore.training.head_queries import begin_queries
 from eecore.training.head_run import choose_vocabulary, is_held_out
+from eecore.training.head_states import APART
 from tiny_models import random_prompts, write_model
 
 HIDDEN, VOCAB, EPS = 8, 20, 1e-5
+HEAD_DIM, QUERIES, ATTENDED = 6, 12, ((0, 1), (1, 0), (1, 1))
 SETTINGS = StatesSettings("digest", "float32", HIDDEN, (1, 2))
+ATTENDING = StatesSettings(
+    "digest", "float32", HIDDEN, (1, 2), attended=ATTENDED, head_dim=HEAD_DIM, queries=QUERIES
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +52,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
     return eecore.load(directory, device="cpu", kv_cache_tokens=512)
 
 
-def random_head(seed: int = 0, num_blocks: int = 2) -> DraftHead:
+def random_head(seed: int = 0, num_blocks: int = 2, *, attends: bool = False) -> DraftHead:
     """Of which no weight is what heads begin with."""
-    head = DraftHead(HeadSizes(HIDDEN, 2, 12, num_blocks), EPS, torch.ones(HIDDEN))
+    sizes = HeadSizes(HIDDEN, 2, 12, num_blocks, *((len(ATTENDED), QUERIES) if attends else ()))
+    head = DraftHead(sizes, EPS, torch.ones(HIDDEN))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -53,8 +63,13 @@ def random_head(seed: int = 0, num_blocks: int = 2) -> DraftHead:
     return head
 
 
-def random_data(lengths: list[int], seed: int = 0) -> tuple[HeadStates, FrozenSide]:
-    """Texts numbered 0, 1, ..., whose tokens are the greedy ones but for every third."""
+def random_data(
+    lengths: list[int], seed: int = 0, *, attends: bool = False
+) -> tuple[HeadStates, FrozenSide]:
+    """Texts numbered 0, 1, ..., whose tokens are the greedy ones but for every third.
+
+    Behind prompts of 3, 4, ... tokens; keys are in two directories.
+    """
     generator = torch.Generator().manual_seed(seed)
     text = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     greedy = torch.randint(VOCAB, (len(text),), generator=generator)
@@ -67,7 +82,18 @@ def random_data(lengths: list[int], seed: int = 0) -> tuple[HeadStates, FrozenSi
         final_norm=torch.ones(HIDDEN),
         eps=EPS,
     )
-    return HeadStates(SETTINGS, MappedStates([states]), text, token, greedy), frozen
+    if not attends:
+        return HeadStates(SETTINGS, MappedStates([states]), text, token, greedy), frozen
+    positions = torch.cat([torch.arange(n) + 2 + i for i, n in enumerate(lengths)])
+    num_keys = [n + 2 + i for i, n in enumerate(lengths)]
+    keys = torch.randn(sum(num_keys), 3, 2, HEAD_DIM, generator=generator).bfloat16()
+    data = HeadStates(
+        *(ATTENDING, MappedStates([states]), text, token, greedy),
+        keys=keys.split([sum(num_keys[:-1]), num_keys[-1]]),
+        key_begins=rows_of_texts(text, positions),
+        positions=positions,
+    )
+    return data, replace(frozen, cos_sin=torch.randn(60, 4, generator=generator))
 
 
 def normed(values: Tensor, weight: Tensor) -> Tensor:
@@ -91,17 +117,58 @@ def test_the_moves_are_the_formulas() -> None:
         torch.testing.assert_close(head.output(u), normed(u, t["norm"]))
 
 
-def test_agreement_is_that_of_drafts_made_one_by_one() -> None:
-    head, (data, frozen) = random_head(3, num_blocks=1), random_data([9, 2, 1, 14], seed=1)
+def test_what_a_head_attends_to_is_the_formula() -> None:
+    """Rows of two texts, of which each sees as many keys as it has a position, a step later too."""
+    head = random_head(4, num_blocks=1, attends=True)
+    data, frozen = random_data([5, 3], seed=2, attends=True)
+    t, rows = head.tensors(torch.float32), torch.tensor([0, 3, 5, 6])
+    keys = torch.cat([part.float() for part in data.keys])
+    seen = data.seen(rows, frozen.cos_sin)
+    assert seen is not None
+    asked = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(5))
+    for later in (0, 1):
+        with torch.no_grad():
+            found = seen.found(head.queries(asked))
+        for i, row in enumerate(rows.tolist()):
+            position, begin = int(data.positions[row]), int(data.key_begins[row])
+            assert begin == (0 if row < 5 else 7)
+            own = keys[begin : begin + position + 1]
+            cos, sin = frozen.cos_sin[position + 1 + later].chunk(2)
+            for a in range(3):
+                q = t["attention.query"][a] @ normed(asked[i], t["attention.norm"])
+                x, y, rest = q.view(2, HEAD_DIM).split((2, 2, 2), 1)
+                q = torch.cat((x * cos - y * sin, y * cos + x * sin, rest), 1)
+                shares = (q @ own[:, a, 0].T * HEAD_DIM**-0.5).softmax(1)
+                expected = (shares @ own[:, a, 1]).flatten()
+                torch.testing.assert_close(found[i, a], expected, atol=0.05, rtol=0.05)
+        seen = seen.behind()
+    embedded = frozen.embeddings[data.token[rows]]
+    with torch.no_grad():
+        seen = data.seen(rows, frozen.cos_sin)
+        assert seen is not None
+        u = head.asked(asked, embedded)
+        out = t["attention.output"]
+        u = u + sum(seen.found(head.queries(u))[:, a] @ out[a].T for a in range(3))
+        x = normed(u, t["mlp.norm"][0])
+        inner = torch.nn.functional.silu(x @ t["mlp.gate"][0].T) * (x @ t["mlp.up"][0].T)
+        torch.testing.assert_close(head.step(asked, embedded, seen), u + inner @ t["mlp.down"][0].T)
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_agreement_is_that_of_drafts_made_one_by_one(attends: bool) -> None:
+    head = random_head(3, num_blocks=1, attends=attends)
+    data, frozen = random_data([9, 2, 1, 14], seed=1, attends=attends)
     right, tried = [0, 0, 0], [0, 0, 0]
     with torch.no_grad():
         for start in range(len(data)):
             state = head.begin(data.states[torch.tensor([start])].float())
+            seen = data.seen(torch.tensor([start]), frozen.cos_sin)
             for k in range(3):
                 target = start + k + 1
                 if target >= len(data) or data.text[target] != data.text[start]:
                     break
-                state = head.step(state, frozen.embeddings[data.token[target - 1]][None])
+                state = head.step(state, frozen.embeddings[data.token[target - 1]][None], seen)
+                seen = seen and seen.behind()
                 place = int((head.output(state) @ frozen.head_rows.T).argmax())
                 tried[k] += 1
                 if frozen.vocabulary[place] != data.greedy[target]:
@@ -113,8 +180,10 @@ def test_agreement_is_that_of_drafts_made_one_by_one() -> None:
     assert agreement_by_position(head, frozen, data, starts_of(data.text), 3) == expected
 
 
-def test_a_head_learns_what_the_loss_says() -> None:
-    head, (data, frozen) = random_head(num_blocks=1), random_data([40, 30])
+@pytest.mark.parametrize("attends", [False, True])
+def test_a_head_learns_what_the_loss_says(attends: bool) -> None:
+    head = random_head(num_blocks=1, attends=attends)
+    data, frozen = random_data([40, 30], attends=attends)
     starts = starts_of(data.text)
     optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
     losses = []
@@ -152,6 +221,78 @@ def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path
     assert (logits.argmax(-1) == data.greedy).float().mean() > 0.9  # states are rounded
 
 
+def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path) -> None:
+    """Of the whole text, in two directories, the second one cut short and gone on with."""
+    network = model.network
+    attended = choose_attended(network, 3)
+    settings = StatesSettings(
+        network_digest(network), "float32", 64, (2, 4), attended, head_dim=64, queries=128
+    )
+    texts = [
+        WrittenText(2 * i, prompt, answer)
+        for i, (prompt, answer) in enumerate(
+            zip(random_prompts(5, 18, 33), random_prompts(7, 4, 6, seed=1), strict=True)
+        )
+    ]
+    for place, own in (("0", texts[:1]), ("1", texts[1:])):
+        (tmp_path / place).mkdir()
+        assert collect_states(network, own, tmp_path / place, settings)
+    with (tmp_path / "1" / "keys.bin").open("ab") as file:
+        file.write(b"more than there should be")
+    assert collect_states(network, texts[1:], tmp_path / "1", settings)
+    data = open_states([tmp_path / "0", tmp_path / "1"], settings)
+    keys = torch.cat(data.keys)
+    row = 0
+    for text in texts:
+        tokens = [*text.prompt, *text.answer][:-1]
+        kv = KVCache.allocate(
+            network.config, 1, len(tokens), device=network.device, dtype=network.dtype
+        )
+        batch = network.whole_text(len(tokens))
+        network.layers(0, 4, network.embed(torch.tensor(tokens)), kv, batch)
+        begin = int(data.key_begins[row])
+        for a, (layer, head) in enumerate(attended):
+            for which, cache in enumerate((kv.k, kv.v)):
+                own = keys[begin : begin + len(tokens), a, which]
+                torch.testing.assert_close(own, cache[layer, 0, :, head].bfloat16())
+        expected = list(range(len(text.prompt) - 1, len(tokens)))
+        assert data.positions[row : row + len(text.answer)].tolist() == expected
+        row += len(text.answer)
+    assert [(first, len(own)) for first, own in data.queries] == [(0, 7), (7, 10)]
+    held_out = data.part(data.text % APART > 0)
+    assert held_out.positions.tolist() == data.positions[data.text % APART > 0].tolist()
+
+
+def test_the_heads_that_look_for_what_came_after_the_same_token(model: eecore.Model) -> None:
+    network = model.network
+    every = choose_attended(network, 64)
+    assert every == tuple((layer, head) for layer in range(4) for head in range(2))
+    few = choose_attended(network, 3)
+    assert len(few) == 3
+    assert set(few) < set(every)
+    assert few == tuple(sorted(few))
+
+
+def test_queries_begin_as_what_the_model_asks() -> None:
+    """Where a linear layer can say it, but for the ridge."""
+    head = random_head(6, num_blocks=1, attends=True)
+    data, frozen = random_data([300, 200], seed=3, attends=True)
+    weight = torch.randn(3 * QUERIES, HIDDEN, generator=torch.Generator().manual_seed(7))
+    before = torch.arange(len(data) - 1)
+    with torch.no_grad():
+        head.attention_norm.fill_(1.0)
+        state = head.begin(data.states[before].float())
+        known = head.asked(state, frozen.embeddings[data.token[before]])
+        queries = normed(known, torch.ones(HIDDEN)) @ weight.T
+    rows = torch.cat((torch.zeros(1, 3 * QUERIES), queries)).view(-1, 3, QUERIES)
+    data = replace(data, queries=((0, rows[:200]), (200, rows[200:])))
+    begin_queries(head, frozen, data, torch.ones(len(data), dtype=torch.bool))
+    with torch.no_grad():
+        missed = head.queries(known).flatten(1) - queries
+    inside = data.text[before] == data.text[before + 1]
+    assert missed[inside].square().mean() < 1e-3 * queries.square().mean()
+
+
 def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: eecore.Model) -> None:
     settings = StatesSettings("one", "float32", 64, (2, 4))
     parts = []
@@ -169,6 +310,14 @@ def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: ee
     assert torch.equal(both.states[rows], expected)
     assert torch.equal(both.states.part(rows)[torch.tensor([4, 1])], expected[[4, 1]])
     assert len(both.states.part(rows)) == 5
+
+
+def test_states_without_keys_are_refused(tmp_path: Path, model: eecore.Model) -> None:
+    settings = StatesSettings("one", "float32", 64, (4,))
+    collect_states(model.network, [WrittenText(0, [1, 2], [3, 4])], tmp_path, settings)
+    other = replace(settings, attended=((0, 1),), head_dim=64, queries=128)
+    with pytest.raises(TrainingError, match=r"attended: expected \[\[0, 1\]\], as this run has, got"):
+        open_states([tmp_path], other)
 
 
 def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) -> None:

@@ -22,7 +22,8 @@ from eecore.answers.asking import ABOUT
 from eecore.cli.app import run
 from eecore.errors import RequestError
 from eecore.models.network_digest import network_digest
-from eecore.training.draft_head import TENSOR_NAMES, DraftHead, HeadSizes
+from eecore.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.training.head_keys import TextKeys
 from eecore.training.head_run import is_held_out
 from tiny_models import write_model
 from tiny_t5 import write_t5
@@ -84,6 +85,9 @@ def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
         "state.weight": (hidden, hidden),
         "token.norm": (hidden,),
         "token.weight": (hidden, hidden),
+        "attention.norm": (hidden,),
+        "attention.query": (4, 128, hidden),
+        "attention.output": (4, hidden, 128),
         "mlp.norm": (1, hidden),
         "mlp.gate": (1, inner, hidden),
         "mlp.up": (1, inner, hidden),
@@ -98,7 +102,9 @@ def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
     assert 257 in vocabulary.tolist()  # what ends a text
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert all(tensor.isfinite().all() for tensor in tensors.values())
-    assert (about["version"], about["kind"], about["taps"]) == (1, "state and token", [1, 2, 3])
+    assert (about["version"], about["kind"], about["taps"]) == (2, "state and token", [1, 2, 3])
+    assert about["attention"]["queries"] == 128
+    assert len(about["attention"]["layers"]) == len(about["attention"]["key_heads"]) == 4
     model = eecore.load(trained.parent / "model", device="cpu", kv_cache_tokens=64)
     assert about["model"] == {
         "digest": network_digest(model.network),
@@ -141,17 +147,41 @@ def test_the_runtime_drafts_by_it(
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(5, 3, 64, generator=generator)
     embedded = torch.randn(5, 64, generator=generator)
+    network, text = model.network, prompts[0]
+    kv = models.KVCache.allocate(
+        network.config, 1, len(text), device=network.device, dtype=network.dtype
+    )
+    network.layers(0, 3, network.embed(torch.tensor(text)), kv, network.whole_text(len(text)))
+    positions = torch.tensor([3, 9, 4, 8, 12])  # of the tokens; as many keys are before them
+    attended = runs.settings.attended
+    keys = torch.stack(
+        [torch.stack((kv.k[at, 0, :, h], kv.v[at, 0, :, h]), 1) for at, h in attended], 1
+    )
+    cos_sin = network.cos_sin(20)
+    seen = TextKeys.of([keys], torch.zeros(5).long(), positions - 1, cos_sin)
     with torch.no_grad():
-        state = head.step(head.begin(states), embedded)
-    got_state = runs.step(runs.begin(list(states.unbind(1))), embedded)
-    torch.testing.assert_close(got_state, state, rtol=1e-4, atol=1e-4)
+        state = head.step(head.begin(states), embedded, seen)
+    got_state = runs.step(
+        runs.begin(list(states.unbind(1))),
+        embedded,
+        models.SeenKeys(
+            kv,
+            page_table=torch.zeros(5, 1, dtype=torch.int32),
+            seq_lens=positions.int(),
+            positions=positions,
+            no_keys=network.no_keys(5),
+            starts=torch.arange(6, dtype=torch.int32),
+        ),
+    )
+    torch.testing.assert_close(got_state, state, rtol=2e-2, atol=2e-2)  # keys in bfloat16
 
 
 def _trained_head(directory: Path) -> DraftHead:
     """The module of the training, with the weights of the files."""
-    head = DraftHead(HeadSizes(64, 3, 96, 1), 1e-5, torch.ones(64))
+    sizes = HeadSizes(64, 3, 96, 1, 4, 128)
+    head = DraftHead(sizes, 1e-5, torch.ones(64))
     tensors = load_file(directory / "head.safetensors")
-    for name, stored in TENSOR_NAMES.items():
+    for name, stored in tensor_names(sizes).items():
         getattr(head, name).data.copy_(tensors[stored].float())
     return head
 
@@ -332,6 +362,26 @@ def test_what_is_asked_about_answers(folder: Path) -> None:
         assert ABOUT not in asked or code in asked[ABOUT]
     assert is_held_out(torch.tensor([ABOUT + 38, ABOUT + 39])).all()
     assert not is_held_out(torch.arange(ABOUT, ABOUT + 38)).any()
+
+
+def test_a_head_that_attends_begins_with_one_that_does_not(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "head"
+    assert run(arguments(folder, plain, "--attend", "0")) == 0
+    assert "attention.norm" not in load_file(plain / "head.safetensors")
+    assert json.loads((plain / "head.json").read_text())["version"] == 1
+    few = ["--epochs", "0.01", "--begin", str(plain), "--learning-rate", "1e-9"]
+    assert run(arguments(folder, out, *few, "--keep-vocabulary")) == 0
+    before, after = (load_file(place / "head.safetensors") for place in (plain, out))
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0.01)
+    assert after["attention.output"].abs().max() < 1e-6
+    attending = ["--begin", str(out), "--attend", "2"]
+    assert run(arguments(folder, tmp_path / "other", *attending)) == REQUEST
+    assert "attention: expected the key heads [(" in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "more", "--also", str(plain / "work"))) == REQUEST
+    assert "attended: expected [[" in capsys.readouterr().err
 
 
 def test_two_runs_are_learnt_from(
