@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,10 @@ from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
 from eecore.evaluation.tables import markdown_table
 from eecore.exits import Full
-from eecore.models import LlamaModel
+from eecore.models import KVCache, LlamaModel
 from eecore.models.head_file import HeadFile
-from eecore.training.draft_head import TENSOR_NAMES, DraftHead, HeadSizes
-from eecore.training.frozen_model import RunningModel
+from eecore.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.training.head_keys import TextKeys
 
 MOST_ROWS = 8
 CHOICES = 3
@@ -105,43 +105,77 @@ class Head:
             num_taps=len(settings.taps),
             intermediate_size=settings.intermediate_size,
             num_blocks=settings.num_blocks,
+            num_attended=len(settings.attended),
+            queries=settings.queries,
         )
         eps = network.config.rms_norm_eps
-        self.network, self.taps = network, settings.taps
+        self.network, self.taps, self._attended = network, settings.taps, settings.attended
         self._head = DraftHead(sizes, eps, network.weights.final_norm)
         with torch.no_grad():
-            for name, stored in TENSOR_NAMES.items():
+            for name, stored in tensor_names(sizes).items():
                 getattr(self._head, name).copy_(file.tensors[stored])
         self._vocabulary = file.vocabulary
         self._rows = network.weights.lm_head.weight[file.vocabulary].float()
 
-    def begin(self, taps: Tensor) -> Tensor:
-        """Of the taps' states [n, num_taps, hidden_size]."""
-        return self._head.begin(taps)
+    def begin(self, text: Sequence[int], first: int) -> tuple[Tensor, TextKeys | None]:
+        """States [n, hidden_size] at each position of a text from ``first`` on; what they see."""
+        network = self.network
+        kv = KVCache.allocate(
+            network.config, 1, len(text), device=network.device, dtype=network.dtype
+        )
+        batch, hidden, begun = network.whole_text(len(text)), network.embed(torch.tensor(text)), 0
+        tapped = []
+        for tap in self.taps:
+            hidden = network.layers(begun, tap, hidden, kv, batch)
+            begun = tap
+            tapped.append(hidden[first:].float())
+        states = self._head.begin(torch.stack(tapped, 1))
+        if not self._attended:
+            return states, None
+        keys = [
+            torch.stack((kv.k[layer, 0, :, head], kv.v[layer, 0, :, head]), 1).bfloat16()
+            for layer, head in self._attended
+        ]
+        positions = batch.positions[first:]
+        cos_sin = network.cos_sin(len(text) + MOST_ROWS)
+        begins = torch.zeros_like(positions)
+        return states, TextKeys.of([torch.stack(keys, 1)], begins, positions, cos_sin)
 
-    def step(self, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self, states: Tensor, tokens: Sequence[int], seen: TextKeys | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The states behind tokens, and the likeliest next ones: probabilities and ids."""
-        states = self._head.step(states, self.network.embed(torch.tensor(tokens)))
+        states = self._head.step(states, self.network.embed(torch.tensor(tokens)), seen)
         logits = functional.linear(self._head.output(states), self._rows)
         best = logits.softmax(-1).topk(CHOICES)
         return states, best.values, self._vocabulary[best.indices]
 
 
-def grown(head: Head, begun: Tensor, after: Sequence[int], choices: int) -> list[Grown]:
-    """What is drafted behind each of ``after``, from the states [n, hidden_size]."""
-    all_grown = [Grown({(): state}) for state in begun]
-    latest: list[tuple[Grown, Path]] = [(g, Path((), 1.0)) for g in all_grown]
+def grown(
+    head: Head, begun: tuple[Tensor, TextKeys | None], after: Sequence[int], choices: int
+) -> list[Grown]:
+    """What is drafted behind each of ``after``, from what :meth:`Head.begin` gave."""
+    states, every = begun
+    all_grown = [Grown({(): state}) for state in states]
+    latest = [(i, Path((), 1.0)) for i in range(len(all_grown))]
     while latest:
+        seen = every
+        if every is not None:
+            part = every.rows(torch.tensor([i for i, _ in latest]))
+            deeper = torch.tensor([len(path.tokens) for _, path in latest])
+            seen = replace(part, positions=part.positions + deeper)
         states, likely, ids = head.step(
-            torch.stack([g.state[path.tokens[:-1]] for g, path in latest]),
-            [path.tokens[-1] if path.tokens else after[i] for i, (_, path) in enumerate(latest)],
+            torch.stack([all_grown[i].state[path.tokens[:-1]] for i, path in latest]),
+            [path.tokens[-1] if path.tokens else after[i] for i, path in latest],
+            seen,
         )
-        for row, (g, path) in enumerate(latest):
+        for row, (i, path) in enumerate(latest):
+            g = all_grown[i]
             g.state[path.tokens] = states[row]
             for p, token in zip(likely[row, :choices], ids[row, :choices], strict=True):
                 heapq.heappush(g.open, (-path.likely * float(p), (*path.tokens, int(token))))
-        taken = [(g, g.take()) for g in all_grown]
-        latest = [(g, path) for g, path in taken if path is not None]
+        taken = [(i, g.take()) for i, g in enumerate(all_grown)]
+        latest = [(i, path) for i, path in taken if path is not None]
     return all_grown
 
 
@@ -149,16 +183,13 @@ def grown(head: Head, begun: Tensor, after: Sequence[int], choices: int) -> list
 def count(model: eecore.Model, head: Head, kind: str, prompts: int, most: int) -> dict[Any, Count]:
     """By shape and threshold."""
     counts = {(s, t): Count() for s in ("chain", "tree") for t in THRESHOLDS}
-    running = RunningModel(head.network, model.tokenizer, model.config.eos_token_ids[0])
     for text in prompts_of(kind, prompts):
         prompt = chat(model, text)
         if len(prompt) > LONGEST_PROMPT:
             continue
         (output,) = eecore.generate(model, [prompt], exit=Full(), max_tokens=most)
         answer = output.token_ids
-        states = running.states({"input_ids": torch.tensor([[*prompt, *answer]])})
-        rows = slice(len(prompt) - 1, len(prompt) + len(answer) - 2)
-        begun = head.begin(torch.stack([states[tap - 1][0, rows] for tap in head.taps], 1).float())
+        begun = head.begin([*prompt, *answer[:-2]], len(prompt) - 1)
         for shape, choices in (("chain", 1), ("tree", CHOICES)):
             for i, each in enumerate(grown(head, begun, answer[:-1], choices)):
                 truth = answer[i + 1 :]

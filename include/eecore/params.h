@@ -281,8 +281,8 @@ struct AppendDraftsParams {
   int64_t num_active, row_bytes, num_steps, num_stop_tokens;  // row_bytes: of hidden_size elements
   int64_t hidden_stride, states_row_stride, states_step_stride;  // in bytes
   int64_t step;                                                  // drafts before this one
-  int64_t own_key;  // 1: seq_lens go up to the row's own key, 0: they stay as they are
-  GraphCondition condition;                                      // holds where a row drafts another
+  int64_t own_key;           // 1: seq_lens go up to the row's own key, 0: they stay as they are
+  GraphCondition condition;  // holds where a row drafts another
 };
 inline RowCounts row_counts(AppendDraftsParams& p) { return {{&p.num_active}, {}, true}; }
 

@@ -316,7 +316,7 @@ def test_states_without_keys_are_refused(tmp_path: Path, model: eecore.Model) ->
     settings = StatesSettings("one", "float32", 64, (4,))
     collect_states(model.network, [WrittenText(0, [1, 2], [3, 4])], tmp_path, settings)
     other = replace(settings, attended=((0, 1),), head_dim=64, queries=128)
-    with pytest.raises(TrainingError, match=r"attended: expected \[\[0, 1\]\], as this run has, got"):
+    with pytest.raises(TrainingError, match=r"attended: expected \[\[0, 1\]\], as this run has"):
         open_states([tmp_path], other)
 
 

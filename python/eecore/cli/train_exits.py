@@ -109,8 +109,8 @@ def train_exits(
         typer.Option(
             min=0,
             max=64,
-            help="Key heads of the model whose keys and values it attends to, the model's induction "
-            "heads first.",
+            help="Key heads of the model that it attends to: those that most look for what came "
+            "after the same token.",
             rich_help_panel=HEAD,
         ),
     ] = 4,

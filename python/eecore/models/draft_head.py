@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch

@@ -65,7 +65,8 @@ class HeadSettings:
         taps = fields.integers("taps", 1, num_layers)
         if not taps or taps[-1] != num_layers or list(taps) != sorted(set(taps)):
             raise fields.wrong("taps", f"ascending layers, the last one {num_layers}", list(taps))
-        attended, queries = (), 0
+        attended: tuple[tuple[int, int], ...] = ()
+        queries = 0
         if version == ATTENDING_VERSION:
             attended, queries = _attended(fields, num_layers)
         return cls(

@@ -255,8 +255,8 @@ class LlamaModel:
         """Of the state before a layer, from 0: [num_rows, num_q_heads, head_dim], not rotated."""
         config, weights = self.config, self._layers[layer]
         rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
-        q = rows[:, : config.q_size].unflatten(1, (-1, config.head_dim))
-        return q.clone() if weights.q_norm is None else self.linear.normed(q, weights.q_norm)
+        q = rows[:, : config.q_size].reshape(len(rows), -1, config.head_dim)
+        return q if weights.q_norm is None else self.linear.normed(q, weights.q_norm)
 
     def cos_sin(self, num_positions: int) -> Tensor:
         """Float32 [num_positions or more, rotary_dim], as :func:`append_kv` takes it."""

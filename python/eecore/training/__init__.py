@@ -34,9 +34,9 @@ from eecore.training.frozen_model import (
     is_quantised,
     load_running_model,
 )
+from eecore.training.head_keys import choose_attended
 from eecore.training.head_pack import HeadFacts, plot_head, save_head
 from eecore.training.head_run import HeadConfig, HeadReport, HeadRun, steps_in
-from eecore.training.head_keys import choose_attended
 from eecore.training.head_states import (
     HeadStates,
     MappedStates,
@@ -87,9 +87,9 @@ __all__ = [
     "TrainingResult",
     "WrittenText",
     "agreement_labels",
+    "choose_attended",
     "classifier_loss",
     "collate",
-    "choose_attended",
     "collect_states",
     "drop_layers",
     "early_exit_backward",

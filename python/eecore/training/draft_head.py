@@ -150,9 +150,8 @@ class DraftHead(nn.Module):
     def queries(self, asked: Tensor) -> Tensor:
         """Not rotated, of :meth:`asked`: [n, num_attended, queries]."""
         normed = self._normed(asked, self.attention_norm)
-        return _product(normed, self.attention_query.flatten(0, 1)).unflatten(
-            1, (self.sizes.num_attended, -1)
-        )
+        asked = _product(normed, self.attention_query.flatten(0, 1))
+        return asked.view(len(asked), self.sizes.num_attended, -1)
 
     def output(self, state: Tensor) -> Tensor:
         """What the rows of the LM head are multiplied with: [n, hidden_size]."""

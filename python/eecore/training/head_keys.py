@@ -54,7 +54,7 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
         if config.layer_windows[layer]:
             continue
         keys = kv.k[layer, 0].float().transpose(0, 1)  # [key heads, length, head_dim]
-        heads = queries.float().transpose(0, 1).unflatten(0, groups)
+        heads = queries.float().transpose(0, 1).reshape(*groups, length, -1)
         looks = heads @ keys[:, None].transpose(2, 3) * config.head_dim**-0.5
         later = torch.ones(length, length, dtype=torch.bool, device=keys.device).triu(1)
         shares = looks.masked_fill(later, -torch.inf).softmax(-1)
@@ -226,7 +226,7 @@ class TextKeys:
             queries: [n, num_attended, queries], not rotated.
         """
         count, head_dim = self.keys.shape[1], self.keys.shape[3]
-        heads = self._rotated(queries.unflatten(2, (-1, head_dim)))
+        heads = self._rotated(queries.reshape(*queries.shape[:2], -1, head_dim))
         # Rows of one text beside each other, filled up to as many as the longest has.
         counts = torch.bincount(self.place, minlength=len(self.keys))
         offset = torch.arange(len(self.place)) - (counts.cumsum(0) - counts)[self.place]
@@ -243,7 +243,8 @@ class TextKeys:
             self.values[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(0, 1),
             attn_mask=sees[:, None].expand(-1, count, -1, -1).flatten(0, 1)[:, None],
         )
-        return out.unflatten(0, q.shape[:2]).permute(0, 3, 1, 2, 4)[self.place, offset].flatten(2).float()
+        found: Tensor = out.view(q.shape).permute(0, 3, 1, 2, 4)[self.place, offset]
+        return found.flatten(2).float()
 
     def _rotated(self, heads: Tensor) -> Tensor:
         table = self.cos_sin[self.positions.clamp(max=len(self.cos_sin) - 1)]

@@ -1,5 +1,6 @@
-"""What the queries of a draft head begin as: what the model itself asks the same keys, as nearly as a
-linear layer can say it from what the head knows.
+"""What the queries of a draft head begin as: what the model itself asks the same keys.
+
+As nearly as a linear layer can say it from what the head knows.
 
 Random ones would find nothing to learn from for a long time: keys are looked for long before what
 is found there is of use.
