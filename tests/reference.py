@@ -36,6 +36,7 @@ def begin_round(
     ended: ops.EndedRound | None = None,
     sources: Tensor | None = None,
     ahead: ops.DraftedAhead | None = None,
+    own_key: bool = True,
 ) -> tuple[ops.DraftRound, ops.ActiveRows]:
     """A round and its active rows at its start, row by row; see eecore.ops.begin_round."""
     made, rows = _copied(given), _copied(active)
@@ -70,7 +71,7 @@ def begin_round(
         assert rows.token_ids is not None
         rows.row[row], rows.token_ids[row], rows.positions[row] = row, max(token, 0), position
         rows.slot_mapping[row] = -1 if made.done[row] else made.round_slots[row, 0]
-        rows.seq_lens[row] = 1 if made.done[row] else position + 1
+        rows.seq_lens[row] = 1 if made.done[row] else max(position + own_key, 1)
     made.all_done.fill_(bool(made.done.all()))
     return made, rows
 
@@ -82,6 +83,7 @@ def append_drafts(
     step: int,
     given: ops.DraftRound,
     active: ops.ActiveRows,
+    own_key: bool = True,
 ) -> tuple[ops.DraftRound, ops.ActiveRows]:
     """A round and its active rows after one more step; see eecore.ops.append_drafts."""
     made, rows = _copied(given), _copied(active)
@@ -102,7 +104,8 @@ def append_drafts(
         rows.token_ids[i] = max(int(token[i]), 0)
         rows.positions[i] += 1
         rows.slot_mapping[i] = given.round_slots[row, step + 1] if goes_on else -1
-        rows.seq_lens[i] = int(rows.positions[i]) + 1 if goes_on else 1
+        if own_key or not goes_on:
+            rows.seq_lens[i] = int(rows.positions[i]) + 1 if goes_on else 1
     made.all_done.fill_(bool(made.done[active.row.long()].all()))
     return made, rows
 

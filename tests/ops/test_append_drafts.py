@@ -62,12 +62,12 @@ class Drafting:
             **{name: getattr(self.active, name)[goes_on] for name in names}
         )
 
-    def check(self, step: int) -> None:
+    def check(self, step: int, *, own_key: bool = True) -> None:
         """That the op does what the reference says."""
         drafts = self.draft()
-        expected = reference.append_drafts(*drafts, step, self.round, self.active)
+        expected = reference.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
         drafted = ~self.round.done
-        ops.append_drafts(*drafts, step, self.round, self.active)
+        ops.append_drafts(*drafts, step, self.round, self.active, own_key=own_key)
         assert_same(self.round, expected[0], but="states")
         assert_same(self.active, expected[1])
         if self.round.states is not None:  # of those that did not draft it may be anything
@@ -93,6 +93,18 @@ def test_rows_that_are_done_may_make_room(device: torch.device) -> None:
     drafting.drop_done()
     assert len(drafting.active.row) == 0
     assert bool(drafting.round.all_done)
+
+
+def test_drafts_without_keys_of_their_own(device: torch.device) -> None:
+    """Rows that go on see as many keys as before."""
+    drafting = Drafting(9, 4, None, device=device)
+    drafting.round.thresholds.fill_(0.4)
+    before = drafting.active.seq_lens.clone()
+    for step in range(4):
+        drafting.check(step, own_key=False)
+        goes_on = ~drafting.round.done
+        assert torch.equal(drafting.active.seq_lens[goes_on], before[goes_on])
+        assert (drafting.active.seq_lens[drafting.round.done] == 1).all()
 
 
 def test_a_round_without_states(device: torch.device) -> None:
@@ -219,6 +231,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "positions": m.placed(m.whole(9, active)),
         "slot_mapping": m.placed(m.whole(9, active)),
         "seq_lens": m.placed(m.whole(9, active).int()),
+        "own_key": m.chance(),
     }
     for name in ("first_position", "left"):
         del given[name]
@@ -228,6 +241,7 @@ def fuzzed_call(m: Maker) -> Checked:
             *(before[n] for n in ("hidden", "token", "confidence", "step")),
             round_in(before),
             active_in(before),
+            own_key=before["own_key"],
         )
         names = ("tokens", "confidences", "num_drafted", "done", "all_done")
         new = {name: getattr(made, name) for name in names}

@@ -26,20 +26,33 @@ from eecore import ops
 from random_calls import Arguments, Checked, Maker, compare
 
 
+@pytest.mark.parametrize("own_key", [True, False])
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("num_steps", [1, 6])
 @pytest.mark.parametrize("num_seqs", BATCH_SIZES)
 def test_a_round_matches_the_reference(
-    num_seqs: int, num_steps: int, follows: bool, device: torch.device
+    num_seqs: int, num_steps: int, follows: bool, own_key: bool, device: torch.device
 ) -> None:
     rounds = Rounds(num_seqs, num_steps, device)
     given, active = rounds.given(), rounds.active()
     ended = rounds.ended() if follows else None
     sources = (rounds.whole(num_seqs + 1, num_seqs) - 1).to(torch.int32) if follows else None
-    expected = reference.begin_round(given, active, PAGE_SIZE, ended, sources)
-    ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources)
+    expected = reference.begin_round(given, active, PAGE_SIZE, ended, sources, own_key=own_key)
+    ops.begin_round(given, active, PAGE_SIZE, ended=ended, sources=sources, own_key=own_key)
     assert_same(given, expected[0])
     assert_same(active, expected[1])
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+def test_keys_before_a_first_token(own_key: bool, device: torch.device) -> None:
+    """There is one at least, whatever it is."""
+    rounds = Rounds(2, 4, device)
+    given, active = rounds.given(), rounds.active()
+    given.start.copy_(torch.tensor([0, 5]))
+    given.max_drafts.fill_(2)
+    given.tokens_left.fill_(9)
+    ops.begin_round(given, active, PAGE_SIZE, own_key=own_key)
+    assert active.seq_lens.tolist() == [1, 5 + own_key]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +275,7 @@ def fuzzed_call(m: Maker) -> Checked:
         "positions": m.placed(m.whole(9, rows)),
         "slot_mapping": m.placed(m.whole(9, rows)),
         "seq_lens": m.placed(m.whole(9, rows).int()),
+        "own_key": m.chance(),
     }
     if ended:
         # Whoever goes on has room for a draft more than there may be.
@@ -293,7 +307,8 @@ def fuzzed_call(m: Maker) -> Checked:
             fields = ("ahead_tokens", "ahead_probabilities", "num_ahead")
             ahead = ops.DraftedAhead(*(before[n] for n in fields))
         made, active = reference.begin_round(
-            round_in(before), active_in(before), page_size, following, before["sources"], ahead
+            *(round_in(before), active_in(before), page_size, following, before["sources"], ahead),
+            own_key=before["own_key"],
         )
         return {**arguments_of_round(made), **arguments_of_active(active), "row": active.row}
 
