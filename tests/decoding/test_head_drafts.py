@@ -453,11 +453,22 @@ def starting_at(first: int) -> Any:
     return lambda ids: torch.arange(first, first + len(ids), dtype=torch.int32)
 
 
+def attending_to(layers: list[int], key_heads: list[int], queries: int = 128) -> Any:
+    attention = {"layers": layers, "key_heads": key_heads, "queries": queries}
+    return lambda pack: changed(pack, version=2, attention=attention)
+
+
 BAD_PACKS: dict[str, tuple[Any, str]] = {
     "no json": (lambda p: (p / "head.json").unlink(), "head.json: .*got nothing"),
     "not json": (lambda p: (p / "head.json").write_text("{"), "head.json: expected JSON"),
     "another version": (lambda p: changed(p, version=3), "version: expected an integer of 1..2"),
     "attends to nothing": (lambda p: changed(p, version=2), "attention: expected an object"),
+    "a layer too deep": (attending_to([4], [0]), "layers: expected a list of integers of 0..3"),
+    "no layers": (attending_to([], []), "attention.layers: expected 1..64, as many as key_heads"),
+    "fewer key heads": (attending_to([1, 2], [0]), "attention.layers: expected 1..64, as many as"),
+    "a key head too many": (attending_to([1], [2]), "attention.key_heads: expected 0..1, got 2"),
+    "other queries": (attending_to([1], [1], 64), "attention.queries: expected 128, as the model's"),
+    "no attention": (attending_to([1], [1]), "attention.norm: expected a tensor, got none"),
     "another kind": (lambda p: changed(p, kind="tree"), "kind: expected one of state and token"),
     "another model": (
         lambda p: changed(p, model__digest="00"),
@@ -500,6 +511,15 @@ def test_a_bad_pack_is_named_and_one_beside_the_model_passed_over(
         return
     with pytest.warns(UserWarning, match=message):
         assert load(copy).network.draft_head is None
+
+
+def test_a_head_attends_to_no_layer_with_a_window(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", "mistral")
+    model = load(directory)
+    assert model.network.config.layer_windows[1]
+    pack = write_pack(tmp_path / "pack", model, attended=((1, 0),))
+    with pytest.raises(ModelError, match="attention.layers: expected layers that attend to whole"):
+        load(directory, exits=pack)
 
 
 def test_a_path_that_is_none(directory: Path, tmp_path: Path) -> None:

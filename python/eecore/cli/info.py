@@ -89,6 +89,7 @@ def _head_facts(directory: Path) -> dict[str, Any] | None:
         "path": str(pack),
         "taps": list(settings.taps),
         "vocabulary_size": settings.vocabulary_size,
+        "attended": settings.attended,
         "agreement": list(settings.agreement),
         "weights": settings.weights,
     }
@@ -251,8 +252,9 @@ def _head_row(head: dict[str, Any] | None) -> list[tuple[str, str]]:
     if head is None:
         return []
     agreement = ", ".join(f"{share:.0%}" for share in head["agreement"])
-    tokens = head["vocabulary_size"]
-    return [("draft head", f"beside it; {tokens} tokens, drafts right {agreement}")]
+    tokens, count = head["vocabulary_size"], len(head["attended"])
+    attends = f", attends to {count} key heads" if count else ""
+    return [("draft head", f"beside it; {tokens} tokens{attends}, drafts right {agreement}")]
 
 
 def _family_rows(config: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
