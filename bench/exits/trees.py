@@ -36,7 +36,7 @@ from eecore.training.head_keys import TextKeys
 MOST_ROWS = 8
 CHOICES = 3
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8)
-ROW_COSTS, STEP_COST = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5), 0.08
+ROW_COSTS, STEP_COST = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5), 0.06
 """Of a row that is verified and of a step of the head, in passes of full depth."""
 
 
