@@ -14,16 +14,16 @@ LIKELY = torch.tensor([0.5, 0.3, 0.1])
 
 
 class AnyHead:
-    """Whose choices behind any token are the next ones, always as likely."""
+    """Whose choices behind any token are the next ones, always as likely; it attends to nothing."""
 
-    def step(self, states: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, states: Tensor, tokens: list[int], _seen: None) -> tuple[Tensor, Tensor, Tensor]:
         ids = torch.tensor([[token + 1, token + 2, token + 3] for token in tokens])
         return states, LIKELY.expand(len(tokens), 3), ids
 
 
 def paths(choices: int) -> list[Path]:
     head: Any = AnyHead()
-    (each,) = grown(head, torch.zeros(1, 4), [10], choices)
+    (each,) = grown(head, (torch.zeros(1, 4), None), [10], choices)
     return each.paths
 
 
@@ -43,12 +43,14 @@ def test_a_tree_takes_the_likeliest_path_next() -> None:
 
 def test_each_state_is_that_behind_the_tokens_of_its_path() -> None:
     class Remembers(AnyHead):
-        def step(self, states: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        def step(
+            self, states: Tensor, tokens: list[int], seen: None
+        ) -> tuple[Tensor, Tensor, Tensor]:
             states = torch.cat((states[:, 1:], torch.tensor(tokens)[:, None].float()), 1)
-            return super().step(states, tokens)
+            return super().step(states, tokens, None)
 
     head: Any = Remembers()
-    for each in grown(head, torch.zeros(2, 3), [10, 20], 3):
+    for each in grown(head, (torch.zeros(2, 3), None), [10, 20], 3):
         for path in each.paths:
             expected = torch.tensor([0.0, 0.0, 0.0, each.state[()][-1], *path.tokens])[-3:]
             assert torch.equal(each.state[path.tokens], expected)
