@@ -44,7 +44,7 @@ def test_a_tree_takes_the_likeliest_path_next() -> None:
 def test_each_state_is_that_behind_the_tokens_of_its_path() -> None:
     class Remembers(AnyHead):
         def step(
-            self, states: Tensor, tokens: list[int], seen: None
+            self, states: Tensor, tokens: list[int], _seen: None
         ) -> tuple[Tensor, Tensor, Tensor]:
             states = torch.cat((states[:, 1:], torch.tensor(tokens)[:, None].float()), 1)
             return super().step(states, tokens, None)
