@@ -31,7 +31,7 @@ from eecore.exits import Full
 from eecore.models import KVCache, LlamaModel
 from eecore.models.head_file import HeadFile
 from eecore.training.draft_head import DraftHead, HeadSizes, tensor_names
-from eecore.training.head_keys import TextKeys
+from eecore.training.head_keys import TextKeys, keys_at
 
 MOST_ROWS = 8
 CHOICES = 3
@@ -132,14 +132,11 @@ class Head:
         states = self._head.begin(torch.stack(tapped, 1))
         if not self._attended:
             return states, None
-        keys = [
-            torch.stack((kv.k[layer, 0, :, head], kv.v[layer, 0, :, head]), 1).bfloat16()
-            for layer, head in self._attended
-        ]
+        keys = keys_at(kv, self._attended, batch.slot_mapping).bfloat16()
         positions = batch.positions[first:]
         cos_sin = network.cos_sin(len(text) + MOST_ROWS)
         begins = torch.zeros_like(positions)
-        return states, TextKeys.of([torch.stack(keys, 1)], begins, positions, cos_sin)
+        return states, TextKeys.of([keys], begins, positions, cos_sin)
 
     def step(
         self, states: Tensor, tokens: Sequence[int], seen: TextKeys | None

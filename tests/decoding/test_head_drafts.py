@@ -27,7 +27,7 @@ from eecore import (
 )
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.proposal import MOST_AHEAD
-from eecore.models import AttentionBatch, DraftHead, KVCache
+from eecore.models import DraftHead, KVCache
 from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
@@ -84,14 +84,7 @@ def states_at_the_end(
     """[hidden_size] after so many layers, at the last of some tokens, and keys of all of them."""
     network, count = model.network, len(tokens)
     kv = KVCache.allocate(network.config, 1, count, device=network.device, dtype=network.dtype)
-    whole = torch.arange(count)
-    batch = AttentionBatch(
-        positions=whole,
-        slot_mapping=whole,
-        page_table=torch.zeros(1, 1, dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
-    )
+    batch = network.whole_text(count)
     hidden, begin, states = network.embed(torch.tensor(tokens)), 0, []
     for end in ends:
         hidden = network.layers(begin, end, hidden, kv, batch)

@@ -25,7 +25,7 @@ from eecore.training import (
     collect_states,
     open_states,
 )
-from eecore.training.head_keys import choose_attended, rows_of_texts
+from eecore.training.head_keys import choose_attended, key_begins
 from eecore.training.head_loss import (
     FrozenSide,
     StretchOrder,
@@ -90,7 +90,7 @@ def random_data(
     data = HeadStates(
         *(ATTENDING, MappedStates([states]), text, token, greedy),
         keys=keys.split([sum(num_keys[:-1]), num_keys[-1]]),
-        key_begins=rows_of_texts(text, positions),
+        key_begins=key_begins(text, positions),
         positions=positions,
     )
     return data, replace(frozen, cos_sin=torch.randn(60, 4, generator=generator))

@@ -23,7 +23,7 @@ from eecore.cli.app import run
 from eecore.errors import RequestError
 from eecore.models.network_digest import network_digest
 from eecore.training.draft_head import DraftHead, HeadSizes, tensor_names
-from eecore.training.head_keys import TextKeys
+from eecore.training.head_keys import TextKeys, keys_at
 from eecore.training.head_run import is_held_out
 from tiny_models import write_model
 from tiny_t5 import write_t5
@@ -153,10 +153,7 @@ def test_the_runtime_drafts_by_it(
     )
     network.layers(0, 3, network.embed(torch.tensor(text)), kv, network.whole_text(len(text)))
     positions = torch.tensor([3, 9, 4, 8, 12])  # of the tokens; as many keys are before them
-    attended = runs.settings.attended
-    keys = torch.stack(
-        [torch.stack((kv.k[at, 0, :, h], kv.v[at, 0, :, h]), 1) for at, h in attended], 1
-    )
+    keys = keys_at(kv, runs.settings.attended, torch.arange(len(text)))
     cos_sin = network.cos_sin(20)
     seen = TextKeys.of([keys], torch.zeros(5).long(), positions - 1, cos_sin)
     with torch.no_grad():

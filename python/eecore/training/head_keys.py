@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eecore.models import KVCache, LlamaModel
 
-__all__ = ["Attended", "KeysFiles", "TextKeys", "choose_attended", "rows_of_texts"]
+__all__ = ["Attended", "KeysFiles", "TextKeys", "choose_attended", "key_begins", "keys_at"]
 
 KEYS_FILE, POSITIONS_FILE, QUERIES_FILE = "keys.bin", "positions.bin", "queries.bin"
 MOST_QUERIES = 50_000
@@ -62,6 +62,15 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
     best = torch.argsort(scores.flatten(), descending=True, stable=True)[:count]
     found = [divmod(int(place), config.num_kv_heads) for place in best]
     return tuple(sorted(pair for pair in found if not config.layer_windows[pair[0]]))
+
+
+def keys_at(kv: KVCache, attended: Attended, slots: Tensor) -> Tensor:
+    """[num_tokens, num_attended, 2, head_dim]: keys and values of slots, int64 [num_tokens]."""
+    found = [
+        torch.stack([cache[:, :, head].flatten(0, 1)[slots] for cache in kv.layers[layer]], 1)
+        for layer, head in attended
+    ]
+    return torch.stack(found, 1)
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ class KeysFiles:
         return torch.from_file(str(path), size=size, dtype=torch.bfloat16).view(count, *shape)
 
 
-def rows_of_texts(text: Tensor, positions: Tensor) -> Tensor:
+def key_begins(text: Tensor, positions: Tensor) -> Tensor:
     """int64 [n]: of each row, where the keys of its text begin, texts one after the other.
 
     Args:

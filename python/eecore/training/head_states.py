@@ -29,7 +29,8 @@ from eecore.training.head_keys import (
     Attended,
     KeysFiles,
     TextKeys,
-    rows_of_texts,
+    key_begins,
+    keys_at,
 )
 
 __all__ = [
@@ -277,7 +278,7 @@ def open_states(directories: Sequence[Path], settings: StatesSettings) -> HeadSt
             where = torch.from_numpy(files.positions().astype(np.int64))
             own_keys, own_queries = files.map()
             keys.append(own_keys)
-            begins.append(rows_of_texts(rows[:, 0], where) + num_keys)
+            begins.append(key_begins(rows[:, 0], where) + num_keys)
             positions.append(where)
             queries.append((num_rows, own_queries))
             num_keys += len(own_keys)
@@ -341,25 +342,17 @@ def _states_of(
     greedy = network.confidence(tapped[-1]).token.long()
     read = None
     if settings.attended:
-        slots = batch.slot_mapping
-        keys = [_keys_at(kv, layer, head, slots) for layer, head in settings.attended]
         width = settings.queries
         own = [
             queries[layer].flatten(1)[:, head * width : (head + 1) * width]
             for layer, head in (settings.attended if with_queries else ())
         ]
         read = _Read(
-            torch.stack(keys, 1),
+            keys_at(kv, settings.attended, batch.slot_mapping),
             [position for _, position in places],
             torch.stack(own, 1) if with_queries else None,
         )
     return torch.stack(tapped, 1).bfloat16(), greedy, read
-
-
-def _keys_at(kv: KVCache, layer: int, head: int, slots: Tensor) -> Tensor:
-    """[num_tokens, 2, head_dim]: keys and values of slots, int64 [num_tokens]."""
-    both = [cache[:, :, head].flatten(0, 1).index_select(0, slots) for cache in kv.layers[layer]]
-    return torch.stack(both, 1)
 
 
 def _batch(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> AttentionBatch:
