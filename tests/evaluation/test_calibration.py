@@ -61,6 +61,8 @@ def test_p_values_by_hand(
 
 def test_the_fewest_prompts_that_can_pass() -> None:
     assert prompts_needed(0.02, 0.05) == 149  # ln .05 / ln .98 = 148.3
+    assert prompts_needed(1e-20, 0.05) == pytest.approx(3e20, rel=0.01)
+    assert prompts_needed(1e-320, 0.05) == math.inf
     assert hoeffding_bentkus(0.0, 149, 0.02) <= 0.05 < hoeffding_bentkus(0.0, 148, 0.02)
 
 

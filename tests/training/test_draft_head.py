@@ -273,6 +273,13 @@ def test_the_heads_that_look_for_what_came_after_the_same_token(model: eecore.Mo
     assert few == tuple(sorted(few))
 
 
+@pytest.mark.parametrize(("positions", "found"), [(241, 3), (240, 3), (5, 3), (4, 0), (1, 0)])
+def test_heads_of_a_model_of_few_positions(tmp_path: Path, positions: int, found: int) -> None:
+    short = write_model(tmp_path / "short", "llama_tied", max_position_embeddings=positions)
+    network = eecore.load(short, device="cpu", kv_cache_tokens=16).network
+    assert len(choose_attended(network, 3)) == found
+
+
 def test_queries_begin_as_what_the_model_asks() -> None:
     """Where a linear layer can say it, but for the ridge."""
     head = random_head(6, num_blocks=1, attends=True)

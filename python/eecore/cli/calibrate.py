@@ -108,7 +108,7 @@ def calibrate(
     if found.num_prompts < needed:
         print(
             f"warning: {found.num_prompts} prompts cannot show a loss below {delta:g}: expected at "
-            f"least {needed}",
+            f"least {needed:.0f}",
             file=sys.stderr,
         )
     print(f"threshold {found.threshold:g}: {found.promise}; wrote {out}")

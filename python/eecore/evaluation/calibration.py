@@ -57,9 +57,13 @@ def hoeffding_bentkus(mean_loss: float, num_prompts: int, delta: float) -> float
     return min(1.0, math.exp(-num_prompts * kl), bentkus)
 
 
-def prompts_needed(delta: float, epsilon: float) -> int:
-    """The fewest prompts with which any threshold can pass: those of a loss of 0 on all of them."""
-    return math.ceil(math.log(epsilon) / math.log(1.0 - delta))
+def prompts_needed(delta: float, epsilon: float) -> float:
+    """The fewest prompts with which any threshold can pass: those of a loss of 0 on all of them.
+
+    A whole number, or infinity where a float cannot tell it.
+    """
+    needed = math.log(epsilon) / math.log1p(-delta)
+    return float(math.ceil(needed)) if math.isfinite(needed) else needed
 
 
 def tried_thresholds(

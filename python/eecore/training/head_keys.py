@@ -24,7 +24,8 @@ KEYS_FILE, POSITIONS_FILE, QUERIES_FILE = "keys.bin", "positions.bin", "queries.
 MOST_QUERIES = 50_000
 """Rows whose queries are kept."""
 REPEATED = 120
-"""Random tokens that are said twice, to see which heads look for what came after the first."""
+"""Random tokens that are said twice, to see which heads look for what came after the first; as many
+as a model has positions for."""
 
 Attended = tuple[tuple[int, int], ...]
 """Layers, from 0, and key heads."""
@@ -38,12 +39,15 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
     and their values what followed. At most so many, of layers that attend to whole texts.
     """
     config = network.config
-    some = torch.randint(config.vocab_size, (REPEATED,), generator=torch.Generator().manual_seed(0))
+    repeated = min(REPEATED, (config.max_position - 1) // 2)
+    if repeated < 2:
+        return ()
+    some = torch.randint(config.vocab_size, (repeated,), generator=torch.Generator().manual_seed(0))
     tokens = torch.cat((some[:1], some, some)).to(network.device)
     length = len(tokens)
     kv = KVCache.allocate(config, 1, length, device=network.device, dtype=network.dtype)
     batch = network.whole_text(length)
-    rows = torch.arange(REPEATED + 1, length - 1)
+    rows = torch.arange(repeated + 1, length - 1)
     scores = torch.zeros(config.num_layers, config.num_kv_heads)
     hidden = network.embed(tokens)
     groups = (config.num_kv_heads, config.num_q_heads // config.num_kv_heads)
@@ -58,7 +62,7 @@ def choose_attended(network: LlamaModel, count: int) -> Attended:
         looks = heads @ keys[:, None].transpose(2, 3) * config.head_dim**-0.5
         later = torch.ones(length, length, dtype=torch.bool, device=keys.device).triu(1)
         shares = looks.masked_fill(later, -torch.inf).softmax(-1)
-        scores[layer] = shares[:, :, rows, rows - REPEATED + 1].sum(1).mean(-1).cpu()
+        scores[layer] = shares[:, :, rows, rows - repeated + 1].sum((1, 2)).cpu()
     best = torch.argsort(scores.flatten(), descending=True, stable=True)[:count]
     found = [divmod(int(place), config.num_kv_heads) for place in best]
     return tuple(sorted(pair for pair in found if not config.layer_windows[pair[0]]))
