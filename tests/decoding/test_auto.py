@@ -24,6 +24,7 @@ from eecore.decoding.chooser import (
     TRY_HEAD,
     Choice,
     Chooser,
+    HeadRounds,
     History,
     Odds,
     best_exit_layers,
@@ -244,7 +245,7 @@ class HeadMachine:
                     self.chooser.learn_drafts(0, history, given, drafts, accepted)
                     if choice.ahead and had[i].tokens:
                         ahead_steps = len(ahead[i].tokens)
-                        self.chooser.learn_ahead(history, drafts, accepted, ahead_steps)
+                        self.chooser.learn_ahead(history, rows, drafts, accepted, ahead_steps)
             seconds += spent
         return seconds, tokens
 
@@ -386,9 +387,29 @@ def test_what_a_head_had_tried_may_be_a_whole_number_of_drafts(tried: float) -> 
     for _ in range(2):
         chooser.learn_full(1, 1.0)
     history = chooser.history()
-    history.tried, history.gain = tried, 0.9 * tried
+    history.rounds[1] = HeadRounds(0.9 * tried, tried, 1.0)
     choice = chooser.choose([history], [[]], [8], can_draft_ahead=True)
     assert choice.ahead >= 1
+
+
+def test_where_a_head_hardly_drafts_says_nothing_of_a_request_alone() -> None:
+    """In a batch, where rows are dear, rounds of trials come to less than they would alone."""
+    chooser = Chooser(12, None, (0.7, 0.7, 0.7))
+    for rows in (1, 8):
+        for _ in range(2):
+            chooser.learn_full(rows, 1.0)
+
+    def choice(histories: list[History]) -> Choice:
+        rows = len(histories)
+        return chooser.choose(histories, [[]] * rows, [8] * rows, can_draft_ahead=True)
+
+    batch = [chooser.history() for _ in range(8)]
+    for _ in range(100):
+        for history in batch:
+            chooser.learn_ahead(history, 8, 0, 0, 1)
+    assert choice([chooser.history() for _ in range(8)]).ahead <= 1
+    assert choice([chooser.history()]).ahead > 1
+    assert choice(batch[:1]).ahead > 1  # the last of the batch
 
 
 def looked_at(budget: Budget, rounds: int, gained: float) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -31,7 +31,7 @@ from eecore.decoding.pass_times import (
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.exits import Auto
 
-__all__ = ["FULL", "Choice", "Chooser", "History", "Odds", "best_exit_layers"]
+__all__ = ["FULL", "Choice", "Chooser", "HeadRounds", "History", "Odds", "best_exit_layers"]
 
 T = TypeVar("T")
 Kind = tuple[Literal["looked up", "headed", "layer"], int]
@@ -110,17 +110,32 @@ class Odds:
 
 
 @dataclass(slots=True)
+class HeadRounds:
+    """What a round with a head's drafts comes to for a request, on average; of late more."""
+
+    gain: float
+    """Drafts that stand."""
+    tried: float
+    """Those that are verified."""
+    steps: float
+    """Those that are made for the next one."""
+
+    def add(self, accepted: int, drafted: int, steps: int, weight: float) -> None:
+        """One more round."""
+        self.gain += weight * (accepted - self.gain)
+        self.tried += weight * (drafted - self.tried)
+        self.steps += weight * (steps - self.steps)
+
+
+@dataclass(slots=True)
 class History:
     """How drafts fared: those of a request, which keeps it, or of all."""
 
     odds: dict[Kind, Odds]
     """By kind of draft; what is not there is expected to be as for others."""
-    gain: float
-    """Drafts of the head that stand in a round, on average; of late more."""
-    tried: float
-    """Those that a round verified."""
-    steps: float
-    """Those that it drafted."""
+    rounds: dict[int, HeadRounds]
+    """By about how many requests a head drafted for, since it drafts less where that hardly pays;
+    0 before it drafted for any."""
     others: History | None = None
     """Of all requests; None for these."""
     lead: float = LAG
@@ -142,6 +157,15 @@ class History:
         if odds is None:
             odds = self.odds[kind] = Odds(self.share(kind))
         return odds
+
+    def head_rounds(self, rows: int) -> HeadRounds:
+        """What rounds of so many requests with a head's drafts come to."""
+        about = rows.bit_length()
+        rounds = self.rounds.get(about)
+        if rounds is None:
+            expected = self.rounds[0] if self.others is None else self.others.head_rounds(rows)
+            rounds = self.rounds[about] = replace(expected)
+        return rounds
 
     def chances(self, given: Proposal) -> list[float]:
         """That the first of such drafts stands, the first two, ..."""
@@ -206,7 +230,8 @@ class Chooser:
             expected["headed", tenth] = Odds(share)
         for layer in range(1, num_layers):
             expected["layer", layer] = Odds(0.5 if agreement is None else agreement[layer - 1])
-        self._all = History(expected, gain, 1.3 * gain, 1.0 + 1.3 * gain)
+        tried = 1.3 * gain
+        self._all = History(expected, {0: HeadRounds(gain, tried, 1.0 + tried)})
         self._head_steps: dict[int, StepCost] = {}  # by about so many rows
         self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
         self._trial = 0  # rounds of it that are left
@@ -231,8 +256,7 @@ class Chooser:
 
     def history(self) -> History:
         """Of a new request, of which is expected what was seen of others."""
-        known = self._all
-        return History({}, known.gain, known.tried, known.steps, known)
+        return History({}, {}, self._all)
 
     # Choosing
 
@@ -365,9 +389,10 @@ class Chooser:
         rows, seconds = anchor
         tried, steps, gains = 0.0, 0.0, list[float]()
         for history in histories:
-            tried += history.tried
-            steps = max(steps, history.steps)
-            gains.append(1.0 + history.gain)
+            its = history.head_rounds(rows)
+            tried += its.tried
+            steps = max(steps, its.steps)
+            gains.append(1.0 + its.gain)
         low = int(tried)
         passes = self._passes(anchor, low + 1)
         less, more = passes[low] * seconds, passes[low + 1] * seconds
@@ -692,13 +717,15 @@ class Chooser:
             for known in (history, self._all):
                 known.own(kind).add(k < accepted)
 
-    def learn_ahead(self, history: History, drafted: int, accepted: int, steps: int) -> None:
-        """What a round with a head's drafts, and some for the next one, came to for a request."""
+    def learn_ahead(
+        self, history: History, rows: int, drafted: int, accepted: int, steps: int
+    ) -> None:
+        """What a round of so many requests came to for one of them, with a head's drafts and some
+        for the next one.
+        """
         for known in (history, self._all):
-            new = NEW_ROUND if known is history else NEW_ROUND_OF_ALL
-            known.gain += new * (accepted - known.gain)
-            known.tried += new * (drafted - known.tried)
-            known.steps += new * (steps - known.steps)
+            weight = NEW_ROUND if known is history else NEW_ROUND_OF_ALL
+            known.head_rounds(rows).add(accepted, drafted, steps, weight)
 
 
 def _worth(tokens: Ordered[float], behind: Ordered[int]) -> float:

@@ -268,7 +268,8 @@ class Planner:
             history = _history(sequence, chooser)
             chooser.learn_drafts(layer, history, each.given, drafted, accepted)
             if each.ahead and _ahead_of(sequence) and not each.given.match:
-                chooser.learn_ahead(history, drafted, accepted, _num_ahead(each, outcome))
+                ahead = _num_ahead(each, outcome)
+                chooser.learn_ahead(history, len(free), drafted, accepted, ahead)
 
 
 def _history(sequence: Sequence, chooser: Chooser) -> History:
