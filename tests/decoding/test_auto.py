@@ -37,6 +37,7 @@ from eecore.decoding.pass_times import (
     PassTimes,
     StepCost,
 )
+from eecore.decoding.plan import MOST_COUNTED
 from eecore.decoding.proposal import NOTHING, Proposal
 from tiny_models import random_prompts, write_model
 
@@ -442,6 +443,29 @@ def test_a_spent_budget_leaves_room_to_get_back_what_was_spent() -> None:
     assert rested == 0
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("lost", [0.0, 0.3, 3.0])
+def test_how_long_a_budget_stays_spent_is_known(is_alone: bool, lost: float) -> None:
+    """And it is the same whether it is told of each round, or of many at once."""
+    each, at_once = Budget(is_alone=is_alone), Budget(is_alone=is_alone)
+    for budget in (each, at_once):
+        assert budget.rests == 0
+        while not budget.is_spent:
+            budget.looked(-lost, found=False)
+    rests = at_once.rests
+    assert rests > 0
+    for left in range(rests, 1, -1):
+        assert each.is_spent
+        assert abs(each.rests - left) <= 1  # sums of many are rounded
+        each.rested()
+    for _ in range(2):
+        each.rested()
+    at_once.rested(rests + 1)
+    assert not each.is_spent
+    assert not at_once.is_spent
+    assert each.rests == at_once.rests == 0
+
+
 @pytest.mark.parametrize("lost", [0.005, 0.02, 0.1, 0.5, 3.0])
 def test_what_choosing_costs_is_a_hundredth(lost: float) -> None:
     rounds = 5000
@@ -657,14 +681,14 @@ def test_steps_that_do_not_go_on_count_where_none_does() -> None:
         return chooser.choose([chooser.history()], [[proposal]], [8]).kind
 
     for _ in range(2):
-        chooser.learn_full(1, 5.0, is_steady=False)
+        chooser.learn_full(1, 5.0, steady=0)
         chooser.learn_full(1, 1.0)
     assert chooser.choose([chooser.history()], [[]], [8]) == FULL
     assert kind() == "given"
     other = Chooser(12, None)
     for count in range(4):
         assert other.choose([other.history()], [[proposal]], [8]) == FULL, count
-        other.learn_full(1, 1.0, is_steady=False)
+        other.learn_full(1, 1.0, steady=0)
     assert other.choose([other.history()], [[proposal]], [8]).kind == "given"
 
 
@@ -779,7 +803,7 @@ def test_full_depth_behind_drafts_counts_when_it_has_settled() -> None:
         chooser.learn_full(1, 1.0)
     for _ in range(20):
         chooser.learn_given(1, 3, 0, 1.2)
-        chooser.learn_full(1, 1.3, is_steady=False)
+        chooser.learn_full(1, 1.3, steady=0)
         chooser.learn_full(1, 1.2)
         chooser.learn_full(1, 1.1)
     assert chooser._full.near(1) == pytest.approx(1.0, rel=0.01)
@@ -880,6 +904,38 @@ def test_a_file_that_says_nonsense_costs_speed_alone(
     about(directory, **fields)
     with pytest.warns(UserWarning, match=message):
         assert tokens_of(load(directory, kv_cache_tokens=1024), Auto()) == expected
+
+
+def test_rounds_without_a_look_are_learnt_of_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are counted, in few steps; requests that end or come change nothing in that."""
+    model = load(write_model(tmp_path / "model"), kv_cache_tokens=1024)
+    learnt, counted = [], []
+    rested, looked, learn = Budget.rested, Budget.looked, Chooser.learn_full
+
+    def learn_full(self: Chooser, rows: int, seconds: float, *, steady: int = 1) -> None:
+        learnt.append(steady)
+        learn(self, rows, seconds, steady=steady)
+
+    def rests(self: Budget, rounds: int = 1) -> None:
+        counted.append(rounds)
+        rested(self, rounds)
+
+    monkeypatch.setattr(Chooser, "learn_full", learn_full)
+    monkeypatch.setattr(Budget, "rested", rests)
+    # A look always finds nothing, and costs more than there is.
+    monkeypatch.setattr(Budget, "looked", lambda self, *_, **__: looked(self, -3.0, found=False))
+    prompts = random_prompts(5, 9, 14)
+    settings = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (60, 41, 90)]
+    outputs = eecore.generate(model, prompts, sampling=settings, exit=Auto())
+    assert [len(output.token_ids) for output in outputs] == [60, 41, 90]
+    assert max(counted) == MOST_COUNTED
+    assert 60 <= sum(counted) <= 89
+    assert len(learnt) <= 40
+    monkeypatch.undo()
+    expected = eecore.generate(model, prompts, sampling=settings, exit=Full())
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
 def test_knowledge_is_of_requests_not_of_time() -> None:

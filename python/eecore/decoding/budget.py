@@ -7,6 +7,8 @@ looks have found nothing for a while, rounds are of full depth without a look.
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["Budget"]
 
 # In rounds of full depth: what a round adds, of one request alone and of several, of which others
@@ -61,10 +63,16 @@ class Budget:
         self._add(min(given, max(self._earned, 0.0)))
         self._idle = self._rests = self._last_rests = 0
 
-    def rested(self) -> None:
-        """A round nobody looked in."""
-        self._rests = max(self._rests - 1, 0)
-        self._earn(self._round)
+    @property
+    def rests(self) -> int:
+        """Rounds that are left in which nobody is to look."""
+        saving = math.ceil((ENOUGH - self._left) / self._round) if self._saves else 0
+        return max(self._rests, saving)
+
+    def rested(self, rounds: int = 1) -> None:
+        """Rounds nobody looked in."""
+        self._rests = max(self._rests - rounds, 0)
+        self._earn(rounds * self._round)
 
     def looked(self, gained: float, *, found: bool = True) -> None:
         """A round somebody looked in.

@@ -641,14 +641,20 @@ class Chooser:
         verified = self._verified(rows + drafted, (rows, full)) if drafted or layer else full
         return verified + (0.0 if layer else steps * self._head_cost(rows).step * full)
 
-    def learn_full(self, rows: int, seconds: float, *, is_steady: bool = True) -> None:
+    def learn_full(self, rows: int, seconds: float, *, steady: int = 1) -> None:
         """How long a round of full depth took.
 
         One behind another of the same requests is faster: it counts, and any that comes behind
         some that were not.
+
+        Args:
+            rows: requests.
+            seconds: that it took.
+            steady: rounds of full depth since the last one told of, with this one, each of which
+                went on from the one before; 0 if this did not.
         """
-        self._unsteady = 0 if is_steady else self._unsteady + 1
-        self._steady = self._steady + 1 if is_steady else 0
+        self._unsteady = 0 if steady else self._unsteady + 1
+        self._steady = self._steady + steady if steady else 0
         is_known = self._full.near(rows) is not None
         if 0 < self._unsteady < UNSTEADY_PASSES or 0 < self._steady < SETTLED_PASSES * is_known:
             return

@@ -6,13 +6,15 @@ For most that follows from their policy alone; the rounds of ``Auto`` requests a
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 
+from eecore.decoding.budget import Budget
 from eecore.decoding.chooser import Chooser, History
 from eecore.decoding.guided import Guided
 from eecore.decoding.head_drafts import Ahead
@@ -26,6 +28,9 @@ from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Planned", "Planner"]
+
+MOST_COUNTED = 8
+"""Rounds without a look that are counted before anything is learnt of them."""
 
 
 class Planned(NamedTuple):
@@ -41,6 +46,17 @@ class Planned(NamedTuple):
     """Behind the first, the second, ... of these there is none if its probability is below it."""
 
 
+@dataclass(slots=True)
+class _Rest:
+    """Rounds in which nobody looks, and of which the budget is not told yet."""
+
+    budget: Budget
+    requests: int
+    most: int
+    """As many as there are until it is told."""
+    rounds: int = 0
+
+
 class Planner:
     """Plans the iterations of one model, and learns from how they went.
 
@@ -52,27 +68,31 @@ class Planner:
         self._model = model
         self._num_layers = model.config.num_layers
         self._has_head = model.draft_head is not None
+        self._chooser: Chooser | None = None  # of this iteration
         self._routes: dict[tuple[Exit, int, int], Route] = {}  # of Auto requests that draft
         self._free: list[Sequence] = []  # requests of Auto that were asked for last
         self._look: float | None = None  # seconds that it took to choose; None: nobody did
         self._learning = 0.0  # seconds that it took to learn of the last round
         self._begins = False  # whether all come from their prompts, whose pass emptied the caches
         self._between: float | None = None  # and from the last round to this one
+        self._rest: _Rest | None = None
         self.others_wait = False
         """Whether requests wait for those that are planned for to end."""
 
     @property
     def chooser(self) -> Chooser:
         """Of ``Auto`` requests. It stays with the model: another engine need not learn it again."""
-        head, source = self._model.draft_head, self._model.source
-        key = torch.get_num_threads(), head
-        chooser: Chooser | None = self._model.learnt.get(key)
-        if chooser is None:
-            agreement = None if source is None else source.exit_agreement(self._num_layers)
-            chooser = self._model.learnt[key] = Chooser(
-                self._num_layers, agreement, None if head is None else head.settings.agreement
-            )
-        return chooser
+        if self._chooser is None:
+            head, source = self._model.draft_head, self._model.source
+            key = torch.get_num_threads(), head
+            chooser: Chooser | None = self._model.learnt.get(key)
+            if chooser is None:
+                agreement = None if source is None else source.exit_agreement(self._num_layers)
+                chooser = self._model.learnt[key] = Chooser(
+                    self._num_layers, agreement, None if head is None else head.settings.agreement
+                )
+            self._chooser = chooser
+        return self._chooser
 
     def route(self, sequence: Sequence) -> Route:
         """Of a request, as its policy says."""
@@ -80,14 +100,14 @@ class Planner:
 
     def chooses(self, works: Ordered[Work]) -> bool:
         """Whether what some of them do is chosen; it is not where nobody is to look."""
-        self._free, looks = [], False
+        self._free, looks, self._chooser = [], False, None
         for work in works:
             sequence = work.sequence
             if self.route(sequence).auto is not None:
                 self._free.append(sequence)
                 looks = looks or not sequence.is_resting
         between, self._between = self._between, None
-        if between is not None and self._free:
+        if between is not None and self._free and self._rest is None:
             self.chooser.learn_between(len(self._free), between)
         return looks
 
@@ -98,20 +118,44 @@ class Planner:
     def went_on(self, rows: int, seconds: float) -> None:
         """The round of those that were asked for last went on as the one before, without a look.
 
+        Where none is due for a while, rounds are counted, and one of several is learnt of: what is
+        learnt of each would be much of what a small model's round takes.
+
         Args:
             rows: of the round.
             seconds: that it took.
         """
-        if self._free:
-            self._rest(self._free)
-            if len(self._free) == rows:
-                self.chooser.learn_full(rows, seconds)
+        requests = len(self._free)
+        if not requests:
+            return
+        rest = self._rest
+        if rest is not None and rest.requests == requests:
+            rest.rounds += 1
+            if rest.rounds < rest.most:
+                return
+        steady = self._count_rest() or 1
+        budget = self.chooser.budget(requests)
+        if rest is None or rest.requests != requests:
+            budget.rested(1)
+        if requests == rows:
+            self.chooser.learn_full(rows, seconds, steady=steady)
+        self._note_spent(self._free, budget)
+        if budget.is_spent:
+            self._rest = _Rest(budget, requests, min(budget.rests, MOST_COUNTED))
 
-    def _rest(self, sequences: list[Sequence]) -> None:
-        budget = self.chooser.budget(len(sequences))
-        budget.rested()
+    def _count_rest(self) -> int:
+        """Rounds that were counted, which the budget is told of now."""
+        rest, self._rest = self._rest, None
+        if rest is None or not rest.rounds:
+            return 0
+        rest.budget.rested(rest.rounds)
+        return rest.rounds
+
+    def _note_spent(self, sequences: Iterable[Sequence], budget: Budget) -> None:
+        """Whether anybody is to look in their next round."""
+        is_spent = budget.is_spent
         for sequence in sequences:
-            sequence.is_resting = budget.is_spent
+            sequence.is_resting = is_spent
 
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
@@ -134,6 +178,7 @@ class Planner:
     def _chosen(self, planned: list[Planned]) -> list[Planned]:
         """What ``Auto`` requests do, all of them the same."""
         self._look = None
+        self._count_rest()
         rows, chooser, fresh = len(planned), self.chooser, 0
         budget = chooser.budget(rows)
         for each in planned:
@@ -143,7 +188,8 @@ class Planner:
         if fresh:
             budget.welcome(fresh / rows)
         if budget.is_spent:
-            self._rest([each.work.sequence for each in planned])
+            budget.rested(1)
+            self._note_spent([each.work.sequence for each in planned], budget)
             return planned
         self._look = self._learning
         histories, proposals, most = [], [], []
@@ -248,13 +294,12 @@ class Planner:
                 chooser.learn_leads(
                     *(rows, got, seconds + look), drafted=drafted, steps=steps, layer=layer
                 )
-            for each, _ in free:
-                each.work.sequence.is_resting = budget.is_spent
+            self._note_spent([each.work.sequence for each, _ in free], budget)
         if path is None:
             if all(
                 each.route.depth == self._num_layers and not each.route.points for each in planned
             ):
-                chooser.learn_full(rows, seconds, is_steady=went_on)
+                chooser.learn_full(rows, seconds, steady=int(went_on))
             return
         if self._begins:
             pass  # no other round is as slow
