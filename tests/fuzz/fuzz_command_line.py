@@ -98,8 +98,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "train-exits": {
         "--out": "out", "--prompts": "file", "--work": "out", "--taps": "layers",
         "--vocabulary": "number", "--blocks": "number", "--drafts": "number", "--resume": "",
-        "--attend": "number",
-        "--seed": "number",
+        "--attend": "number", "--seed": "number",
         "--minutes": "number", "--learning-rate": "number", "--answer-tokens": "number",
     },
 }  # fmt: skip

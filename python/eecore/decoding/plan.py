@@ -75,7 +75,7 @@ class Planner:
         self._learning = 0.0  # seconds that it took to learn of the last round
         self._begins = False  # whether all come from their prompts, whose pass emptied the caches
         self._between: float | None = None  # and from the last round to this one
-        self._rest: _Rest | None = None
+        self._rest: _Rest | None = None  # while rounds without a look are counted
         self.others_wait = False
         """Whether requests wait for those that are planned for to end."""
 
@@ -139,7 +139,7 @@ class Planner:
             budget.rested(1)
         if requests == rows:
             self.chooser.learn_full(rows, seconds, steady=steady)
-        self._note_spent(self._free, budget)
+        _note_spent(self._free, budget)
         if budget.is_spent:
             self._rest = _Rest(budget, requests, min(budget.rests, MOST_COUNTED))
 
@@ -150,12 +150,6 @@ class Planner:
             return 0
         rest.budget.rested(rest.rounds)
         return rest.rounds
-
-    def _note_spent(self, sequences: Iterable[Sequence], budget: Budget) -> None:
-        """Whether anybody is to look in their next round."""
-        is_spent = budget.is_spent
-        for sequence in sequences:
-            sequence.is_resting = is_spent
 
     def plan(self, works: Ordered[Work]) -> list[Planned]:
         """For decoding requests, in their order."""
@@ -189,7 +183,7 @@ class Planner:
             budget.welcome(fresh / rows)
         if budget.is_spent:
             budget.rested(1)
-            self._note_spent([each.work.sequence for each in planned], budget)
+            _note_spent([each.work.sequence for each in planned], budget)
             return planned
         self._look = self._learning
         histories, proposals, most = [], [], []
@@ -294,7 +288,7 @@ class Planner:
                 chooser.learn_leads(
                     *(rows, got, seconds + look), drafted=drafted, steps=steps, layer=layer
                 )
-            self._note_spent([each.work.sequence for each, _ in free], budget)
+            _note_spent([each.work.sequence for each, _ in free], budget)
         if path is None:
             if all(
                 each.route.depth == self._num_layers and not each.route.points for each in planned
@@ -315,6 +309,13 @@ class Planner:
             if each.ahead and _ahead_of(sequence) and not each.given.match:
                 ahead = _num_ahead(each, outcome)
                 chooser.learn_ahead(history, len(free), drafted, accepted, ahead)
+
+
+def _note_spent(sequences: Iterable[Sequence], budget: Budget) -> None:
+    """Whether anybody is to look in their next round."""
+    is_spent = budget.is_spent
+    for sequence in sequences:
+        sequence.is_resting = is_spent
 
 
 def _history(sequence: Sequence, chooser: Chooser) -> History:
