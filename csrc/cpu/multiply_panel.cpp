@@ -201,7 +201,7 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
   }
 }
 
-constexpr int kBatchOfTwo = 4;
+constexpr int kBatchOfTwo = 5;
 
 // Two whole panels and num_batch rows of x from b on; `ahead` as in multiply_two_parts.
 template <BlockFormat kFormat, int kBatch, bool kNear>

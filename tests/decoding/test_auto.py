@@ -21,14 +21,11 @@ from eecore.decoding.chooser import (
     FULL,
     HEAD_COST,
     MEASURE_AGAIN,
-    TRY_HEAD,
     Choice,
     Chooser,
-    HeadRounds,
-    History,
-    Odds,
     best_exit_layers,
 )
+from eecore.decoding.history import TRY_HEAD, HeadRounds, History, Odds
 from eecore.decoding.pass_times import (
     COST_AMONG_ROWS,
     FIRST_STEPS,
@@ -231,6 +228,8 @@ class HeadMachine:
             else:
                 if choice.ahead:
                     ahead = [self.drafted(choice) for _ in range(rows)]
+                    for history, made in zip(histories, ahead, strict=True):
+                        self.chooser.learn_first_draft(history, made.probabilities[0])
                 steps = max(len(each.tokens) for each in ahead)
                 spent += steps * self.step
                 self.chooser.learn_given(rows, count, steps, spent)
@@ -276,7 +275,7 @@ def test_a_head_that_believes_what_is_wrong_is_found_out() -> None:
     assert seconds < 1.02 * tokens * cheap_rows(1)
 
 
-@pytest.mark.parametrize(("row_cost", "tried"), [(0.03, TRY_HEAD), (0.1, 0)])
+@pytest.mark.parametrize(("row_cost", "tried"), [(0.03, TRY_HEAD), (0.9, 0)])
 @pytest.mark.parametrize("rows", [3, 4])
 def test_a_head_that_lost_is_tried_again_for_other_texts(
     rows: int, row_cost: float, tried: int
@@ -587,8 +586,23 @@ def test_what_rows_take_beyond_those_that_were_measured() -> None:
     assert times.row_seconds is None  # they are too near
     times.add(8, 1.6)
     assert times.row_seconds == pytest.approx(0.1)
-    assert times.of(16, (8, 1.6), times.row_seconds) == pytest.approx(2.4)
     assert times.of(16, (8, 1.6)) == pytest.approx(1.6 + 8 * COST_AMONG_ROWS * 1.6)
+    assert PassTimes().of(16, (8, 1.6), times) == pytest.approx(2.4)
+
+
+def test_as_many_rows_take_as_long_for_more_requests_unless_they_were_measured() -> None:
+    of_more = PassTimes()
+    for rows, seconds in ((1, 1.0), (8, 1.7), (12, 2.5)):
+        for _ in range(2):
+            of_more.add(rows, seconds)
+    times, anchor = PassTimes(), (4, 1.3)
+    assert times.of(8, anchor, of_more) == pytest.approx(1.7)
+    assert times.of(10, anchor, of_more) == pytest.approx(2.1)
+    beyond = 2.5 + 2 * (2.5 - 1.0) / 11
+    assert times.of(14, anchor, of_more) == pytest.approx(beyond)
+    times.add(8, 1.5)
+    assert times.of(8, anchor, of_more) == pytest.approx(1.5)
+    assert times.of(12, anchor, of_more) == pytest.approx(2.5)
 
 
 def test_the_first_rounds_soon_outweigh_what_was_expected() -> None:

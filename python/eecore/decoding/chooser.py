@@ -10,13 +10,18 @@ behind full depth for what others gain unless more requests wait for these to en
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from eecore.decoding.budget import Budget
+from eecore.decoding.history import (
+    NEW_ROUND,
+    NEW_ROUND_OF_ALL,
+    TRY_HEAD,
+    History,
+    expected_of_all,
+    kind_of,
+)
 from eecore.decoding.memory import power_of_two
 from eecore.decoding.pass_times import (
     FIRST_STEPS,
@@ -31,21 +36,9 @@ from eecore.decoding.pass_times import (
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.exits import Auto
 
-__all__ = ["FULL", "Choice", "Chooser", "HeadRounds", "History", "Odds", "best_exit_layers"]
+__all__ = ["FULL", "Choice", "Chooser", "best_exit_layers"]
 
 T = TypeVar("T")
-Kind = tuple[Literal["looked up", "headed", "layer"], int]
-"""Of a draft: by the tokens that were found and those of the drafts before, by tenths of the
-probability that a draft head gave, or by exit layer."""
-
-# Before anything is drafted: the share of drafts that stand, by the tokens that were found.
-LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
-# By tenths of the probability that a draft head gives.
-HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
-LOOKED_UP: tuple[Kind, ...] = tuple(("looked up", n) for n in range(len(LOOKUP_ODDS)))
-HEADED: tuple[Kind, ...] = tuple(("headed", min(n, len(HEAD_ODDS) - 1)) for n in range(11))
-# How many drafts such an expectation weighs, and what older drafts count beside newer ones.
-PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Drafts have to gain so much before anything but full depth is done.
 MIN_GAIN = 1.05
 # Of passes of full depth in a row of which none went on from the last, this one counts and those
@@ -60,15 +53,14 @@ SURPRISE = 0.1
 # Rounds after which full depth is measured once more, where it was not the best: at first, and each
 # time twice as many.
 MEASURE_AGAIN = (8, 256)
-# Of what is expected of a request's next round, what one round weighs, and of those of new
-# requests; how many rounds a head is tried for again, and for a request that is alone.
-NEW_ROUND, NEW_ROUND_OF_ALL = 0.08, 0.02
-TRY_HEAD = 3
-# Several try it where a first draft need not be likelier than this: then a usual head would pay.
-LIKELY = 0.6
-# What a request may fall behind full depth by, for what others gain: at first, and of each round
-# that somebody looked in.
-LAG, LAG_A_ROUND = 0.15, 0.006
+# Of how long it takes to choose, and of what lies between two rounds, what a new one weighs.
+NEW_TIME = 0.08
+# Of first drafts behind a text that heads are mostly sure of: their odds, and how many have these.
+# Several requests try a head that others found not to pay where these would.
+USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
+# What a request may fall behind full depth by, for what others gain, of each round that somebody
+# looked in.
+LAG_A_ROUND = 0.006
 # A look that takes more times as long as others was disturbed.
 MOST_OF_LOOK = 2.0
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
@@ -81,110 +73,6 @@ GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
 NUM_DRAFTS = (1, 2, 3, 4, 6, 8, 10)
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
-
-
-class Odds:
-    """The share of drafts that stand, counted; older ones count less."""
-
-    __slots__ = ("stood", "tried")
-
-    def __init__(self, expected: float) -> None:
-        self.stood, self.tried = PRIOR_DRAFTS * expected, PRIOR_DRAFTS
-
-    @property
-    def share(self) -> float:
-        return self.stood / self.tried
-
-    def add(self, stood: bool) -> None:
-        """One more draft, before which none was refused."""
-        self.stood = OLDER_DRAFTS * self.stood + stood
-        self.tried = OLDER_DRAFTS * self.tried + 1.0
-
-    def add_run(self, stood: int, *, refused: bool) -> None:
-        """Drafts that stood one behind the other, and perhaps one behind them that did not."""
-        old = OLDER_DRAFTS**stood
-        new = (1.0 - old) / (1.0 - OLDER_DRAFTS)
-        self.stood, self.tried = old * self.stood + new, old * self.tried + new
-        if refused:
-            self.add(False)
-
-
-@dataclass(slots=True)
-class HeadRounds:
-    """What a round with a head's drafts comes to for a request, on average; of late more."""
-
-    gain: float
-    """Drafts that stand."""
-    tried: float
-    """Those that are verified."""
-    steps: float
-    """Those that are made for the next one."""
-
-    def add(self, accepted: int, drafted: int, steps: int, weight: float) -> None:
-        """One more round."""
-        self.gain += weight * (accepted - self.gain)
-        self.tried += weight * (drafted - self.tried)
-        self.steps += weight * (steps - self.steps)
-
-
-@dataclass(slots=True)
-class History:
-    """How drafts fared: those of a request, which keeps it, or of all."""
-
-    odds: dict[Kind, Odds]
-    """By kind of draft; what is not there is expected to be as for others."""
-    rounds: dict[int, HeadRounds]
-    """By about how many requests a head drafted for, since it drafts less where that hardly pays;
-    0 before it drafted for any."""
-    others: History | None = None
-    """Of all requests; None for these."""
-    lead: float = LAG
-    """Of a request: rounds of full depth until it is behind, by more than it may be."""
-    trials: int = TRY_HEAD
-    """Of a request: rounds that are left to try a head in that others found not to pay."""
-
-    def share(self, kind: Kind) -> float:
-        """That a draft of a kind stands, if those before it do."""
-        odds = self.odds.get(kind)
-        if odds is None:
-            assert self.others is not None
-            return self.others.share(kind)
-        return odds.share
-
-    def own(self, kind: Kind) -> Odds:
-        """What more drafts of a kind are counted in."""
-        odds = self.odds.get(kind)
-        if odds is None:
-            odds = self.odds[kind] = Odds(self.share(kind))
-        return odds
-
-    def head_rounds(self, rows: int) -> HeadRounds:
-        """What rounds of so many requests with a head's drafts come to."""
-        about = rows.bit_length()
-        rounds = self.rounds.get(about)
-        if rounds is None:
-            expected = self.rounds[0] if self.others is None else self.others.head_rounds(rows)
-            rounds = self.rounds[about] = replace(expected)
-        return rounds
-
-    def chances(self, given: Proposal) -> list[float]:
-        """That the first of such drafts stands, the first two, ..."""
-        chance, found = 1.0, list[float]()
-        own, others = self.odds, {} if self.others is None else self.others.odds
-        for k in range(len(given.tokens)):
-            kind = kind_of(given, k)
-            odds = own.get(kind) or others[kind]
-            chance *= odds.stood / odds.tried
-            found.append(chance)
-        return found
-
-
-def kind_of(given: Proposal, k: int) -> Kind:
-    """Of the k-th of such drafts."""
-    if given.probabilities:  # a head made them
-        return HEADED[int(10 * given.probabilities[k])]
-    found = given.match + k
-    return LOOKED_UP[found] if found < len(LOOKED_UP) else LOOKED_UP[-1]
 
 
 class Choice(NamedTuple):
@@ -222,16 +110,7 @@ class Chooser:
         head_agreement: Ordered[float] | None = None,
     ) -> None:
         self._num_layers = num_layers
-        gain = _expected_gain(head_agreement or ())
-        expected: dict[Kind, Odds] = {}
-        for n, share in enumerate(LOOKUP_ODDS):
-            expected["looked up", n] = Odds(share)
-        for tenth, share in enumerate(HEAD_ODDS):
-            expected["headed", tenth] = Odds(share)
-        for layer in range(1, num_layers):
-            expected["layer", layer] = Odds(0.5 if agreement is None else agreement[layer - 1])
-        tried = 1.3 * gain
-        self._all = History(expected, {0: HeadRounds(gain, tried, 1.0 + tried)})
+        self._all = expected_of_all(num_layers, agreement, head_agreement or ())
         self._head_steps: dict[int, StepCost] = {}  # by about so many rows
         self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
         self._trial = 0  # rounds of it that are left
@@ -334,12 +213,11 @@ class Chooser:
         if expected > ENOUGH * rows:
             return best
         thresholds, most = self._ahead_thresholds(anchor)
-        if self._head_pays(histories, anchor, behind, host):
-            steps = most
-        elif thresholds[0] < 1.0 and self._is_trial(histories, thresholds[0]):
+        steps = self._head_steps_that_pay(histories, anchor, behind, host, most)
+        if not steps:
+            if not self._is_trial(histories, anchor):
+                return best
             steps = 1
-        else:
-            return best
         return Choice(
             "given", 0, best.drafts or (0,) * rows, given, min(steps, MOST_AHEAD), thresholds
         )
@@ -360,13 +238,17 @@ class Chooser:
         return found
 
     def _row_cost(self, anchor: Anchor) -> float:
-        """Of a draft in a round that is given some, in tokens of full depth."""
+        """Of a draft in a round that is given some, in tokens of full depth: of several requests
+        the average of as many as half of these have, since rows are multiplied some at a time.
+        """
         rows, seconds = anchor
         key = "row", rows
         cost: float | None = self._held(self._estimates, key)
         if cost is None:
-            none, one = (share * seconds for share in self._passes(anchor, 1)[:2])
-            cost = max(rows * (one - none) / (seconds + self._host(rows)), LEAST_ROW_COST)
+            count = max(rows // 2, 1)
+            passes = self._passes(anchor, count)
+            more = (passes[count] - passes[0]) * seconds / count
+            cost = max(rows * more / (seconds + self._host(rows)), LEAST_ROW_COST)
             self._hold(self._estimates, key, cost)
         return cost
 
@@ -382,10 +264,17 @@ class Chooser:
             known = self._head_steps[about] = StepCost()
         return known
 
-    def _head_pays(
-        self, histories: Ordered[History], anchor: Anchor, behind: Ordered[int], host: float
-    ) -> bool:
-        """Whether rounds with a head's drafts are faster than full depth, by those of late."""
+    def _head_steps_that_pay(
+        self,
+        histories: Ordered[History],
+        anchor: Anchor,
+        behind: Ordered[int],
+        host: float,
+        most: int,
+    ) -> int:
+        """Steps of a head with which rounds are faster than full depth: ``most``, by what rounds of
+        late came to, or one, by how sure it has been of first drafts; 0 for none.
+        """
         rows, seconds = anchor
         tried, steps, gains = 0.0, 0.0, list[float]()
         for history in histories:
@@ -393,25 +282,49 @@ class Chooser:
             tried += its.tried
             steps = max(steps, its.steps)
             gains.append(1.0 + its.gain)
+        best, speed = 0, MIN_GAIN * rows / (seconds + host)
+        of_most = self._head_speed(gains, tried, steps, anchor, behind, host)
+        if of_most > speed:
+            best, speed = most, of_most
+        if rows > 1 and most > 1 or not best:
+            row_cost, tried = self._row_cost(anchor), 0.0
+            for i, history in enumerate(histories):
+                gain, verified = history.first_draft(row_cost)
+                gains[i] = 1.0 + gain
+                tried += verified
+            if self._head_speed(gains, tried, 1.0, anchor, behind, host) > speed:
+                best = 1
+        return best
+
+    def _head_speed(
+        self,
+        gains: Ordered[float],
+        tried: float,
+        steps: float,
+        anchor: Anchor,
+        behind: Ordered[int],
+        host: float,
+    ) -> float:
+        """Tokens a second of rounds that verify ``tried`` drafts and make others in so many steps,
+        by the tokens that each request gets.
+        """
+        rows, seconds = anchor
         low = int(tried)
         passes = self._passes(anchor, low + 1)
-        less, more = passes[low] * seconds, passes[low + 1] * seconds
+        less, more = passes[low], passes[low + 1]
         verified = less + (tried - low) * (more - less)
-        tokens = _worth(gains, behind)
-        return tokens * (seconds + host) > MIN_GAIN * rows * (
-            verified + steps * self._head_cost(rows).step * seconds + host
-        )
+        taken = (verified + steps * self._head_cost(rows).step) * seconds + host
+        return _worth(gains, behind) / taken
 
-    def _is_trial(self, histories: Ordered[History], threshold: float) -> bool:
-        """Whether a head that does not pay is tried again, of whose first draft the threshold is
-        this.
-        """
-        if len(histories) == 1 or threshold < LIKELY:
-            willing = [history for history in histories if history.trials]
-            if 2 * len(willing) >= len(histories):  # of other texts
-                for history in willing:
-                    history.trials -= 1
-                return True
+    def _is_trial(self, histories: Ordered[History], anchor: Anchor) -> bool:
+        """Whether a head that does not pay is tried again, for a step."""
+        if not self._would_usually_pay(anchor):
+            return False
+        willing = [history for history in histories if history.trials]
+        if 2 * len(willing) >= len(histories):  # of other texts
+            for history in willing:
+                history.trials -= 1
+            return True
         if self._trial:
             self._trial -= 1
             return True
@@ -421,6 +334,14 @@ class Chooser:
         self._without_head, self._trial = 0, TRY_HEAD
         self._next_head = min(2 * self._next_head, MEASURE_AGAIN[1])
         return True
+
+    def _would_usually_pay(self, anchor: Anchor) -> bool:
+        """Whether one step of a head would, of a text that it is mostly sure of."""
+        rows, seconds = anchor
+        row_cost = self._row_cost(anchor)
+        step = self._head_cost(rows).step * seconds / (seconds + self._host(rows))
+        gain = sum(share * max(odds - row_cost, 0.0) for odds, share in USUAL_FIRST)
+        return gain - step > MIN_GAIN - 1.0
 
     def _give(
         self,
@@ -514,7 +435,7 @@ class Chooser:
 
     def _verified(self, rows: int, anchor: Anchor) -> float:
         """Seconds of a pass that verifies."""
-        return self._passes_of(anchor[0]).of(rows, anchor, self._full.row_seconds)
+        return self._passes_of(anchor[0]).of(rows, anchor, self._full)
 
     def _passes_of(self, requests: int) -> PassTimes:
         """Passes that verified drafts of so many requests."""
@@ -588,7 +509,7 @@ class Chooser:
         """
         known = self._looks.get(rows.bit_length(), seconds)
         seconds = min(seconds, MOST_OF_LOOK * known)
-        self._looks[rows.bit_length()] = known + NEW_ROUND * (seconds - known)
+        self._looks[rows.bit_length()] = known + NEW_TIME * (seconds - known)
         return seconds
 
     def learn_between(self, rows: int, seconds: float) -> None:
@@ -603,7 +524,7 @@ class Chooser:
         seconds = min(seconds, full)
         known = self._between.get(rows.bit_length(), seconds)
         seconds = min(seconds, 2.0 * known)
-        self._between[rows.bit_length()] = known + NEW_ROUND * (seconds - known)
+        self._between[rows.bit_length()] = known + NEW_TIME * (seconds - known)
 
     def learn_leads(
         self,
@@ -680,8 +601,8 @@ class Chooser:
         passed = max(seconds - of_head, full / MOST_SLOWER)
         passes = self._passes_of(rows)
         if passes.known(rows + drafted) is None:
-            most = MOST_SLOWER * self._verified(rows + drafted, (rows, full))
-            passed = min(max(passed, full), most)
+            usual = max(self._verified(rows + drafted, (rows, full)), (1.0 + ROW_COST * drafted) * full)
+            passed = min(max(passed, full), MOST_SLOWER * usual)
         self._note(passes.add(rows + drafted, passed))
         if ahead and not drafted:
             self._head_cost(rows).add(ahead, seconds / (self._full.near(rows) or full))
@@ -723,6 +644,11 @@ class Chooser:
             for known in (history, self._all):
                 known.own(kind).add(k < accepted)
 
+    def learn_first_draft(self, history: History, probability: float) -> None:
+        """How sure a head was of the first draft that it made behind a round of a request."""
+        for known in (history, self._all):
+            known.add_first_draft(probability)
+
     def learn_ahead(
         self, history: History, rows: int, drafted: int, accepted: int, steps: int
     ) -> None:
@@ -740,12 +666,6 @@ def _worth(tokens: Ordered[float], behind: Ordered[int]) -> float:
     """
     total = sum(tokens)
     return min(total, len(tokens) * min(tokens[i] for i in behind)) if behind else total
-
-
-def _expected_gain(agreement: Ordered[float]) -> float:
-    """Of drafts that stand in a round, before any is made: of those that a head is sure of."""
-    stand: float = sum(accumulate(agreement, operator.mul))
-    return 0.8 * stand
 
 
 def best_exit_layers(agreement: Ordered[float] | None) -> tuple[int, ...]:

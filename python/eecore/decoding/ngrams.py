@@ -15,6 +15,8 @@ __all__ = ["NgramIndex", "look_up"]
 
 MOST_CANDIDATES = 64
 """Earlier places that are compared, the latest ones."""
+TOKEN_BITS = 32
+"""Of a token's number in that of an n-gram."""
 
 
 class NgramIndex:
@@ -28,8 +30,13 @@ class NgramIndex:
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest
         self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], list[int]] = {}
-        """Positions behind every n-gram of the shortest kind, in ascending order."""
+        # The n-gram of the shortest kind that ends the text, as one number: no collector of
+        # garbage has to look at those, of which there are as many as tokens.
+        self._end, self._mask = 0, (1 << shortest * TOKEN_BITS) - 1
+        self._latest: dict[int, int] = {}
+        """The position behind each such n-gram, where it occurred last."""
+        self._before: list[int] = []
+        """By position: the one before it behind the same n-gram; 0 for none."""
 
     @property
     def num_tokens(self) -> int:
@@ -38,12 +45,17 @@ class NgramIndex:
 
     def extend(self, token_ids: Ordered[int]) -> None:
         """The text goes on."""
-        tokens, behind, size = self._tokens, self._behind, self._shortest
-        first = max(len(tokens) - size, 0)
-        tokens += token_ids
-        # What ended the text has a token behind it now.
-        for place in range(first + size, len(tokens)):
-            behind.setdefault(tuple(tokens[place - size : place]), []).append(place)
+        latest, before, size = self._latest, self._before, self._shortest
+        end, mask = self._end, self._mask
+        for place, token in enumerate(token_ids, len(self._tokens)):
+            if place >= size:  # what ended the text has a token behind it now
+                before.append(latest.get(end, 0))
+                latest[end] = place
+            else:
+                before.append(0)
+            end = (end << TOKEN_BITS | token) & mask
+        self._end = end
+        self._tokens += token_ids
 
     def propose(self, most: int, stops: Collection[int] = ()) -> Proposal:
         """What followed the longest n-gram that ends the text, at its latest place before.
@@ -66,15 +78,19 @@ class NgramIndex:
 
     def _place(self) -> tuple[int, int]:
         """Behind the longest n-gram that ends the text as well, and its length; 0, 0 for none."""
-        tokens, size = self._tokens, self._shortest
-        places = self._behind.get(tuple(tokens[-size:])) if len(tokens) >= size else None
         best, longest = 0, 0
-        for place in places[: -MOST_CANDIDATES - 1 : -1] if places else ():
+        if len(self._tokens) < self._shortest:
+            return best, longest
+        place = self._latest.get(self._end, 0)
+        for _ in range(MOST_CANDIDATES):
+            if not place:
+                break
             length = self._match(place)
             if length > longest:
                 best, longest = place, length
             if length == self._longest:
                 break
+            place = self._before[place]
         return best, longest
 
     def _match(self, place: int) -> int:

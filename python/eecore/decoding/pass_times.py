@@ -37,8 +37,9 @@ LOG_MOST_SLOWER = log(MOST_SLOWER)
 FORGET_TIME = 1024
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
-# Before anything is measured: what one more row costs of a pass of one row, and of more.
-ROW_COST, COST_AMONG_ROWS = 0.1, 0.08
+# Before anything is measured: what one more row costs of a pass of one row, and of more, where it is
+# taken to be cheap, or nobody would ever see whether it is.
+ROW_COST, COST_AMONG_ROWS = 0.1, 0.03
 # How many times as many rows tell what one more takes.
 FAR = 4
 # What one more row costs at least, in tokens of full depth.
@@ -158,13 +159,13 @@ class PassTimes:
             return self.of(rows, (low, self._now(low)))
         return None
 
-    def of(self, rows: int, anchor: Anchor, row_seconds: float | None = None) -> float:
+    def of(self, rows: int, anchor: Anchor, others: PassTimes | None = None) -> float:
         """A pass of so many rows.
 
         Args:
             rows: that are asked for.
             anchor: another pass, of as many rows or fewer, and its seconds.
-            row_seconds: what one more row takes beyond those that were measured, if it is known.
+            others: that tell of as many rows as were not measured here, and what one more takes.
         """
         known = self._measured.get(rows)
         if known is not None:
@@ -178,9 +179,24 @@ class PassTimes:
             high_seconds = max(self._now(high), low_seconds)
             share = (rows - low) / max(high - low, 1)
             return low_seconds + share * (high_seconds - low_seconds)
+        row_seconds = None
+        if others is not None:
+            seconds = others.near(rows)
+            if seconds is not None:
+                return max(seconds, low_seconds)
+            most = others.most_rows
+            seconds = others.near(most) if low < most < rows else None
+            if seconds is not None:
+                low, low_seconds = most, max(seconds, low_seconds)
+            row_seconds = others.row_seconds
         if row_seconds is None:
             row_seconds = anchor[1] * (ROW_COST if anchor[0] == 1 else COST_AMONG_ROWS)
         return low_seconds + row_seconds * (rows - low)
+
+    @property
+    def most_rows(self) -> int:
+        """Of the passes that were measured; 0 where none was."""
+        return self._rows[-1] if self._rows else 0
 
     @property
     def row_seconds(self) -> float | None:

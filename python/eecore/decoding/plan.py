@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from eecore.decoding.budget import Budget
-from eecore.decoding.chooser import Chooser, History
+from eecore.decoding.chooser import Chooser
 from eecore.decoding.guided import Guided
 from eecore.decoding.head_drafts import Ahead
+from eecore.decoding.history import History
 from eecore.decoding.ngrams import look_up
 from eecore.decoding.outcome import Outcome
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
@@ -306,6 +307,8 @@ class Planner:
             drafted, accepted = counters.drafted, counters.accepted
             history = _history(sequence, chooser)
             chooser.learn_drafts(layer, history, each.given, drafted, accepted)
+            if each.ahead and outcome.ahead is not None:
+                chooser.learn_first_draft(history, outcome.ahead.probabilities[0])
             if each.ahead and _ahead_of(sequence) and not each.given.match:
                 ahead = _num_ahead(each, outcome)
                 chooser.learn_ahead(history, len(free), drafted, accepted, ahead)
