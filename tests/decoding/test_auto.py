@@ -25,7 +25,7 @@ from eecore.decoding.chooser import (
     Chooser,
     best_exit_layers,
 )
-from eecore.decoding.history import TRY_HEAD, HeadRounds, History, Odds
+from eecore.decoding.history import TRY_HEAD, FirstDrafts, HeadRounds, History, Odds
 from eecore.decoding.pass_times import (
     COST_AMONG_ROWS,
     FIRST_STEPS,
@@ -303,6 +303,62 @@ def test_a_head_that_lost_is_tried_again_for_other_texts(
         assert tries == expected
 
 
+def test_of_several_requests_few_drafts_show_what_more_rows_take() -> None:
+    chooser, proposal = Chooser(12, None), Proposal([1, 2, 3], 8)
+    for _ in range(2):
+        chooser.learn_full(8, 1.0)
+    histories = [chooser.history() for _ in range(8)]
+
+    def drafted() -> int:
+        return sum(chooser.choose(histories, [[proposal]] * 8, [8] * 8).drafts)
+
+    assert drafted() == 4
+    chooser.learn_given(8, 4, 0, 1.1)
+    assert drafted() == 24
+
+
+@pytest.mark.parametrize(("first", "ahead"), [(0.95, 1), (0.15, 0)])
+def test_one_step_of_a_head_is_tried_where_it_is_sure(first: float, ahead: int) -> None:
+    """Whatever rounds of more steps came to, which were not worth it."""
+    chooser = Chooser(12, None, (0.7, 0.7, 0.7))
+    for _ in range(2):
+        chooser.learn_full(8, 1.0)
+    chooser.learn_given(8, 4, 0, 1.2)
+    histories = [chooser.history() for _ in range(8)]
+    for history in histories:
+        history.trials = 0
+        for _ in range(30):
+            chooser.learn_ahead(history, 8, 8, 1, 8)
+            chooser.learn_first_draft(history, first)
+    choice = chooser.choose(histories, [[]] * 8, [8] * 8, can_draft_ahead=True)
+    assert choice.ahead == ahead
+
+
+def test_how_sure_a_head_was_of_late_counts_more() -> None:
+    drafts = FirstDrafts([0.1] * 10)
+    assert drafts.shares == pytest.approx([0.1] * 10)
+    for _ in range(2000):  # counts are made smaller once in a while
+        drafts.add(0.31)
+    for _ in range(23):
+        drafts.add(1.0)
+    shares = drafts.shares
+    assert sum(shares) == pytest.approx(1.0)
+    assert shares[9] == pytest.approx(1.0 - 0.97**23)
+    assert shares[3] == pytest.approx(0.97**23)
+
+
+def test_of_a_head_s_first_draft_what_is_worth_its_row() -> None:
+    chooser = Chooser(12, None)
+    history = chooser.history()
+    assert history.first_draft(0.0) == pytest.approx((0.5, 1.0))
+    gain, tried = history.first_draft(0.6)  # what is nearer to certain than that
+    assert (gain, tried) == pytest.approx((0.1 * (0.65 + 0.75 + 0.85 + 0.95), 0.4))
+    for _ in range(300):
+        chooser.learn_first_draft(history, 0.97)
+    assert history.first_draft(0.6) == pytest.approx((0.95, 1.0), abs=0.01)
+    assert chooser.history().first_draft(0.6) == pytest.approx((0.95, 1.0), abs=0.01)
+
+
 @pytest.mark.parametrize(("stands", "gain"), [(0.5, 1.4), (0.95, 3.0)])
 def test_drafts_that_stand_are_made(stands: float, gain: float) -> None:
     machine = Machine(cheap_rows, stands)
@@ -530,7 +586,7 @@ def test_looks_that_find_nothing_become_rare() -> None:
     assert not budget.is_spent
     while not budget.is_spent:
         budget.looked(0.0, found=False)
-    for _ in range(IDLE_ALONE[1]):
+    for _ in range(IDLE_ALONE[-1]):
         budget.rested()
     assert not budget.is_spent
     budget.looked(0.0, found=True)
@@ -724,6 +780,7 @@ def test_a_request_has_odds_of_its_own() -> None:
         chooser.learn_drafts(0, other, proposal, 3, 3)
     for _ in range(2):
         chooser.learn_full(2, 1.0)
+    chooser.learn_given(2, 3, 0, 1.1)
     choice = chooser.choose([one, other], [[proposal], [proposal]], [8, 8])
     assert choice.kind == "given"
     assert choice.drafts[0] == 0

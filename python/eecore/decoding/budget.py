@@ -25,9 +25,9 @@ SPENT_ALONE, SPENT_OF_SEVERAL = -1.0, 0.0
 ENOUGH = 0.1
 # What all requests together have earned, at most and at least: new ones get no more than that.
 MOST_EARNED, LEAST_EARNED = 8.0, -2.0
-# Looks in a row that may find nothing; behind each one more of them, twice as many rounds have
-# none, up to so many; of one request and of several.
-IDLE_ALONE, IDLE_SEVERAL = (8, 8), (3, 32)
+# Looks in a row that may find nothing; behind each one more of them, so many times as many rounds
+# have none, up to so many; of one request and of several.
+IDLE_ALONE, IDLE_SEVERAL = (8, 2, 8), (2, 3, 32)
 
 
 class Budget:
@@ -42,7 +42,7 @@ class Budget:
         self._round = ROUND_ALONE if is_alone else ROUND_OF_SEVERAL
         self._spent = SPENT_ALONE if is_alone else SPENT_OF_SEVERAL
         self._request = REQUEST_ALONE if is_alone else REQUEST_OF_SEVERAL
-        self._looks, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
+        self._looks, self._times, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
         self._earned = self._left
         self._saves = False
         # Looks that found nothing; rounds until the next one; those of the last time.
@@ -89,7 +89,8 @@ class Budget:
         if self._idle <= self._looks:
             self._rests = 0
         else:
-            self._rests = self._last_rests = min(2 * self._last_rests or 1, self._most_rests)
+            rests = self._times * self._last_rests or 1
+            self._rests = self._last_rests = min(rests, self._most_rests)
         self._earn(self._round + gained)
 
     def _earn(self, rounds: float) -> None:

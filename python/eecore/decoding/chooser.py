@@ -283,10 +283,11 @@ class Chooser:
             steps = max(steps, its.steps)
             gains.append(1.0 + its.gain)
         best, speed = 0, MIN_GAIN * rows / (seconds + host)
-        of_most = self._head_speed(gains, tried, steps, anchor, behind, host)
-        if of_most > speed:
-            best, speed = most, of_most
-        if rows > 1 and most > 1 or not best:
+        if rows == 1 or self._all.head_rounds(rows).is_known:
+            of_most = self._head_speed(gains, tried, steps, anchor, behind, host)
+            if of_most > speed:
+                best, speed = most, of_most
+        if not best or 1 < most and 1 < rows:
             row_cost, tried = self._row_cost(anchor), 0.0
             for i, history in enumerate(histories):
                 gain, verified = history.first_draft(row_cost)
@@ -374,6 +375,8 @@ class Chooser:
             chances += [(chance, i) for chance in own]
         if rows > 1:  # of one request they fall as it is
             chances.sort(key=lambda c: (c[1] in behind and c[0] > row_cost, *c), reverse=True)
+        if rows > 1 and not self._passes_of(rows).most_rows:  # what they cost is seen by some
+            del chances[rows // 2 :]
         passes = self._passes(anchor, len(chances))
         tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
         for count, (chance, i) in enumerate(chances, 1):

@@ -103,12 +103,15 @@ class HeadRounds:
     """Those that are verified."""
     steps: float
     """Those that are made for the next one."""
+    is_known: bool = False
+    """There was such a round; else it is what others came to, or what is expected."""
 
     def add(self, accepted: int, drafted: int, steps: int, weight: float) -> None:
         """One more round."""
         self.gain += weight * (accepted - self.gain)
         self.tried += weight * (drafted - self.tried)
         self.steps += weight * (steps - self.steps)
+        self.is_known = True
 
 
 @dataclass(slots=True)
@@ -150,7 +153,7 @@ class History:
         rounds = self.rounds.get(about)
         if rounds is None:
             expected = self.rounds[0] if self.others is None else self.others.head_rounds(rows)
-            rounds = self.rounds[about] = replace(expected)
+            rounds = self.rounds[about] = replace(expected, is_known=False)
         return rounds
 
     def first_drafts(self) -> FirstDrafts:
