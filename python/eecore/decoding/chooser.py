@@ -215,7 +215,7 @@ class Chooser:
         thresholds, most = self._ahead_thresholds(anchor)
         steps = self._head_steps_that_pay(histories, anchor, behind, host, most)
         if not steps:
-            if not self._is_trial(histories, anchor):
+            if behind or not self._is_trial(histories, anchor):
                 return best
             steps = 1
         return Choice(

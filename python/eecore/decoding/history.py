@@ -33,8 +33,9 @@ MOST_COUNT = 1e9
 NEW_ROUND, NEW_ROUND_OF_ALL = 0.08, 0.02
 # How many rounds of a request a head is tried in that others found not to pay.
 TRY_HEAD = 3
-# What a request may fall behind full depth by, for what others gain, at first.
-LAG = 0.15
+# What a request may fall behind full depth by, for what others gain, at first: there is
+# room for a step of a head that comes to nothing.
+LAG = 0.3
 
 
 class Odds:
