@@ -314,6 +314,9 @@ def test_of_several_requests_few_drafts_show_what_more_rows_take() -> None:
 
     assert drafted() == 4
     chooser.learn_given(8, 4, 0, 1.1)
+    # And no more than what half a round of full depth pays for, until something was gained.
+    assert drafted() == 17
+    chooser.budget(8).looked(1.0)
     assert drafted() == 24
 
 

@@ -14,7 +14,7 @@ __all__ = ["Budget"]
 # In rounds of full depth: what a round adds, of one request alone and of several, of which others
 # may fall behind besides; at the beginning and at most; a new request.
 ROUND_ALONE, ROUND_OF_SEVERAL = 0.01, 0.005
-ALONE, SEVERAL = (1.0, 4.0), (0.5, 4.0)
+ALONE, SEVERAL = (1.0, 4.0), (0.5, 2.0)
 REQUEST_ALONE, REQUEST_OF_SEVERAL = 0.25, 0.15
 # No debt is larger.
 MOST_DEBT = 4.0
@@ -47,6 +47,11 @@ class Budget:
         self._saves = False
         # Looks that found nothing; rounds until the next one; those of the last time.
         self._idle = self._rests = self._last_rests = 0
+
+    @property
+    def left(self) -> float:
+        """In rounds of full depth; a debt if it is negative."""
+        return self._left
 
     @property
     def is_spent(self) -> bool:

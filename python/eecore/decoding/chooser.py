@@ -10,6 +10,7 @@ behind full depth for what others gain unless more requests wait for these to en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Ordered
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -59,8 +60,10 @@ NEW_TIME = 0.08
 # Several requests try a head that others found not to pay where these would.
 USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
 # What a request may fall behind full depth by, for what others gain, of each round that somebody
-# looked in.
-LAG_A_ROUND = 0.006
+# looked in. Where those that are behind have hardly a chance of a draft, no head drafts.
+LAG_A_ROUND, LEAST_CHANCE = 0.005, 0.01
+# What several requests may stake on drafts in a round at least, in rounds of full depth.
+LEAST_STAKE = 0.5
 # A look that takes more times as long as others was disturbed.
 MOST_OF_LOOK = 2.0
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
@@ -276,46 +279,42 @@ class Chooser:
         late came to, or one, by how sure it has been of first drafts; 0 for none.
         """
         rows, seconds = anchor
-        tried, steps, gains = 0.0, 0.0, list[float]()
-        for history in histories:
-            its = history.head_rounds(rows)
-            tried += its.tried
-            steps = max(steps, its.steps)
-            gains.append(1.0 + its.gain)
+        row_cost = self._row_cost(anchor)
+        firsts = [history.first_draft(row_cost) for history in histories]
+        # Nothing is verified unless there is something for each that is behind.
+        chance = math.prod([firsts[i][1] for i in behind])
         best, speed = 0, MIN_GAIN * rows / (seconds + host)
+        if chance < LEAST_CHANCE:
+            return best
+
+        def speed_of(gains: list[float], tried: float, steps: float) -> float:
+            for i in behind:
+                gains[i] /= firsts[i][1]
+            tokens = rows + chance * (_worth([1.0 + gain for gain in gains], behind) - rows)
+            verified = self._between_passes(chance * tried, anchor)
+            taken = (verified + steps * self._head_cost(rows).step) * seconds + host
+            return tokens / taken
+
         if rows == 1 or self._all.head_rounds(rows).is_known:
-            of_most = self._head_speed(gains, tried, steps, anchor, behind, host)
+            late = [history.head_rounds(rows) for history in histories]
+            of_most = speed_of(
+                [its.gain for its in late],
+                sum([its.tried for its in late]),
+                max([its.steps for its in late]),
+            )
             if of_most > speed:
                 best, speed = most, of_most
         if not best or 1 < most and 1 < rows:
-            row_cost, tried = self._row_cost(anchor), 0.0
-            for i, history in enumerate(histories):
-                gain, verified = history.first_draft(row_cost)
-                gains[i] = 1.0 + gain
-                tried += verified
-            if self._head_speed(gains, tried, 1.0, anchor, behind, host) > speed:
+            gains = [gain for gain, _ in firsts]
+            if speed_of(gains, sum([tried for _, tried in firsts]), 1.0) > speed:
                 best = 1
         return best
 
-    def _head_speed(
-        self,
-        gains: Ordered[float],
-        tried: float,
-        steps: float,
-        anchor: Anchor,
-        behind: Ordered[int],
-        host: float,
-    ) -> float:
-        """Tokens a second of rounds that verify ``tried`` drafts and make others in so many steps,
-        by the tokens that each request gets.
-        """
-        rows, seconds = anchor
-        low = int(tried)
+    def _between_passes(self, drafts: float, anchor: Anchor) -> float:
+        """A pass that verifies so many drafts on average, as a share of the anchor's."""
+        low = int(drafts)
         passes = self._passes(anchor, low + 1)
-        less, more = passes[low], passes[low + 1]
-        verified = less + (tried - low) * (more - less)
-        taken = (verified + steps * self._head_cost(rows).step) * seconds + host
-        return _worth(gains, behind) / taken
+        return passes[low] + (drafts - low) * (passes[low + 1] - passes[low])
 
     def _is_trial(self, histories: Ordered[History], anchor: Anchor) -> bool:
         """Whether a head that does not pay is tried again, for a step."""
@@ -378,8 +377,12 @@ class Chooser:
         if rows > 1 and not self._passes_of(rows).most_rows:  # what they cost is seen by some
             del chances[rows // 2 :]
         passes = self._passes(anchor, len(chances))
+        # No more is lost by those of several than they have to lose.
+        stake = math.inf if rows == 1 else 1.0 + max(self._several.left, LEAST_STAKE)
         tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
         for count, (chance, i) in enumerate(chances, 1):
+            if passes[count] > stake:
+                break
             tokens[i] += chance
             total += chance
             worth = _worth(tokens, behind) if behind else total
