@@ -543,7 +543,7 @@ class HeadDrafts(Exit):
     """
 
     num_drafts: int = 4
-    threshold: float = 0.4
+    threshold: float = 0.3
 
     def __post_init__(self) -> None:
         fields = _fields(self)

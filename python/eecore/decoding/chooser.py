@@ -304,7 +304,7 @@ class Chooser:
             )
             if of_most > speed:
                 best, speed = most, of_most
-        if not best or 1 < most and 1 < rows:
+        if not best or (most > 1 and rows > 1):
             gains = [gain for gain, _ in firsts]
             if speed_of(gains, sum([tried for _, tried in firsts]), 1.0) > speed:
                 best = 1
@@ -607,7 +607,9 @@ class Chooser:
         passed = max(seconds - of_head, full / MOST_SLOWER)
         passes = self._passes_of(rows)
         if passes.known(rows + drafted) is None:
-            usual = max(self._verified(rows + drafted, (rows, full)), (1.0 + ROW_COST * drafted) * full)
+            usual = max(
+                self._verified(rows + drafted, (rows, full)), (1.0 + ROW_COST * drafted) * full
+            )
             passed = min(max(passed, full), MOST_SLOWER * usual)
         self._note(passes.add(rows + drafted, passed))
         if ahead and not drafted:

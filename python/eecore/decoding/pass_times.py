@@ -37,8 +37,8 @@ LOG_MOST_SLOWER = log(MOST_SLOWER)
 FORGET_TIME = 1024
 # Passes of full depth that are measured before anything is held against them.
 FIRST_PASSES = 2
-# Before anything is measured: what one more row costs of a pass of one row, and of more, where it is
-# taken to be cheap, or nobody would ever see whether it is.
+# Before anything is measured: what one more row costs of a pass of one row; and of more, where it
+# is taken to be cheap, or nobody would ever see whether it is.
 ROW_COST, COST_AMONG_ROWS = 0.1, 0.03
 # How many times as many rows tell what one more takes.
 FAR = 4
