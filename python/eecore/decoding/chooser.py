@@ -377,14 +377,14 @@ class Chooser:
         if rows > 1 and not self._passes_of(rows).most_rows:  # what they cost is seen by some
             del chances[rows // 2 :]
         passes = self._passes(anchor, len(chances))
-        # No more is lost by those of several than they have to lose.
+        # Several lose no more than they have to lose, where half of what is likely comes true.
         stake = math.inf if rows == 1 else 1.0 + max(self._several.left, LEAST_STAKE)
         tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
         for count, (chance, i) in enumerate(chances, 1):
-            if passes[count] > stake:
-                break
             tokens[i] += chance
             total += chance
+            if passes[count] > stake + 0.5 * (total / rows - 1.0):
+                break
             worth = _worth(tokens, behind) if behind else total
             here = worth / (passes[count] * seconds + besides)
             if here > speed:
