@@ -317,21 +317,6 @@ def test_of_several_requests_few_drafts_show_what_more_rows_take() -> None:
     assert drafted() == 24
 
 
-def test_what_several_requests_stake_is_what_they_have_to_lose() -> None:
-    chooser, proposal = Chooser(12, None), Proposal([1, 2, 3], 8)
-    for _ in range(2):
-        chooser.learn_full(8, 1.0)
-    chooser.learn_given(8, 24, 0, 2.7)
-    histories = [chooser.history() for _ in range(8)]
-
-    def drafted() -> int:
-        return sum(chooser.choose(histories, [[proposal]] * 8, [8] * 8).drafts)
-
-    assert 8 < drafted() < 24
-    chooser.budget(8).looked(1.0)
-    assert drafted() == 24
-
-
 @pytest.mark.parametrize(("first", "ahead"), [(0.95, 1), (0.15, 0)])
 def test_one_step_of_a_head_is_tried_where_it_is_sure(first: float, ahead: int) -> None:
     """Whatever rounds of more steps came to, which were not worth it."""

@@ -49,11 +49,6 @@ class Budget:
         self._idle = self._rests = self._last_rests = 0
 
     @property
-    def left(self) -> float:
-        """In rounds of full depth; a debt if it is negative."""
-        return self._left
-
-    @property
     def is_spent(self) -> bool:
         """Whether nobody is to look."""
         return self._saves or self._rests > 0

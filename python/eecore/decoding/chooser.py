@@ -62,8 +62,6 @@ USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
 # What a request may fall behind full depth by, for what others gain, of each round that somebody
 # looked in. Where those that are behind have hardly a chance of a draft, no head drafts.
 LAG_A_ROUND, LEAST_CHANCE = 0.005, 0.01
-# What several requests may stake on drafts in a round at least, in rounds of full depth.
-LEAST_STAKE = 0.5
 # A look that takes more times as long as others was disturbed.
 MOST_OF_LOOK = 2.0
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
@@ -377,14 +375,10 @@ class Chooser:
         if rows > 1 and not self._passes_of(rows).most_rows:  # what they cost is seen by some
             del chances[rows // 2 :]
         passes = self._passes(anchor, len(chances))
-        # Several lose no more than they have to lose, where half of what is likely comes true.
-        stake = math.inf if rows == 1 else 1.0 + max(self._several.left, LEAST_STAKE)
         tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
         for count, (chance, i) in enumerate(chances, 1):
             tokens[i] += chance
             total += chance
-            if passes[count] > stake + 0.5 * (total / rows - 1.0):
-                break
             worth = _worth(tokens, behind) if behind else total
             here = worth / (passes[count] * seconds + besides)
             if here > speed:
