@@ -372,7 +372,7 @@ class Chooser:
             chances += [(chance, i) for chance in own]
         if rows > 1:  # of one request they fall as it is
             chances.sort(key=lambda c: (c[1] in behind and c[0] > row_cost, *c), reverse=True)
-        if rows > 1 and not self._passes_of(rows).most_rows:  # what they cost is seen by some
+        if rows > 1 and self._passes_of(rows).most_rows <= rows:  # some show what they cost
             del chances[rows // 2 :]
         passes = self._passes(anchor, len(chances))
         tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
