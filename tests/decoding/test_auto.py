@@ -334,6 +334,37 @@ def test_one_step_of_a_head_is_tried_where_it_is_sure(first: float, ahead: int) 
     assert choice.ahead == ahead
 
 
+@pytest.mark.parametrize("pays", [True, False])
+def test_no_head_drafts_what_those_behind_could_not_be_given(pays: bool) -> None:
+    """Neither where it pays for the others, nor to try it."""
+    chooser = Chooser(12, None, (0.7, 0.7, 0.7))
+    for _ in range(2):
+        chooser.learn_full(8, 1.0)
+    chooser.learn_given(8, 4, 0, 1.1)
+    histories = [chooser.history() for _ in range(8)]
+    for history in histories:
+        for _ in range(60):
+            chooser.learn_ahead(history, 8, 1, 0, 1)
+            chooser.learn_first_draft(history, 0.95 if pays else 0.05)
+
+    def ahead(*, others_wait: bool = False) -> int:
+        none: list[list[Proposal]] = [[]] * 8
+        more = {"can_draft_ahead": True, "others_wait": others_wait}
+        return chooser.choose(histories, none, [8] * 8, **more).ahead
+
+    assert ahead() == 1
+    late = histories[0]
+    late.lead = -0.1
+    for _ in range(300):
+        late.add_first_draft(0.05)
+    assert ahead() == 0
+    assert ahead(others_wait=True) == 1
+    if pays:
+        for _ in range(300):
+            late.add_first_draft(0.95)
+        assert ahead() == 1
+
+
 def test_how_sure_a_head_was_of_late_counts_more() -> None:
     drafts = FirstDrafts([0.1] * 10)
     assert drafts.shares == pytest.approx([0.1] * 10)

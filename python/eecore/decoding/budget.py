@@ -42,7 +42,7 @@ class Budget:
         self._round = ROUND_ALONE if is_alone else ROUND_OF_SEVERAL
         self._spent = SPENT_ALONE if is_alone else SPENT_OF_SEVERAL
         self._request = REQUEST_ALONE if is_alone else REQUEST_OF_SEVERAL
-        self._looks, self._times, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
+        self._looks, self._rarer, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
         self._earned = self._left
         self._saves = False
         # Looks that found nothing; rounds until the next one; those of the last time.
@@ -89,7 +89,7 @@ class Budget:
         if self._idle <= self._looks:
             self._rests = 0
         else:
-            rests = self._times * self._last_rests or 1
+            rests = self._rarer * self._last_rests or 1
             self._rests = self._last_rests = min(rests, self._most_rests)
         self._earn(self._round + gained)
 
