@@ -61,7 +61,11 @@ NEW_TIME = 0.08
 USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
 # What a request may fall behind full depth by, for what others gain, of each round that somebody
 # looked in. Where those that are behind have hardly a chance of a draft, no head drafts.
-LAG_A_ROUND, LEAST_CHANCE = 0.005, 0.01
+LAG_A_ROUND = 0.005
+# Rounds of full depth that a request is ahead of another one by, and counts 1 / e as much.
+AHEAD = float(__import__("os").environ.get("AHEAD", 1.0))
+FEW_ALONE = 4
+MOST_WEIGHT = float(__import__("os").environ.get("MW", 2.0))
 # A look that takes more times as long as others was disturbed.
 MOST_OF_LOOK = 2.0
 # Drafts that were looked up, of which so many are likely to stand, need no others behind them.
@@ -167,10 +171,7 @@ class Chooser:
         """
         self._clock += 1
         rows = len(histories)
-        behind: tuple[int, ...] = ()
-        for i, history in enumerate(histories):
-            if history.lead < 0.0 and not others_wait:
-                behind += (i,)
+        weights = _weights(histories) if rows > 1 and not others_wait else (1.0,) * rows
         seconds = self._full.near(rows)
         if seconds is None or self._rounds >= self._next_full:
             return FULL
@@ -179,21 +180,21 @@ class Chooser:
         besides = self._looks.get(rows.bit_length(), 0.0) + host
         best, speed = FULL, MIN_GAIN * rows / (seconds + besides)
         if any(proposals):
-            choice, its_speed = self._give(histories, proposals, anchor, behind, besides)
+            choice, its_speed = self._give(histories, proposals, anchor, weights, besides)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            key = rows, exit_layers, behind
+            key = rows, exit_layers
             drafted = self._held(self._drafts, key)
             if drafted is None:
-                drafted = self._draft(exit_layers, histories, max(most), anchor, behind, besides)
+                drafted = self._draft(exit_layers, histories, max(most), anchor, weights, besides)
                 self._hold(self._drafts, key, drafted)
             layer, count, tokens = drafted
             if tokens / seconds > speed:
                 drafts = tuple(min(count, m) for m in most)
                 best = Choice("draft", layer, drafts, (NOTHING,) * rows)
         if can_draft_ahead and best.kind != "draft":
-            return self._ahead(best, histories, anchor, behind, host)
+            return self._ahead(best, histories, anchor, weights, host)
         return best
 
     def _ahead(
@@ -201,7 +202,7 @@ class Chooser:
         best: Choice,
         histories: Ordered[History],
         anchor: Anchor,
-        behind: Ordered[int],
+        weights: Ordered[float],
         host: float,
     ) -> Choice:
         """The same, and drafts of the head for the next round where they are worth it."""
@@ -214,9 +215,9 @@ class Chooser:
         if expected > ENOUGH * rows:
             return best
         thresholds, most = self._ahead_thresholds(anchor)
-        steps = self._head_steps_that_pay(histories, anchor, behind, host, most)
+        steps = self._head_steps_that_pay(histories, anchor, weights, host, most)
         if not steps:
-            if behind or not self._is_trial(histories, anchor):
+            if max(weights) > MOST_WEIGHT or not self._is_trial(histories, anchor):
                 return best
             steps = 1
         return Choice(
@@ -269,7 +270,7 @@ class Chooser:
         self,
         histories: Ordered[History],
         anchor: Anchor,
-        behind: Ordered[int],
+        weights: Ordered[float],
         host: float,
         most: int,
     ) -> int:
@@ -278,33 +279,30 @@ class Chooser:
         """
         rows, seconds = anchor
         row_cost = self._row_cost(anchor)
-        firsts = [history.first_draft(row_cost) for history in histories]
-        # Nothing is verified unless there is something for each that is behind.
-        chance = math.prod([firsts[i][1] for i in behind])
+        step = self._head_cost(rows).step
         best, speed = 0, MIN_GAIN * rows / (seconds + host)
-        if chance < LEAST_CHANCE:
-            return best
 
-        def speed_of(gains: list[float], tried: float, steps: float) -> float:
-            for i in behind:
-                gains[i] /= firsts[i][1]
-            tokens = rows + chance * (_worth([1.0 + gain for gain in gains], behind) - rows)
-            verified = self._between_passes(chance * tried, anchor)
-            taken = (verified + steps * self._head_cost(rows).step) * seconds + host
-            return tokens / taken
+        def speed_of(gain: float, tried: float, steps: float) -> float:
+            taken = (self._between_passes(tried, anchor) + steps * step) * seconds + host
+            return (rows + gain) / taken
 
         if rows == 1 or self._all.head_rounds(rows).is_known:
-            late = [history.head_rounds(rows) for history in histories]
-            of_most = speed_of(
-                [its.gain for its in late],
-                sum([its.tried for its in late]),
-                max([its.steps for its in late]),
-            )
+            gain = tried = steps = 0.0
+            for history, weight in zip(histories, weights, strict=True):
+                late = history.head_rounds(rows)
+                gain += weight * late.gain
+                tried += late.tried
+                steps = max(steps, late.steps)
+            of_most = speed_of(gain, tried, steps)
             if of_most > speed:
                 best, speed = most, of_most
         if not best or (most > 1 and rows > 1):
-            gains = [gain for gain, _ in firsts]
-            if speed_of(gains, sum([tried for _, tried in firsts]), 1.0) > speed:
+            gain = tried = 0.0
+            for history, weight in zip(histories, weights, strict=True):
+                stand, verified = history.first_draft(row_cost / weight)
+                gain += weight * stand
+                tried += verified
+            if speed_of(gain, tried, 1.0) > speed:
                 best = 1
         return best
 
@@ -346,7 +344,7 @@ class Chooser:
         histories: Ordered[History],
         proposals: Ordered[Ordered[Proposal]],
         anchor: Anchor,
-        behind: Ordered[int],
+        weights: Ordered[float],
         besides: float,
     ) -> tuple[Choice, float]:
         """Of drafts that there are, those likely enough to be worth a row; tokens a second.
@@ -359,28 +357,27 @@ class Chooser:
         given: list[Proposal] = []
         chances: list[tuple[float, int]] = []
         for i, (history, several) in enumerate(zip(histories, proposals, strict=True)):
-            chosen, own, most = NOTHING, list[float](), 0.0
+            chosen, own, most, weight = NOTHING, list[float](), 0.0, weights[i]
             for proposal in several:
                 its = history.chances(proposal)
                 worth = 0.0
                 for chance in its:
-                    if chance > row_cost:
-                        worth += chance - row_cost
+                    if weight * chance > row_cost:
+                        worth += weight * chance - row_cost
                 if worth > most:
                     chosen, own, most = proposal, its, worth
             given.append(chosen)
-            chances += [(chance, i) for chance in own]
+            chances += [(weight * chance, i) for chance in own]
         if rows > 1:  # of one request they fall as it is
-            chances.sort(key=lambda c: (c[1] in behind and c[0] > row_cost, *c), reverse=True)
-        if rows > 1 and self._passes_of(rows).most_rows <= rows:  # some show what they cost
-            del chances[rows // 2 :]
+            chances.sort(reverse=True)
+        # Few show what they cost, and then twice as many.
+        most_rows = self._passes_of(rows).most_rows
+        del chances[2 * most_rows - rows if most_rows > rows else max(rows // 2, FEW_ALONE) :]
         passes = self._passes(anchor, len(chances))
-        tokens, total, taken, speed = [1.0] * rows, float(rows), 0, 0.0
-        for count, (chance, i) in enumerate(chances, 1):
-            tokens[i] += chance
+        total, taken, speed = float(rows), 0, 0.0
+        for count, (chance, _) in enumerate(chances, 1):
             total += chance
-            worth = _worth(tokens, behind) if behind else total
-            here = worth / (passes[count] * seconds + besides)
+            here = total / (passes[count] * seconds + besides)
             if here > speed:
                 taken, speed = count, here
         drafts = [0] * rows
@@ -395,7 +392,7 @@ class Chooser:
         histories: Ordered[History],
         most: int,
         anchor: Anchor,
-        behind: Ordered[int],
+        weights: Ordered[float],
         besides: float,
     ) -> tuple[int, int, float]:
         """The best layer and number of drafts of each request; tokens in the time of a pass of
@@ -414,7 +411,8 @@ class Chooser:
                 tokens = [own + one for own, one in zip(tokens, stand, strict=True)]
                 if count not in NUM_DRAFTS and count != most:
                     continue
-                speed = _worth(tokens, behind) / (cost.round(count) + besides)
+                worth = sum([w * own for w, own in zip(weights, tokens, strict=True)])
+                speed = worth / (cost.round(count) + besides)
                 if speed < before:  # less and less stand, each costs as much
                     break
                 if speed > max(least, best[2]):
@@ -662,12 +660,14 @@ class Chooser:
             known.head_rounds(rows).add(accepted, drafted, steps, weight)
 
 
-def _worth(tokens: Ordered[float], behind: Ordered[int]) -> float:
-    """Of what requests get from a round: all of it, or no more than if all got what those get that
-    are behind.
+def _weights(histories: Ordered[History]) -> list[float]:
+    """What a token of each counts: most of those that are farthest behind, as much as one on
+    average.
     """
-    total = sum(tokens)
-    return min(total, len(tokens) * min(tokens[i] for i in behind)) if behind else total
+    least = min([history.lead for history in histories])
+    counts = [math.exp((least - history.lead) / AHEAD) for history in histories]
+    scale = len(counts) / sum(counts)
+    return [scale * count for count in counts]
 
 
 def best_exit_layers(agreement: Ordered[float] | None) -> tuple[int, ...]:

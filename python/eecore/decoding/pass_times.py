@@ -189,6 +189,9 @@ class PassTimes:
             if seconds is not None:
                 low, low_seconds = most, max(seconds, low_seconds)
             row_seconds = others.row_seconds
+        if low > anchor[0]:  # of many rows the next ones are as dear as these, or dearer
+            own = max(low_seconds - anchor[1], 0.0) / (low - anchor[0])
+            row_seconds = max(own, row_seconds or 0.0)
         if row_seconds is None:
             row_seconds = anchor[1] * (ROW_COST if anchor[0] == 1 else COST_AMONG_ROWS)
         return low_seconds + row_seconds * (rows - low)
