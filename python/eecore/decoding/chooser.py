@@ -59,20 +59,17 @@ NEW_TIME = 0.08
 # Of first drafts behind a text that heads are mostly sure of: their odds, and how many have these.
 # Several requests try a head that others found not to pay where these would.
 USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
-# What a request may fall behind full depth by, for what others gain, of each round that somebody
-# looked in. Where those that are behind have hardly a chance of a draft, no head drafts.
-LAG_A_ROUND = 0.005
-# Rounds of full depth that a request is ahead of another one by, and counts 1 / e as much.
-AHEAD = float(__import__("os").environ.get("AHEAD", 1.0))
+# A request that is ahead of full depth by so many rounds more than another one counts 1 / e as much
+# where both end in one batch; one that is behind it by so many, e times as much, but no more than so
+# often.
+AHEAD, BEHIND, MOST_BEHIND = 6.0, 2.0, 8.0
+# Drafts that a request alone is given at first, which show what rows take.
 FEW_ALONE = 4
-MOST_WEIGHT = float(__import__("os").environ.get("MW", 2.0))
 # A look that takes more times as long as others was disturbed.
 MOST_OF_LOOK = 2.0
-# Drafts that were looked up, of which so many are likely to stand, need no others behind them.
-ENOUGH = 2.0
 # Of a draft of a head behind one that stands: how often it stands too. What a draft that a head
 # went on behind stands for on average, and the least that it goes on behind.
-NEXT_STANDS = 0.55
+NEXT_STANDS = 0.4
 GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
 # How many drafts a layer makes, or as many as there is room for: a program is recorded for each.
 NUM_DRAFTS = (1, 2, 3, 4, 6, 8, 10)
@@ -208,16 +205,10 @@ class Chooser:
         """The same, and drafts of the head for the next round where they are worth it."""
         rows = anchor[0]
         given = best.given or (NOTHING,) * rows
-        expected = 0.0  # of drafts that were looked up, how many will stand
-        for history, its in zip(histories, given, strict=True):
-            if its.tokens and not its.is_headed:
-                expected += sum(history.chances(its))
-        if expected > ENOUGH * rows:
-            return best
         thresholds, most = self._ahead_thresholds(anchor)
         steps = self._head_steps_that_pay(histories, anchor, weights, host, most)
         if not steps:
-            if max(weights) > MOST_WEIGHT or not self._is_trial(histories, anchor):
+            if not self._is_trial(histories, anchor):
                 return best
             steps = 1
         return Choice(
@@ -551,7 +542,7 @@ class Chooser:
         expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
         seconds = min(seconds, (1.0 + SURPRISE) * expected)
         for history, tokens in got:
-            history.lead += LAG_A_ROUND + tokens - (seconds + host) / (full + host)
+            history.lead += tokens - (seconds + host) / (full + host)
 
     def _round(self, rows: int, full: float, drafted: int, steps: int, layer: int) -> float:
         """Seconds that a round is expected to take."""
@@ -664,8 +655,10 @@ def _weights(histories: Ordered[History]) -> list[float]:
     """What a token of each counts: most of those that are farthest behind, as much as one on
     average.
     """
-    least = min([history.lead for history in histories])
-    counts = [math.exp((least - history.lead) / AHEAD) for history in histories]
+    counts = []
+    for history in histories:
+        lead = history.lead
+        counts.append(math.exp(-lead / AHEAD if lead > 0.0 else min(-lead / BEHIND, MOST_BEHIND)))
     scale = len(counts) / sum(counts)
     return [scale * count for count in counts]
 

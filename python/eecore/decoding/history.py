@@ -33,9 +33,6 @@ MOST_COUNT = 1e9
 NEW_ROUND, NEW_ROUND_OF_ALL = 0.08, 0.02
 # How many rounds of a request a head is tried in that others found not to pay.
 TRY_HEAD = 3
-# What a request may fall behind full depth by, for what others gain, at first: there is
-# room for a step of a head that comes to nothing.
-LAG = 0.3
 
 
 class Odds:
@@ -128,8 +125,8 @@ class History:
     """Of all requests; None for these."""
     first: FirstDrafts | None = None
     """Of a head; None before it drafted for a request."""
-    lead: float = LAG
-    """Of a request: rounds of full depth until it is behind, by more than it may be."""
+    lead: float = 0.0
+    """Of a request: rounds of full depth that it is ahead by, or behind if it is negative."""
     trials: int = TRY_HEAD
     """Of a request: rounds that are left to try a head in that others found not to pay."""
 
