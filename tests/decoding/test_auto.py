@@ -303,6 +303,29 @@ def test_a_head_that_lost_is_tried_again_for_other_texts(
         assert tries == expected
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_drafts_show_what_more_rows_take(rows: int) -> None:
+    chooser, proposal = Chooser(12, None), Proposal(list(range(64)), 8)
+    for _ in range(2):
+        chooser.learn_full(rows, 1.0)
+    chooser.learn_full(32 * rows, 1.1)
+    histories = [chooser.history() for _ in range(rows)]
+    for history in histories:
+        for _ in range(64):
+            chooser.learn_drafts(0, history, proposal, 64, 64)
+
+    def drafted() -> int:
+        return sum(chooser.choose(histories, [[proposal]] * rows, [64] * rows).drafts)
+
+    counts = [drafted()]
+    for _ in range(3):
+        chooser.learn_given(rows, counts[-1], 0, 1.0 + 0.001 * counts[-1])
+        counts.append(drafted())
+    assert counts[0] == 4
+    for before, after in itertools.pairwise(counts):
+        assert after == 2 * before + rows
+
+
 def test_of_several_requests_few_drafts_show_what_more_rows_take() -> None:
     chooser, proposal = Chooser(12, None), Proposal([1, 2, 3], 8)
     for _ in range(2):
@@ -314,6 +337,8 @@ def test_of_several_requests_few_drafts_show_what_more_rows_take() -> None:
 
     assert drafted() == 4
     chooser.learn_given(8, 4, 0, 1.1)
+    assert drafted() == 16
+    chooser.learn_given(8, 16, 0, 1.3)
     assert drafted() == 24
 
 
@@ -334,9 +359,8 @@ def test_one_step_of_a_head_is_tried_where_it_is_sure(first: float, ahead: int) 
     assert choice.ahead == ahead
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_no_head_drafts_what_those_behind_could_not_be_given(pays: bool) -> None:
-    """Neither where it pays for the others, nor to try it."""
+def test_a_head_drafts_for_those_that_are_behind_or_not_at_all() -> None:
+    """Unless others wait for these to end."""
     chooser = Chooser(12, None, (0.7, 0.7, 0.7))
     for _ in range(2):
         chooser.learn_full(8, 1.0)
@@ -345,7 +369,7 @@ def test_no_head_drafts_what_those_behind_could_not_be_given(pays: bool) -> None
     for history in histories:
         for _ in range(60):
             chooser.learn_ahead(history, 8, 1, 0, 1)
-            chooser.learn_first_draft(history, 0.95 if pays else 0.05)
+            chooser.learn_first_draft(history, 0.95)
 
     def ahead(*, others_wait: bool = False) -> int:
         none: list[list[Proposal]] = [[]] * 8
@@ -354,15 +378,38 @@ def test_no_head_drafts_what_those_behind_could_not_be_given(pays: bool) -> None
 
     assert ahead() == 1
     late = histories[0]
-    late.lead = -0.1
+    late.lead, late.trials = -8.0, 0
+    for history in histories[1:]:
+        history.lead, history.trials = 4.0, 0
     for _ in range(300):
         late.add_first_draft(0.05)
     assert ahead() == 0
     assert ahead(others_wait=True) == 1
-    if pays:
-        for _ in range(300):
-            late.add_first_draft(0.95)
-        assert ahead() == 1
+    for _ in range(300):
+        late.add_first_draft(0.95)
+    assert ahead() == 1
+
+
+def test_rows_go_to_those_that_are_behind() -> None:
+    """As long as their drafts are nearly as likely."""
+    chooser = Chooser(12, None)
+    for rows in (8, 32):
+        for _ in range(2):
+            chooser.learn_full(rows, rows / 8)  # a row more is dear
+    for drafted in (4, 8):
+        chooser.learn_given(8, drafted, 0, 1.0 + 0.11 * drafted)
+    histories = [chooser.history() for _ in range(8)]
+    proposals = [[Proposal([1], 0, [0.95])] for _ in range(8)]
+
+    def drafts() -> tuple[int, ...]:
+        return chooser.choose(histories, proposals, [8] * 8).drafts
+
+    assert drafts() == ()  # it hardly pays
+    for history in histories[2:]:
+        history.lead = 6.0
+    assert drafts() == (1, 1, 0, 0, 0, 0, 0, 0)
+    proposals[0] = [Proposal([1], 0, [0.05])]
+    assert drafts() == (0, 1, 0, 0, 0, 0, 0, 0)
 
 
 def test_how_sure_a_head_was_of_late_counts_more() -> None:
@@ -685,7 +732,7 @@ def test_as_many_rows_take_as_long_for_more_requests_unless_they_were_measured()
     times, anchor = PassTimes(), (4, 1.3)
     assert times.of(8, anchor, of_more) == pytest.approx(1.7)
     assert times.of(10, anchor, of_more) == pytest.approx(2.1)
-    beyond = 2.5 + 2 * (2.5 - 1.0) / 11
+    beyond = 2.5 + 2 * (2.5 - 1.3) / 8  # as from 4 to 12
     assert times.of(14, anchor, of_more) == pytest.approx(beyond)
     times.add(8, 1.5)
     assert times.of(8, anchor, of_more) == pytest.approx(1.5)
@@ -827,7 +874,7 @@ def test_times_between_and_beyond_measured_ones() -> None:
     times.add(6, 20.0)
     assert times.of(4, anchor) == pytest.approx(15.0)
     assert times.of(6, anchor) == 20.0
-    assert times.of(8, anchor) == pytest.approx(20.0 + 2 * COST_AMONG_ROWS * 10.0)
+    assert times.of(8, anchor) == pytest.approx(20.0 + 2 * (20.0 - 10.0) / 4)
     times.add(6, 500.0)  # a disturbance
     assert 20.0 < times.of(6, anchor) < 1.5 * 20.0
     assert times.near(4) is None
