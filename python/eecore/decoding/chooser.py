@@ -345,20 +345,19 @@ class Chooser:
         """
         rows, seconds = anchor
         row_cost = self._row_cost(anchor)
+        least = 0.5 * row_cost  # a few more rows may be cheaper than the average
         given: list[Proposal] = []
         chances: list[tuple[float, int]] = []
         for i, (history, several) in enumerate(zip(histories, proposals, strict=True)):
-            chosen, own, most, weight = NOTHING, list[float](), 0.0, weights[i]
+            chosen, own, most = NOTHING, list[float](), 0.0
             for proposal in several:
-                its = history.chances(proposal)
-                worth = 0.0
-                for chance in its:
-                    if weight * chance > row_cost:
-                        worth += weight * chance - row_cost
+                its = history.chances(proposal, weights[i], least)
+                worth = sum([c - row_cost for c in its if c > row_cost])
                 if worth > most:
                     chosen, own, most = proposal, its, worth
             given.append(chosen)
-            chances += [(weight * chance, i) for chance in own]
+            for chance in own:
+                chances.append((chance, i))
         if rows > 1:  # of one request they fall as it is
             chances.sort(reverse=True)
         # Few show what they cost, and then twice as many.

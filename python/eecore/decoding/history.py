@@ -25,6 +25,7 @@ LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 HEAD_ODDS = tuple((tenth + 0.5) / 10 for tenth in range(10))
 LOOKED_UP: tuple[Kind, ...] = tuple(("looked up", n) for n in range(len(LOOKUP_ODDS)))
 HEADED: tuple[Kind, ...] = tuple(("headed", min(n, len(HEAD_ODDS) - 1)) for n in range(11))
+SUREST_FIRST = HEADED[len(HEAD_ODDS) - 1 :: -1]
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
 # Counts are divided once the newest is larger.
@@ -69,26 +70,26 @@ class FirstDrafts:
         shares: of each tenth, as is expected.
     """
 
-    __slots__ = ("_counts", "_next", "_total")
+    __slots__ = ("_next", "counts", "total")
 
     def __init__(self, shares: Ordered[float]) -> None:
-        self._counts = [PRIOR_DRAFTS * share for share in shares]
-        self._total, self._next = PRIOR_DRAFTS, 1.0
+        self.counts = [PRIOR_DRAFTS * share for share in shares]
+        self.total, self._next = PRIOR_DRAFTS, 1.0
 
     @property
     def shares(self) -> list[float]:
         """Of each tenth."""
-        return [count / self._total for count in self._counts]
+        return [count / self.total for count in self.counts]
 
     def add(self, probability: float) -> None:
         """One more, which the head gave this to. A newer one counts more, instead of older less."""
         _, tenth = kind_of_headed(probability)
         self._next /= OLDER_DRAFTS
-        self._counts[tenth] += self._next
-        self._total += self._next
+        self.counts[tenth] += self._next
+        self.total += self._next
         if self._next > MOST_COUNT:
-            self._counts = [count / self._next for count in self._counts]
-            self._total, self._next = self._total / self._next, 1.0
+            self.counts = [count / self._next for count in self.counts]
+            self.total, self._next = self.total / self._next, 1.0
 
 
 @dataclass(slots=True)
@@ -172,12 +173,14 @@ class History:
         """
         gain = tried = 0.0
         own, others = self.odds, {} if self.others is None else self.others.odds
-        for kind, share in zip(HEADED, self.first_drafts().shares, strict=False):
+        first = self.first_drafts()
+        for kind, count in zip(SUREST_FIRST, reversed(first.counts), strict=False):
             odds = own.get(kind) or others[kind]
-            if odds.stood > row_cost * odds.tried:
-                gain += share * odds.share
-                tried += share
-        return gain, tried
+            if odds.stood <= row_cost * odds.tried:
+                break  # those that it is less sure of stand less often
+            gain += count * odds.stood / odds.tried
+            tried += count
+        return gain / first.total, tried / first.total
 
     def add_first_draft(self, probability: float) -> None:
         """One more, which a head gave this to."""
@@ -185,16 +188,27 @@ class History:
             self.first = FirstDrafts(self.first_drafts().shares)
         self.first.add(probability)
 
-    def chances(self, given: Proposal) -> list[float]:
-        """That the first of such drafts stands, the first two, ..."""
-        chance, found = 1.0, list[float]()
+    def chances(self, given: Proposal, weight: float = 1.0, least: float = 0.0) -> list[float]:
+        """How likely the first of such drafts stands, the first two, ..., each times ``weight``, as
+        far as that is more than ``least``.
+        """
+        chance, found = weight, list[float]()
         own, others = self.odds, {} if self.others is None else self.others.odds
-        for k in range(len(given.tokens)):
-            kind = kind_of(given, k)
+        for kind in _kinds(given):
             odds = own.get(kind) or others[kind]
             chance *= odds.stood / odds.tried
+            if chance <= least:
+                break
             found.append(chance)
         return found
+
+
+def _kinds(given: Proposal) -> Ordered[Kind]:
+    """Of such drafts, one by one."""
+    if given.probabilities:
+        return [HEADED[int(10 * probability)] for probability in given.probabilities]
+    count, match = len(given.tokens), given.match
+    return LOOKED_UP[match : match + count] + LOOKED_UP[-1:] * (match + count - len(LOOKED_UP))
 
 
 def kind_of_headed(probability: float) -> Kind:

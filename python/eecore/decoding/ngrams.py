@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as Ordered
+from collections.abc import Set
 
 from eecore.decoding.proposal import NOTHING, Proposal
 from eecore.scheduling.sequence import Sequence
@@ -57,7 +57,7 @@ class NgramIndex:
         self._end = end
         self._tokens += token_ids
 
-    def propose(self, most: int, stops: Collection[int] = ()) -> Proposal:
+    def propose(self, most: int, stops: Set[int] = frozenset()) -> Proposal:
         """What followed the longest n-gram that ends the text, at its latest place before.
 
         Args:
@@ -67,13 +67,13 @@ class NgramIndex:
         place, match = self._place()
         if not match:
             return NOTHING
-        # What follows may reach into the proposal itself, where a text repeats itself.
-        size = len(self._tokens)
-        drafts: list[int] = []
-        for at in range(place, place + most):
-            drafts.append(self._tokens[at] if at < size else drafts[at - size])
-            if drafts[-1] in stops:
-                break
+        drafts = self._tokens[place : place + most]
+        size = len(drafts)
+        for at in range(most - size):  # a text that repeats itself goes on with what it drafts
+            drafts.append(drafts[at])
+        if not stops.isdisjoint(drafts):
+            first = next(k for k, draft in enumerate(drafts) if draft in stops)
+            del drafts[first + 1 :]
         return Proposal(drafts, match)
 
     def _place(self) -> tuple[int, int]:
