@@ -22,6 +22,7 @@ BENCHMARKS = {
     "drafts": "bench.exits.drafts",
     "draft-peers": "bench.exits.draft_peers",
     "auto": "bench.exits.auto",
+    "replay": "bench.exits.replay",
     "trees": "bench.exits.trees",
     "intents": "bench.intents.intents",
     "calm": "bench.calm.calm",

@@ -27,6 +27,7 @@ WITH_REPORTS = (
     "exits.drafts",
     "exits.draft_peers",
     "exits.auto",
+    "exits.replay",
     "exits.trees",
     "intents.intents",
     "calm.tables",

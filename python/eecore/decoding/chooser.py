@@ -3,8 +3,9 @@
 Nobody is asked: how long passes take is measured as they run, by their number of rows, and how many
 drafts stand is counted, by request, and by the length of the n-gram that was found or by the
 probability that a draft head gave. A round does what gives most tokens a second by these, for all
-of its ``Auto`` requests together, since weights are read once for all, but none of them falls far
-behind full depth for what others gain unless more requests wait for these to end.
+of its ``Auto`` requests together, since weights are read once for all. Unless more requests wait
+for these to end, what a batch takes is what its last one takes: a token of a request counts the
+less the farther that one is ahead of full depth, and the more the farther it is behind.
 (DEL, Zarch et al. 2025; Kangaroo, Liu et al. 2024; Leviathan et al. 2023.)
 """
 
@@ -59,9 +60,9 @@ NEW_TIME = 0.08
 # Of first drafts behind a text that heads are mostly sure of: their odds, and how many have these.
 # Several requests try a head that others found not to pay where these would.
 USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
-# A request that is ahead of full depth by so many rounds more than another one counts 1 / e as much
-# where both end in one batch; one that is behind it by so many, e times as much, but no more than so
-# often.
+# Rounds of full depth that a request is ahead of it by and counts 1 / e as much beside one that is
+# level, where both end in one batch; that one is behind it by and counts e times as much; the power
+# of e that it counts at most.
 AHEAD, BEHIND, MOST_BEHIND = 6.0, 2.0, 8.0
 # Drafts that a request alone is given at first, which show what rows take.
 FEW_ALONE = 4
@@ -163,8 +164,7 @@ class Chooser:
             most: drafts that each has room for.
             exit_layers: that may draft.
             can_draft_ahead: whether a draft head may draft for the next round.
-            others_wait: other requests wait for these to end; if not, none of these is to fall
-                behind full depth for what others gain.
+            others_wait: other requests wait for these to end, and all their tokens count the same.
         """
         self._clock += 1
         rows = len(histories)
@@ -338,10 +338,8 @@ class Chooser:
         weights: Ordered[float],
         besides: float,
     ) -> tuple[Choice, float]:
-        """Of drafts that there are, those likely enough to be worth a row; tokens a second.
-
-        A round takes ``besides`` more. Those of requests that are behind come first:
-        nothing is gained without them.
+        """Of drafts that there are, those likely enough to be worth a row; tokens a second, as much
+        as they count. A round takes ``besides`` more.
         """
         rows, seconds = anchor
         row_cost = self._row_cost(anchor)

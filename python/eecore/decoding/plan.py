@@ -99,6 +99,11 @@ class Planner:
         """Of a request, as its policy says."""
         return route_of(sequence, self._num_layers)
 
+    @property
+    def looked(self) -> bool:
+        """Whether the last rounds that were planned had somebody choose what they do."""
+        return self._look is not None
+
     def chooses(self, works: Ordered[Work]) -> bool:
         """Whether what some of them do is chosen; it is not where nobody is to look."""
         self._free, looks, self._chooser = [], False, None

@@ -1,0 +1,376 @@
+"""What ``Auto`` chooses, on drafts and times that were recorded: free of a machine's noise.
+
+python -m bench replay [--weights file int8 float32] [--batches 1 4 8]
+
+For each kind of prompt is recorded what SmolLM2's draft head drafts behind every token of its
+greedy answers, and how long rounds take that verify so many drafts of so many requests. Then
+``Auto`` decides round after round, in batches of these prompts drawn anew, with a clock that those
+times move; it begins with what is known of no model. Beside it stands the best that always does
+the same, found by trying: so many steps of the head, a threshold, and drafts that are looked up by
+long n-grams or not at all. What a machine does slower when rounds take turns is not in it. Writes
+bench/results/replay.json and its table in bench/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+import eecore
+from bench.harness.command import parser, say
+from bench.harness.machine import in_words, machine
+from bench.harness.prompts import KINDS, prompts_of
+from bench.harness.replay import Answer, RoundTimes, new_planner, play
+from bench.harness.results import Figures, Report
+from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
+from eecore.decoding.budget import Budget
+from eecore.decoding.chooser import FULL, Choice, Chooser
+from eecore.decoding.history import History
+from eecore.decoding.plan import Planner
+from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
+from eecore.evaluation.tables import markdown_table
+from eecore.exits import Auto
+
+REQUESTS = (1, 2, 4, 8)
+"""Of the rounds that are timed."""
+DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""That they verify, all together."""
+STEPS = 3
+"""Of the head, behind rounds that verify nothing."""
+TURNS, FIRST_TURNS = 8, 2
+"""Rounds of each sort; the first ones do not count."""
+STEPS_TRIED, THRESHOLDS = (1, 2, 3, 4), (0.3, 0.5, 0.7, 0.9)
+LOOKUPS = ((0, 0), (4, 3), (8, 8))
+"""The shortest n-gram by which drafts are looked up, and how many; of what is always the same."""
+NOISE = 0.03
+PLAYS = 4
+
+
+class Willing(Budget):
+    """That is never spent."""
+
+    @property
+    def is_spent(self) -> bool:
+        return False
+
+    @property
+    def rests(self) -> int:
+        return 0
+
+
+class Asked(NamedTuple):
+    """What a request's round could be given, and how many drafts there is room for."""
+
+    history: History
+    proposals: Sequence[Proposal]
+    most: int
+
+
+class Told(Chooser):
+    """That does as it is told, whatever it costs."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers, None, (0.5,))
+        self._willing = Willing(is_alone=True)
+
+    def budget(self, rows: int) -> Budget:
+        del rows
+        return self._willing
+
+    def choose(
+        self,
+        histories: Sequence[History],
+        proposals: Sequence[Sequence[Proposal]],
+        most: Sequence[int],
+        **_: Any,
+    ) -> Choice:
+        return self.told([Asked(*its) for its in zip(histories, proposals, most, strict=True)])
+
+    def told(self, asked: Sequence[Asked]) -> Choice:
+        """What it is told to do for these requests."""
+        raise NotImplementedError
+
+
+class Recorder(Told):
+    """A head drafts as much as it can behind each token, and nothing is verified."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.drafts: dict[int, list[Proposal]] = {}
+        """Of each request, in the order in which they came."""
+        self._kept: list[History] = []  # so that none is taken for another
+
+    def told(self, asked: Sequence[Asked]) -> Choice:
+        for history, proposals, _ in asked:
+            if id(history) not in self.drafts:
+                self._kept.append(history)
+            headed = next((each for each in proposals if each.is_headed), NOTHING)
+            self.drafts.setdefault(id(history), []).append(headed)
+        rows = len(asked)
+        return Choice("given", 0, (0,) * rows, (NOTHING,) * rows, MOST_AHEAD, (0.0,) * MOST_AHEAD)
+
+
+class Timer(Told):
+    """Rounds of each sort in turns, of drafts that are wrong."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        """Of full depth, of rounds that are given drafts, of steps of a head; by drafts or steps,
+        and turn."""
+        self._turns = self._sorts()
+        self._now = ("full", 0, 0)
+
+    def _sorts(self) -> Iterator[tuple[str, int, int]]:
+        while True:
+            yield from (("full", 0, turn) for turn in range(2 * TURNS))
+            yield from (("given", drafts, turn) for drafts in DRAFTS for turn in range(TURNS))
+            yield from (("steps", STEPS, turn) for turn in range(TURNS))
+
+    def told(self, asked: Sequence[Asked]) -> Choice:
+        self._now = sort, count, _ = next(self._turns)
+        if sort == "full":
+            return FULL
+        rows, left = len(asked), count if sort == "given" else 0
+        drafts = [min(left // rows + (i < left % rows), each.most) for i, each in enumerate(asked)]
+        given = tuple(Proposal([0] * own, 8) for own in drafts)
+        steps = count if sort == "steps" else 0
+        return Choice("given", 0, tuple(drafts), given, steps, (0.0,) * MOST_AHEAD)
+
+    def learn_full(self, rows: int, seconds: float, *, steady: int = 1) -> None:
+        super().learn_full(rows, seconds, steady=steady)
+        self._timed("full", 0, seconds)
+
+    def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
+        super().learn_given(rows, drafted, ahead, seconds)
+        self._timed("steps" if ahead else "given", drafted or ahead, seconds)
+
+    def _timed(self, sort: str, count: int, seconds: float) -> None:
+        now, told, turn = self._now
+        if (sort, count) == (now, told) and turn >= FIRST_TURNS:
+            self.seconds[sort, count, turn].append(seconds)
+
+    def time(self, sort: str, count: int) -> float | None:
+        """The median, over all turns that count; None where there was none."""
+        found = [s for key, its in self.seconds.items() if key[:2] == (sort, count) for s in its]
+        return statistics.median(found) if found else None
+
+
+class Watched(Chooser):
+    """``Auto``'s own, and how long the host takes."""
+
+    looks: list[float]
+    betweens: list[float]
+
+    def learn_look(self, rows: int, seconds: float) -> float:
+        self.looks.append(seconds)
+        return super().learn_look(rows, seconds)
+
+    def learn_between(self, rows: int, seconds: float) -> None:
+        self.betweens.append(seconds)
+        super().learn_between(rows, seconds)
+
+
+class Same(Told):
+    """Always so many steps of the head, a threshold, and drafts of long n-grams."""
+
+    def __init__(
+        self, num_layers: int, steps: int, threshold: float, lookups: tuple[int, int]
+    ) -> None:
+        super().__init__(num_layers)
+        self._steps, self._threshold, self._lookups = steps, threshold, lookups
+
+    def told(self, asked: Sequence[Asked]) -> Choice:
+        shortest, drafts = self._lookups
+        given = []
+        for each in asked:
+            taken = NOTHING
+            for proposal in each.proposals:
+                if proposal.is_headed:
+                    sure = [p for p in proposal.probabilities if p >= self._threshold]
+                    taken = proposal.first(len(sure))
+                elif drafts and proposal.match >= shortest:
+                    taken = proposal.first(drafts)
+            given.append(taken)
+        counts = tuple(len(proposal.tokens) for proposal in given)
+        thresholds = (self._threshold,) * MOST_AHEAD
+        return Choice("given", 0, counts, tuple(given), self._steps, thresholds)
+
+
+def use(model: eecore.Model, chooser: Chooser) -> None:
+    """What chooses for ``Auto`` requests from now on."""
+    network = model.network
+    network.learnt[torch.get_num_threads(), network.draft_head] = chooser
+
+
+def answers_of(model: eecore.Model, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    """Greedy answers, and what the head drafts behind each of their tokens."""
+    found = []
+    for i in range(0, len(prompts), 8):
+        group = list(prompts[i : i + 8])
+        recorder = Recorder(model.config.num_layers)
+        use(model, recorder)
+        outputs = eecore.generate(model, group, exit=Auto(), max_tokens=tokens, ignore_eos=True)
+        drafts = list(recorder.drafts.values())
+        for prompt, output, its in zip(group, outputs, drafts, strict=True):
+            found.append(Answer(prompt, output.token_ids, its))
+    return found
+
+
+def times_of(model: eecore.Model, prompts: Sequence[list[int]]) -> RoundTimes:
+    """Of rounds behind such prompts, by their requests."""
+    full: dict[int, float] = {}
+    given: dict[int, dict[int, float]] = {}
+    step: dict[int, float] = {}
+    look: dict[int, float] = {}
+    between: dict[int, float] = {}
+    rounds = TURNS * (len(DRAFTS) + 3) + 8
+    for requests in REQUESTS:
+        timer, watched = Timer(model.config.num_layers), Watched(model.config.num_layers, None)
+        watched.looks, watched.betweens = [], []
+        for first in range(0, max(2 * requests, 4), requests):
+            group = [prompts[(first + i) % len(prompts)] for i in range(requests)]
+            use(model, timer)
+            eecore.generate(model, group, exit=Auto(), max_tokens=rounds + 40, ignore_eos=True)
+            use(model, watched)
+            eecore.generate(model, group, exit=Auto(), max_tokens=64, ignore_eos=True)
+        known = {drafts: timer.time("given", drafts) for drafts in DRAFTS}
+        given[requests] = {drafts: t for drafts, t in known.items() if t is not None}
+        full[requests] = timer.time("full", 0) or given[requests][0]
+        steps = timer.time("steps", STEPS) or 0.0
+        step[requests] = max(steps - given[requests][0], 0.0) / STEPS
+        look[requests] = statistics.median(watched.looks)
+        between[requests] = statistics.median(watched.betweens)
+    return RoundTimes(full, given, step, look, between)
+
+
+def played(
+    planner: Planner,
+    answers: Sequence[Answer],
+    times: RoundTimes,
+    batch: int,
+    tokens: int,
+    chance: random.Random,
+) -> float:
+    """Full depth's time over the other one's, of all answers in batches."""
+    order = list(answers)
+    chance.shuffle(order)
+    full = other = 0.0
+    for i in range(0, len(order) - batch + 1, batch):
+        its = play(
+            *(planner, order[i : i + batch], times),
+            most_tokens=tokens,
+            noise=NOISE,
+            chance=chance,
+        )
+        full, other = full + its.full, other + its.auto
+    return full / other
+
+
+def best_same(
+    answers: Sequence[Answer], times: RoundTimes, batch: int, tokens: int, num_layers: int
+) -> tuple[float, str]:
+    """The best that always does the same, and what."""
+    best = 0.0, ""
+    for steps, threshold, lookups in product(STEPS_TRIED, THRESHOLDS, LOOKUPS):
+        same = Same(num_layers, steps, threshold, lookups)
+        planner = new_planner(num_layers, (), same)
+        speedup = played(planner, answers, times, batch, tokens, random.Random(1))
+        what = f"{steps} @ {threshold}" + (f", {lookups[0]}-grams" if lookups[1] else "")
+        best = max(best, (speedup, what))
+    return best
+
+
+def rows_of(
+    model: eecore.Model, weights: str, recorded: dict[str, list[Answer]], arguments: Any
+) -> list[dict[str, Any]]:
+    """All kinds of prompts in all batches, with one kind of weights."""
+    head = model.network.draft_head
+    assert head is not None
+    num_layers, agreement = model.config.num_layers, head.settings.agreement
+    times = {}
+    for kind, answers in recorded.items():
+        say(f"{weights}, {kind}: times")
+        times[kind] = times_of(model, [list(answer.prompt) for answer in answers])
+    rows = []
+    for batch in arguments.batches:
+        autos: dict[str, list[float]] = {kind: [] for kind in recorded}
+        for number in range(PLAYS):
+            chance, planner = random.Random(number), new_planner(num_layers, agreement)
+            for kind, answers in recorded.items():  # what is learnt of one stays for the next
+                speedup = played(planner, answers, times[kind], batch, arguments.tokens, chance)
+                autos[kind].append(speedup)
+        for kind, answers in recorded.items():
+            same, what = best_same(answers, times[kind], batch, arguments.tokens, num_layers)
+            auto = math.exp(statistics.mean(map(math.log, autos[kind])))
+            row = {"weights": weights, "kind": kind, "batch": batch, "prompts": len(answers)}
+            row |= {"auto": auto, "same": same, "what": what}
+            row["full_ms"] = 1e3 * times[kind].full(batch)
+            row["draft"] = (times[kind].given(batch, batch) / times[kind].full(batch) - 1.0) / batch
+            rows.append(row)
+            say(row)
+    return rows
+
+
+def table(figures: Figures) -> str:
+    head = ["weights", "prompts", "batch", "full, ms a round", "a draft more", "auto"]
+    head += ["always the same", "what"]
+    rows = [
+        [
+            row["weights"],
+            f"{row['kind']} ({row['prompts']})",
+            str(row["batch"]),
+            f"{row['full_ms']:.1f}",
+            f"{row['draft']:.1%}",
+            f"{row['auto']:.2f}x",
+            f"{row['same']:.2f}x",
+            row["what"],
+        ]
+        for row in figures["rows"]
+    ]
+    return (
+        markdown_table(head, rows, text_columns=2)
+        + f"\n\n{figures['model']}, greedy, at most {figures['tokens']} tokens an answer. A draft"
+        " more: of as many as requests, each one's part of a round of full depth. Always the same:"
+        " so many steps of the head until a draft is below a threshold, and drafts of n-grams that"
+        " are so long or longer. "
+        f"{figures['threads']} thread(s), {in_words(figures['machine'])}. `python -m bench replay`"
+    )
+
+
+REPORT = Report("replay", {"replay": table})
+REPORTS = [REPORT]
+
+
+def main(words: Sequence[str]) -> None:
+    command = parser("replay", __doc__, batches=(1, 4, 8), threads=1)
+    command.add_argument("--weights", nargs="+", default=["file", "int8", "float32"])
+    command.add_argument("--prompts", type=int, default=16, help="of each kind")
+    command.add_argument("--tokens", type=int, default=64, help="of an answer at most")
+    arguments = command.parse_args(words)
+    torch.set_num_threads(arguments.threads)
+    rows: list[dict[str, Any]] = []
+    with smollm2_file() as file:
+        recorded: dict[str, list[Answer]] = {}
+        for weights in arguments.weights:
+            model = loaded(file, weights, kv_cache_tokens=16384)
+            for kind in KINDS if not recorded else ():
+                prompts = [chat(model, text) for text in prompts_of(kind, arguments.prompts)]
+                prompts = [ids for ids in prompts if len(ids) <= LONGEST_PROMPT]
+                recorded[kind] = answers_of(model, prompts, arguments.tokens + MOST_AHEAD)
+            rows += rows_of(model, weights, recorded, arguments)
+    figures: Figures = {
+        "model": "SmolLM2-135M-Instruct",
+        "rows": rows,
+        "tokens": arguments.tokens,
+        "threads": arguments.threads,
+        "machine": machine(),
+    }
+    REPORT.finish(figures, arguments)
