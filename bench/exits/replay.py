@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from eecore.decoding.chooser import FULL, Choice, Chooser
 from eecore.decoding.history import History
 from eecore.decoding.plan import Planner
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
+from eecore.decoding.round_costs import RoundCosts
 from eecore.evaluation.tables import markdown_table
 from eecore.exits import Auto
 
@@ -117,6 +118,44 @@ class Recorder(Told):
         return Choice("given", 0, (0,) * rows, (NOTHING,) * rows, MOST_AHEAD, (0.0,) * MOST_AHEAD)
 
 
+class Noted(RoundCosts):
+    """Of which each round is told as it is learnt."""
+
+    def __init__(self, num_layers: int, note: Callable[[str, int, float], None]) -> None:
+        super().__init__(num_layers)
+        self._note_round = note
+
+    def learn_full(self, rows: int, seconds: float, *, steady: int = 1) -> None:
+        super().learn_full(rows, seconds, steady=steady)
+        self._note_round("full", 0, seconds)
+
+    def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
+        super().learn_given(rows, drafted, ahead, seconds)
+        self._note_round("steps" if ahead else "given", drafted or ahead, seconds)
+
+    def learn_look(self, rows: int, seconds: float) -> float:
+        self._note_round("look", 0, seconds)
+        return super().learn_look(rows, seconds)
+
+    def learn_between(self, rows: int, seconds: float) -> None:
+        self._note_round("between", 0, seconds)
+        super().learn_between(rows, seconds)
+
+
+class Times:
+    """Of rounds, by their sort."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+
+    def note(self, sort: str, count: int, seconds: float) -> None:
+        del count
+        self._seconds[sort].append(seconds)
+
+    def median(self, sort: str) -> float:
+        return statistics.median(self._seconds[sort])
+
+
 class Timer(Told):
     """Rounds of each sort in turns, of drafts that are wrong."""
 
@@ -127,6 +166,7 @@ class Timer(Told):
         and turn."""
         self._turns = self._sorts()
         self._now = ("full", 0, 0)
+        self.costs = Noted(num_layers, self.note)
 
     def _sorts(self) -> Iterator[tuple[str, int, int]]:
         while True:
@@ -144,15 +184,8 @@ class Timer(Told):
         steps = count if sort == "steps" else 0
         return Choice("given", 0, tuple(drafts), given, steps, (0.0,) * MOST_AHEAD)
 
-    def learn_full(self, rows: int, seconds: float, *, steady: int = 1) -> None:
-        super().learn_full(rows, seconds, steady=steady)
-        self._timed("full", 0, seconds)
-
-    def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
-        super().learn_given(rows, drafted, ahead, seconds)
-        self._timed("steps" if ahead else "given", drafted or ahead, seconds)
-
-    def _timed(self, sort: str, count: int, seconds: float) -> None:
+    def note(self, sort: str, count: int, seconds: float) -> None:
+        """How long a round took, if it was told to be that."""
         now, told, turn = self._now
         if (sort, count) == (now, told) and turn >= FIRST_TURNS:
             self.seconds[sort, count, turn].append(seconds)
@@ -161,21 +194,6 @@ class Timer(Told):
         """The median, over all turns that count; None where there was none."""
         found = [s for key, its in self.seconds.items() if key[:2] == (sort, count) for s in its]
         return statistics.median(found) if found else None
-
-
-class Watched(Chooser):
-    """``Auto``'s own, and how long the host takes."""
-
-    looks: list[float]
-    betweens: list[float]
-
-    def learn_look(self, rows: int, seconds: float) -> float:
-        self.looks.append(seconds)
-        return super().learn_look(rows, seconds)
-
-    def learn_between(self, rows: int, seconds: float) -> None:
-        self.betweens.append(seconds)
-        super().learn_between(rows, seconds)
 
 
 class Same(Told):
@@ -233,21 +251,22 @@ def times_of(model: eecore.Model, prompts: Sequence[list[int]]) -> RoundTimes:
     between: dict[int, float] = {}
     rounds = TURNS * (len(DRAFTS) + 3) + 8
     for requests in REQUESTS:
-        timer, watched = Timer(model.config.num_layers), Watched(model.config.num_layers, None)
-        watched.looks, watched.betweens = [], []
+        timer, auto = Timer(model.config.num_layers), Chooser(model.config.num_layers, None)
+        host = Times()
+        auto.costs = Noted(model.config.num_layers, host.note)
         for first in range(0, max(2 * requests, 4), requests):
             group = [prompts[(first + i) % len(prompts)] for i in range(requests)]
             use(model, timer)
             eecore.generate(model, group, exit=Auto(), max_tokens=rounds + 40, ignore_eos=True)
-            use(model, watched)
+            use(model, auto)
             eecore.generate(model, group, exit=Auto(), max_tokens=64, ignore_eos=True)
         known = {drafts: timer.time("given", drafts) for drafts in DRAFTS}
         given[requests] = {drafts: t for drafts, t in known.items() if t is not None}
         full[requests] = timer.time("full", 0) or given[requests][0]
         steps = timer.time("steps", STEPS) or 0.0
         step[requests] = max(steps - given[requests][0], 0.0) / STEPS
-        look[requests] = statistics.median(watched.looks)
-        between[requests] = statistics.median(watched.betweens)
+        look[requests] = host.median("look")
+        between[requests] = host.median("between")
     return RoundTimes(full, given, step, look, between)
 
 

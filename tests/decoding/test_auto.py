@@ -36,6 +36,7 @@ from eecore.decoding.pass_times import (
 )
 from eecore.decoding.plan import MOST_COUNTED
 from eecore.decoding.proposal import NOTHING, Proposal
+from eecore.decoding.round_costs import RoundCosts
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,11 +114,11 @@ class Machine:
             got = [(history, 1 + stood) for history, stood in zip(histories, accepted, strict=True)]
             self.chooser.learn_leads(rows, got, spent, drafted=drafted, steps=steps, layer=layer)
             if choice.kind == "full":
-                self.chooser.learn_full(rows, spent)
+                self.chooser.costs.learn_full(rows, spent)
             elif choice.kind == "given":
-                self.chooser.learn_given(rows, drafted, 0, spent)
+                self.chooser.costs.learn_given(rows, drafted, 0, spent)
             else:
-                self.chooser.learn_drafted(layer, rows, steps, spent)
+                self.chooser.costs.learn_drafted(layer, rows, steps, spent)
             for i, (history, count, stood) in enumerate(
                 zip(histories, drafts, accepted, strict=True)
             ):
@@ -224,7 +225,7 @@ class HeadMachine:
             tokens += rows
             had, ahead = ahead, [NOTHING] * rows
             if choice.kind == "full":
-                self.chooser.learn_full(rows, spent)
+                self.chooser.costs.learn_full(rows, spent)
             else:
                 if choice.ahead:
                     ahead = [self.drafted(choice) for _ in range(rows)]
@@ -232,7 +233,7 @@ class HeadMachine:
                         self.chooser.learn_first_draft(history, made.probabilities[0])
                 steps = max(len(each.tokens) for each in ahead)
                 spent += steps * self.step
-                self.chooser.learn_given(rows, count, steps, spent)
+                self.chooser.costs.learn_given(rows, count, steps, spent)
                 for i, history in enumerate(histories):
                     accepted = 0
                     given = choice.given[i]
@@ -307,8 +308,8 @@ def test_a_head_that_lost_is_tried_again_for_other_texts(
 def test_few_drafts_show_what_more_rows_take(rows: int) -> None:
     chooser, proposal = Chooser(12, None), Proposal(list(range(64)), 8)
     for _ in range(2):
-        chooser.learn_full(rows, 1.0)
-    chooser.learn_full(32 * rows, 1.1)
+        chooser.costs.learn_full(rows, 1.0)
+    chooser.costs.learn_full(32 * rows, 1.1)
     histories = [chooser.history() for _ in range(rows)]
     for history in histories:
         for _ in range(64):
@@ -319,7 +320,7 @@ def test_few_drafts_show_what_more_rows_take(rows: int) -> None:
 
     counts = [drafted()]
     for _ in range(3):
-        chooser.learn_given(rows, counts[-1], 0, 1.0 + 0.001 * counts[-1])
+        chooser.costs.learn_given(rows, counts[-1], 0, 1.0 + 0.001 * counts[-1])
         counts.append(drafted())
     assert counts[0] == 4
     for before, after in itertools.pairwise(counts):
@@ -329,16 +330,16 @@ def test_few_drafts_show_what_more_rows_take(rows: int) -> None:
 def test_of_several_requests_few_drafts_show_what_more_rows_take() -> None:
     chooser, proposal = Chooser(12, None), Proposal([1, 2, 3], 8)
     for _ in range(2):
-        chooser.learn_full(8, 1.0)
+        chooser.costs.learn_full(8, 1.0)
     histories = [chooser.history() for _ in range(8)]
 
     def drafted() -> int:
         return sum(chooser.choose(histories, [[proposal]] * 8, [8] * 8).drafts)
 
     assert drafted() == 4
-    chooser.learn_given(8, 4, 0, 1.1)
+    chooser.costs.learn_given(8, 4, 0, 1.1)
     assert drafted() == 16
-    chooser.learn_given(8, 16, 0, 1.3)
+    chooser.costs.learn_given(8, 16, 0, 1.3)
     assert drafted() == 24
 
 
@@ -347,8 +348,8 @@ def test_one_step_of_a_head_is_tried_where_it_is_sure(first: float, ahead: int) 
     """Whatever rounds of more steps came to, which were not worth it."""
     chooser = Chooser(12, None, (0.7, 0.7, 0.7))
     for _ in range(2):
-        chooser.learn_full(8, 1.0)
-    chooser.learn_given(8, 4, 0, 1.2)
+        chooser.costs.learn_full(8, 1.0)
+    chooser.costs.learn_given(8, 4, 0, 1.2)
     histories = [chooser.history() for _ in range(8)]
     for history in histories:
         history.trials = 0
@@ -363,8 +364,8 @@ def test_a_head_drafts_for_those_that_are_behind_or_not_at_all() -> None:
     """Unless others wait for these to end."""
     chooser = Chooser(12, None, (0.7, 0.7, 0.7))
     for _ in range(2):
-        chooser.learn_full(8, 1.0)
-    chooser.learn_given(8, 4, 0, 1.1)
+        chooser.costs.learn_full(8, 1.0)
+    chooser.costs.learn_given(8, 4, 0, 1.1)
     histories = [chooser.history() for _ in range(8)]
     for history in histories:
         for _ in range(60):
@@ -395,9 +396,9 @@ def test_rows_go_to_those_that_are_behind() -> None:
     chooser = Chooser(12, None)
     for rows in (8, 32):
         for _ in range(2):
-            chooser.learn_full(rows, rows / 8)  # a row more is dear
+            chooser.costs.learn_full(rows, rows / 8)  # a row more is dear
     for drafted in (4, 8):
-        chooser.learn_given(8, drafted, 0, 1.0 + 0.11 * drafted)
+        chooser.costs.learn_given(8, drafted, 0, 1.0 + 0.11 * drafted)
     histories = [chooser.history() for _ in range(8)]
     proposals = [[Proposal([1], 0, [0.95])] for _ in range(8)]
 
@@ -450,7 +451,7 @@ def test_layers_draft_where_they_are_cheap_and_right() -> None:
     machine.run(60, proposes=False, layers=(2,))
     seconds, tokens = machine.run(300, proposes=False, layers=(2,))
     assert tokens * cheap_rows(1) / seconds > 1.5
-    machine.chooser.learn_full(1, cheap_rows(1))
+    machine.chooser.costs.learn_full(1, cheap_rows(1))
     choice = machine.chooser.choose([machine.chooser.history()], [[]], [8], exit_layers=(2, 11))
     assert (choice.kind, choice.exit_layer) == ("draft", 2)
 
@@ -465,7 +466,7 @@ def test_more_rows_have_fewer_drafts() -> None:
     for rows in (1, 4, 16):
         machine = Machine(pass_time, 0.7)
         machine.run(80, rows)
-        machine.chooser.learn_full(rows, pass_time(rows))
+        machine.chooser.costs.learn_full(rows, pass_time(rows))
         proposal = Proposal(list(range(8)), 3)
         choice = machine.chooser.choose(
             [machine.chooser.history()] * rows, [[proposal]] * rows, [8] * rows
@@ -479,9 +480,9 @@ def test_verifying_for_several_says_nothing_of_one() -> None:
     chooser, proposal = Chooser(12, None), Proposal(list(range(4)), 8)
     for rows, seconds in ((1, 1.0), (4, 1.3)):
         for _ in range(2):
-            chooser.learn_full(rows, seconds)
+            chooser.costs.learn_full(rows, seconds)
     for _ in range(7):
-        chooser.learn_given(4, 1, 0, 9.0)
+        chooser.costs.learn_given(4, 1, 0, 9.0)
     choice = chooser.choose([chooser.history()], [[proposal]], [8])
     assert choice.drafts == (4,)
     choice = chooser.choose([chooser.history() for _ in range(4)], [[proposal]] * 4, [8] * 4)
@@ -497,21 +498,21 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
 
     for _ in range(2):
         assert kind() == "full"
-        machine.chooser.learn_full(1, 1.0)
+        machine.chooser.costs.learn_full(1, 1.0)
     rounds, most = MEASURE_AGAIN
     for _ in range(8):
         for _ in range(rounds):
             assert kind() == "given"
-            machine.chooser.learn_given(1, 3, 0, 1.1)
+            machine.chooser.costs.learn_given(1, 3, 0, 1.1)
         assert kind() == "full"
-        machine.chooser.learn_full(1, 1.0)
+        machine.chooser.costs.learn_full(1, 1.0)
         rounds = min(2 * rounds, most)
     assert rounds == most
     assert kind() == "given"
     # Of four rows nothing is known, of two what lies between.
     assert machine.chooser.choose([history] * 4, [[proposal]] * 4, [8] * 4) == FULL
-    machine.chooser.learn_full(4, 1.3)
-    machine.chooser.learn_full(4, 1.3)
+    machine.chooser.costs.learn_full(4, 1.3)
+    machine.chooser.costs.learn_full(4, 1.3)
     assert machine.chooser.choose([history] * 2, [[proposal]] * 2, [8] * 2).kind == "given"
 
 
@@ -519,7 +520,7 @@ def test_full_depth_is_measured_first_and_now_and_then() -> None:
 def test_what_a_head_had_tried_may_be_a_whole_number_of_drafts(tried: float) -> None:
     chooser = Chooser(12, None, (0.9, 0.8, 0.7))
     for _ in range(2):
-        chooser.learn_full(1, 1.0)
+        chooser.costs.learn_full(1, 1.0)
     history = chooser.history()
     history.rounds[1] = HeadRounds(0.9 * tried, tried, 1.0)
     choice = chooser.choose([history], [[]], [8], can_draft_ahead=True)
@@ -531,7 +532,7 @@ def test_where_a_head_hardly_drafts_says_nothing_of_a_request_alone() -> None:
     chooser = Chooser(12, None, (0.7, 0.7, 0.7))
     for rows in (1, 8):
         for _ in range(2):
-            chooser.learn_full(rows, 1.0)
+            chooser.costs.learn_full(rows, 1.0)
 
     def choice(histories: list[History]) -> Choice:
         rows = len(histories)
@@ -684,20 +685,20 @@ def test_a_round_that_was_disturbed_loses_what_a_slow_one_does() -> None:
     """No more than half of what was to be expected, however many drafts it verifies."""
     chooser = Chooser(12, None)
     for _ in range(2):
-        chooser.learn_full(8, 1.0)
+        chooser.costs.learn_full(8, 1.0)
     assert chooser.gained(8, 8, 50.0) == -0.5
     for _ in range(2):
-        chooser.learn_given(8, 24, 0, 4.0)
+        chooser.costs.learn_given(8, 24, 0, 4.0)
     assert chooser.gained(8, 8, 5.0, drafted=24) == -4.0
     assert chooser.gained(8, 8, 50.0, drafted=24) == -5.0
 
 
 def test_a_look_that_was_disturbed_counts_as_a_slow_one() -> None:
     chooser = Chooser(12, None)
-    assert chooser.learn_look(8, 0.25) == 0.25
-    assert chooser.learn_look(8, 0.25) == 0.25
-    assert chooser.learn_look(8, 50.0) == 0.5
-    assert chooser.learn_look(1, 50.0) == 50.0  # of one request nothing was known
+    assert chooser.costs.learn_look(8, 0.25) == 0.25
+    assert chooser.costs.learn_look(8, 0.25) == 0.25
+    assert chooser.costs.learn_look(8, 50.0) == 0.5
+    assert chooser.costs.learn_look(1, 50.0) == 50.0  # of one request nothing was known
 
 
 @pytest.mark.parametrize("layer", [3, 9])
@@ -706,9 +707,9 @@ def test_what_a_layer_drafts_is_verified_by_those_above(layer: int) -> None:
     chooser, count = Chooser(12, None), 4
     for rows in (1, 8):
         for _ in range(2):
-            chooser.learn_full(rows, float(rows))
+            chooser.costs.learn_full(rows, float(rows))
     above = 1 - layer / 12
-    cost = chooser._layer_cost(layer, (8, 8.0)).round(count)
+    cost = chooser.costs.layer(layer, (8, 8.0)).round(count)
     assert cost == pytest.approx(1.0 + above * count + count * (layer / 12 + HEAD_COST))
 
 
@@ -750,7 +751,7 @@ def test_one_request_and_several_have_budgets_of_their_own() -> None:
     chooser = Chooser(12, None)
     assert chooser.gained(8, 12, 1.0) == 0.0  # nothing is known of full depth
     for _ in range(2):
-        chooser.learn_full(8, 1.0)
+        chooser.costs.learn_full(8, 1.0)
     assert chooser.gained(8, 12, 1.0) == 0.5
     for _ in range(2):
         chooser.budget(8).looked(chooser.gained(8, 8, 9.0))
@@ -766,7 +767,7 @@ def test_what_was_learnt_stays_with_the_model(agreeing: eecore.Model) -> None:
     (chooser,) = agreeing.network.learnt.values()
     assert isinstance(chooser, Chooser)
     threads = torch.get_num_threads()
-    assert chooser._full.near(len(PROMPTS)) is not None
+    assert chooser.costs.full(len(PROMPTS)) is not None
     torch.set_num_threads(threads + 1)
     try:
         eecore.generate(agreeing, PROMPTS, exit=Auto(), max_tokens=8)
@@ -794,11 +795,11 @@ def test_on_a_busy_machine_drafts_that_pay_are_made(layers: tuple[int, ...]) -> 
 def test_a_first_measurement_that_was_disturbed_is_not_the_last() -> None:
     chooser = Chooser(12, None)
     for _ in range(2):
-        chooser.learn_full(1, 1.0)
+        chooser.costs.learn_full(1, 1.0)
     proposal = [Proposal(list(range(4)), 5)]
     drafted = chooser.choose([chooser.history()], [proposal], [4])
     assert drafted.kind == "given"
-    chooser.learn_given(1, sum(drafted.drafts), 0, 500.0)
+    chooser.costs.learn_given(1, sum(drafted.drafts), 0, 500.0)
     assert chooser.choose([chooser.history()], [proposal], [4]).kind == "given"
 
 
@@ -815,8 +816,8 @@ def test_what_turns_out_dear_is_not_done_again() -> None:
     # Full depth of more requests says what verifying as many rows takes at least.
     chooser = Chooser(12, None)
     for _ in range(2):
-        chooser.learn_full(8, 1.0)
-        chooser.learn_full(9, 2.0)
+        chooser.costs.learn_full(8, 1.0)
+        chooser.costs.learn_full(9, 2.0)
     proposal = Proposal([1, 2], 3)
     assert chooser.choose([chooser.history()] * 8, [[proposal]] * 8, [8] * 8) == FULL
 
@@ -829,21 +830,21 @@ def test_steps_that_do_not_go_on_count_where_none_does() -> None:
         return chooser.choose([chooser.history()], [[proposal]], [8]).kind
 
     for _ in range(2):
-        chooser.learn_full(1, 5.0, steady=0)
-        chooser.learn_full(1, 1.0)
+        chooser.costs.learn_full(1, 5.0, steady=0)
+        chooser.costs.learn_full(1, 1.0)
     assert chooser.choose([chooser.history()], [[]], [8]) == FULL
     assert kind() == "given"
     other = Chooser(12, None)
     for count in range(4):
         assert other.choose([other.history()], [[proposal]], [8]) == FULL, count
-        other.learn_full(1, 1.0, steady=0)
+        other.costs.learn_full(1, 1.0, steady=0)
     assert other.choose([other.history()], [[proposal]], [8]).kind == "given"
 
 
 def test_nothing_is_chosen_where_nothing_can_be() -> None:
     chooser = Chooser(12, None)
     for _ in range(2):
-        chooser.learn_full(1, 1.0)
+        chooser.costs.learn_full(1, 1.0)
     assert chooser.choose([chooser.history()], [[]], [8]) == FULL
     assert chooser.choose([chooser.history()], [[]], [0], exit_layers=(3,)) == FULL
 
@@ -857,8 +858,8 @@ def test_a_request_has_odds_of_its_own() -> None:
         chooser.learn_drafts(0, one, proposal, 3, 0)
         chooser.learn_drafts(0, other, proposal, 3, 3)
     for _ in range(2):
-        chooser.learn_full(2, 1.0)
-    chooser.learn_given(2, 3, 0, 1.1)
+        chooser.costs.learn_full(2, 1.0)
+    chooser.costs.learn_given(2, 3, 0, 1.1)
     choice = chooser.choose([one, other], [[proposal], [proposal]], [8, 8])
     assert choice.kind == "given"
     assert choice.drafts[0] == 0
@@ -949,16 +950,16 @@ def test_full_depth_behind_drafts_counts_when_it_has_settled() -> None:
     """A machine that had less to do is slower for a few passes."""
     chooser = Chooser(12, None)
     for _ in range(2):
-        chooser.learn_full(1, 1.0)
+        chooser.costs.learn_full(1, 1.0)
     for _ in range(20):
-        chooser.learn_given(1, 3, 0, 1.2)
-        chooser.learn_full(1, 1.3, steady=0)
-        chooser.learn_full(1, 1.2)
-        chooser.learn_full(1, 1.1)
-    assert chooser._full.near(1) == pytest.approx(1.0, rel=0.01)
+        chooser.costs.learn_given(1, 3, 0, 1.2)
+        chooser.costs.learn_full(1, 1.3, steady=0)
+        chooser.costs.learn_full(1, 1.2)
+        chooser.costs.learn_full(1, 1.1)
+    assert chooser.costs.full(1) == pytest.approx(1.0, rel=0.01)
     for _ in range(20):
-        chooser.learn_full(1, 1.1)
-    assert chooser._full.near(1) == pytest.approx(1.1, rel=0.01)
+        chooser.costs.learn_full(1, 1.1)
+    assert chooser.costs.full(1) == pytest.approx(1.1, rel=0.01)
 
 
 def test_what_lies_between_rounds_speaks_for_drafts() -> None:
@@ -967,10 +968,10 @@ def test_what_lies_between_rounds_speaks_for_drafts() -> None:
     for host in (0.0, 1.0):
         chooser = Chooser(12, [0.9] * 11 + [1.0])
         for _ in range(4):
-            chooser.learn_full(8, 1.0)
-            chooser.learn_between(8, host)
+            chooser.costs.learn_full(8, 1.0)
+            chooser.costs.learn_between(8, host)
         for count, seconds in ((6, 4.6), (1, 2.0)) * 3:  # for up to four tokens of each request
-            chooser.learn_drafted(3, 8, count, seconds)
+            chooser.costs.learn_drafted(3, 8, count, seconds)
         histories = [chooser.history() for _ in range(8)]
         for _ in range(60):
             for history in histories:
@@ -981,11 +982,11 @@ def test_what_lies_between_rounds_speaks_for_drafts() -> None:
 
 def test_what_lies_between_rounds_is_no_more_than_a_pass() -> None:
     chooser = Chooser(12, None)
-    chooser.learn_between(8, 5.0)  # nothing is known of full depth
+    chooser.costs.learn_between(8, 5.0)  # nothing is known of full depth
     for _ in range(2):
-        chooser.learn_full(8, 1.0)
+        chooser.costs.learn_full(8, 1.0)
     assert chooser.gained(8, 12, 1.0) == 0.5
-    chooser.learn_between(8, 5.0)  # whoever takes the tokens takes his time
+    chooser.costs.learn_between(8, 5.0)  # whoever takes the tokens takes his time
     assert chooser.gained(8, 12, 1.0) == pytest.approx(0.5)
     assert chooser.gained(8, 8, 1.5) == pytest.approx(-0.25)
 
@@ -1061,9 +1062,9 @@ def test_rounds_without_a_look_are_learnt_of_now_and_then(
     """All of them are counted, in few steps; requests that end or come change nothing in that."""
     model = load(write_model(tmp_path / "model"), kv_cache_tokens=1024)
     learnt, counted = [], []
-    rested, looked, learn = Budget.rested, Budget.looked, Chooser.learn_full
+    rested, looked, learn = Budget.rested, Budget.looked, RoundCosts.learn_full
 
-    def learn_full(self: Chooser, rows: int, seconds: float, *, steady: int = 1) -> None:
+    def learn_full(self: RoundCosts, rows: int, seconds: float, *, steady: int = 1) -> None:
         learnt.append(steady)
         learn(self, rows, seconds, steady=steady)
 
@@ -1071,7 +1072,7 @@ def test_rounds_without_a_look_are_learnt_of_now_and_then(
         counted.append(rounds)
         rested(self, rounds)
 
-    monkeypatch.setattr(Chooser, "learn_full", learn_full)
+    monkeypatch.setattr(RoundCosts, "learn_full", learn_full)
     monkeypatch.setattr(Budget, "rested", rests)
     # A look always finds nothing, and costs more than there is.
     monkeypatch.setattr(Budget, "looked", lambda self, *_, **__: looked(self, -3.0, found=False))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Ordered
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from eecore.decoding.budget import Budget
 from eecore.decoding.history import (
@@ -24,39 +24,17 @@ from eecore.decoding.history import (
     expected_of_all,
     kind_of,
 )
-from eecore.decoding.memory import power_of_two
-from eecore.decoding.pass_times import (
-    FIRST_STEPS,
-    LEAST_ROW_COST,
-    MOST_SLOWER,
-    ROW_COST,
-    Anchor,
-    Pace,
-    PassTimes,
-    StepCost,
-)
+from eecore.decoding.pass_times import MOST_SLOWER, ROW_COST, Anchor
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
+from eecore.decoding.round_costs import HEAD_COST, MEASURE_AGAIN, SURPRISE, RoundCosts
 from eecore.exits import Auto
 
 __all__ = ["FULL", "Choice", "Chooser", "best_exit_layers"]
 
-T = TypeVar("T")
 # Drafts have to gain so much before anything but full depth is done.
 MIN_GAIN = 1.05
-# Of passes of full depth in a row of which none went on from the last, this one counts and those
-# behind it; of those that did, once full depth is known. Behind drafts a machine is slower for a
-# while: it had less to do, and what it keeps in cache is older.
-UNSTEADY_PASSES, SETTLED_PASSES = 3, 3
 # And so much by a layer that promised less than another one: each has programs of its own.
 MIN_GAIN_OF_LAYER = 1.05
-# For so many rounds what follows from many measurements is held, unless one is so far off.
-HOLD = 8
-SURPRISE = 0.1
-# Rounds after which full depth is measured once more, where it was not the best: at first, and each
-# time twice as many.
-MEASURE_AGAIN = (8, 256)
-# Of how long it takes to choose, and of what lies between two rounds, what a new one weighs.
-NEW_TIME = 0.08
 # Of first drafts behind a text that heads are mostly sure of: their odds, and how many have these.
 # Several requests try a head that others found not to pay where these would.
 USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
@@ -64,18 +42,12 @@ USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
 # level, where both end in one batch; that one is behind it by and counts e times as much; the power
 # of e that it counts at most.
 AHEAD, BEHIND, MOST_BEHIND = 6.0, 2.0, 8.0
-# Drafts that a request alone is given at first, which show what rows take.
-FEW_ALONE = 4
-# A look that takes more times as long as others was disturbed.
-MOST_OF_LOOK = 2.0
 # Of a draft of a head behind one that stands: how often it stands too. What a draft that a head
 # went on behind stands for on average, and the least that it goes on behind.
 NEXT_STANDS = 0.4
 GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
 # How many drafts a layer makes, or as many as there is room for: a program is recorded for each.
 NUM_DRAFTS = (1, 2, 3, 4, 6, 8, 10)
-# Of one drafted token besides its layers, as a share of full depth: the LM head.
-HEAD_COST = 0.1
 
 
 class Choice(NamedTuple):
@@ -112,25 +84,12 @@ class Chooser:
         agreement: Ordered[float] | None,
         head_agreement: Ordered[float] | None = None,
     ) -> None:
-        self._num_layers = num_layers
+        self.costs = RoundCosts(num_layers)
         self._all = expected_of_all(num_layers, agreement, head_agreement or ())
-        self._head_steps: dict[int, StepCost] = {}  # by about so many rows
         self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
         self._trial = 0  # rounds of it that are left
         self._best = best_exit_layers(agreement)
-        self._looks: dict[int, float] = {}  # seconds that choosing takes, by about so many rows
-        self._between: dict[int, float] = {}  # and what lies between two rounds
-        self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
-        self._pace = Pace()
-        self._full = PassTimes(self._pace)
-        # By about so many requests: each has keys and values of its own to be read.
-        self._verify: dict[int, PassTimes] = {}
-        self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
-        self._unsteady = self._steady = 0  # passes of full depth in a row, by how they went on
-        self._clock = 0  # rounds that were chosen
         self._alone, self._several = Budget(is_alone=True), Budget(is_alone=False)
-        self._estimates: dict[Any, tuple[int, Any]] = {}
-        self._drafts: dict[Any, tuple[int, tuple[int, int, float]]] = {}
 
     def exit_layers(self, policy: Auto) -> tuple[int, ...]:
         """Those that may draft for a policy."""
@@ -166,26 +125,26 @@ class Chooser:
             can_draft_ahead: whether a draft head may draft for the next round.
             others_wait: other requests wait for these to end, and all their tokens count the same.
         """
-        self._clock += 1
+        self.costs.begin_round()
         rows = len(histories)
         weights = _weights(histories) if rows > 1 and not others_wait else (1.0,) * rows
-        seconds = self._full.near(rows)
-        if seconds is None or self._rounds >= self._next_full:
+        seconds = self.costs.full(rows)
+        if seconds is None or self.costs.is_full_due:
             return FULL
         anchor = rows, seconds
-        host = self._host(rows)
-        besides = self._looks.get(rows.bit_length(), 0.0) + host
+        host = self.costs.host(rows)
+        besides = self.costs.look(rows) + host
         best, speed = FULL, MIN_GAIN * rows / (seconds + besides)
         if any(proposals):
             choice, its_speed = self._give(histories, proposals, anchor, weights, besides)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            key = rows, exit_layers
-            drafted = self._held(self._drafts, key)
+            key = "layers", rows, exit_layers
+            drafted = self.costs.held(key)
             if drafted is None:
                 drafted = self._draft(exit_layers, histories, max(most), anchor, weights, besides)
-                self._hold(self._drafts, key, drafted)
+                self.costs.hold(key, drafted)
             layer, count, tokens = drafted
             if tokens / seconds > speed:
                 drafts = tuple(min(count, m) for m in most)
@@ -221,41 +180,14 @@ class Chooser:
         """
         rows, seconds = anchor
         key = "ahead", rows
-        found: tuple[tuple[float, ...], int] | None = self._held(self._estimates, key)
+        found: tuple[tuple[float, ...], int] | None = self.costs.held(key)
         if found is None:
-            step = self._head_cost(rows).step * seconds / (seconds + self._host(rows))
-            worth = (self._row_cost(anchor) + step) / NEXT_STANDS
+            step = self.costs.head(rows).step * seconds / (seconds + self.costs.host(rows))
+            worth = (self.costs.row(anchor) + step) / NEXT_STANDS
             thresholds = tuple(max(worth / GOES_ON**k, LEAST_THRESHOLD) for k in range(MOST_AHEAD))
             found = thresholds, 1 + sum(threshold < 1.0 for threshold in thresholds)
-            self._hold(self._estimates, key, found)
+            self.costs.hold(key, found)
         return found
-
-    def _row_cost(self, anchor: Anchor) -> float:
-        """Of a draft in a round that is given some, in tokens of full depth: of several requests
-        the average of as many as half of these have, since rows are multiplied some at a time.
-        """
-        rows, seconds = anchor
-        key = "row", rows
-        cost: float | None = self._held(self._estimates, key)
-        if cost is None:
-            count = max(rows // 2, 1)
-            passes = self._passes(anchor, count)
-            more = (passes[count] - passes[0]) * seconds / count
-            cost = max(rows * more / (seconds + self._host(rows)), LEAST_ROW_COST)
-            self._hold(self._estimates, key, cost)
-        return cost
-
-    def _host(self, rows: int) -> float:
-        """Seconds of the host between two rounds of so many requests, whatever these do."""
-        return self._between.get(rows.bit_length(), 0.0)
-
-    def _head_cost(self, rows: int) -> StepCost:
-        """Of steps of a head, in passes of full depth."""
-        about = rows.bit_length()
-        known = self._head_steps.get(about)
-        if known is None:
-            known = self._head_steps[about] = StepCost()
-        return known
 
     def _head_steps_that_pay(
         self,
@@ -269,12 +201,12 @@ class Chooser:
         late came to, or one, by how sure it has been of first drafts; 0 for none.
         """
         rows, seconds = anchor
-        row_cost = self._row_cost(anchor)
-        step = self._head_cost(rows).step
+        row_cost = self.costs.row(anchor)
+        step = self.costs.head(rows).step
         best, speed = 0, MIN_GAIN * rows / (seconds + host)
 
         def speed_of(gain: float, tried: float, steps: float) -> float:
-            taken = (self._between_passes(tried, anchor) + steps * step) * seconds + host
+            taken = (self.costs.between_passes(tried, anchor) + steps * step) * seconds + host
             return (rows + gain) / taken
 
         if rows == 1 or self._all.head_rounds(rows).is_known:
@@ -296,12 +228,6 @@ class Chooser:
             if speed_of(gain, tried, 1.0) > speed:
                 best = 1
         return best
-
-    def _between_passes(self, drafts: float, anchor: Anchor) -> float:
-        """A pass that verifies so many drafts on average, as a share of the anchor's."""
-        low = int(drafts)
-        passes = self._passes(anchor, low + 1)
-        return passes[low] + (drafts - low) * (passes[low + 1] - passes[low])
 
     def _is_trial(self, histories: Ordered[History], anchor: Anchor) -> bool:
         """Whether a head that does not pay is tried again, for a step."""
@@ -325,8 +251,8 @@ class Chooser:
     def _would_usually_pay(self, anchor: Anchor) -> bool:
         """Whether one step of a head would, of a text that it is mostly sure of."""
         rows, seconds = anchor
-        row_cost = self._row_cost(anchor)
-        step = self._head_cost(rows).step * seconds / (seconds + self._host(rows))
+        row_cost = self.costs.row(anchor)
+        step = self.costs.head(rows).step * seconds / (seconds + self.costs.host(rows))
         gain = sum(share * max(odds - row_cost, 0.0) for odds, share in USUAL_FIRST)
         return gain - step > MIN_GAIN - 1.0
 
@@ -342,7 +268,7 @@ class Chooser:
         as they count. A round takes ``besides`` more.
         """
         rows, seconds = anchor
-        row_cost = self._row_cost(anchor)
+        row_cost = self.costs.row(anchor)
         least = 0.5 * row_cost  # a few more rows may be cheaper than the average
         given: list[Proposal] = []
         chances: list[tuple[float, int]] = []
@@ -358,10 +284,8 @@ class Chooser:
                 chances.append((chance, i))
         if rows > 1:  # of one request they fall as it is
             chances.sort(reverse=True)
-        # Few show what they cost, and then twice as many.
-        most_rows = self._passes_of(rows).most_rows
-        del chances[2 * most_rows - rows if most_rows > rows else max(rows // 2, FEW_ALONE) :]
-        passes = self._passes(anchor, len(chances))
+        del chances[self.costs.most_drafts(rows) :]
+        passes = self.costs.passes(anchor, len(chances))
         total, taken, speed = float(rows), 0, 0.0
         for count, (chance, _) in enumerate(chances, 1):
             total += chance
@@ -391,7 +315,7 @@ class Chooser:
         best = 0, 0, 0.0
         for layer in exit_layers:
             least = MIN_GAIN_OF_LAYER * best[2]
-            cost = self._layer_cost(layer, anchor)
+            cost = self.costs.layer(layer, anchor)
             shares = [history.share(("layer", layer)) for history in histories]
             stand, tokens, before = [1.0] * rows, [1.0] * rows, 0.0
             for count in range(1, most + 1):
@@ -407,53 +331,6 @@ class Chooser:
                     best = layer, count, speed
                 before = speed
         return best
-
-    def _passes(self, anchor: Anchor, most: int) -> list[float]:
-        """Passes that verify 0 to ``most`` drafts, or to more, as shares of the anchor's."""
-        rows, seconds = anchor
-        key = rows, power_of_two(most)
-        passes: list[float] | None = self._held(self._estimates, key)
-        if passes is None:
-            counts = range(rows, rows + key[1] + 1)
-            passes = [self._verified(count, anchor) / seconds for count in counts]
-            self._hold(self._estimates, key, passes)
-        return passes
-
-    def _verified(self, rows: int, anchor: Anchor) -> float:
-        """Seconds of a pass that verifies."""
-        return self._passes_of(anchor[0]).of(rows, anchor, self._full)
-
-    def _passes_of(self, requests: int) -> PassTimes:
-        """Passes that verified drafts of so many requests."""
-        about = requests.bit_length()
-        passes = self._verify.get(about)
-        if passes is None:
-            passes = self._verify[about] = PassTimes(self._pace)
-        return passes
-
-    def _held(self, held: dict[Any, tuple[int, T]], key: Any) -> T | None:
-        """What is held for some rounds; None where it has to be made anew."""
-        found = held.get(key)
-        return None if found is None or self._clock - found[0] >= HOLD else found[1]
-
-    def _hold(self, held: dict[Any, tuple[int, T]], key: Any, value: T) -> None:
-        held[key] = self._clock, value
-
-    def _layer_cost(self, layer: int, anchor: Anchor) -> StepCost:
-        """Of rounds in which a layer drafts: of its steps, and of verifying them."""
-        rows, seconds = anchor
-        known = self._layer_rounds.get((layer, rows.bit_length()))
-        if known is not None:
-            return known
-        own = layer / self._num_layers
-        rest = 1.0 - own  # the layers that verify
-        few, more = (
-            1.0
-            + rest * (self._verified(rows + count * rows, anchor) / seconds - 1.0)
-            + count * (own + HEAD_COST)
-            for count in (FIRST_STEPS, 2 * FIRST_STEPS)
-        )
-        return StepCost((more - few) / FIRST_STEPS, few)
 
     # Learning
 
@@ -480,37 +357,12 @@ class Chooser:
             steps: in which a head or a layer drafted.
             layer: that drafted; 0 where drafts were given.
         """
-        full = self._full.near(rows)
+        full = self.costs.full(rows)
         if full is None:
             return 0.0
-        expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
+        expected, host = self.costs.round(rows, full, drafted, steps, layer), self.costs.host(rows)
         took = expected if seconds is None else min(seconds, MOST_SLOWER * expected)
         return tokens / rows - (took + look + host) / (full + host)
-
-    def learn_look(self, rows: int, seconds: float) -> float:
-        """How long it took to choose for so many requests, and to learn of what was chosen.
-
-        Returns:
-            What of it counts.
-        """
-        known = self._looks.get(rows.bit_length(), seconds)
-        seconds = min(seconds, MOST_OF_LOOK * known)
-        self._looks[rows.bit_length()] = known + NEW_TIME * (seconds - known)
-        return seconds
-
-    def learn_between(self, rows: int, seconds: float) -> None:
-        """How long it was from a round of so many requests to their next one.
-
-        It is the same for a round that gives several tokens: what a small model's drafts save is
-        to a good part this. No more is believed than a pass of full depth takes.
-        """
-        full = self._full.near(rows)
-        if full is None:
-            return
-        seconds = min(seconds, full)
-        known = self._between.get(rows.bit_length(), seconds)
-        seconds = min(seconds, 2.0 * known)
-        self._between[rows.bit_length()] = known + NEW_TIME * (seconds - known)
 
     def learn_leads(
         self,
@@ -533,91 +385,13 @@ class Chooser:
             steps: in which a head or a layer drafted.
             layer: that drafted; 0 where drafts were given.
         """
-        full = self._full.near(rows)
+        full = self.costs.full(rows)
         if full is None:
             return
-        expected, host = self._round(rows, full, drafted, steps, layer), self._host(rows)
+        expected, host = self.costs.round(rows, full, drafted, steps, layer), self.costs.host(rows)
         seconds = min(seconds, (1.0 + SURPRISE) * expected)
         for history, tokens in got:
             history.lead += tokens - (seconds + host) / (full + host)
-
-    def _round(self, rows: int, full: float, drafted: int, steps: int, layer: int) -> float:
-        """Seconds that a round is expected to take."""
-        if layer and steps:
-            return self._layer_cost(layer, (rows, full)).round(steps) * full
-        verified = self._verified(rows + drafted, (rows, full)) if drafted or layer else full
-        return verified + (0.0 if layer else steps * self._head_cost(rows).step * full)
-
-    def learn_full(self, rows: int, seconds: float, *, steady: int = 1) -> None:
-        """How long a round of full depth took.
-
-        One behind another of the same requests is faster: it counts, and any that comes behind
-        some that were not.
-
-        Args:
-            rows: requests.
-            seconds: that it took.
-            steady: rounds of full depth since the last one told of, with this one, each of which
-                went on from the one before; 0 if this did not.
-        """
-        self._unsteady = 0 if steady else self._unsteady + 1
-        self._steady = self._steady + steady if steady else 0
-        is_known = self._full.near(rows) is not None
-        if 0 < self._unsteady < UNSTEADY_PASSES or 0 < self._steady < SETTLED_PASSES * is_known:
-            return
-        self._note(self._full.add(rows, seconds))
-        if self._rounds >= self._next_full:
-            self._next_full = min(2 * self._next_full, MEASURE_AGAIN[1])
-        self._rounds = 0
-
-    def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
-        """How long a round took that was given ``drafted`` drafts of ``rows`` requests.
-
-        Args:
-            rows: requests.
-            drafted: drafts.
-            ahead: steps of a draft head behind it.
-            seconds: the round's.
-        """
-        self._rounds += 1
-        full = self._full.near(rows)
-        if full is None:
-            return
-        of_head = ahead * self._head_cost(rows).step * full
-        passed = max(seconds - of_head, full / MOST_SLOWER)
-        passes = self._passes_of(rows)
-        if passes.known(rows + drafted) is None:
-            usual = max(
-                self._verified(rows + drafted, (rows, full)), (1.0 + ROW_COST * drafted) * full
-            )
-            passed = min(max(passed, full), MOST_SLOWER * usual)
-        self._note(passes.add(rows + drafted, passed))
-        if ahead and not drafted:
-            self._head_cost(rows).add(ahead, seconds / (self._full.near(rows) or full))
-
-    def learn_drafted(self, layer: int, rows: int, steps: int, seconds: float) -> None:
-        """How long a round took in which a layer drafted for ``rows`` requests.
-
-        Args:
-            layer: that drafted.
-            rows: requests.
-            steps: drafts of the request with most of them.
-            seconds: the round's.
-        """
-        self._rounds += 1
-        full = self._full.near(rows)
-        if full is None:
-            return
-        if steps:
-            cost = self._layer_cost(layer, (rows, full))
-            self._layer_rounds[layer, rows.bit_length()] = cost
-            self._note(cost.add(steps, seconds / full, self._pace))
-
-    def _note(self, moved: float) -> None:
-        """Nothing is held any longer where a round is taken to be another part of others."""
-        if abs(moved) > SURPRISE:
-            self._estimates.clear()
-            self._drafts.clear()
 
     def learn_drafts(
         self, layer: int, history: History, given: Proposal, drafted: int, accepted: int

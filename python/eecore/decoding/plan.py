@@ -114,7 +114,7 @@ class Planner:
                 looks = looks or not sequence.is_resting
         between, self._between = self._between, None
         if between is not None and self._free and self._rest is None:
-            self.chooser.learn_between(len(self._free), between)
+            self.chooser.costs.learn_between(len(self._free), between)
         return looks
 
     def went_between(self, seconds: float) -> None:
@@ -144,7 +144,7 @@ class Planner:
         if rest is None or rest.requests != requests:
             budget.rested(1)
         if requests == rows:
-            self.chooser.learn_full(rows, seconds, steady=steady)
+            self.chooser.costs.learn_full(rows, seconds, steady=steady)
         _note_spent(self._free, budget)
         if budget.is_spent:
             self._rest = _Rest(budget, requests, min(budget.rests, MOST_COUNTED))
@@ -282,7 +282,7 @@ class Planner:
             layer = path.num_layers
             steps = max([_num_ahead(*each) for each in free]) if path.is_given else most
         if self._look is not None:
-            look = chooser.learn_look(len(free), self._look)
+            look = chooser.costs.learn_look(len(free), self._look)
             budget = chooser.budget(len(free))
             took = None if path is None or self._begins else seconds
             gained = chooser.gained(
@@ -299,14 +299,14 @@ class Planner:
             if all(
                 each.route.depth == self._num_layers and not each.route.points for each in planned
             ):
-                chooser.learn_full(rows, seconds, steady=int(went_on))
+                chooser.costs.learn_full(rows, seconds, steady=int(went_on))
             return
         if self._begins:
             pass  # no other round is as slow
         elif path.is_given:
-            chooser.learn_given(rows, drafted, steps, seconds)
+            chooser.costs.learn_given(rows, drafted, steps, seconds)
         else:
-            chooser.learn_drafted(layer, rows, steps, seconds)
+            chooser.costs.learn_drafted(layer, rows, steps, seconds)
         for each, outcome in free:
             counters, sequence = outcome.counters, each.work.sequence
             drafted, accepted = counters.drafted, counters.accepted
