@@ -12,7 +12,7 @@ from eecore.models.find_head import SHIPPED
 from eecore.models.head_file import HeadFile, HeadSettings
 
 PACKS = sorted(SHIPPED.iterdir())
-MOST_BYTES = 20_000_000
+MOST_BYTES = 25_000_000
 HELD_OUT = 0.05
 
 
