@@ -1,6 +1,6 @@
 """What ``Auto`` chooses, on drafts and times that were recorded: free of a machine's noise.
 
-python -m bench replay [--weights file int8 float32] [--batches 1 4 8]
+python -m bench replay [--weights file int8] [--batches 1 4 8]
 
 For each kind of prompt is recorded what SmolLM2's draft head drafts behind every token of its
 greedy answers, and how long rounds take that verify so many drafts of so many requests. Then
@@ -370,7 +370,7 @@ REPORTS = [REPORT]
 
 def main(words: Sequence[str]) -> None:
     command = parser("replay", __doc__, batches=(1, 4, 8), threads=1)
-    command.add_argument("--weights", nargs="+", default=["file", "int8", "float32"])
+    command.add_argument("--weights", nargs="+", default=["file", "int8"])
     command.add_argument("--prompts", type=int, default=16, help="of each kind")
     command.add_argument("--tokens", type=int, default=64, help="of an answer at most")
     arguments = command.parse_args(words)
