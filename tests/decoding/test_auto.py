@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -864,6 +865,17 @@ def test_a_request_has_odds_of_its_own() -> None:
     assert choice.kind == "given"
     assert choice.drafts[0] == 0
     assert choice.drafts[1] == 3
+
+
+@pytest.mark.parametrize("match", [1, 7, 8, 9, 30])
+def test_each_draft_that_was_looked_up_has_one_chance(match: int) -> None:
+    """However long the n-gram is: those of many tokens count as one kind."""
+    history = Chooser(12, None).history()
+    for count in (1, 3, 20):
+        chances = history.chances(Proposal(list(range(count)), match))
+        assert len(chances) == count
+        shares = [history.share(("looked up", min(match + k, 8))) for k in range(count)]
+        assert chances == pytest.approx(list(itertools.accumulate(shares, operator.mul)))
 
 
 def test_times_between_and_beyond_measured_ones() -> None:

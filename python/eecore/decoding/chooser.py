@@ -22,7 +22,7 @@ from eecore.decoding.history import (
     TRY_HEAD,
     History,
     expected_of_all,
-    kind_of,
+    kinds_of,
 )
 from eecore.decoding.pass_times import MOST_SLOWER, ROW_COST, Anchor
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
@@ -401,8 +401,7 @@ class Chooser:
             for known in (history, self._all):
                 known.own(("layer", layer)).add_run(accepted, refused=accepted < drafted)
             return
-        for k in range(min(drafted, accepted + 1)):
-            kind = kind_of(given, k)
+        for k, kind in enumerate(kinds_of(given.first(min(drafted, accepted + 1)))):
             for known in (history, self._all):
                 known.own(kind).add(k < accepted)
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from eecore.decoding.proposal import Proposal
 
-__all__ = ["FirstDrafts", "HeadRounds", "History", "Kind", "Odds", "expected_of_all", "kind_of"]
+__all__ = ["FirstDrafts", "HeadRounds", "History", "Kind", "Odds", "expected_of_all", "kinds_of"]
 
 Kind = tuple[Literal["looked up", "headed", "layer"], int]
 """Of a draft: by the tokens that were found and those of the drafts before, by tenths of the
@@ -194,7 +194,7 @@ class History:
         """
         chance, found = weight, list[float]()
         own, others = self.odds, {} if self.others is None else self.others.odds
-        for kind in _kinds(given):
+        for kind in kinds_of(given):
             odds = own.get(kind) or others[kind]
             chance *= odds.stood / odds.tried
             if chance <= least:
@@ -203,25 +203,17 @@ class History:
         return found
 
 
-def _kinds(given: Proposal) -> Ordered[Kind]:
+def kinds_of(given: Proposal) -> Ordered[Kind]:
     """Of such drafts, one by one."""
-    if given.probabilities:
-        return [HEADED[int(10 * probability)] for probability in given.probabilities]
-    count, match = len(given.tokens), given.match
+    if given.probabilities:  # a head made them
+        return [kind_of_headed(probability) for probability in given.probabilities]
+    count, match = len(given.tokens), min(given.match, len(LOOKED_UP) - 1)
     return LOOKED_UP[match : match + count] + LOOKED_UP[-1:] * (match + count - len(LOOKED_UP))
 
 
 def kind_of_headed(probability: float) -> Kind:
     """Of a draft that a head gave this to."""
     return HEADED[int(10 * probability)]
-
-
-def kind_of(given: Proposal, k: int) -> Kind:
-    """Of the k-th of such drafts."""
-    if given.probabilities:  # a head made them
-        return kind_of_headed(given.probabilities[k])
-    found = given.match + k
-    return LOOKED_UP[found] if found < len(LOOKED_UP) else LOOKED_UP[-1]
 
 
 def expected_of_all(
