@@ -143,17 +143,18 @@ class Noted(RoundCosts):
 
 
 class Times:
-    """Of rounds, by their sort."""
+    """Of rounds, by their sort and count."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def note(self, sort: str, count: int, seconds: float) -> None:
-        del count
-        self._seconds[sort].append(seconds)
+        self._seconds[sort, count].append(seconds)
 
-    def median(self, sort: str) -> float:
-        return statistics.median(self._seconds[sort])
+    def median(self, sort: str, count: int = 0) -> float | None:
+        """None where there was none."""
+        found = self._seconds.get((sort, count))
+        return statistics.median(found) if found else None
 
 
 class Timer(Told):
@@ -161,9 +162,8 @@ class Timer(Told):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
-        self.seconds: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-        """Of full depth, of rounds that are given drafts, of steps of a head; by drafts or steps,
-        and turn."""
+        self.times = Times()
+        """Of full depth, of rounds that are given drafts, of steps of a head."""
         self._turns = self._sorts()
         self._now = ("full", 0, 0)
         self.costs = Noted(num_layers, self.note)
@@ -188,12 +188,7 @@ class Timer(Told):
         """How long a round took, if it was told to be that."""
         now, told, turn = self._now
         if (sort, count) == (now, told) and turn >= FIRST_TURNS:
-            self.seconds[sort, count, turn].append(seconds)
-
-    def time(self, sort: str, count: int) -> float | None:
-        """The median, over all turns that count; None where there was none."""
-        found = [s for key, its in self.seconds.items() if key[:2] == (sort, count) for s in its]
-        return statistics.median(found) if found else None
+            self.times.note(sort, count, seconds)
 
 
 class Same(Told):
@@ -260,13 +255,13 @@ def times_of(model: eecore.Model, prompts: Sequence[list[int]]) -> RoundTimes:
             eecore.generate(model, group, exit=Auto(), max_tokens=rounds + 40, ignore_eos=True)
             use(model, auto)
             eecore.generate(model, group, exit=Auto(), max_tokens=64, ignore_eos=True)
-        known = {drafts: timer.time("given", drafts) for drafts in DRAFTS}
+        known = {drafts: timer.times.median("given", drafts) for drafts in DRAFTS}
         given[requests] = {drafts: t for drafts, t in known.items() if t is not None}
-        full[requests] = timer.time("full", 0) or given[requests][0]
-        steps = timer.time("steps", STEPS) or 0.0
+        full[requests] = timer.times.median("full", 0) or given[requests][0]
+        steps = timer.times.median("steps", STEPS) or 0.0
         step[requests] = max(steps - given[requests][0], 0.0) / STEPS
-        look[requests] = host.median("look")
-        between[requests] = host.median("between")
+        look[requests] = host.median("look") or 0.0
+        between[requests] = host.median("between") or 0.0
     return RoundTimes(full, given, step, look, between)
 
 
