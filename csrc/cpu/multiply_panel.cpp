@@ -4,15 +4,184 @@
 namespace eecore::cpu::EECORE_CAPABILITY {
 namespace {
 
+// Group kGroup of columns of a block of two parts, and row b of x, whose block is `columns`.
+template <int kGroup, int kRows, typename Dot>
+[[gnu::always_inline]] inline void add_group(const Bytes (*q)[2], const XBlock& columns, int b,
+                                             Dot (*products)[kRows]) {
+  const Bytes group = broadcast_bytes(columns.q + 4 * kGroup);
+#pragma GCC unroll 2
+  for (int p = 0; p < 2; ++p) {
+    products[p][b].template add<kGroup % Dot::kGroups>(q[p][kGroup % 2], group);
+  }
+}
+
+// Columns 8 * kTwo.. of a block of two parts and kRows rows of x.
+template <BlockFormat kFormat, int kTwo, int kRows, typename Dot>
+[[gnu::always_inline]] inline void dot_of_two(const uint8_t* const* quants,
+                                              const uint8_t* const* high_bits, const XBlock* x,
+                                              int64_t x_stride, Dot (*products)[kRows]) {
+  Bytes q[2][2];
+  unpack_two<kFormat, kTwo>(quants[0], high_bits[0], q[0]);
+  unpack_two<kFormat, kTwo>(quants[1], high_bits[1], q[1]);
+#pragma GCC unroll 8
+  for (int b = 0; b < kRows; ++b) {
+    add_group<2 * kTwo>(q, x[b * x_stride], b, products);
+    if constexpr (!Dot::kTakesTurns) add_group<2 * kTwo + 1>(q, x[b * x_stride], b, products);
+  }
+  if constexpr (Dot::kTakesTurns) {
+#pragma GCC unroll 8
+    for (int b = 0; b < kRows; ++b) add_group<2 * kTwo + 1>(q, x[b * x_stride], b, products);
+  }
+}
+
+// Memory that is asked for meanwhile, as much behind each two groups of columns.
+template <bool kNear>
+struct LinesAhead {
+  const uint8_t *next, *end, *until;
+  int64_t step;  // bytes; 0: nothing is asked for
+
+  // The `part`-th of so many equal parts of what begins at `bytes`, while num_blocks are
+  // multiplied.
+  LinesAhead(const uint8_t* bytes, int64_t size, int64_t part, int64_t num_parts,
+             int64_t num_blocks) {
+    const int64_t lines = bytes ? size / 64 : 0;
+    next = until = bytes + 64 * (lines * part / num_parts);
+    end = bytes + 64 * (lines * (part + 1) / num_parts);
+    step = ceil_div(end - next, 4 * num_blocks);
+  }
+  [[gnu::always_inline]] void ask() {
+    until = end - until < step ? end : until + step;
+    for (; next < until; next += 64) prefetch_weight<kNear>(next);
+  }
+};
+
+// sums: [kBatch, 2 * kWidth] with row stride `stride`, those of two parts of kWidth rows each and
+// kBatch rows of x: what is loaded of x, which takes as long as a product, serves both. A function
+// of its own, so that the compiler keeps what it can in registers.
+template <BlockFormat kFormat, int kBatch, bool kNear>
+[[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, const XBlock* x, int64_t x_stride,
+                                          LinesAhead<kNear> ahead, float* sums, int64_t stride) {
+  constexpr BlockTraits kTraits = traits_of(kFormat);
+  constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
+  using Dot = PanelDot<kHasHalves ? 4 : 8, quant_bits(kFormat)>;
+  Vec totals[2][kBatch];
+  for (auto& of_panel : totals) {
+    for (Vec& total : of_panel) total = zero();
+  }
+  const uint8_t* quants[2] = {parts[0].quants, parts[1].quants};
+  const uint8_t* high_bits[2] = {parts[0].high_bits, parts[1].high_bits};
+  const int64_t num_blocks = parts[0].num_blocks;
+  for (int64_t i = 0; i < num_blocks; ++i, ++x) {
+    Dot products[2][kBatch];
+    const auto offset_of = [&](int b, bool is_second_half) {
+      const XBlock& columns = x[b * x_stride];
+      if (has_minima(kFormat) || Dot::kIsSigned) return 0;
+      if (is_second_half) return columns.minus_8 - columns.minus_8_low;
+      return kHasHalves ? columns.minus_8_low : columns.minus_8;
+    };
+    const auto begin = [&](bool is_second_half) {
+#pragma GCC unroll 8
+      for (int b = 0; b < kBatch; ++b) {
+        products[0][b].begin(offset_of(b, is_second_half));
+        products[1][b] = products[0][b];
+      }
+    };
+    begin(false);
+    const LaneScales scales[2] = {scales_of<kFormat>(parts[0], i), scales_of<kFormat>(parts[1], i)};
+    const auto add = [&](bool is_second_half) {
+#pragma GCC unroll 8
+      for (int b = 0; b < kBatch; ++b) {
+        const Vec x_scale = broadcast(x[b * x_stride].scale);
+#pragma GCC unroll 2
+        for (int p = 0; p < 2; ++p) {
+          const Vec scale = is_second_half ? scales[p].second : scales[p].scale;
+          const Ints product = products[p][b].total(offset_of(b, is_second_half));
+          totals[p][b] = fma(to_vec(product), scale * x_scale, totals[p][b]);
+        }
+      }
+    };
+    dot_of_two<kFormat, 0>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    dot_of_two<kFormat, 1>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    if constexpr (kHasHalves) {
+      add(false);
+      begin(true);
+    }
+    dot_of_two<kFormat, 2>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    dot_of_two<kFormat, 3>(quants, high_bits, x, x_stride, products);
+    ahead.ask();
+    add(kHasHalves);
+    if constexpr (has_minima(kFormat)) {
+#pragma GCC unroll 8
+      for (int b = 0; b < kBatch; ++b) {
+        const Vec scaled_sum = broadcast(x[b * x_stride].scaled_sum);
+        totals[0][b] = fma(scales[0].second, scaled_sum, totals[0][b]);
+        totals[1][b] = fma(scales[1].second, scaled_sum, totals[1][b]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; ++p) {
+      quants[p] += kTraits.quants;
+      high_bits[p] += kTraits.high_bits;
+    }
+  }
+#pragma GCC unroll 8
+  for (int b = 0; b < kBatch; ++b) {
+    store(sums + b * stride, totals[0][b]);
+    store(sums + b * stride + kWidth, totals[1][b]);
+  }
+}
+
+// Two parts and num_batch rows of x from b on, into sums; `ahead` as in multiply_two_parts.
+template <BlockFormat kFormat, int kBatch, bool kNear>
+void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, int64_t b,
+                           int64_t num_batch, const LinesAhead<kNear>& ahead, float* sums,
+                           int64_t stride) {
+  if constexpr (kBatch > 1) {
+    if (num_batch < kBatch) {
+      return multiply_batch_of_two<kFormat, kBatch - 1>(product, parts, b, num_batch, ahead, sums,
+                                                        stride);
+    }
+  }
+  multiply_two_parts<kFormat, kBatch>(parts, product.x + b * product.x_stride, product.x_stride,
+                                      ahead, sums, stride);
+}
+
+// Two parts, all rows of the panels that they are of, with rows of x in groups, as equal as can be,
+// each of which asks for its share of the num_bytes that come next.
+template <BlockFormat kFormat, bool kNear>
+void multiply_in_two(const PanelProduct& product, const PanelPart* parts, int64_t num_bytes) {
+  const int64_t num_blocks = parts[0].num_blocks;
+  const int64_t num_groups = ceil_div(product.num_batch, kBatchOfTwo);
+  for (int64_t group = 0, b = 0; group < num_groups; ++group) {
+    const int64_t batch = (product.num_batch + group) / num_groups;
+    const LinesAhead<kNear> ahead(product.ahead, num_bytes, group, num_groups, num_blocks);
+    float* const out = product.out + b * product.out_stride;
+    if (product.count == kPanelRows) {
+      multiply_batch_of_two<kFormat, kBatchOfTwo>(product, parts, b, batch, ahead, out,
+                                                  product.out_stride);
+    } else {
+      alignas(64) float lanes[kBatchOfTwo][2 * kWidth];
+      multiply_batch_of_two<kFormat, kBatchOfTwo>(product, parts, b, batch, ahead, lanes[0],
+                                                  2 * kWidth);
+      for (int64_t i = 0; i < batch; ++i) store_row(product, b + i, lanes[i]);
+    }
+    b += batch;
+  }
+}
+
+#if defined(__AVX512VNNI__)
+
 // Adds a block's products with kRows rows of x, which take turns, to their totals.
 template <BlockFormat kFormat, int kRows, typename Ahead>
 [[gnu::always_inline]] inline void multiply_abreast(const Bytes* q, const LaneScales& scales,
                                                     const XBlock* x, int64_t x_stride, Ahead ahead,
                                                     Vec* totals) {
   constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
-  constexpr int kLargest = (1 << quant_bits(kFormat)) - 1;
   constexpr int kShift = quant_bits(kFormat) - 4;  // from 8 times the sum of x to the offset's
-  constexpr bool kHasOffset = !has_minima(kFormat) && !(kTakes128 && kFormat == BlockFormat::kQ8_0);
+  constexpr bool kHasOffset = !has_minima(kFormat);
   const int64_t bytes = x_stride * static_cast<int64_t>(sizeof(XBlock));
   Ints products[kRows], more[kRows];
 #pragma GCC unroll 8
@@ -24,9 +193,9 @@ template <BlockFormat kFormat, int kRows, typename Ahead>
       more[b] = broadcast_shifted<kShift>(columns.minus_8 - columns.minus_8_low);
     }
   }
-  dot<kHasHalves ? 4 : 8, kLargest, kRows>(q, x->q, bytes, ahead, products);
+  dot<kHasHalves ? 4 : 8, kRows>(q, x->q, bytes, ahead, products);
   if constexpr (kHasHalves) {
-    dot<4, kLargest, kRows>(q + 4, x->q + 16, bytes, ahead.from(4), more);
+    dot<4, kRows>(q + 4, x->q + 16, bytes, ahead.from(4), more);
   }
 #pragma GCC unroll 8
   for (int b = 0; b < kRows; ++b) {
@@ -82,158 +251,6 @@ template <BlockFormat kFormat, int kBatch, bool kNear>
   for (int b = 0; b < kBatch; ++b) store(sums + b * stride, totals[b]);
 }
 
-#if defined(__AVX512VNNI__)
-
-// Columns 8 * kTwo.. of a block of two panels and kRows rows of x.
-template <BlockFormat kFormat, int kTwo, int kRows>
-[[gnu::always_inline]] inline void dot_of_two(const uint8_t* const* quants,
-                                              const uint8_t* const* high_bits, const XBlock* x,
-                                              int64_t x_stride, Ints (*products)[kRows]) {
-  Bytes q[2][2];
-  unpack_two<kFormat, kTwo>(quants[0], high_bits[0], q[0]);
-  unpack_two<kFormat, kTwo>(quants[1], high_bits[1], q[1]);
-#pragma GCC unroll 2
-  for (int group = 0; group < 2; ++group) {
-#pragma GCC unroll 8
-    for (int b = 0; b < kRows; ++b) {
-      int32_t columns;
-      __builtin_memcpy(&columns, x[b * x_stride].q + 8 * kTwo + 4 * group, 4);
-      const __m512i its = _mm512_set1_epi32(columns);
-      products[0][b].v = _mm512_dpbusd_epi32(products[0][b].v, q[0][group].v, its);
-      products[1][b].v = _mm512_dpbusd_epi32(products[1][b].v, q[1][group].v, its);
-    }
-  }
-}
-
-// Memory that is asked for meanwhile, as much behind each two groups of columns.
-template <bool kNear>
-struct LinesAhead {
-  const uint8_t *next, *end, *until;
-  int64_t step;  // bytes; 0: nothing is asked for
-
-  // The `part`-th of so many equal parts of what begins at `bytes`, while num_blocks are
-  // multiplied.
-  LinesAhead(const uint8_t* bytes, int64_t size, int64_t part, int64_t num_parts,
-             int64_t num_blocks) {
-    const int64_t lines = bytes ? size / 64 : 0;
-    next = until = bytes + 64 * (lines * part / num_parts);
-    end = bytes + 64 * (lines * (part + 1) / num_parts);
-    step = 64 * ceil_div((end - next) / 64, 4 * num_blocks);
-  }
-  [[gnu::always_inline]] void ask() {
-    until = end - until < step ? end : until + step;
-    for (; next < until; next += 64) prefetch_weight<kNear>(next);
-  }
-};
-
-// multiply_part of two panels: what is loaded of x, which takes as long as a product, serves both.
-template <BlockFormat kFormat, int kBatch, bool kNear>
-[[gnu::noinline]] void multiply_two_parts(const PanelPart* parts, const XBlock* x, int64_t x_stride,
-                                          LinesAhead<kNear> ahead, float* sums, int64_t stride) {
-  constexpr BlockTraits kTraits = traits_of(kFormat);
-  constexpr bool kHasHalves = kFormat == BlockFormat::kQ6_K;
-  constexpr int kShift = quant_bits(kFormat) - 4;
-  Vec totals[2][kBatch];
-  for (auto& of_panel : totals) {
-    for (Vec& total : of_panel) total = zero();
-  }
-  const uint8_t* quants[2] = {parts[0].quants, parts[1].quants};
-  const uint8_t* high_bits[2] = {parts[0].high_bits, parts[1].high_bits};
-  const int64_t num_blocks = parts[0].num_blocks;
-  for (int64_t i = 0; i < num_blocks; ++i, ++x) {
-    Ints products[2][kBatch];
-#pragma GCC unroll 8
-    for (int b = 0; b < kBatch; ++b) {
-      const XBlock& columns = x[b * x_stride];
-      const int32_t first = kHasHalves            ? columns.minus_8_low
-                            : has_minima(kFormat) ? 0
-                                                  : columns.minus_8;
-      products[0][b] = products[1][b] = broadcast_shifted<kShift>(first);
-    }
-    const LaneScales scales[2] = {scales_of<kFormat>(parts[0], i), scales_of<kFormat>(parts[1], i)};
-    const auto add = [&](bool is_second_half) {
-#pragma GCC unroll 8
-      for (int b = 0; b < kBatch; ++b) {
-        const Vec x_scale = broadcast(x[b * x_stride].scale);
-#pragma GCC unroll 2
-        for (int p = 0; p < 2; ++p) {
-          const Vec scale = is_second_half ? scales[p].second : scales[p].scale;
-          totals[p][b] = fma(to_vec(products[p][b]), scale * x_scale, totals[p][b]);
-        }
-      }
-    };
-    dot_of_two<kFormat, 0>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    dot_of_two<kFormat, 1>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    if constexpr (kHasHalves) {
-      add(false);
-#pragma GCC unroll 8
-      for (int b = 0; b < kBatch; ++b) {
-        const XBlock& columns = x[b * x_stride];
-        products[0][b] = products[1][b] =
-            broadcast_shifted<kShift>(columns.minus_8 - columns.minus_8_low);
-      }
-    }
-    dot_of_two<kFormat, 2>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    dot_of_two<kFormat, 3>(quants, high_bits, x, x_stride, products);
-    ahead.ask();
-    add(kHasHalves);
-    if constexpr (has_minima(kFormat)) {
-#pragma GCC unroll 8
-      for (int b = 0; b < kBatch; ++b) {
-        const Vec scaled_sum = broadcast(x[b * x_stride].scaled_sum);
-        totals[0][b] = fma(scales[0].second, scaled_sum, totals[0][b]);
-        totals[1][b] = fma(scales[1].second, scaled_sum, totals[1][b]);
-      }
-    }
-#pragma GCC unroll 2
-    for (int p = 0; p < 2; ++p) {
-      quants[p] += kTraits.quants;
-      high_bits[p] += kTraits.high_bits;
-    }
-  }
-#pragma GCC unroll 8
-  for (int b = 0; b < kBatch; ++b) {
-    store(sums + b * stride, totals[0][b]);
-    store(sums + b * stride + kPanelRows, totals[1][b]);
-  }
-}
-
-constexpr int kBatchOfTwo = 5;
-
-// Two whole panels and num_batch rows of x from b on; `ahead` as in multiply_two_parts.
-template <BlockFormat kFormat, int kBatch, bool kNear>
-void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, int64_t b,
-                           int64_t num_batch, const LinesAhead<kNear>& ahead) {
-  if constexpr (kBatch > 1) {
-    if (num_batch < kBatch) {
-      return multiply_batch_of_two<kFormat, kBatch - 1>(product, parts, b, num_batch, ahead);
-    }
-  }
-  multiply_two_parts<kFormat, kBatch>(parts, product.x + b * product.x_stride, product.x_stride,
-                                      ahead, product.out + b * product.out_stride,
-                                      product.out_stride);
-}
-
-// Rows of x in groups, as equal as can be, each of which asks for its part of what comes next.
-template <BlockFormat kFormat, bool kNear>
-void multiply_two_panels(const PanelProduct& product, const PanelPart* parts) {
-  const int64_t num_blocks = parts[0].num_blocks;
-  const int64_t num_bytes = 2 * num_blocks * bytes_of_block(kFormat);
-  const int64_t num_groups = ceil_div(product.num_batch, kBatchOfTwo);
-  for (int64_t group = 0, b = 0; group < num_groups; ++group) {
-    const int64_t batch = (product.num_batch + group) / num_groups;
-    multiply_batch_of_two<kFormat, kBatchOfTwo>(
-        product, parts, b, batch,
-        LinesAhead<kNear>(product.ahead, num_bytes, group, num_groups, num_blocks));
-    b += batch;
-  }
-}
-
-#endif
-
 // Rows of x from b on, at most kBatch; returns how many.
 template <BlockFormat kFormat, int kBatch, bool kNear>
 int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int64_t b) {
@@ -259,18 +276,24 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
   return kBatch;
 }
 
+#endif
+
 // Rows of x from b on.
 template <BlockFormat kFormat, bool kNear>
 inline void multiply_from(const PanelProduct& product, const PanelPart& panel, int64_t b) {
+  const int64_t num_bytes = panel.num_blocks * bytes_of_block(kFormat);
 #if defined(__AVX512VNNI__)
   if (product.second) {
     const PanelPart parts[] = {panel, whole_panel(product.second, kFormat, product.columns)};
-    return multiply_two_panels<kFormat, kNear>(product, parts);
+    return multiply_in_two<kFormat, kNear>(product, parts, 2 * num_bytes);
   }
-#endif
   while (b < product.num_batch) {
     b += multiply_batch<kFormat, kMaxPanelBatch, kNear>(product, panel, b);
   }
+#else
+  const PanelPart halves[] = {panel, panel.from(kWidth)};
+  multiply_in_two<kFormat, kNear>(product, halves, num_bytes);
+#endif
 }
 
 template <BlockFormat kFormat>

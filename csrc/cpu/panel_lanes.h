@@ -1,7 +1,7 @@
 // Bytes of a panel and the sums of their products: kWidth rows of a panel at once, 4 columns each.
 //
-// Weights are unsigned bytes, x signed ones of -127 to 127; sums are exact. Weights of up to 255
-// count as 128 less where kTakes128 says so.
+// Weights are unsigned bytes, x signed ones of -127 to 127; sums are exact. Weights of 8 bits count
+// as 128 less where PanelDot says so.
 #pragma once
 
 #include "vec.h"
@@ -30,7 +30,6 @@ inline float half_to_float(const uint8_t* p) {
 #if defined(__AVX512VNNI__)
 
 constexpr int kMaxPanelBatch = 8;
-constexpr bool kTakes128 = false;
 struct Bytes {
   __m512i v;
 };
@@ -38,6 +37,12 @@ struct Ints {
   __m512i v;
 };
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+// Four columns of x for each row.
+inline Bytes broadcast_bytes(const int8_t* p) {
+  int32_t columns;
+  __builtin_memcpy(&columns, p, 4);
+  return {_mm512_set1_epi32(columns)};
+}
 inline Bytes low_nibbles(Bytes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 // q with the bits of `mask`, which lie kBy places lower in x, or higher where kBy is negative.
 template <int kBy>
@@ -66,11 +71,10 @@ inline Vec load_signed(const uint8_t* p) {
 inline Vec load_half(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-// sums[b] + the products of kGroups groups of columns with row b of x, kRowsAbreast of them; w of
-// at most kLargest. Each sum waits for its last product, and a core looks ahead to few of them:
-// rows take turns. `ahead` asks for some of what comes next behind each group.
+// sums[b] + the products of kGroups groups of columns with row b of x, at most kRowsAbreast of
+// them, which take turns, see PanelDot. `ahead` asks for some of what comes next behind each group.
 constexpr int kRowsAbreast = 8;
-template <int kGroups, int kLargest, int kRows, typename Ahead>
+template <int kGroups, int kRows, typename Ahead>
 inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, Ints* sums) {
 #pragma GCC unroll 8
   for (int g = 0; g < kGroups; ++g) {
@@ -84,10 +88,30 @@ inline void dot(const Bytes* w, const int8_t* x, int64_t x_stride, Ahead ahead, 
   }
 }
 
+// The products of one row of x with kGroups groups of columns of weights of kBits bits, group after
+// group, and what the weights have too much, times x: `offset`, for 4 bits -8 times the sum of x,
+// and twice as much with each bit more. kIsSigned: nothing is too much. kTakesTurns: a sum waits
+// for its last product, and a core looks ahead to few of them, so that all sums take a group before
+// one takes the next.
+template <int kGroups_, int kBits>
+struct PanelDot {
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kIsSigned = false;
+  static constexpr bool kTakesTurns = true;
+  __m512i sums;
+
+  void begin(int32_t offset) { sums = broadcast_shifted<kBits - 4>(offset).v; }
+  template <int kGroup>
+  void add(Bytes w, Bytes columns) {
+    sums = _mm512_dpbusd_epi32(sums, w.v, columns.v);
+  }
+  Ints total(int32_t) const { return {sums}; }
+};
+// Rows of x that meet two vectors of weights at once.
+constexpr int kBatchOfTwo = 5;
+
 #elif defined(__AVX2__)
 
-constexpr int kMaxPanelBatch = 4;
-constexpr bool kTakes128 = true;
 struct Bytes {
   __m256i v;
 };
@@ -96,6 +120,11 @@ struct Ints {
 };
 inline Bytes load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))};
+}
+inline Bytes broadcast_bytes(const int8_t* p) {
+  int32_t columns;
+  __builtin_memcpy(&columns, p, 4);
+  return {_mm256_set1_epi32(columns)};
 }
 inline Bytes low_nibbles(Bytes x) { return {_mm256_and_si256(x.v, _mm256_set1_epi8(15))}; }
 template <int kBy>
@@ -125,39 +154,45 @@ inline Vec load_half(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 // Pairs of products are summed in 16 bits for as many groups as surely fit. Where not even one
-// does, 128 is taken from the weights, and their signs are moved to x.
-constexpr int kRowsAbreast = 1;
-template <int kGroups, int kLargest, int kRows, typename Ahead>
-inline void dot(const Bytes* w, const int8_t* x, int64_t, Ahead ahead, Ints* sums) {
-  static_assert(kRows == 1);
-  constexpr int kFit = 32767 / (2 * 127 * kLargest);
-  constexpr int kRun = kFit < 1 ? 1 : kFit < kGroups ? kFit : kGroups;
-  static_assert(kGroups % kRun == 0);
-  const __m256i ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 8
-  for (int first = 0; first < kGroups; first += kRun) {
-    __m256i pairs = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int g = first; g < first + kRun; ++g) {
-      int32_t columns;
-      __builtin_memcpy(&columns, x + 4 * g, 4);
-      __m256i factors = w[g].v, signed_x = _mm256_set1_epi32(columns);
-      if constexpr (kFit < 1) {
-        const __m256i whole = _mm256_xor_si256(w[g].v, _mm256_set1_epi8(-128));
-        factors = _mm256_abs_epi8(whole);
-        signed_x = _mm256_sign_epi8(signed_x, whole);
+// does, 128 is taken from the weights, and their signs are moved to x. Half as many registers as
+// with AVX-512 hold no sums of many rows: one takes what groups there are at a time.
+template <int kGroups_, int kBits>
+struct PanelDot {
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kFit = 32767 / (2 * 127 * ((1 << kBits) - 1));
+  static constexpr bool kIsSigned = kFit < 1;
+  static constexpr bool kTakesTurns = false;
+  static constexpr int kRun = kFit < kGroups ? kFit : kGroups;
+  __m256i pairs, sums;
+
+  void begin(int32_t) { sums = _mm256_setzero_si256(); }
+  template <int kGroup>
+  void add(Bytes w, Bytes columns) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (kIsSigned) {
+      const __m256i whole = _mm256_xor_si256(w.v, _mm256_set1_epi8(-128));
+      const __m256i product =
+          _mm256_maddubs_epi16(_mm256_abs_epi8(whole), _mm256_sign_epi8(columns.v, whole));
+      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(product, ones));
+    } else {
+      static_assert(kGroups % kRun == 0);
+      const __m256i product = _mm256_maddubs_epi16(w.v, columns.v);
+      pairs = kGroup % kRun == 0 ? product : _mm256_add_epi16(pairs, product);
+      if constexpr (kGroup % kRun == kRun - 1) {
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
       }
-      pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(factors, signed_x));
-      ahead.ask(g);
     }
-    sums->v = _mm256_add_epi32(sums->v, _mm256_madd_epi16(pairs, ones));
   }
-}
+  Ints total(int32_t offset) const {
+    return {_mm256_add_epi32(sums, broadcast_shifted<kBits - 4>(offset).v)};
+  }
+};
+// More sums than there are registers: those that are not at work wait in memory, which takes less
+// time than opening the weights once more.
+constexpr int kBatchOfTwo = 8;
 
 #else
 
-constexpr int kMaxPanelBatch = 2;
-constexpr bool kTakes128 = false;
 struct Bytes {
   uint8_t v[kLaneBytes];
 };
@@ -167,6 +202,11 @@ struct Ints {
 inline Bytes load_bytes(const uint8_t* p) {
   Bytes r;
   __builtin_memcpy(r.v, p, sizeof(r.v));
+  return r;
+}
+inline Bytes broadcast_bytes(const int8_t* p) {
+  Bytes r;
+  for (int i = 0; i < kLaneBytes; i += 4) __builtin_memcpy(r.v + i, p, 4);
   return r;
 }
 inline Bytes low_nibbles(Bytes x) {
@@ -211,20 +251,25 @@ inline Vec load_half(const uint8_t* p) {
   for (int i = 0; i < kWidth; ++i) r.v[i] = half_to_float(p + 2 * i);
   return r;
 }
-constexpr int kRowsAbreast = 1;
-template <int kGroups, int kLargest, int kRows, typename Ahead>
-inline void dot(const Bytes* w, const int8_t* x, int64_t, Ahead ahead, Ints* sums) {
-  static_assert(kRows == 1);
-  for (int g = 0; g < kGroups; ++g) {
+template <int kGroups_, int kBits>
+struct PanelDot {
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kIsSigned = false;
+  static constexpr bool kTakesTurns = false;
+  Ints sums;
+
+  void begin(int32_t offset) { sums = broadcast_shifted<kBits - 4>(offset); }
+  template <int kGroup>
+  void add(Bytes w, Bytes columns) {
     for (int i = 0; i < kWidth; ++i) {
-      const uint8_t* row = w[g].v + 4 * i;
-      const int8_t* columns = x + 4 * g;
-      sums->v[i] +=
-          row[0] * columns[0] + row[1] * columns[1] + row[2] * columns[2] + row[3] * columns[3];
+      for (int k = 4 * i; k < 4 * i + 4; ++k) {
+        sums.v[i] += w.v[k] * static_cast<int8_t>(columns.v[k]);
+      }
     }
-    ahead.ask(g);
   }
-}
+  Ints total(int32_t) const { return sums; }
+};
+constexpr int kBatchOfTwo = 2;
 
 #endif
 
