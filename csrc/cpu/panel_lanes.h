@@ -251,23 +251,39 @@ inline Vec load_half(const uint8_t* p) {
   for (int i = 0; i < kWidth; ++i) r.v[i] = half_to_float(p + 2 * i);
   return r;
 }
+template <bool kFits>
+constexpr auto sum_of() {
+  if constexpr (kFits) return int16_t{0};
+  if constexpr (!kFits) return int32_t{0};
+}
+// Byte by byte, in 16 bits where all groups surely fit; four bytes of a row become one in the end.
 template <int kGroups_, int kBits>
 struct PanelDot {
   static constexpr int kGroups = kGroups_;
   static constexpr bool kIsSigned = false;
   static constexpr bool kTakesTurns = false;
-  Ints sums;
+  static constexpr bool kFits = kGroups * 127 * ((1 << kBits) - 1) <= 32767;
+  using Sum = decltype(sum_of<kFits>());
+  Sum sums[kLaneBytes];
 
-  void begin(int32_t offset) { sums = broadcast_shifted<kBits - 4>(offset); }
+  void begin(int32_t) {
+    for (Sum& sum : sums) sum = 0;
+  }
   template <int kGroup>
-  void add(Bytes w, Bytes columns) {
-    for (int i = 0; i < kWidth; ++i) {
-      for (int k = 4 * i; k < 4 * i + 4; ++k) {
-        sums.v[i] += w.v[k] * static_cast<int8_t>(columns.v[k]);
-      }
+  void add(const Bytes& w, const Bytes& columns) {
+    for (int i = 0; i < kLaneBytes; ++i) {
+      const int16_t x = static_cast<int8_t>(columns.v[i]);
+      sums[i] = static_cast<Sum>(sums[i] + static_cast<int16_t>(w.v[i] * x));
     }
   }
-  Ints total(int32_t) const { return sums; }
+  Ints total(int32_t offset) const {
+    Ints r = broadcast_shifted<kBits - 4>(offset);
+    for (int i = 0; i < kWidth; ++i) {
+      const Sum* four = sums + 4 * i;
+      r.v[i] += four[0] + four[1] + four[2] + four[3];
+    }
+    return r;
+  }
 };
 constexpr int kBatchOfTwo = 2;
 
