@@ -35,6 +35,7 @@ BENCHMARKS = {
     "soak-serve": "bench.serving.soak",
     "ops-table": "bench.ops.table",
     "attention": "bench.ops.attention",
+    "products": "bench.ops.products",
     "gpu-first": "bench.gpu.first",
     "gpu": "bench.gpu.gpu",
     "gpu-decode": "bench.gpu.decode",

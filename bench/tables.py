@@ -39,6 +39,7 @@ WITH_REPORTS = (
     "serving.tables",
     "ops.table",
     "ops.attention",
+    "ops.products",
     "fuzz.tables",
     "gpu.expected",
     "gpu.gpu",

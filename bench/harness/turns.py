@@ -34,6 +34,24 @@ def take_turns(runs: Mapping[str, Callable[[], Turn]], rounds: int) -> dict[str,
     return turns
 
 
+AGAIN = 20
+"""Calls in a row, of which the fastest counts."""
+
+
+def in_turn_and_again(
+    seconds: Callable[[int], float], count: int, rounds: int
+) -> tuple[float, float]:
+    """Seconds of one of so many things when all take turns, and of the first again and again.
+
+    Args:
+        seconds: what a call on thing number i takes, which it makes.
+        count: of things.
+        rounds: in which all take turns; the fastest counts.
+    """
+    in_turn = min(sum(map(seconds, range(count))) for _ in range(rounds)) / count
+    return in_turn, min(seconds(0) for _ in range(AGAIN))
+
+
 def seconds_of(turns: Sequence[Turn]) -> list[float]:
     return [turn.seconds for turn in turns]
 

@@ -21,6 +21,7 @@ from bench.harness.ceilings import read_ceiling
 from bench.harness.command import parser, say
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
+from bench.harness.turns import in_turn_and_again
 from eecore import ops
 from eecore.evaluation.tables import markdown_table
 from tests.cases import LLAMA_8B, SMOLLM2_135M
@@ -32,8 +33,6 @@ QUERIES = (1, 2, 4, 8)
 """Of a sequence: the last token, and drafts behind it."""
 IN_ALL = 256 << 20
 """Bytes of all layers' keys and values."""
-AGAIN = 20
-"""Calls of one layer in a row, of which the fastest counts."""
 
 
 class Layers:
@@ -61,13 +60,6 @@ class Layers:
         began = time.perf_counter()
         ops.paged_attention(k_cache=k, v_cache=v, **self._call)
         return time.perf_counter() - began
-
-
-def measure(layers: Layers, rounds: int) -> tuple[float, float]:
-    """Seconds of a layer in turn, by the fastest round, and of one again and again."""
-    every = range(len(layers.caches))
-    in_turn = min(sum(map(layers.seconds, every)) for _ in range(rounds)) / len(every)
-    return in_turn, min(layers.seconds(0) for _ in range(AGAIN))
 
 
 def markdown(result: Figures) -> str:
@@ -113,7 +105,8 @@ def main(words: Sequence[str]) -> None:
                 for num_queries in arguments.queries:
                     sizes = (heads, dtype, num_seqs, seq_len, num_queries)
                     layers = Layers(*sizes, arguments.bytes)
-                    seconds, again = measure(layers, arguments.rounds)
+                    count = len(layers.caches)
+                    seconds, again = in_turn_and_again(layers.seconds, count, arguments.rounds)
                     rows.append(
                         {
                             "model": model,

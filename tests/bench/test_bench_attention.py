@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
+from bench.harness import turns
 from bench.ops import attention as bench_attention
+from eecore import ops
 
 
 def test_a_layer_is_read_when_it_is_its_turn(monkeypatch) -> None:
@@ -15,10 +17,12 @@ def test_a_layer_is_read_when_it_is_its_turn(monkeypatch) -> None:
     assert layers.bytes == 2 * 2 * 48 * 2 * 64 * 2
     assert len(layers.caches) == 100_000 // layers.bytes
     called = []
-    monkeypatch.setattr(layers, "seconds", lambda layer: called.append(layer) or 1.0)
-    assert bench_attention.measure(layers, 2) == (1.0, 1.0)
-    every = list(range(len(layers.caches)))
-    assert called == [*every, *every, *[0] * bench_attention.AGAIN]
+    monkeypatch.setattr(ops, "paged_attention", lambda **call: called.append(call["k_cache"]))
+    count = len(layers.caches)
+    turns.in_turn_and_again(layers.seconds, count, 2)
+    keys = [k for k, _ in layers.caches]
+    expected = [*keys, *keys, *keys[:1] * turns.AGAIN]
+    assert all(a is b for a, b in zip(called, expected, strict=True))
 
 
 def test_figures_and_table(tmp_path: Path, capsys) -> None:
