@@ -1,12 +1,12 @@
 """Products of few rows with weights that come from memory: what a row more costs, by format.
 
-python -m bench products [--threads 1] [--rounds 9] [--weights Q4_1 Q8_0 float32] [--rows 1 2 8]
+python -m bench products [--threads 1] [--rounds 15] [--weights Q4_1 Q8_0 float32] [--rows 1 2 8]
 
 skinny_linear with the weights of many layers, one after the other, as decoding calls it: no cache
 of the machine still holds a layer's weights when it is that layer's turn again. Beside it the same
 call with one layer's weights again and again, which a cache holds, and what memory gives to the
-plainest loop, measured behind each case. Writes bench/results/products.json and its table in
-bench/RESULTS.md.
+plainest loop, measured in each round; all cases take turns. Writes bench/results/products.json and
+its table in bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Layers:
     """Weights of one format, and rows that they are multiplied with."""
 
     def __init__(self, weights: str, in_all: int) -> None:
+        self.weights = weights
         first = random_weight(weights)
         self.bytes = first.weight.nbytes
         count = max(in_all // self.bytes, 1)
@@ -88,7 +89,7 @@ def markdown(result: Figures) -> str:
                 f"{1e6 * row['seconds']:.0f}",
                 f"{row['seconds'] / one['seconds']:.2f}",
                 f"{rate / 1e9:.1f}",
-                f"{rate / row['memory']:.0%}",
+                f"{rate / result['memory']:.0%}",
                 f"{1e6 * row['again']:.0f}",
                 f"{row['again'] / one['again']:.2f}",
             ]
@@ -96,8 +97,9 @@ def markdown(result: Figures) -> str:
     about = (
         f"Rows times weights of {FEATURES} x {FEATURES}; layers of {result['in_all'] >> 20} MB in "
         f"all, one after the other, the fastest of {result['rounds']} rounds, and one layer's "
-        "again and again, which a cache holds where it can. Memory: the plainest loop, behind each "
-        f"case. {result['threads']} thread(s), {in_words(result)}. `python -m bench products`"
+        "again and again, which a cache holds where it can; all cases take turns. Memory: "
+        f"{result['memory'] / 1e9:.1f} GB/s to the plainest loop. {result['threads']} thread(s), "
+        f"{in_words(result)}. `python -m bench products`"
     )
     return f"{markdown_table(columns, lines, text_columns=1)}\n\n{about}"
 
@@ -106,7 +108,7 @@ REPORTS = (Report("products", {"products": markdown}),)
 
 
 def main(words: Sequence[str]) -> None:
-    made = parser("products", __doc__, rounds=9, threads=1)
+    made = parser("products", __doc__, rounds=15, threads=1)
     made.add_argument(
         "--weights",
         nargs="+",
@@ -118,29 +120,34 @@ def main(words: Sequence[str]) -> None:
     made.add_argument("--bytes", type=int, default=IN_ALL, help="of all layers of a format")
     arguments = made.parse_args(words)
     torch.set_num_threads(arguments.threads)
-    rows: list[dict[str, Any]] = []
-    for weights in arguments.weights:
-        layers = Layers(weights, arguments.bytes)
-        for num_rows in arguments.rows:
+    every = [Layers(weights, arguments.bytes) for weights in arguments.weights]
+    cases = [(layers, num_rows) for layers in every for num_rows in arguments.rows]
+    taken: list[list[tuple[float, float]]] = [[] for _ in cases]
+    memory = 0.0
+    for number in range(arguments.rounds):
+        say(f"round {number + 1} of {arguments.rounds}")
+        for (layers, num_rows), seconds in zip(cases, taken, strict=True):
             layers.take_rows(num_rows)
-            count = len(layers.matrices)
-            seconds, again = in_turn_and_again(layers.seconds, count, arguments.rounds)
-            rows.append(
-                {
-                    "weights": weights,
-                    "num_rows": num_rows,
-                    "seconds": seconds,
-                    "again": again,
-                    "bytes": layers.bytes,
-                    "memory": read_ceiling(arguments.bytes),
-                }
-            )
-            say(rows[-1])
+            seconds.append(in_turn_and_again(layers.seconds, len(layers.matrices), 1))
+        memory = max(memory, read_ceiling(arguments.bytes))
+    rows: list[dict[str, Any]] = []
+    for (layers, num_rows), seconds in zip(cases, taken, strict=True):
+        in_turn, again = map(min, zip(*seconds, strict=True))
+        rows.append(
+            {
+                "weights": layers.weights,
+                "num_rows": num_rows,
+                "seconds": in_turn,
+                "again": again,
+                "bytes": layers.bytes,
+            }
+        )
     result = {
         **machine(),
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "in_all": arguments.bytes,
+        "memory": memory,
         "rows": rows,
     }
     REPORTS[0].finish(result, arguments)

@@ -185,7 +185,7 @@ inline void multiply(const Unit<W>&, const WeightRows<W>& w, int64_t num_rows, c
                      int64_t out_stride) {
   using F = Format<W>;
   using Sums = typename F::Sums;
-  if constexpr (F::kMaxColumns == kAnyColumns) {
+  if constexpr (requires { F::kMostInOrder; }) {
     // Few rows of x: memory is what binds, and it is read fastest from one end to the other.
     if (num_batch <= F::kMostInOrder) {
       Block<W> block{w.row(0), x + F::kHeader, nullptr, w.stride,   x_stride, n,

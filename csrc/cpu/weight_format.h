@@ -51,7 +51,8 @@ constexpr int64_t kAnyColumns = int64_t{1} << 62;
 
 // Vectors of float32, in their order. With kMostInOrder rows of x at most each row of a weight is
 // read by itself, here and below: of more rows, and with two of pairs of bfloat16, that is slower
-// where a cache holds the weight.
+// where a cache holds the weight. With AVX2 it always is: one sum waits for itself, and a vector
+// is half as wide.
 template <>
 struct Format<float> {
   static constexpr int kStep = kWidth;
@@ -60,7 +61,7 @@ struct Format<float> {
 #if defined(__AVX512F__)
   static constexpr int kMaxBatch = 6, kMostInOrder = 3;
 #elif defined(__AVX2__)
-  static constexpr int kMaxBatch = 3, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 3;
 #else
   static constexpr int kMaxBatch = 1, kMostInOrder = 1;
 #endif
@@ -123,7 +124,7 @@ struct Format<BFloat16> {
 #if defined(__AVX512F__)
   static constexpr int kMaxBatch = 4, kMostInOrder = 1;
 #elif defined(__AVX2__)
-  static constexpr int kMaxBatch = 2, kMostInOrder = 1;
+  static constexpr int kMaxBatch = 2;
 #else
   static constexpr int kMaxBatch = 1, kMostInOrder = 1;
 #endif
