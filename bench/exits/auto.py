@@ -1,17 +1,19 @@
 """``Auto`` beside every fixed exit layer and number of drafts, on the intent model.
 
 python -m bench auto                          batch 1 and 8, float32, bfloat16 and int8
-python -m bench auto --count 64 --rounds 5
+python -m bench auto --count 64 --rounds 12
 python -m bench auto --name auto-avx2         the table of another machine
 
-Held-out utterances, prompts included. Each pair takes turns with full depth and ``Auto``, and with
-no other, as programs of many policies would push each other out of memory; the first turn is left
-out. Writes bench/results/NAME.json and the table of that name in bench/RESULTS.md.
+Held-out utterances, prompts included. Each pair takes turns with full depth and ``Auto``, batch by
+batch, and with no other, as programs of many policies would push each other out of memory; the
+first round is left out. Writes bench/results/NAME.json and the table of that name in
+bench/RESULTS.md.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +25,8 @@ from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import WEIGHTS
 from bench.harness.utterances import LONGEST_PARSE, utterances
-from eecore.evaluation import Sweep, sweep_speculation
+from eecore import SelfSpeculative
+from eecore.evaluation import Sweep, SweepCell, TimedRun
 from eecore.evaluation.tables import markdown_table
 
 KINDS = ("float32", "bfloat16", "int8")
@@ -39,25 +42,44 @@ def load(weights: str) -> eecore.Model:
 def measure(model: eecore.Model, prompts: list[str], batch: int, rounds: int) -> Sweep:
     """The grid, pair by pair; of ``Auto`` and of full depth the median."""
     pairs = [(layer, drafts) for layer in EXIT_LAYERS for drafts in NUM_DRAFTS]
-    found = []
-    for layer, drafts in pairs:
-        for turns in (1, rounds):  # the first records programs, and Auto learns
-            last = sweep_speculation(
-                model,
-                prompts,
-                exit_layers=(layer,),
-                num_drafts=(drafts,),
-                max_tokens=LONGEST_PARSE,
-                batch_size=batch,
-                rounds=turns,
-            )
-        found.append(last)
-    return Sweep(
-        found[0].num_layers,
-        statistics.median(each.full_tokens_per_s for each in found),
-        tuple(cell for each in found for cell in each.cells),
-        statistics.median(each.auto_speedup for each in found),
+    runs = {pair: in_turns(model, prompts, pair, batch, rounds) for pair in pairs}
+    cells = tuple(
+        SweepCell(*pair, own.acceptance, own.tokens_per_s, own.speedup_over(full))
+        for pair, (full, _, own) in runs.items()
     )
+    return Sweep(
+        model.config.num_layers,
+        statistics.median(full.tokens_per_s for full, _, _ in runs.values()),
+        cells,
+        statistics.median(auto.speedup_over(full) for full, auto, _ in runs.values()),
+    )
+
+
+def in_turns(
+    model: eecore.Model, prompts: list[str], pair: tuple[int, int], batch: int, rounds: int
+) -> list[TimedRun]:
+    """Full depth, ``Auto`` and a pair, batch by batch in turns, of which each begins as often: what
+    others do on the machine meets all of them. The first round records programs, and Auto learns.
+    """
+    model = model.without_prefix_cache()
+    runs = [TimedRun(policy) for policy in (eecore.Full(), eecore.Auto(), SelfSpeculative(*pair))]
+    groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+    for number in range(1 + rounds):
+        seconds = [0.0] * len(runs)
+        outputs: list[list[list[eecore.Output]]] = [[] for _ in runs]
+        for turn, group in enumerate(groups, number):
+            for k in range(len(runs)):
+                i = (turn + k) % len(runs)
+                began = time.perf_counter()
+                came = eecore.generate(
+                    model, group, exit=runs[i].policy, max_tokens=LONGEST_PARSE, temperature=0.0
+                )
+                seconds[i] += time.perf_counter() - began
+                outputs[i].append(came)
+        if number:
+            for run, its, took in zip(runs, outputs, seconds, strict=True):
+                run.record(its, took)
+    return runs
 
 
 def row_of(weights: str, batch: int, found: Sweep) -> dict[str, Any]:
@@ -88,12 +110,16 @@ def markdown(result: Figures) -> str:
         for row in result["rows"]
     ]
     named = "" if result.get("name", "auto") == "auto" else f" --name {result['name']}"
+    rounds = result["rounds"]
+    turns = f"medians of {rounds} turns"
+    if result.get("by_batch"):
+        turns = f"batch by batch in turns; medians of {rounds} rounds"
     about = (
         f"The intent model on {result['count']} held-out utterances, prompts included. The grid: "
         f"`SelfSpeculative` from layers {', '.join(map(str, EXIT_LAYERS))} with "
         f"{', '.join(map(str, NUM_DRAFTS))} drafts; the best of it is known only "
-        f"afterwards. Each pair beside full depth and `Auto` alone; medians of {result['rounds']} "
-        f"turns, behind one that is left out; {result['threads']} thread(s), {in_words(result)}. "
+        f"afterwards. Each pair beside full depth and `Auto` alone, {turns}, behind one that is "
+        f"left out; {result['threads']} thread(s), {in_words(result)}. "
         f"`python -m bench auto{named}`"
     )
     return f"{markdown_table(head, lines)}\n\n{about}"
@@ -103,7 +129,7 @@ REPORTS = tuple(Report(name, {name: markdown}) for name in ("auto", "auto-amx", 
 
 
 def main(words: Sequence[str]) -> None:
-    made = parser("auto", __doc__, batches=(1, 8), rounds=3, threads=1)
+    made = parser("auto", __doc__, batches=(1, 8), rounds=8, threads=1)
     made.add_argument("--weights", nargs="+", default=KINDS, choices=KINDS)
     made.add_argument("--count", type=int, default=48, help="utterances")
     reports = {report.name: report for report in REPORTS}
@@ -125,6 +151,7 @@ def main(words: Sequence[str]) -> None:
         "name": arguments.name,
         "count": arguments.count,
         "rounds": arguments.rounds,
+        "by_batch": True,
         "rows": rows,
     }
     reports[arguments.name].finish(result, arguments)

@@ -137,9 +137,9 @@ class Noted(RoundCosts):
         self._note_round("look", 0, seconds)
         return super().learn_look(rows, seconds)
 
-    def learn_between(self, rows: int, seconds: float) -> None:
+    def learn_between(self, rows: int, seconds: float, *, drafts: bool = False) -> None:
         self._note_round("between", 0, seconds)
-        super().learn_between(rows, seconds)
+        super().learn_between(rows, seconds, drafts=drafts)
 
 
 class Times:

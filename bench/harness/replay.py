@@ -26,7 +26,7 @@ from eecore.decoding.proposal import Proposal
 from eecore.exits import Auto
 from eecore.models import Network
 from eecore.scheduling.scheduler import Work
-from eecore.scheduling.sequence import MAX_DRAFTS, Counters
+from eecore.scheduling.sequence import MAX_DRAFTS, Counters, TokenRecord
 from eecore.scheduling.sequence import Sequence as Request
 
 __all__ = ["Answer", "Played", "RoundTimes", "new_planner", "play"]
@@ -266,8 +266,11 @@ class _Batch:
             request, tokens = each.work.sequence, each.given.tokens
             answer = self._answers[request]
             accepted = answer.stand(len(request.output_ids), tokens)
+            written = len(request.output_ids)
             self._gets(request, accepted)
-            outcome = Outcome(request, 0, counters=Counters(drafted=len(tokens), accepted=accepted))
+            got = [TokenRecord(token, 0, 0.0) for token in request.output_ids[written:]]
+            counters = Counters(drafted=len(tokens), accepted=accepted)
+            outcome = Outcome(request, 0, got, counters=counters)
             if each.ahead and self._left(request) > 0:
                 ahead = answer.behind(len(request.output_ids), each.ahead, each.ahead_thresholds)
                 if ahead.tokens:

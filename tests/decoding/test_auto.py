@@ -18,14 +18,7 @@ import eecore
 from devices import load
 from eecore import Auto, Full, SamplingParams
 from eecore.decoding.budget import IDLE_ALONE, Budget
-from eecore.decoding.chooser import (
-    FULL,
-    HEAD_COST,
-    MEASURE_AGAIN,
-    Choice,
-    Chooser,
-    best_exit_layers,
-)
+from eecore.decoding.chooser import FULL, MEASURE_AGAIN, Choice, Chooser
 from eecore.decoding.history import TRY_HEAD, FirstDrafts, HeadRounds, History, Odds
 from eecore.decoding.pass_times import (
     COST_AMONG_ROWS,
@@ -37,7 +30,7 @@ from eecore.decoding.pass_times import (
 )
 from eecore.decoding.plan import MOST_COUNTED
 from eecore.decoding.proposal import NOTHING, Proposal
-from eecore.decoding.round_costs import RoundCosts
+from eecore.decoding.round_costs import HEAD_COST, RoundCosts
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -710,8 +703,9 @@ def test_what_a_layer_drafts_is_verified_by_those_above(layer: int) -> None:
         for _ in range(2):
             chooser.costs.learn_full(rows, float(rows))
     above = 1 - layer / 12
-    cost = chooser.costs.layer(layer, (8, 8.0)).round(count)
-    assert cost == pytest.approx(1.0 + above * count + count * (layer / 12 + HEAD_COST))
+    base, step = chooser.costs.layer(layer, (8, 8.0))
+    expected = 1.0 + above * count + count * (layer / 12 + HEAD_COST)
+    assert base + count * step == pytest.approx(expected)
 
 
 def test_what_rows_take_beyond_those_that_were_measured() -> None:
@@ -985,10 +979,11 @@ def test_what_lies_between_rounds_speaks_for_drafts() -> None:
         for count, seconds in ((6, 4.6), (1, 2.0)) * 3:  # for up to four tokens of each request
             chooser.costs.learn_drafted(3, 8, count, seconds)
         histories = [chooser.history() for _ in range(8)]
-        for _ in range(60):
+        for i in range(60):
             for history in histories:
-                chooser.learn_drafts(3, history, NOTHING, 6, 4)
-        choices.append(chooser.choose(histories, [[]] * 8, [6] * 8, exit_layers=(3,)).kind)
+                chooser.learn_drafts(3, history, NOTHING, 6, 4, written=100 + i)
+        choice = chooser.choose(histories, [[]] * 8, [6] * 8, written=[100] * 8, exit_layers=(3,))
+        choices.append(choice.kind)
     assert choices == ["full", "draft"]
 
 
@@ -1020,13 +1015,6 @@ def test_a_round_of_few_steps_is_never_taken_to_be_nothing() -> None:
         cost.add(steps, passes, pace)
     assert cost.round(1) >= 0.5
     assert math.isfinite(cost.add(1, 1.0, pace))
-
-
-def test_exit_layers_that_promise_most() -> None:
-    assert best_exit_layers(None) == ()
-    assert best_exit_layers([0.01] * 11 + [1.0]) == ()
-    agreement = [0.5, 0.9, 0.95, *[0.97] * 8, 1.0]
-    assert set(best_exit_layers(agreement)) == {2, 3}
 
 
 def about(directory: Path, **fields: Any) -> None:
@@ -1102,10 +1090,10 @@ def test_rounds_without_a_look_are_learnt_of_now_and_then(
 
 def test_knowledge_is_of_requests_not_of_time() -> None:
     """What is new begins with what was seen of others."""
-    chooser = Chooser(12, [0.3] * 12)
-    history = chooser.history()
+    chooser = Chooser(12, None)
+    history, proposal = chooser.history(), Proposal([1, 2, 3], 3)
     for _ in range(50):
-        chooser.learn_drafts(2, history, NOTHING, 4, 4)
+        chooser.learn_drafts(0, history, proposal, 3, 3)
     new: History = chooser.history()
-    assert new.share(("layer", 2)) > 0.9
-    assert new.share(("layer", 3)) == pytest.approx(0.3)
+    assert new.share(("looked up", 3)) > 0.9
+    assert new.share(("headed", 3)) == pytest.approx(0.35)

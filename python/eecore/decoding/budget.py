@@ -28,6 +28,8 @@ MOST_EARNED, LEAST_EARNED = 8.0, -2.0
 # Looks in a row that may find nothing; behind each one more of them, so many times as many rounds
 # have none, up to so many; of one request and of several.
 IDLE_ALONE, IDLE_SEVERAL = (8, 2, 8), (2, 3, 32)
+# Of rounds, what looks may take that find nothing: a small model's are hardly longer than a look.
+MOST_VAIN = 0.05
 
 
 class Budget:
@@ -91,6 +93,8 @@ class Budget:
         else:
             rests = self._rarer * self._last_rests or 1
             self._rests = self._last_rests = min(rests, self._most_rests)
+        if not found:
+            self._rests = max(self._rests, min(int(-gained / MOST_VAIN), self._most_rests))
         self._earn(self._round + gained)
 
     def _earn(self, rounds: float) -> None:

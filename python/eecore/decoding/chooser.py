@@ -24,17 +24,19 @@ from eecore.decoding.history import (
     expected_of_all,
     kinds_of,
 )
-from eecore.decoding.pass_times import MOST_SLOWER, ROW_COST, Anchor
+from eecore.decoding.layer_chooser import LayerChooser
+from eecore.decoding.pass_times import MOST_SLOWER, Anchor
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
-from eecore.decoding.round_costs import HEAD_COST, MEASURE_AGAIN, SURPRISE, RoundCosts
+from eecore.decoding.round_costs import MEASURE_AGAIN, SURPRISE, RoundCosts
 from eecore.exits import Auto
 
-__all__ = ["FULL", "Choice", "Chooser", "best_exit_layers"]
+__all__ = ["FULL", "Choice", "Chooser"]
 
 # Drafts have to gain so much before anything but full depth is done.
 MIN_GAIN = 1.05
-# And so much by a layer that promised less than another one: each has programs of its own.
-MIN_GAIN_OF_LAYER = 1.05
+# And so much more for a layer to draft for several: passes of full depth are measured between its
+# rounds, where they are slower than in a row.
+MORE_OF_SEVERAL = 1.05
 # Of first drafts behind a text that heads are mostly sure of: their odds, and how many have these.
 # Several requests try a head that others found not to pay where these would.
 USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))
@@ -46,8 +48,6 @@ AHEAD, BEHIND, MOST_BEHIND = 6.0, 2.0, 8.0
 # went on behind stands for on average, and the least that it goes on behind.
 NEXT_STANDS = 0.4
 GOES_ON, LEAST_THRESHOLD = 0.7, 0.1
-# How many drafts a layer makes, or as many as there is room for: a program is recorded for each.
-NUM_DRAFTS = (1, 2, 3, 4, 6, 8, 10)
 
 
 class Choice(NamedTuple):
@@ -85,15 +85,15 @@ class Chooser:
         head_agreement: Ordered[float] | None = None,
     ) -> None:
         self.costs = RoundCosts(num_layers)
-        self._all = expected_of_all(num_layers, agreement, head_agreement or ())
+        self.layers = LayerChooser(num_layers, agreement, self.costs)
+        self._all = expected_of_all(head_agreement or ())
         self._without_head, self._next_head = 0, MEASURE_AGAIN[0]  # rounds since one, and until it
         self._trial = 0  # rounds of it that are left
-        self._best = best_exit_layers(agreement)
         self._alone, self._several = Budget(is_alone=True), Budget(is_alone=False)
 
     def exit_layers(self, policy: Auto) -> tuple[int, ...]:
         """Those that may draft for a policy."""
-        return self._best if policy.exit_layers is None else policy.exit_layers
+        return self.layers.best if policy.exit_layers is None else policy.exit_layers
 
     def history(self) -> History:
         """Of a new request, of which is expected what was seen of others."""
@@ -111,7 +111,8 @@ class Chooser:
         proposals: Ordered[Ordered[Proposal]],
         most: Ordered[int],
         *,
-        exit_layers: Ordered[int] = (),
+        written: Ordered[int] = (),
+        exit_layers: tuple[int, ...] = (),
         can_draft_ahead: bool = False,
         others_wait: bool = False,
     ) -> Choice:
@@ -121,36 +122,41 @@ class Chooser:
             histories: one for each request.
             proposals: of which each can be given one.
             most: drafts that each has room for.
+            written: tokens that each has so far; empty if that says nothing of how many follow.
             exit_layers: that may draft.
             can_draft_ahead: whether a draft head may draft for the next round.
             others_wait: other requests wait for these to end, and all their tokens count the same.
         """
         self.costs.begin_round()
         rows = len(histories)
+        written = written or (0,) * rows
         weights = _weights(histories) if rows > 1 and not others_wait else (1.0,) * rows
         seconds = self.costs.full(rows)
-        if seconds is None or self.costs.is_full_due:
+        if seconds is None or self.costs.is_full_due(rows):
             return FULL
         anchor = rows, seconds
-        host = self.costs.host(rows)
-        besides = self.costs.look(rows) + host
-        best, speed = FULL, MIN_GAIN * rows / (seconds + besides)
+        look, host = self.costs.look(rows), self.costs.host(rows)
+        besides = look + self.costs.host(rows, drafts=True)
+        best = FULL
+        speed = rows / min((seconds + look + host) / MIN_GAIN, seconds + host)
         if any(proposals):
             choice, its_speed = self._give(histories, proposals, anchor, weights, besides)
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            key = "layers", rows, exit_layers
-            drafted = self.costs.held(key)
-            if drafted is None:
-                drafted = self._draft(exit_layers, histories, max(most), anchor, weights, besides)
-                self.costs.hold(key, drafted)
-            layer, count, tokens = drafted
-            if tokens / seconds > speed:
-                drafts = tuple(min(count, m) for m in most)
-                best = Choice("draft", layer, drafts, (NOTHING,) * rows)
+            drafted = self.layers.choose(
+                exit_layers, histories, written, max(most), anchor, weights, besides
+            )
+            pays = drafted.speed / seconds > speed * (MORE_OF_SEVERAL if rows > 1 else 1.0)
+            self.layers.chosen(
+                *(drafted if pays else None, exit_layers),
+                first=all(not history.layers for history in histories),
+            )
+            if pays:
+                drafts = tuple(min(drafted.drafts, m) for m in most)
+                best = Choice("draft", drafted.layer, drafts, (NOTHING,) * rows)
         if can_draft_ahead and best.kind != "draft":
-            return self._ahead(best, histories, anchor, weights, host)
+            return self._ahead(best, histories, anchor, weights)
         return best
 
     def _ahead(
@@ -159,13 +165,12 @@ class Chooser:
         histories: Ordered[History],
         anchor: Anchor,
         weights: Ordered[float],
-        host: float,
     ) -> Choice:
         """The same, and drafts of the head for the next round where they are worth it."""
         rows = anchor[0]
         given = best.given or (NOTHING,) * rows
         thresholds, most = self._ahead_thresholds(anchor)
-        steps = self._head_steps_that_pay(histories, anchor, weights, host, most)
+        steps = self._head_steps_that_pay(histories, anchor, weights, most)
         if not steps:
             if not self._is_trial(histories, anchor):
                 return best
@@ -194,7 +199,6 @@ class Chooser:
         histories: Ordered[History],
         anchor: Anchor,
         weights: Ordered[float],
-        host: float,
         most: int,
     ) -> int:
         """Steps of a head with which rounds are faster than full depth: ``most``, by what rounds of
@@ -203,7 +207,8 @@ class Chooser:
         rows, seconds = anchor
         row_cost = self.costs.row(anchor)
         step = self.costs.head(rows).step
-        best, speed = 0, MIN_GAIN * rows / (seconds + host)
+        best, speed = 0, MIN_GAIN * rows / (seconds + self.costs.host(rows))
+        host = self.costs.host(rows, drafts=True)
 
         def speed_of(gain: float, tried: float, steps: float) -> float:
             taken = (self.costs.between_passes(tried, anchor) + steps * step) * seconds + host
@@ -298,46 +303,31 @@ class Chooser:
         taking = tuple(proposal.first(n) for proposal, n in zip(given, drafts, strict=True))
         return Choice("given", 0, tuple(drafts), taking), speed
 
-    def _draft(
-        self,
-        exit_layers: Ordered[int],
-        histories: Ordered[History],
-        most: int,
-        anchor: Anchor,
-        weights: Ordered[float],
-        besides: float,
-    ) -> tuple[int, int, float]:
-        """The best layer and number of drafts of each request; tokens in the time of a pass of
-        full depth, where a round takes ``besides`` more.
-        """
-        rows, seconds = anchor
-        besides /= seconds
-        best = 0, 0, 0.0
-        for layer in exit_layers:
-            least = MIN_GAIN_OF_LAYER * best[2]
-            cost = self.costs.layer(layer, anchor)
-            shares = [history.share(("layer", layer)) for history in histories]
-            stand, tokens, before = [1.0] * rows, [1.0] * rows, 0.0
-            for count in range(1, most + 1):
-                stand = [own * share for own, share in zip(stand, shares, strict=True)]
-                tokens = [own + one for own, one in zip(tokens, stand, strict=True)]
-                if count not in NUM_DRAFTS and count != most:
-                    continue
-                worth = sum([w * own for w, own in zip(weights, tokens, strict=True)])
-                speed = worth / (cost.round(count) + besides)
-                if speed < before:  # less and less stand, each costs as much
-                    break
-                if speed > max(least, best[2]):
-                    best = layer, count, speed
-                before = speed
-        return best
-
     # Learning
+
+    def worth(self, counts: Ordered[int], ends: Ordered[bool]) -> float:
+        """Tokens of a round, as many as full depth makes in the same time with all its requests:
+        behind a text's end it has fewer, whose tokens take longer each.
+
+        Args:
+            counts: tokens of each request.
+            ends: whether its text ended with them.
+        """
+        rows = len(counts)
+        seconds = self.costs.full(rows) if any(ends) else None
+        if seconds is None:
+            return sum(counts)
+        tokens = 0.0
+        for k in range(max(counts)):
+            left = rows - sum([end and count <= k for count, end in zip(counts, ends, strict=True)])
+            got = sum([count > k for count in counts])
+            tokens += got * rows / left * self.costs.fewer(left, (rows, seconds))
+        return tokens
 
     def gained(
         self,
         rows: int,
-        tokens: int,
+        tokens: float,
         seconds: float | None,
         *,
         look: float = 0.0,
@@ -349,7 +339,7 @@ class Chooser:
 
         Args:
             rows: requests.
-            tokens: that they got.
+            tokens: that they got, or what these are worth.
             seconds: that it took; what is far more than was to be expected was no fault of the
                 drafts. None for what was to be expected, where nothing that it took more was.
             look: seconds that choosing took.
@@ -360,9 +350,10 @@ class Chooser:
         full = self.costs.full(rows)
         if full is None:
             return 0.0
-        expected, host = self.costs.round(rows, full, drafted, steps, layer), self.costs.host(rows)
+        expected = self.costs.round(rows, full, drafted, steps, layer)
         took = expected if seconds is None else min(seconds, MOST_SLOWER * expected)
-        return tokens / rows - (took + look + host) / (full + host)
+        host = self.costs.host(rows, drafts=drafted + steps > 0)
+        return tokens / rows - (took + look + host) / (full + self.costs.host(rows))
 
     def learn_leads(
         self,
@@ -388,18 +379,28 @@ class Chooser:
         full = self.costs.full(rows)
         if full is None:
             return
-        expected, host = self.costs.round(rows, full, drafted, steps, layer), self.costs.host(rows)
+        expected = self.costs.round(rows, full, drafted, steps, layer)
         seconds = min(seconds, (1.0 + SURPRISE) * expected)
+        seconds += self.costs.host(rows, drafts=drafted + steps > 0)
+        full += self.costs.host(rows)
         for history, tokens in got:
-            history.lead += tokens - (seconds + host) / (full + host)
+            history.lead += tokens - seconds / full
 
     def learn_drafts(
-        self, layer: int, history: History, given: Proposal, drafted: int, accepted: int
+        self,
+        layer: int,
+        history: History,
+        given: Proposal,
+        drafted: int,
+        accepted: int,
+        *,
+        written: int = 0,
     ) -> None:
-        """Which drafts of a request stood; nothing is known of those behind the first refused."""
+        """Which drafts of a request stood, behind ``written`` tokens of its; nothing is known of
+        those behind the first refused.
+        """
         if layer:
-            for known in (history, self._all):
-                known.own(("layer", layer)).add_run(accepted, refused=accepted < drafted)
+            self.layers.learn(layer, history, written, drafted, accepted)
             return
         for k, kind in enumerate(kinds_of(given.first(min(drafted, accepted + 1)))):
             for known in (history, self._all):
@@ -431,20 +432,3 @@ def _weights(histories: Ordered[History]) -> list[float]:
         counts.append(math.exp(-lead / AHEAD if lead > 0.0 else min(-lead / BEHIND, MOST_BEHIND)))
     scale = len(counts) / sum(counts)
     return [scale * count for count in counts]
-
-
-def best_exit_layers(agreement: Ordered[float] | None) -> tuple[int, ...]:
-    """Exit layers whose drafts promise most, by what a layer and a draft cost: at most two."""
-    if agreement is None:
-        return ()
-    num_layers = len(agreement)
-
-    def gain(layer: int) -> float:
-        share, step = agreement[layer - 1], layer / num_layers + HEAD_COST
-        return max(
-            sum(share**k for k in range(count + 1)) / (1 + count * (step + ROW_COST))
-            for count in range(1, 9)
-        )
-
-    gains = sorted(((gain(layer), layer) for layer in range(1, num_layers)), reverse=True)
-    return tuple(layer for value, layer in gains[:2] if value > MIN_GAIN)

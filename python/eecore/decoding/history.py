@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
 from eecore.decoding.proposal import Proposal
 
-__all__ = ["FirstDrafts", "HeadRounds", "History", "Kind", "Odds", "expected_of_all", "kinds_of"]
+__all__ = [
+    "FirstDrafts",
+    "HeadRounds",
+    "History",
+    "Kind",
+    "Odds",
+    "OwnDrafts",
+    "expected_of_all",
+    "kinds_of",
+]
 
-Kind = tuple[Literal["looked up", "headed", "layer"], int]
-"""Of a draft: by the tokens that were found and those of the drafts before, by tenths of the
-probability that a draft head gave, or by exit layer."""
+Kind = tuple[Literal["looked up", "headed"], int]
+"""Of a draft: by the tokens that were found and those of the drafts before, or by tenths of the
+probability that a draft head gave."""
 
 # Before anything is drafted: the share of drafts that stand, by the tokens that were found.
 LOOKUP_ODDS = (0.0, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
@@ -28,6 +37,8 @@ HEADED: tuple[Kind, ...] = tuple(("headed", min(n, len(HEAD_ODDS) - 1)) for n in
 SUREST_FIRST = HEADED[len(HEAD_ODDS) - 1 :: -1]
 # How many drafts such an expectation weighs, and what older drafts count beside newer ones.
 PRIOR_DRAFTS, OLDER_DRAFTS = 4.0, 0.97
+# How many drafts of a layer what is known of all requests weighs, of one of them.
+PRIOR_OF_LAYER = 32.0
 # Counts are divided once the newest is larger.
 MOST_COUNT = 1e9
 # Of what is expected of a request's next round, what one round weighs, and of those of all.
@@ -39,10 +50,12 @@ TRY_HEAD = 3
 class Odds:
     """The share of drafts that stand, counted; older ones count less."""
 
-    __slots__ = ("stood", "tried")
+    __slots__ = ("_older", "stood", "tried")
 
-    def __init__(self, expected: float) -> None:
-        self.stood, self.tried = PRIOR_DRAFTS * expected, PRIOR_DRAFTS
+    def __init__(
+        self, expected: float, *, prior: float = PRIOR_DRAFTS, older: float = OLDER_DRAFTS
+    ) -> None:
+        self.stood, self.tried, self._older = prior * expected, prior, older
 
     @property
     def share(self) -> float:
@@ -50,13 +63,13 @@ class Odds:
 
     def add(self, stood: bool) -> None:
         """One more draft, before which none was refused."""
-        self.stood = OLDER_DRAFTS * self.stood + stood
-        self.tried = OLDER_DRAFTS * self.tried + 1.0
+        self.stood = self._older * self.stood + stood
+        self.tried = self._older * self.tried + 1.0
 
     def add_run(self, stood: int, *, refused: bool) -> None:
         """Drafts that stood one behind the other, and perhaps one behind them that did not."""
-        old = OLDER_DRAFTS**stood
-        new = (1.0 - old) / (1.0 - OLDER_DRAFTS)
+        old = self._older**stood
+        new = (1.0 - old) / (1.0 - self._older)
         self.stood, self.tried = old * self.stood + new, old * self.tried + new
         if refused:
             self.add(False)
@@ -114,6 +127,19 @@ class HeadRounds:
 
 
 @dataclass(slots=True)
+class OwnDrafts:
+    """Of one request: drafts that stood, and how many were expected to."""
+
+    stood: float = PRIOR_OF_LAYER
+    expected: float = PRIOR_OF_LAYER
+
+    @property
+    def factor(self) -> float:
+        """How many times as often as others' its drafts stand."""
+        return self.stood / self.expected
+
+
+@dataclass(slots=True)
 class History:
     """How drafts fared: those of a request, which keeps it, or of all."""
 
@@ -128,8 +154,17 @@ class History:
     """Of a head; None before it drafted for a request."""
     lead: float = 0.0
     """Of a request: rounds of full depth that it is ahead by, or behind if it is negative."""
+    layers: dict[int, OwnDrafts] = field(default_factory=dict)
+    """Of a request: what exit layers drafted for it."""
     trials: int = TRY_HEAD
     """Of a request: rounds that are left to try a head in that others found not to pay."""
+
+    def own_drafts(self, layer: int) -> OwnDrafts:
+        """What a layer drafted for a request."""
+        own = self.layers.get(layer)
+        if own is None:
+            own = self.layers[layer] = OwnDrafts()
+        return own
 
     def share(self, kind: Kind) -> float:
         """That a draft of a kind stands, if those before it do."""
@@ -216,14 +251,10 @@ def kind_of_headed(probability: float) -> Kind:
     return HEADED[int(10 * probability)]
 
 
-def expected_of_all(
-    num_layers: int, agreement: Ordered[float] | None, head_agreement: Ordered[float]
-) -> History:
+def expected_of_all(head_agreement: Ordered[float]) -> History:
     """Of all requests, before there are any.
 
     Args:
-        num_layers: of the model.
-        agreement: of each exit layer with the last one; None if it is not known.
         head_agreement: of a draft head's first draft with the model, its second, ...
     """
     odds: dict[Kind, Odds] = {}
@@ -231,8 +262,6 @@ def expected_of_all(
         odds["looked up", n] = Odds(share)
     for tenth, share in enumerate(HEAD_ODDS):
         odds["headed", tenth] = Odds(share)
-    for layer in range(1, num_layers):
-        odds["layer", layer] = Odds(0.5 if agreement is None else agreement[layer - 1])
     # In a round it makes the drafts that it is sure of.
     stand: float = sum(accumulate(head_agreement, operator.mul))
     gain = 0.8 * stand

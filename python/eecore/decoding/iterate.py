@@ -92,7 +92,7 @@ class Iterations:
         # The last rounds of drafts behind which a draft head drafted, and behind which none did.
         self._drafted: dict[bool, DraftStep] = {}
         # When the last iteration ended, and who decoded in it.
-        self._ended: tuple[float, set[Sequence]] | None = None
+        self._ended: tuple[float, list[Sequence]] | None = None
         self._programs: OrderedDict[ExitKind | DraftKind, ExitStep | DraftStep] = OrderedDict()
         self._program_bytes: dict[ExitKind | DraftKind, int] = {}
 
@@ -104,10 +104,10 @@ class Iterations:
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
         last, self._ended = self._ended, None
-        if last is not None and last[1].issuperset([work.sequence for work in works]):
+        if last is not None and last[1] == [work.sequence for work in works]:
             self.planner.went_between(time.perf_counter() - last[0])
         outcomes = self._iterate(works)
-        decoding = {work.sequence for work in works if not work.is_prefill}
+        decoding = [work.sequence for work in works if not work.is_prefill]
         self._ended = time.perf_counter(), decoding
         return outcomes
 

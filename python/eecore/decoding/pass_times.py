@@ -241,7 +241,7 @@ class StepCost:
         """One step's."""
         return max(self._both / self._scatter, LEAST_STEP)
 
-    def round(self, steps: int) -> float:
+    def round(self, steps: float) -> float:
         """Of a round of so many steps, in passes of full depth."""
         return max(self._passes + self.step * (steps - self._steps), LEAST_ROUND)
 

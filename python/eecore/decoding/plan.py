@@ -76,6 +76,7 @@ class Planner:
         self._learning = 0.0  # seconds that it took to learn of the last round
         self._begins = False  # whether all come from their prompts, whose pass emptied the caches
         self._between: float | None = None  # and from the last round to this one
+        self._has_drafted = False  # whether that round had drafts, or made some
         self._rest: _Rest | None = None  # while rounds without a look are counted
         self.others_wait = False
         """Whether requests wait for those that are planned for to end."""
@@ -114,7 +115,8 @@ class Planner:
                 looks = looks or not sequence.is_resting
         between, self._between = self._between, None
         if between is not None and self._free and self._rest is None:
-            self.chooser.costs.learn_between(len(self._free), between)
+            self.chooser.costs.learn_between(len(self._free), between, drafts=self._has_drafted)
+        self._has_drafted = False
         return looks
 
     def went_between(self, seconds: float) -> None:
@@ -183,6 +185,7 @@ class Planner:
         budget = chooser.budget(rows)
         for each in planned:
             if each.work.sequence.drafting is None:
+                _history(each.work.sequence, chooser)
                 fresh += 1
         self._begins = fresh == rows
         if fresh:
@@ -192,19 +195,23 @@ class Planner:
             _note_spent([each.work.sequence for each in planned], budget)
             return planned
         self._look = self._learning
-        histories, proposals, most = [], [], []
+        histories, most = [], []
+        proposals: list[list[Proposal]] = []
+        exit_layers = _exit_layers(planned, chooser)
+        looks_up = chooser.layers.is_lookup_due if exit_layers else True
         can_draft_ahead = self._has_head
         for each in planned:
             work, route = each.work, each.route
             histories.append(_history(work.sequence, chooser))
-            proposals.append(_proposals(work, route))
+            proposals.append(_proposals(work, route) if looks_up else [])
             most.append(work.max_drafts)
             can_draft_ahead = can_draft_ahead and route.auto is not None and route.auto.head
         choice = chooser.choose(
             histories,
             proposals,
             most,
-            exit_layers=_exit_layers(planned, chooser),
+            exit_layers=exit_layers,
+            written=[len(each.work.sequence.output_ids) for each in planned],
             can_draft_ahead=can_draft_ahead,
             others_wait=self.others_wait,
         )
@@ -261,6 +268,17 @@ class Planner:
             self._learn(planned, outcomes, free, seconds, went_on)
             self._learning = time.perf_counter() - started
 
+    def learn_end(self, sequence: Sequence, tokens: int, *, ends: bool) -> None:
+        """A request got its last token; nothing is learnt but of ``Auto``.
+
+        Args:
+            sequence: its.
+            tokens: that it has now.
+            ends: whether its text came to its end; it was cut otherwise.
+        """
+        if sequence.drafting is not None:
+            self.chooser.layers.lengths.add(tokens, ends=ends)
+
     def _learn(
         self,
         planned: Ordered[Planned],
@@ -271,26 +289,29 @@ class Planner:
     ) -> None:
         chooser = self.chooser
         rows, path = len(planned), free[0][0].route.path
-        drafted = accepted = most = 0
+        drafted = most = 0
         for outcome in outcomes:
-            counters = outcome.counters
-            drafted += counters.drafted
-            accepted += counters.accepted
-            most = max(most, counters.drafted)
+            drafted += outcome.counters.drafted
+            most = max(most, outcome.counters.drafted)
         layer, steps = 0, 0
         if path is not None:
             layer = path.num_layers
             steps = max([_num_ahead(*each) for each in free]) if path.is_given else most
+            self._has_drafted = drafted + steps > 0
         if self._look is not None:
             look = chooser.costs.learn_look(len(free), self._look)
             budget = chooser.budget(len(free))
             took = None if path is None or self._begins else seconds
+            tokens = float(rows)
+            if path is not None:
+                counts = [len(outcome.records) for outcome in outcomes]
+                tokens = chooser.worth(counts, [_ends(outcome) for outcome in outcomes])
             gained = chooser.gained(
-                *(rows, rows + accepted, took), look=look, drafted=drafted, steps=steps, layer=layer
+                *(rows, tokens, took), look=look, drafted=drafted, steps=steps, layer=layer
             )
             budget.looked(gained, found=path is not None)
             if rows > 1:  # one that is alone falls behind nobody
-                got = [(_history(o.sequence, chooser), 1 + o.counters.accepted) for _, o in free]
+                got = [(_history(o.sequence, chooser), len(o.records)) for _, o in free]
                 chooser.learn_leads(
                     *(rows, got, seconds + look), drafted=drafted, steps=steps, layer=layer
                 )
@@ -301,22 +322,30 @@ class Planner:
             ):
                 chooser.costs.learn_full(rows, seconds, steady=int(went_on))
             return
-        if self._begins:
-            pass  # no other round is as slow
-        elif path.is_given:
-            chooser.costs.learn_given(rows, drafted, steps, seconds)
-        else:
+        if not path.is_given:
             chooser.costs.learn_drafted(layer, rows, steps, seconds)
+        elif not self._begins:  # no other pass is as slow
+            chooser.costs.learn_given(rows, drafted, steps, seconds)
         for each, outcome in free:
             counters, sequence = outcome.counters, each.work.sequence
             drafted, accepted = counters.drafted, counters.accepted
             history = _history(sequence, chooser)
-            chooser.learn_drafts(layer, history, each.given, drafted, accepted)
+            chooser.learn_drafts(
+                *(layer, history, each.given, drafted, accepted), written=len(sequence.output_ids)
+            )
             if each.ahead and outcome.ahead is not None:
                 chooser.learn_first_draft(history, outcome.ahead.probabilities[0])
             if each.ahead and _ahead_of(sequence) and not each.given.match:
                 ahead = _num_ahead(each, outcome)
                 chooser.learn_ahead(history, len(free), drafted, accepted, ahead)
+
+
+def _ends(outcome: Outcome) -> bool:
+    """Whether a text is known to end with what came of a round."""
+    records, sequence = outcome.records, outcome.sequence
+    return bool(records) and (
+        records[-1].token_id in sequence.stop_set or len(records) >= sequence.tokens_left
+    )
 
 
 def _note_spent(sequences: Iterable[Sequence], budget: Budget) -> None:

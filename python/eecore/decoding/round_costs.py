@@ -5,11 +5,13 @@ Nobody is asked: all of it is measured as rounds run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from eecore.decoding.layer_rounds import LayerRounds
 from eecore.decoding.memory import power_of_two
 from eecore.decoding.pass_times import (
-    FIRST_STEPS,
+    LEAST_ROUND,
     LEAST_ROW_COST,
     MOST_SLOWER,
     ROW_COST,
@@ -27,10 +29,13 @@ __all__ = ["HEAD_COST", "MEASURE_AGAIN", "SURPRISE", "RoundCosts"]
 UNSTEADY_PASSES, SETTLED_PASSES = 3, 3
 # For so many rounds what follows from many measurements is held, unless one is so far off.
 HOLD = 8
+MOST_HELD = 1024
 SURPRISE = 0.1
 # Rounds after which full depth is measured once more, where it was not the best: at first, and each
 # time twice as many.
 MEASURE_AGAIN = (8, 256)
+# Rounds in which that is tried.
+MOST_TRIES = 5
 # Of how long it takes to choose, and of what lies between two rounds, what a new one weighs.
 NEW_TIME = 0.08
 # A look that takes more times as long as others was disturbed.
@@ -39,6 +44,22 @@ MOST_OF_LOOK = 2.0
 FEW_ALONE = 4
 # Of one drafted token besides its layers, as a share of full depth: the LM head.
 HEAD_COST = 0.1
+
+
+@dataclass(slots=True)
+class _SinceFull:
+    """Rounds without full depth."""
+
+    rounds: int = 0
+    most: int = MEASURE_AGAIN[0]
+    """Until it is measured."""
+    tries: int = 0
+
+    def begin_again(self) -> None:
+        """It has been measured, or tried often enough."""
+        if self.rounds >= self.most:
+            self.most = min(2 * self.most, MEASURE_AGAIN[1])
+        self.rounds = self.tries = 0
 
 
 class RoundCosts:
@@ -54,13 +75,15 @@ class RoundCosts:
         self._num_layers = num_layers
         self._head_steps: dict[int, StepCost] = {}  # by about so many rows
         self._looks: dict[int, float] = {}  # seconds that choosing takes, by about so many rows
-        self._between: dict[int, float] = {}  # and what lies between two rounds
-        self._layer_rounds: dict[tuple[int, int], StepCost] = {}  # by layer, and about so many rows
+        # And what lies behind a round of full depth, or one of drafts.
+        self._between: dict[tuple[int, bool], float] = {}
+        self._layer_rounds: dict[int, LayerRounds] = {}
         self._pace = Pace()
         self._full = PassTimes(self._pace)
         # By about so many requests: each has keys and values of its own to be read.
         self._verify: dict[int, PassTimes] = {}
-        self._rounds, self._next_full = 0, MEASURE_AGAIN[0]  # since full depth, and until it
+        # Since full depth of about so many rows, and until it is measured again.
+        self._since_full: dict[int, _SinceFull] = {}
         self._unsteady = self._steady = 0  # passes of full depth in a row, by how they went on
         self._clock = 0  # rounds that were chosen
         self._held: dict[Any, tuple[int, Any]] = {}
@@ -75,18 +98,54 @@ class RoundCosts:
         """A round of full depth; None where it is not known."""
         return self._full.near(rows)
 
-    @property
-    def is_full_due(self) -> bool:
-        """Whether full depth is to be measured once more."""
-        return self._rounds >= self._next_full
+    def fewer(self, rows: float, anchor: Anchor) -> float:
+        """A round of full depth of fewer requests and what lies behind it, as a share of the
+        anchor's; the fewer there are, the more each takes.
+        """
+        low = int(rows)
+        shares = [self._fewer(count, anchor) for count in (low, min(low + 1, anchor[0]))]
+        return shares[0] + (rows - low) * (shares[1] - shares[0])
+
+    def _fewer(self, rows: int, anchor: Anchor) -> float:
+        """Of a whole number of requests; in proportion where it is not known."""
+        key = "fewer", rows, anchor[0]
+        share: float | None = self.held(key)
+        if share is None:
+            most, seconds = anchor[0], self._full.near(rows) if rows else 0.0
+            share = rows / most
+            if seconds is not None:
+                share = (seconds + self.host(rows)) / (anchor[1] + self.host(most))
+            share = min(max(share, rows / most), 1.0)
+            self.hold(key, share)
+        return share
+
+    def is_full_due(self, rows: int) -> bool:
+        """Whether full depth is to be measured once more; it is tried a few times, as it may never
+        go on for long enough to count.
+        """
+        since = self._since_full.get(rows.bit_length())
+        if since is None or since.rounds < since.most:
+            return False
+        since.tries += 1
+        if since.tries > MOST_TRIES:
+            since.begin_again()
+        return True
+
+    def _count_drafted(self, rows: int) -> None:
+        """One more round without full depth."""
+        self._since_full.setdefault(rows.bit_length(), _SinceFull()).rounds += 1
 
     def look(self, rows: int) -> float:
         """Seconds that choosing takes for so many requests."""
         return self._looks.get(rows.bit_length(), 0.0)
 
-    def host(self, rows: int) -> float:
-        """Seconds of the host between two rounds of so many requests, whatever these do."""
-        return self._between.get(rows.bit_length(), 0.0)
+    def host(self, rows: int, *, drafts: bool = False) -> float:
+        """Seconds of the host behind a round of so many requests: of full depth, or with drafts,
+        which gives them more tokens.
+        """
+        about = rows.bit_length()
+        full = self._between.get((about, False), 0.0)
+        return self._between.get((about, True), full) if drafts else full
 
     def row(self, anchor: Anchor) -> float:
         """Of a draft in a round that is given some, in tokens of full depth: of several requests
@@ -145,36 +204,50 @@ class RoundCosts:
         known = self._passes_of(rows).most_rows
         return 2 * known - rows if known > rows else max(rows // 2, FEW_ALONE)
 
-    def layer(self, layer: int, anchor: Anchor) -> StepCost:
-        """Of rounds in which a layer drafts: of its steps, and of verifying them."""
-        rows, seconds = anchor
-        known = self._layer_rounds.get((layer, rows.bit_length()))
-        if known is not None:
-            return known
-        own = layer / self._num_layers
-        rest = 1.0 - own  # the layers that verify
-        few, more = (
-            1.0
-            + rest * (self._verified(rows + count * rows, anchor) / seconds - 1.0)
-            + count * (own + HEAD_COST)
-            for count in (FIRST_STEPS, 2 * FIRST_STEPS)
-        )
-        return StepCost((more - few) / FIRST_STEPS, few)
+    def layer(self, layer: int, anchor: Anchor) -> tuple[float, float]:
+        """Of a round in which a layer drafts, in passes of full depth: without a step, each step's.
+
+        A step takes its layers and a head; what it drafted is verified by the others.
+        """
+        base, step = self._layer(layer, anchor).line(anchor[0])
+        return base / anchor[1], step / anchor[1]
+
+    def _layer(self, layer: int, anchor: Anchor) -> LayerRounds:
+        known = self._layer_rounds.get(layer)
+        if known is None:
+            rows, seconds = anchor
+            own = layer / self._num_layers
+
+            def expected(requests: int, steps: int) -> float:
+                full = seconds
+                if requests != rows:
+                    near = self._full.near(requests)
+                    full = self._full.of(requests, anchor) if near is None else near
+                verified = self._verified(requests * (1 + steps), (requests, full))
+                verified = full + (1.0 - own) * (verified - full)
+                return verified + steps * (own + HEAD_COST) * full
+
+            known = LayerRounds(expected, (rows, 2 * rows), self._pace)
+            self._layer_rounds[layer] = known
+        return known
 
     def round(self, rows: int, full: float, drafted: int, steps: int, layer: int) -> float:
         """Seconds that a round is expected to take."""
         if layer and steps:
-            return self.layer(layer, (rows, full)).round(steps) * full
+            base, step = self._layer(layer, (rows, full)).line(rows)
+            return max(base + steps * step, LEAST_ROUND * full)
         verified = self._verified(rows + drafted, (rows, full)) if drafted or layer else full
         return verified + (0.0 if layer else steps * self.head(rows).step * full)
 
-    def held(self, key: Any) -> Any:
+    def held(self, key: Any, rounds: int = HOLD) -> Any:
         """What is held for some rounds; None where it has to be made anew."""
         found = self._held.get(key)
-        return None if found is None or self._clock - found[0] >= HOLD else found[1]
+        return None if found is None or self._clock - found[0] >= rounds else found[1]
 
     def hold(self, key: Any, value: Any) -> None:
-        """What was made anew, until it is :data:`HOLD` rounds old or a pass was a surprise."""
+        """What was made anew, until it is some rounds old or a pass was a surprise."""
+        if len(self._held) >= MOST_HELD:
+            self._held.clear()
         self._held[key] = self._clock, value
 
     # Learning
@@ -190,19 +263,20 @@ class RoundCosts:
         self._looks[rows.bit_length()] = known + NEW_TIME * (seconds - known)
         return seconds
 
-    def learn_between(self, rows: int, seconds: float) -> None:
+    def learn_between(self, rows: int, seconds: float, *, drafts: bool = False) -> None:
         """How long it was from a round of so many requests to their next one.
 
-        It is the same for a round that gives several tokens: what a small model's drafts save is
-        to a good part this. No more is believed than a pass of full depth takes.
+        It is hardly longer behind a round that gives several tokens: what a small model's drafts
+        save is to a good part this. No more is believed than a pass of full depth takes.
         """
         full = self._full.near(rows)
         if full is None:
             return
         seconds = min(seconds, full)
-        known = self._between.get(rows.bit_length(), seconds)
+        key = rows.bit_length(), drafts
+        known = self._between.get(key, seconds)
         seconds = min(seconds, 2.0 * known)
-        self._between[rows.bit_length()] = known + NEW_TIME * (seconds - known)
+        self._between[key] = known + NEW_TIME * (seconds - known)
 
     def learn_full(self, rows: int, seconds: float, *, steady: int = 1) -> None:
         """How long a round of full depth took.
@@ -222,9 +296,9 @@ class RoundCosts:
         if 0 < self._unsteady < UNSTEADY_PASSES or 0 < self._steady < SETTLED_PASSES * is_known:
             return
         self._note(self._full.add(rows, seconds))
-        if self._rounds >= self._next_full:
-            self._next_full = min(2 * self._next_full, MEASURE_AGAIN[1])
-        self._rounds = 0
+        since = self._since_full.get(rows.bit_length())
+        if since is not None:
+            since.begin_again()
 
     def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
         """How long a round took that was given ``drafted`` drafts of ``rows`` requests.
@@ -235,7 +309,7 @@ class RoundCosts:
             ahead: steps of a draft head behind it.
             seconds: the round's.
         """
-        self._rounds += 1
+        self._count_drafted(rows)
         full = self._full.near(rows)
         if full is None:
             return
@@ -260,14 +334,12 @@ class RoundCosts:
             steps: drafts of the request with most of them.
             seconds: the round's.
         """
-        self._rounds += 1
+        self._count_drafted(rows)
         full = self._full.near(rows)
         if full is None:
             return
         if steps:
-            cost = self.layer(layer, (rows, full))
-            self._layer_rounds[layer, rows.bit_length()] = cost
-            self._note(cost.add(steps, seconds / full, self._pace))
+            self._note(self._layer(layer, (rows, full)).add(rows, steps, seconds))
 
     def _note(self, moved: float) -> None:
         """Nothing is held any longer where a round is taken to be another part of others."""

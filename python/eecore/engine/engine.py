@@ -364,6 +364,11 @@ class Engine:
             changes.append(change)
             if change.step is not None:
                 steps.append(change.step)
+            output = change.output
+            if output is not None and output.finish_reason in ("stop", "length"):
+                self.iterations.planner.learn_end(
+                    *(change.sequence, len(output.token_ids)), ends=output.finish_reason == "stop"
+                )
         self._plan = Plan(changes, [steps], self._cancelled, behind)
         self._complete(self._plan)
 

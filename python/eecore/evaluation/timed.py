@@ -98,8 +98,9 @@ def time_policies(
     rounds: int = 1,
     progress: Callable[[int, TimedRun], None] | None = None,
 ) -> list[TimedRun]:
-    """Generate greedily with each policy, after :class:`eecore.Full`, which comes first. Every
-    prompt is computed each time: there is no prefix cache.
+    """Generate greedily with each policy, and with :class:`eecore.Full`, which is the first of what
+    is returned. In each round another one begins. Every prompt is computed each time: there is no
+    prefix cache.
 
     Args:
         model: from :func:`eecore.load`.
@@ -124,7 +125,8 @@ def time_policies(
     runs = [TimedRun(policy) for policy in (Full(), *policies)]
     generated(model, groups[0], max_tokens=1)
     for number in range(rounds):
-        for run in runs:
+        first = number % len(runs)
+        for run in [*runs[first:], *runs[:first]]:
             outputs: list[list[Output]] = []
             begin = time.perf_counter()
             for group in groups:
