@@ -12,6 +12,7 @@ bench/RESULTS.md.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -58,18 +59,18 @@ def measure(model: eecore.Model, prompts: list[str], batch: int, rounds: int) ->
 def in_turns(
     model: eecore.Model, prompts: list[str], pair: tuple[int, int], batch: int, rounds: int
 ) -> list[TimedRun]:
-    """Full depth, ``Auto`` and a pair, batch by batch in turns, of which each begins as often: what
-    others do on the machine meets all of them. The first round records programs, and Auto learns.
+    """Full depth, ``Auto`` and a pair, batch by batch in turns, in any order: what others do on the
+    machine meets all of them. The first round records programs, and Auto learns.
     """
     model = model.without_prefix_cache()
     runs = [TimedRun(policy) for policy in (eecore.Full(), eecore.Auto(), SelfSpeculative(*pair))]
+    order = random.Random(7)
     groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
     for number in range(1 + rounds):
         seconds = [0.0] * len(runs)
         outputs: list[list[list[eecore.Output]]] = [[] for _ in runs]
-        for turn, group in enumerate(groups, number):
-            for k in range(len(runs)):
-                i = (turn + k) % len(runs)
+        for group in groups:
+            for i in order.sample(range(len(runs)), len(runs)):
                 began = time.perf_counter()
                 came = eecore.generate(
                     model, group, exit=runs[i].policy, max_tokens=LONGEST_PARSE, temperature=0.0

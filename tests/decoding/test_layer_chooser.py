@@ -13,7 +13,7 @@ import pytest
 
 import eecore
 from eecore import Auto, Full, SamplingParams
-from eecore.decoding.budget import MOST_VAIN, Budget
+from eecore.decoding.budget import VAIN_SEVERAL, Budget
 from eecore.decoding.chooser import FULL, Chooser
 from eecore.decoding.history import OwnDrafts
 from eecore.decoding.layer_chooser import (
@@ -332,10 +332,10 @@ def test_where_there_is_no_room_no_layer_drafts() -> None:
 
 def test_a_look_that_takes_as_long_as_a_round_is_rare() -> None:
     """Where it finds nothing: of so small a model nearly a round is lost."""
-    for cost, least in (0.01, 0), (0.4, 8):
+    for cost, least in (0.01, 0), (0.4, 16):
         budget = Budget(is_alone=False)
         budget.looked(-cost, found=False)
-        assert budget.rests == least == int(cost / MOST_VAIN)
+        assert budget.rests == least == int(cost / VAIN_SEVERAL)
         budget = Budget(is_alone=False)
         budget.looked(-cost, found=True)
         assert budget.rests == 0

@@ -28,8 +28,9 @@ MOST_EARNED, LEAST_EARNED = 8.0, -2.0
 # Looks in a row that may find nothing; behind each one more of them, so many times as many rounds
 # have none, up to so many; of one request and of several.
 IDLE_ALONE, IDLE_SEVERAL = (8, 2, 8), (2, 3, 32)
-# Of rounds, what looks may take that find nothing: a small model's are hardly longer than a look.
-MOST_VAIN = 0.05
+# Of rounds, what looks may take that find nothing, of one request and of several: a small model's
+# are hardly longer than a look.
+VAIN_ALONE, VAIN_SEVERAL = 0.05, 0.025
 
 
 class Budget:
@@ -45,6 +46,7 @@ class Budget:
         self._spent = SPENT_ALONE if is_alone else SPENT_OF_SEVERAL
         self._request = REQUEST_ALONE if is_alone else REQUEST_OF_SEVERAL
         self._looks, self._rarer, self._most_rests = IDLE_ALONE if is_alone else IDLE_SEVERAL
+        self._vain = VAIN_ALONE if is_alone else VAIN_SEVERAL
         self._earned = self._left
         self._saves = False
         # Looks that found nothing; rounds until the next one; those of the last time.
@@ -94,7 +96,7 @@ class Budget:
             rests = self._rarer * self._last_rests or 1
             self._rests = self._last_rests = min(rests, self._most_rests)
         if not found:
-            self._rests = max(self._rests, min(int(-gained / MOST_VAIN), self._most_rests))
+            self._rests = max(self._rests, min(int(-gained / self._vain), self._most_rests))
         self._earn(self._round + gained)
 
     def _earn(self, rounds: float) -> None:

@@ -36,7 +36,7 @@ __all__ = ["FULL", "Choice", "Chooser"]
 MIN_GAIN = 1.05
 # And so much more for a layer to draft for several: passes of full depth are measured between its
 # rounds, where they are slower than in a row.
-MORE_OF_SEVERAL = 1.05
+MORE_OF_SEVERAL = 1.1
 # Of first drafts behind a text that heads are mostly sure of: their odds, and how many have these.
 # Several requests try a head that others found not to pay where these would.
 USUAL_FIRST = ((0.95, 0.3), (0.85, 0.1), (0.7, 0.2), (0.5, 0.1))

@@ -12,14 +12,15 @@ __all__ = ["TextLengths"]
 # Tokens that each span is taken to have had, and no end among them, before any text is known. What
 # texts before count beside a new one in the same span.
 PRIOR_TOKENS, OLDER_TEXTS = 16.0, 0.98
-# Expectations that are kept at most.
-MOST_KEPT = 256
+# Texts at most of which nobody has asked, and expectations that are kept.
+MOST_NEW, MOST_KEPT = 128, 256
 
 
 class TextLengths:
     """Of the requests of one model; texts of late count more."""
 
     def __init__(self) -> None:
+        self._new: list[tuple[int, bool]] = []  # texts that nobody has asked about yet
         self._known: dict[int, list[float]] = {}  # tokens and ends, by span
         self._kept: dict[tuple[int, int], list[float]] = {}
 
@@ -30,6 +31,11 @@ class TextLengths:
             tokens: that it has, with the one that ended it.
             ends: whether it came to its end; it was cut otherwise.
         """
+        if len(self._new) >= MOST_NEW:
+            del self._new[0]
+        self._new.append((tokens, ends))
+
+    def _count(self, tokens: int, ends: bool) -> None:
         first = 1
         while first <= tokens:
             span = span_of(first)
@@ -39,12 +45,16 @@ class TextLengths:
             known[0] = OLDER_TEXTS * known[0] + min(behind, tokens + 1) - first
             known[1] = OLDER_TEXTS * known[1] + (ends and is_last)
             first = behind
-        self._kept.clear()
 
     def go_on(self, written: int, most: int) -> list[float]:
         """How likely a text of ``written`` tokens that has not ended has one more, two more, ...,
         ``most`` more; it has one.
         """
+        if self._new:
+            for tokens, ends in self._new:
+                self._count(tokens, ends)
+            self._new.clear()
+            self._kept.clear()
         key = written, most
         found = self._kept.get(key)
         if found is None:

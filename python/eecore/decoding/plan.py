@@ -30,6 +30,8 @@ from eecore.scheduling.sequence import Sequence
 
 __all__ = ["Planned", "Planner"]
 
+FRESH = object()
+"""What a request has in place of a history before anybody looks for it."""
 MOST_COUNTED = 8
 """Rounds without a look that are counted before anything is learnt of them."""
 
@@ -110,9 +112,11 @@ class Planner:
         self._free, looks, self._chooser = [], False, None
         for work in works:
             sequence = work.sequence
-            if self.route(sequence).auto is not None:
+            route = sequence.route or self.route(sequence)
+            if route.auto is not None:
                 self._free.append(sequence)
-                looks = looks or not sequence.is_resting
+                if not sequence.is_resting:
+                    looks = True
         between, self._between = self._between, None
         if between is not None and self._free and self._rest is None:
             self.chooser.costs.learn_between(len(self._free), between, drafts=self._has_drafted)
@@ -185,7 +189,7 @@ class Planner:
         budget = chooser.budget(rows)
         for each in planned:
             if each.work.sequence.drafting is None:
-                _history(each.work.sequence, chooser)
+                each.work.sequence.drafting = FRESH
                 fresh += 1
         self._begins = fresh == rows
         if fresh:
@@ -289,6 +293,9 @@ class Planner:
     ) -> None:
         chooser = self.chooser
         rows, path = len(planned), free[0][0].route.path
+        if path is None and self._look is None:
+            self._learn_full(planned, seconds, went_on)
+            return
         drafted = most = 0
         for outcome in outcomes:
             drafted += outcome.counters.drafted
@@ -317,10 +324,7 @@ class Planner:
                 )
             _note_spent([each.work.sequence for each, _ in free], budget)
         if path is None:
-            if all(
-                each.route.depth == self._num_layers and not each.route.points for each in planned
-            ):
-                chooser.costs.learn_full(rows, seconds, steady=int(went_on))
+            self._learn_full(planned, seconds, went_on)
             return
         if not path.is_given:
             chooser.costs.learn_drafted(layer, rows, steps, seconds)
@@ -338,6 +342,13 @@ class Planner:
             if each.ahead and _ahead_of(sequence) and not each.given.match:
                 ahead = _num_ahead(each, outcome)
                 chooser.learn_ahead(history, len(free), drafted, accepted, ahead)
+
+    def _learn_full(self, planned: Ordered[Planned], seconds: float, went_on: bool) -> None:
+        """How long a pass took, if it was of full depth for all."""
+        for each in planned:
+            if each.route.depth != self._num_layers or each.route.points:
+                return
+        self.chooser.costs.learn_full(len(planned), seconds, steady=int(went_on))
 
 
 def _ends(outcome: Outcome) -> bool:
@@ -358,7 +369,7 @@ def _note_spent(sequences: Iterable[Sequence], budget: Budget) -> None:
 def _history(sequence: Sequence, chooser: Chooser) -> History:
     """Of a request, which keeps it."""
     history: History | None = sequence.drafting
-    if history is None:
+    if history is None or history is FRESH:
         history = sequence.drafting = chooser.history()
     return history
 
