@@ -122,7 +122,7 @@ class Chooser:
             histories: one for each request.
             proposals: of which each can be given one.
             most: drafts that each has room for.
-            written: tokens that each has so far; empty if that says nothing of how many follow.
+            written: tokens that each has so far; none where it is empty.
             exit_layers: that may draft.
             can_draft_ahead: whether a draft head may draft for the next round.
             others_wait: other requests wait for these to end, and all their tokens count the same.
