@@ -328,6 +328,8 @@ def test_where_there_is_no_room_no_layer_drafts() -> None:
     chooser = known()
     choice = chooser.choose([chooser.history()], [[]], [0], written=[4], exit_layers=(2, 3))
     assert choice == FULL
+    choice = chooser.choose([chooser.history()], [[]], [8], written=[4], exit_layers=(2, 3))
+    assert choice.kind == "draft"  # another one has room
 
 
 def test_a_look_that_takes_as_long_as_a_round_is_rare() -> None:

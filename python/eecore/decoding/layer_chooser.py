@@ -100,7 +100,7 @@ class LayerChooser:
         factor = sum([_factor(exit_layers[0], history) for history in histories])
         span = span_of(1 + sum(written) // rows)
         used = frozenset([layer for history in histories for layer in history.layers])
-        key = "layers", rows, exit_layers, span, used, round(factor / rows)
+        key = "layers", rows, exit_layers, span, used, most, round(factor / rows)
         found: LayerChoice | None = self._costs.held(key, HOLD_LAYERS)
         if found is None:
             choices = self._choices(exit_layers, histories, written, most, anchor, weights, besides)

@@ -241,27 +241,18 @@ class StepCost:
         """One step's."""
         return max(self._both / self._scatter, LEAST_STEP)
 
-    def round(self, steps: float) -> float:
+    def round(self, steps: int) -> float:
         """Of a round of so many steps, in passes of full depth."""
         return max(self._passes + self.step * (steps - self._steps), LEAST_ROUND)
 
-    def add(self, steps: int, passes: float, pace: Pace | None = None) -> float:
+    def add(self, steps: int, passes: float) -> None:
         """A round of so many steps that took as long as so many passes.
 
         Args:
             steps: its.
             passes: its time.
-            pace: of the machine, if the round tells of it.
-
-        Returns:
-            How much longer rounds are taken to be than before, as a logarithm.
         """
-        expected = self.round(steps)
-        passes = min(passes, MOST_SLOWER * expected)
-        if pace is not None:
-            before = pace.now
-            pace.learn(max(log(passes / expected), -LOG_MOST_SLOWER), FIRST / self._rounds)
-            passes *= before / pace.now
+        passes = min(passes, MOST_SLOWER * self.round(steps))
         off, over = steps - self._steps, passes - self._passes
         self._rounds += 1
         weight = max(NEW_STEPS, 1.0 / self._rounds)
@@ -270,4 +261,3 @@ class StepCost:
         old = 1.0 - NEW_STEPS
         self._scatter = old * (self._scatter + NEW_STEPS * off * off)
         self._both = old * (self._both + NEW_STEPS * off * over)
-        return log(self.round(steps) / expected)
