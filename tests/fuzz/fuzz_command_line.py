@@ -98,7 +98,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "train-exits": {
         "--out": "out", "--prompts": "file", "--work": "out", "--taps": "layers",
         "--vocabulary": "number", "--blocks": "number", "--drafts": "number", "--resume": "",
-        "--attend": "number", "--seed": "number",
+        "--attend": "number", "--seed": "number", "--texts": "file",
         "--minutes": "number", "--learning-rate": "number", "--answer-tokens": "number",
     },
 }  # fmt: skip

@@ -9,11 +9,13 @@ from eecore.answers.asking import (
     read_own_questions,
     write_questions,
 )
+from eecore.answers.passages import Passage, digest_of, questions_about, read_passages
 from eecore.answers.questions import builtin_questions, read_questions
 from eecore.answers.writing import (
     Answer,
     AnswerSettings,
     AnswersReport,
+    chat_ids,
     read_answers,
     write_answers,
 )
@@ -22,14 +24,19 @@ __all__ = [
     "Answer",
     "AnswerSettings",
     "AnswersReport",
+    "Passage",
     "QuestionSettings",
     "QuestionsReport",
     "Round",
     "builtin_questions",
+    "chat_ids",
+    "digest_of",
     "follow_ups",
     "own_rounds",
+    "questions_about",
     "read_answers",
     "read_own_questions",
+    "read_passages",
     "read_questions",
     "write_answers",
     "write_questions",

@@ -14,9 +14,19 @@ from pathlib import Path
 from eecore.errors import RequestError
 from eecore.textfiles import has_json_lines, json_lines, name_of, read_text
 
-__all__ = ["about_code", "about_text", "builtin_questions", "openings", "read_questions"]
+__all__ = [
+    "CODE_CHANGES",
+    "TEXT_CHANGES",
+    "about_code",
+    "about_text",
+    "builtin_questions",
+    "openings",
+    "read_questions",
+    "templates",
+]
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "prompts"
+CODE_CHANGES, TEXT_CHANGES = "code_changes", "text_changes"
 SHARES = {"chat": 0.60, "code": 0.25, "rewriting": 0.15}
 CODE_TO_CHANGE = 0.3
 """Of what is to be rewritten; the rest is text."""
@@ -63,8 +73,8 @@ def read_questions(path: Path) -> list[str]:
 
 
 @cache
-def _lines(name: str) -> tuple[str, ...]:
-    """Of a file that ships; ``\\n`` in them is a new line."""
+def templates(name: str) -> tuple[str, ...]:
+    """Lines of a file that ships; ``{}`` is a place in them, and ``\\n`` a new line."""
     text = (DATA / f"{name}.txt").read_text(encoding="utf-8")
     return tuple(line.replace("\\n", "\n") for line in text.splitlines() if line.strip())
 
@@ -77,17 +87,17 @@ def _snippets() -> tuple[str, ...]:
 
 @cache
 def _words() -> dict[str, list[str]]:
-    pairs = (line.split(": ", 1) for line in _lines("words"))
+    pairs = (line.split(": ", 1) for line in templates("words"))
     return {name: choices.split(" | ") for name, choices in pairs}
 
 
 def _chat(chance: random.Random) -> str:
-    return chance.choice(_lines("questions")).replace("{}", chance.choice(_lines("topics")))
+    return chance.choice(templates("questions")).replace("{}", chance.choice(templates("topics")))
 
 
 def _code(chance: random.Random) -> str:
-    task = chance.choice(_lines("code_tasks"))
-    return chance.choice(_lines("code_requests")).replace("{}", task)
+    task = chance.choice(templates("code_tasks"))
+    return chance.choice(templates("code_requests")).replace("{}", task)
 
 
 def _rewriting(chance: random.Random) -> str:
@@ -98,23 +108,23 @@ def _rewriting(chance: random.Random) -> str:
 
 def about_code(chance: random.Random, code: str) -> str:
     """One of the questions about code, with this one."""
-    return chance.choice(_lines("code_changes")).replace("{}", code)
+    return chance.choice(templates(CODE_CHANGES)).replace("{}", code)
 
 
 def about_text(chance: random.Random, text: str) -> str:
     """One of the questions about a text, with this one."""
-    return chance.choice(_lines("text_changes")).replace("{}", text)
+    return chance.choice(templates(TEXT_CHANGES)).replace("{}", text)
 
 
 def openings() -> tuple[str, ...]:
     """What a question may begin with."""
-    return _lines("openings")
+    return templates("openings")
 
 
 def _text(chance: random.Random) -> str:
     """A few sentences about the same people."""
     words = {name: chance.choice(choices) for name, choices in _words().items()}
-    sentences = chance.sample(_lines("sentences"), chance.randint(3, 9))
+    sentences = chance.sample(templates("sentences"), chance.randint(3, 9))
     return " ".join(_capital(sentence.format(**words)) for sentence in sentences)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from eecore.cli.failures import UsageError
 from eecore.cli.train import ProgressLine
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eecore.generation import Model
     from eecore.training import StatesSettings
 
-__all__ = ["STATES", "check_directories", "name_of_questions", "write_and_read"]
+__all__ = ["STATES", "Asked", "check_directories", "what_is_asked", "write_and_read"]
 
 QUESTIONS_FILE, ANSWERS_FILE = "questions.jsonl", "answers.jsonl"
 STATES = "states"
@@ -66,11 +66,46 @@ def _check_others(also: list[Path], work: Path) -> None:
             )
 
 
-def name_of_questions(questions: list[str] | None, own: bool) -> str:
-    """What a file of answers calls where its questions are from."""
-    if questions is not None:
-        return _digest_of(questions)
-    return "own" if own else "built in"
+class Asked(NamedTuple):
+    """Where questions are from."""
+
+    name: str
+    """What a file of answers calls it."""
+    questions: Callable[[], Iterable[str]] | None
+    """In the order in which they are asked; None where the model thinks of them."""
+    about_texts: bool = False
+    """Of a user's own texts: those that are too long for the model are left out."""
+
+
+def what_is_asked(prompts: Path | None, texts: Sequence[Path], own: bool, seed: int) -> Asked:
+    """A user's questions, others about a user's texts, the model's own, or those that ship.
+
+    Raises:
+        UsageError: more than one of these.
+        RequestError: a file of them cannot be read, or there is nothing in it.
+    """
+    from eecore.answers import (
+        builtin_questions,
+        digest_of,
+        questions_about,
+        read_passages,
+        read_questions,
+    )
+
+    flags = {"--prompts": prompts is not None, "--texts": bool(texts), "--own-questions": own}
+    chosen = [flag for flag, is_given in flags.items() if is_given]
+    if len(chosen) > 1:
+        raise UsageError(f"{chosen[0]}: expected it or {chosen[1]}, got both")
+    if own:
+        return Asked("own", None)
+    if prompts is not None:
+        questions = read_questions(prompts)
+        return Asked(_digest_of(questions), lambda: questions)
+    if texts:
+        passages = read_passages(texts)
+        name = f"about {digest_of(passages)}"
+        return Asked(name, lambda: questions_about(passages, seed), about_texts=True)
+    return Asked("built in", lambda: builtin_questions(seed))
 
 
 def _digest_of(questions: list[str]) -> str:
@@ -79,16 +114,14 @@ def _digest_of(questions: list[str]) -> str:
 
 def write_and_read(
     model: Model,
-    questions: list[str] | None,
+    asked: Asked,
     tokens: int,
     work: Path,
     settings: AnswerSettings,
     states: StatesSettings,
     stop: Callable[[], bool],
-    *,
-    own: bool,
 ) -> bool:
-    """Answers to given questions, the model's own or those that ship, and its states over them.
+    """The model's answers to what it is asked, and its states over them.
 
     Returns:
         Whether it came to its end; False when told to stop.
@@ -101,12 +134,12 @@ def write_and_read(
     network = model.network
     assert isinstance(network, LlamaModel)
     with ProgressLine() as line:
-        for asked in _rounds(model, questions, own, tokens, work, settings, stop, line):
-            if asked is None or not write_answers(
+        for each in _rounds(model, asked, tokens, work, settings, stop, line):
+            if each is None or not write_answers(
                 model,
-                asked.questions(),
+                each.questions(),
                 file,
-                asked.num_tokens,
+                each.num_tokens,
                 settings,
                 progress=lambda r: line.say(
                     f"writing: {r.answers} answers, {r.tokens} of {tokens} tokens, "
@@ -141,8 +174,7 @@ def write_and_read(
 
 def _rounds(
     model: Model,
-    given: list[str] | None,
-    own: bool,
+    asked: Asked,
     tokens: int,
     work: Path,
     settings: AnswerSettings,
@@ -150,11 +182,17 @@ def _rounds(
     line: ProgressLine,
 ) -> Iterator[Round | None]:
     """What the model is asked, round by round, each answered before the next; None: stopped."""
-    from eecore.answers import Round, builtin_questions, own_rounds
+    from eecore.answers import Round, chat_ids, own_rounds
 
-    if not own:
-        asked = builtin_questions(settings.seed) if given is None else given
-        yield Round(lambda: enumerate(asked), tokens)
+    if (questions := asked.questions) is not None:
+        room = model.config.max_position - settings.max_tokens
+
+        def numbered() -> Iterator[tuple[int, str]]:
+            for index, question in enumerate(questions()):
+                if not asked.about_texts or len(chat_ids(model, question)) <= room:
+                    yield index, question
+
+        yield Round(numbered, tokens)
         return
     yield from own_rounds(
         model,

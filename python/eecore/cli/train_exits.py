@@ -16,7 +16,7 @@ from eecore.cli.failures import UsageError
 from eecore.cli.head_texts import (
     STATES,
     check_directories,
-    name_of_questions,
+    what_is_asked,
     write_and_read,
 )
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, load
@@ -53,6 +53,14 @@ def train_exits(
         typer.Option(
             help="Questions, one a line; .jsonl: strings, or objects with a prompt.",
             show_default="questions of everyday life, code and rewriting that ship with eecore",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Files or directories of texts (.txt, .md, .rst) and Python code, which the model "
+            "is asked to summarise, to rewrite, to explain; repeatable.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -189,15 +197,11 @@ def train_exits(
     path = check_path(model)
     if minutes is not None and epochs is not None:
         raise UsageError("--minutes: expected it or --epochs, got both")
-    if own_questions and prompts is not None:
-        raise UsageError("--own-questions: expected it or --prompts, got both")
     if keep_vocabulary and begin is None:
         raise UsageError("--keep-vocabulary: expected --begin with it, got none")
     where = work or out / "work"
     check_directories(out, where, resume, also or [])
-    from eecore.answers import read_questions
-
-    questions = None if prompts is None else read_questions(prompts)
+    asked = what_is_asked(prompts, texts or [], own_questions, seed)
     _check_model(path, taps, vocabulary)
     loaded = load(model, threads=threads, device="cpu")
     network = _checked(loaded, model)
@@ -210,7 +214,7 @@ def train_exits(
     settings = AnswerSettings(
         model=states.model,
         weights=weights,
-        questions=name_of_questions(questions, own_questions),
+        questions=asked.name,
         max_tokens=answer_tokens,
         seed=seed,
     )
@@ -226,9 +230,7 @@ def train_exits(
         beginning = read_head(begin, states.model, states.taps, sizes, kept, states.attended)
     where.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
-        if not write_and_read(
-            loaded, questions, tokens, where, settings, states, stop, own=own_questions
-        ):
+        if not write_and_read(loaded, asked, tokens, where, settings, states, stop):
             return _interrupted()
         data = open_states([place / STATES for place in (where, *(also or []))], states)
         wanted: dict[str, Any] = {
