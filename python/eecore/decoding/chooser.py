@@ -24,7 +24,7 @@ from eecore.decoding.history import (
     expected_of_all,
     kinds_of,
 )
-from eecore.decoding.layer_chooser import LayerChooser
+from eecore.decoding.layer_chooser import LayerChooser, RoundAhead
 from eecore.decoding.pass_times import MOST_SLOWER, Anchor
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.decoding.round_costs import MEASURE_AGAIN, SURPRISE, RoundCosts
@@ -144,9 +144,8 @@ class Chooser:
             if its_speed > speed:
                 best, speed = choice, its_speed
         if exit_layers:
-            drafted = self.layers.choose(
-                exit_layers, histories, written, max(most), anchor, weights, besides
-            )
+            ahead = RoundAhead(histories, written, max(most), anchor, weights, besides)
+            drafted = self.layers.choose(exit_layers, ahead)
             pays = drafted.speed / seconds > speed * (MORE_OF_SEVERAL if rows > 1 else 1.0)
             self.layers.chosen(
                 *(drafted if pays else None, exit_layers),

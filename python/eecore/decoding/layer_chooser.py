@@ -15,7 +15,7 @@ from eecore.decoding.lengths import TextLengths, span_of
 from eecore.decoding.pass_times import LEAST_ROUND, ROW_COST, Anchor
 from eecore.decoding.round_costs import HEAD_COST, RoundCosts
 
-__all__ = ["LayerChoice", "LayerChooser", "best_exit_layers"]
+__all__ = ["LayerChoice", "LayerChooser", "RoundAhead", "best_exit_layers"]
 
 # Layers have to promise so much to be asked at all.
 MIN_PROMISE = 1.05
@@ -35,6 +35,23 @@ ALIKE = 20
 HOLD_LAYERS = 24
 # How many drafts a layer makes, or as many as there is room for: a program is recorded for each.
 NUM_DRAFTS = (1, 2, 3, 4, 6, 8, 10)
+
+
+class RoundAhead(NamedTuple):
+    """What is known of a round in which layers may draft."""
+
+    histories: Ordered[History]
+    """Of its requests."""
+    written: Ordered[int]
+    """Tokens that each has so far."""
+    most: int
+    """Drafts that there is room for."""
+    anchor: Anchor
+    """A pass of full depth of these requests."""
+    weights: Ordered[float]
+    """What a token of each counts."""
+    besides: float
+    """Seconds that it takes more."""
 
 
 class LayerChoice(NamedTuple):
@@ -75,35 +92,21 @@ class LayerChooser:
         """Whether it is worth its time to ask what could be given instead."""
         return self._without_lookup == 0
 
-    def choose(
-        self,
-        exit_layers: tuple[int, ...],
-        histories: Ordered[History],
-        written: Ordered[int],
-        most: int,
-        anchor: Anchor,
-        weights: Ordered[float],
-        besides: float,
-    ) -> LayerChoice:
+    def choose(self, exit_layers: tuple[int, ...], ahead: RoundAhead) -> LayerChoice:
         """The best layer and number of drafts; it is held for some rounds of requests alike.
 
         Args:
             exit_layers: that may draft.
-            histories: of the requests.
-            written: tokens that each has so far.
-            most: drafts that there is room for.
-            anchor: a pass of full depth of these requests.
-            weights: what a token of each counts.
-            besides: seconds that a round takes more.
+            ahead: the round.
         """
-        rows = anchor[0]
-        factor = sum([_factor(exit_layers[0], history) for history in histories])
-        span = span_of(1 + sum(written) // rows)
-        used = frozenset([layer for history in histories for layer in history.layers])
-        key = "layers", rows, exit_layers, span, used, most, round(factor / rows)
+        rows = ahead.anchor[0]
+        factor = sum([_factor(exit_layers[0], history) for history in ahead.histories])
+        span = span_of(1 + sum(ahead.written) // rows)
+        used = frozenset([layer for history in ahead.histories for layer in history.layers])
+        key = "layers", rows, exit_layers, span, used, ahead.most, round(factor / rows)
         found: LayerChoice | None = self._costs.held(key, HOLD_LAYERS)
         if found is None:
-            choices = self._choices(exit_layers, histories, written, most, anchor, weights, besides)
+            choices = self._choices(exit_layers, ahead)
             found = self._most_promising(choices, used)
             if found.speed >= max([choice.speed for choice in choices]):  # it is no trial
                 self._costs.hold(key, found)
@@ -133,24 +136,14 @@ class LayerChooser:
             *(history.own_drafts(layer), written, accepted), refused=accepted < drafted
         )
 
-    def _choices(
-        self,
-        exit_layers: Ordered[int],
-        histories: Ordered[History],
-        written: Ordered[int],
-        most: int,
-        anchor: Anchor,
-        weights: Ordered[float],
-        besides: float,
-    ) -> list[LayerChoice]:
+    def _choices(self, exit_layers: Ordered[int], ahead: RoundAhead) -> list[LayerChoice]:
         """The best of each layer."""
-        rows, seconds = anchor
-        besides /= seconds
+        most, (rows, seconds) = ahead.most, ahead.anchor
         # Requests that have got about as far are alike: how many there are, and how likely their
         # texts have one more token, two more, ..., and so are drafted behind.
-        spans = [span_of(count + 1) for count in written]
+        spans = [span_of(count + 1) for count in ahead.written]
         lasts: dict[int, tuple[int, list[float]]] = {}
-        for span, count in zip(spans, written, strict=True):
+        for span, count in zip(spans, ahead.written, strict=True):
             if span not in lasts:
                 lasts[span] = spans.count(span), self.lengths.go_on(count, 1 + most)
         ended, worth_of = list[float](), list[float]()
@@ -162,14 +155,15 @@ class LayerChooser:
             # All have stopped where each has drafted the end of its text.
             ended.append(none)
             # What one token is worth of each of those whose texts go on behind k others.
-            worth_of.append(rows / left * self._costs.fewer(left, anchor) if left < rows else 1.0)
+            is_less = left < rows
+            worth_of.append(rows / left * self._costs.fewer(left, ahead.anchor) if is_less else 1.0)
         choices = []
         for layer in exit_layers:
-            base, step = self._costs.layer(layer, anchor)
-            base += besides
-            kinds = self._alike(layer, histories, written, spans, most, weights)
+            base, step = self._costs.layer(layer, ahead.anchor)
+            base += ahead.besides / seconds
+            kinds = self._alike(layer, ahead, spans)
             stand = [1.0] * len(kinds)
-            worth, steps, right = sum(weights), 0.0, 1.0
+            worth, steps, right = sum(ahead.weights), 0.0, 1.0
             best = LayerChoice(layer, 0, 0.0)
             for count in range(1, most + 1):
                 steps += 1.0 - ended[count - 1] * right
@@ -201,25 +195,20 @@ class LayerChooser:
         return max(choices, key=promises)
 
     def _alike(
-        self,
-        layer: int,
-        histories: Ordered[History],
-        written: Ordered[int],
-        spans: Ordered[int],
-        most: int,
-        weights: Ordered[float],
+        self, layer: int, ahead: RoundAhead, spans: Ordered[int]
     ) -> list[tuple[list[float], int, int, float]]:
         """Requests that have got about as far and for which a layer does about as well: that each
         of its drafts stands if those before it do, the span, how many they are, their weight.
         """
         alike: dict[tuple[int, int], tuple[int, list[float]]] = {}
-        for history, count, span, weight in zip(histories, written, spans, weights, strict=True):
+        requests = zip(ahead.histories, ahead.written, spans, ahead.weights, strict=True)
+        for history, count, span, weight in requests:
             factor = round(_factor(layer, history))
             _, its = alike.setdefault((span, factor), (count, []))
             its.append(weight)
         kinds = []
         for (span, factor), (count, its) in alike.items():
-            shares = self._drafts[layer].shares(count, most)
+            shares = self._drafts[layer].shares(count, ahead.most)
             if factor != ALIKE:
                 shares = [min(share * factor / ALIKE, MOST_SHARE) for share in shares]
             kinds.append((shares, span, len(its), sum(its)))
