@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import eecore
 from eecore import ops
-from eecore.models import draft_head
+from eecore.models import draft_head, head_vocabulary
 from eecore.models.network_digest import network_digest
 
 EPS = 1e-5
@@ -148,6 +148,7 @@ def reference_drafts(
     *,
     packed: bool = False,
     seen: Seen | None = None,
+    tokens: Tensor | None = None,
 ) -> tuple[list[int], list[float]]:
     """What a head drafts, and the probabilities.
 
@@ -159,12 +160,13 @@ def reference_drafts(
         count: of drafts.
         packed: its matrices are rounded as the CPU keeps them.
         seen: where it attends.
+        tokens: among which it chooses; None: those of the pack.
     """
     p, weights = load_file(pack / "head.safetensors"), model.network.weights
-    vocabulary = p["vocabulary"].long()
+    vocabulary = p["vocabulary"].long() if tokens is None else tokens
     head = weights.lm_head.weight[vocabulary]
     if packed:
-        head = rounded(head, draft_head.ROWS)
+        head = rounded(head, head_vocabulary.FORMAT)
         for name in set(p) - {"vocabulary"}:
             if not name.endswith("norm") and name != "attention.output":
                 p[name] = rounded(p[name], draft_head.LAYERS)

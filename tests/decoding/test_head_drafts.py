@@ -27,7 +27,7 @@ from eecore import (
 )
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.proposal import MOST_AHEAD
-from eecore.models import DraftHead, KVCache
+from eecore.models import DraftHead, KVCache, draft_head
 from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
@@ -96,18 +96,27 @@ def states_at_the_end(
 
 
 @cpu_only
+@pytest.mark.parametrize("num_spare", [0, 20, 512])
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_those_of_the_formula(
-    name: str, bits: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    bits: int,
+    num_spare: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the end of every round, of all that there are in a batch."""
     model = request.getfixturevalue(name)
     pack = model.network.draft_head.path
+    monkeypatch.setattr(draft_head, "NUM_SPARE", num_spare)
     if bits == 32:
         heads_in_floats(monkeypatch)
     head = DraftHead.load(pack, model.network)
     assert (head._head.table is None) == (bits == 32)
+    others = model.config.vocab_size - len(head.vocabulary)
+    num_tokens = len(head.vocabulary) + (min(others, num_spare) if bits == 4 else 0)
+    assert len(head.tokens) == num_tokens
     monkeypatch.setattr(model.network, "draft_head", head)
     engine = engine_of(model)
     for prompt in PROMPTS[:3]:
@@ -131,6 +140,7 @@ def test_drafts_are_those_of_the_formula(
                 *(pack, model, states, tokens[-1], len(ahead.tokens)),
                 packed=bits == 4,
                 seen=seen if head.attends else None,
+                tokens=head.tokens,
             )
             checked += 1
             if bits == 4 and ahead.tokens != drafts:
@@ -140,6 +150,8 @@ def test_drafts_are_those_of_the_formula(
             assert ahead.probabilities == pytest.approx(
                 probabilities, rel=1e-3 if bits == 32 else 0.2
             )
+            if bits == 4 and num_spare == 512:
+                assert {*tokens} <= {*head.tokens.tolist()}
     assert checked > 8
     assert same > 0.5 * checked
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import eecore
 from eecore.errors import RequestError, TrainingError
 from eecore.models import KVCache
-from eecore.models.draft_head import matrix_rows
+from eecore.models.head_vocabulary import matrix_rows
 from eecore.models.network_digest import network_digest
 from eecore.training import (
     DraftHead,
@@ -195,6 +195,31 @@ def test_a_head_learns_what_the_loss_says(attends: bool) -> None:
         losses.append(float(loss.detach()))
         assert 0 <= agreement <= 1
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_tokens_of_a_text_are_learnt_beside_the_vocabulary() -> None:
+    """The loss is that of a vocabulary which has them: of 8 tokens of 60 at first."""
+    head, (data, wide) = random_head(), random_data([40, 30])
+    few = torch.arange(10, 18)
+    narrow = replace(
+        wide,
+        vocabulary=few,
+        head_rows=wide.head_rows[few - 2],
+        rows_of=lambda tokens: wide.head_rows[tokens - 2],
+    )
+    starts = starts_of(data.text)
+    assert narrow.with_tokens(few[:3]) is narrow
+    data = replace(data, greedy=data.greedy.clamp(2, VOCAB - 3))
+    both = narrow.with_tokens(data.greedy)
+    assert both.vocabulary.tolist() == sorted({*few.tolist(), *data.greedy.tolist()})
+    assert torch.equal(both.head_rows, wide.head_rows[both.vocabulary - 2])
+    with torch.no_grad():
+        loss, agreement = draft_loss(head, narrow, data, starts, 3)
+        expected, its = draft_loss(head, replace(both, rows_of=None), data, starts, 3)
+        without, _ = draft_loss(head, replace(narrow, rows_of=None), data, starts, 3)
+    torch.testing.assert_close(loss, expected)
+    assert agreement == its
+    assert abs(float(without) - float(loss)) > 0.1
 
 
 def test_an_epoch_has_every_start_once() -> None:

@@ -208,7 +208,7 @@ class HeadDrafting:
                 None,
                 self._drafted,
                 as_probability=True,
-                vocabulary=self._head.vocabulary,
+                vocabulary=self._head.tokens,
                 measure=self._head.measure,
                 hidden=state,
             )

@@ -24,7 +24,7 @@ from eecore.decoding.outcome import Outcome
 from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
 from eecore.decoding.route import GIVEN, DraftPath, Route, route_of
 from eecore.exits import Exit
-from eecore.models import Network
+from eecore.models import DraftHead, Network
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
@@ -177,8 +177,13 @@ class Planner:
             chosen = self._chosen([planned[i] for i in free])
             for i, each in zip(free, chosen, strict=True):
                 planned[i] = each
-            if self._look is not None:
-                self._look += time.perf_counter() - started
+        head = self._model.draft_head
+        if head is not None:
+            for each in planned:
+                if each.ahead:
+                    _tell(head, each.work.sequence)
+        if free and self._look is not None:
+            self._look += time.perf_counter() - started
         return planned
 
     def _chosen(self, planned: list[Planned]) -> list[Planned]:
@@ -349,6 +354,15 @@ class Planner:
             if each.route.depth != self._num_layers or each.route.points:
                 return
         self.chooser.costs.learn_full(len(planned), seconds, steady=int(went_on))
+
+
+def _tell(head: DraftHead, sequence: Sequence) -> None:
+    """What a text has that a head may draft from then on."""
+    num_prompt, known = len(sequence.prompt_ids), sequence.num_known
+    if known < num_prompt:
+        head.know(sequence.prompt_ids[known:])
+    head.know(sequence.output_ids[max(known - num_prompt, 0) :])
+    sequence.num_known = num_prompt + len(sequence.output_ids)
 
 
 def _ends(outcome: Outcome) -> bool:

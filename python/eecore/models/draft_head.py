@@ -24,6 +24,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.errors import ModelError
 from eecore.models.head_file import CONFIG_NAME, HeadFile, HeadSettings
+from eecore.models.head_vocabulary import NUM_SPARE, HeadVocabulary, matrix_rows
 from eecore.models.network_digest import network_digest
 from eecore.ops import Matrix
 from eecore.readable import path_of, shown_path
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from eecore.models.kv_cache import KVCache
     from eecore.models.llama import LlamaModel
 
-__all__ = ["DraftHead", "SeenKeys", "matrix_rows"]
+__all__ = ["DraftHead", "SeenKeys"]
 
-LAYERS, ROWS = "Q4_1", "Q5_1"
-"""Blocks of a head's own matrices, and of the rows of the LM head that it drafts by."""
+LAYERS = "Q4_1"
+"""Blocks of a head's own matrices."""
 OWN_ROWS = "Q8_0"
 """Blocks of these rows where the model's own confidence is measured, and its LM head has blocks."""
 
@@ -138,9 +139,16 @@ class DraftHead:
             )
         self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
         self.vocabulary = file.vocabulary.to(network.device)
-        """int64 [vocabulary_size]: the token of each row of its head."""
+        """int64 [vocabulary_size]: the tokens that it always knows."""
         self._lm_head = network.weights.lm_head
-        self._head = matrix(matrix_rows(self._lm_head, self.vocabulary), ROWS)
+        self._texts: HeadVocabulary | None = None
+        if form.packs:
+            self._texts = HeadVocabulary(self._lm_head, self.vocabulary, NUM_SPARE)
+        self._head = (
+            matrix(matrix_rows(self._lm_head, self.vocabulary))
+            if self._texts is None
+            else self._texts.rows
+        )
 
     @classmethod
     def load(cls, path: str | Path, network: LlamaModel) -> DraftHead:
@@ -167,6 +175,16 @@ class DraftHead:
         if settings.attended:
             _check_attended(settings, network, place)
         return cls(HeadFile(directory, settings), network)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [num_rows]: the token of each row of its head, those of texts among them."""
+        return self.vocabulary if self._texts is None else self._texts.tokens
+
+    def know(self, token_ids: Sequence[int]) -> None:
+        """Have it draft these tokens, too, until others have taken their place; on the CPU."""
+        if self._texts is not None:
+            self._texts.take(token_ids)
 
     def begin(self, states: Sequence[Tensor]) -> Tensor:
         """What it starts from: [num_rows, hidden_size].
@@ -226,13 +244,13 @@ class DraftHead:
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
-        """Of a state: the tokens of :attr:`vocabulary`, by their places in it."""
+        """Of a state: of :attr:`tokens`, by their places among them."""
         return ops.SoftmaxMeasure(
             self._norm, self._head.weight, self._eps, lm_head_table=self._head.table
         )
 
     def gap(self, hidden: Tensor) -> Tensor:
-        """The top-2 probability gap of the model's own states, among the tokens known here.
+        """The top-2 probability gap of the model's own states, among the tokens always known here.
 
         Args:
             hidden: [num_rows, hidden_size], after any of the model's layers.
@@ -253,7 +271,7 @@ class DraftHead:
     @cached_property
     def _own_rows(self) -> Matrix:
         """Of the model's LM head, as exact as that: floats where it has floats."""
-        if self._head.table is None:
+        if self._texts is None:
             return self._head
         if self._lm_head.is_quantised:
             return _packed(matrix_rows(self._lm_head, self.vocabulary), OWN_ROWS)
@@ -261,7 +279,7 @@ class DraftHead:
 
     @cached_property
     def vocabulary_sha256(self) -> str:
-        """Of the tokens that it knows."""
+        """Of the tokens that it always knows."""
         return hashlib.sha256(self.vocabulary.cpu().numpy().tobytes()).hexdigest()
 
 
@@ -316,25 +334,21 @@ class _Form:
 
     def __init__(self, network: LlamaModel) -> None:
         self._device, self._dtype = network.device, network.dtype
-        self._packs = network.device.type == "cpu"
+        self._hidden_size = network.config.hidden_size
+
+    @property
+    def packs(self) -> bool:
+        """Whether in blocks, where they are as long as these."""
+        return self._device.type == "cpu" and self._hidden_size % 32 == 0
 
     def floats(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype).contiguous()
 
-    def matrix(self, tensor: Tensor, format: str = LAYERS) -> Matrix:
-        if self._packs and tensor.shape[-1] % 32 == 0:
-            return _packed(tensor, format)
+    def matrix(self, tensor: Tensor) -> Matrix:
+        if self.packs and tensor.shape[-1] % 32 == 0:
+            return _packed(tensor, LAYERS)
         return Matrix(self.floats(tensor))
 
 
 def _packed(tensor: Tensor, format: str) -> Matrix:
     return ops.pack_weight(ops.quantise_weight(tensor.float().contiguous(), format), format)
-
-
-def matrix_rows(matrix: Matrix, index: Tensor) -> Tensor:
-    """[n, in_features]: rows of a matrix of one layer, by int64 [n], in floats."""
-    if matrix.table is not None:
-        rows = ops.unpack_weight(matrix.weight.cpu(), matrix.table[index].cpu())
-        return rows.to(matrix.weight.device)
-    rows = matrix.weight[index]
-    return rows if matrix.scale is None else rows.float() * matrix.scale[index, None]

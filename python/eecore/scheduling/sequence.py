@@ -114,6 +114,8 @@ class Sequence:
     """Where n-grams occurred in its tokens, for a request whose drafts are looked up."""
     ahead: Any = None
     """What a draft head drafted behind its last token, where one did."""
+    num_known: int = 0
+    """Of its tokens, how many a draft head has been told of."""
     drafting: Any = None
     """How its drafts fared, for a request for which rounds are chosen."""
     guided: Any = None

@@ -7,8 +7,8 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -41,6 +41,19 @@ class FrozenSide:
     eps: float
     cos_sin: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     """float32 [num_positions, rotary_dim], of positions that are attended from, if any are."""
+    rows_of: Callable[[Tensor], Tensor] | None = None
+    """Rows of the LM head, float32 [n, hidden_size], of any tokens, int64 [n]."""
+
+    def with_tokens(self, tokens: Tensor) -> FrozenSide:
+        """With other tokens in its vocabulary, too, int64 [n]; the same one where there is none."""
+        if self.rows_of is None:
+            return self
+        new = torch.unique(tokens[self.place(tokens) < 0])
+        if not len(new):
+            return self
+        vocabulary, order = torch.cat((self.vocabulary, new)).sort()
+        rows = torch.cat((self.head_rows, self.rows_of(new)))[order]
+        return replace(self, vocabulary=vocabulary, head_rows=rows)
 
     @cached_property
     def short_rows(self) -> Tensor:
@@ -114,7 +127,8 @@ def draft_loss(
 ) -> tuple[Tensor, float]:
     """Cross entropy with the model's distribution, weighted over steps; the first step's agreement.
 
-    Positions at which the model's most probable token cannot be drafted add nothing.
+    What the model says at these positions can be drafted beside the vocabulary, as tokens of a text
+    at hand can be. Without the model's rows for them, positions that want others add nothing.
 
     Args:
         head: what learns.
@@ -129,6 +143,7 @@ def draft_loss(
     targets = [rows + k + 1 for k, rows in enumerate(kept)]
     inside = [target < end for target, end in zip(targets, kept_ends, strict=True)]
     wanted = torch.unique(torch.cat([t[i] for t, i in zip(targets, inside, strict=True)]))
+    frozen = frozen.with_tokens(data.greedy[wanted])
     with torch.no_grad():
         teacher = frozen.distribution(data.states.last(wanted))
     state = head.begin(data.states[starts].float())
@@ -162,7 +177,7 @@ def agreement_by_position(
     """How often each draft is the model's own greedy token, where all drafts before it were.
 
     The tokens are those of the text, and a draft goes on only while they are the greedy ones. What
-    cannot be drafted counts as wrong.
+    is not in the vocabulary counts as wrong: which others a text at hand has is not known here.
     """
     place = frozen.place(data.greedy)
     ends = data.ends[starts]

@@ -19,7 +19,7 @@ from eecore.errors import TrainingError
 from eecore.files import replacing
 from eecore.json_fields import JsonFields, parse_json
 from eecore.models import LlamaModel
-from eecore.models.draft_head import matrix_rows
+from eecore.models.head_vocabulary import matrix_rows
 from eecore.readable import is_file
 from eecore.tensor_files import TensorFile
 from eecore.training.draft_head import DraftHead, HeadSizes
@@ -386,13 +386,18 @@ def frozen_side(network: LlamaModel, vocabulary: Tensor, num_positions: int = 0)
         num_positions: that drafts attend from.
     """
     every = torch.arange(network.config.vocab_size, device=network.device)
+
+    def rows_of(tokens: Tensor) -> Tensor:
+        return matrix_rows(network.weights.lm_head, tokens.to(network.device)).float().cpu()
+
     return FrozenSide(
         embeddings=network.embed(every).float().cpu().clone(),
-        head_rows=matrix_rows(network.weights.lm_head, vocabulary.to(network.device)).float().cpu(),
+        head_rows=rows_of(vocabulary),
         vocabulary=vocabulary,
         final_norm=network.weights.final_norm.detach().float().cpu().clone(),
         eps=network.config.rms_norm_eps,
         cos_sin=network.cos_sin(num_positions).float().cpu(),
+        rows_of=rows_of,
     )
 
 

@@ -1,0 +1,123 @@
+"""The tokens that a draft head chooses among: its own, and those of the texts at hand.
+
+A head has rows of the LM head for the tokens that its model uses most. What else a text has, its
+names and rare words, mostly comes again in the answer: such tokens are given spare rows as they
+come, which those of earlier texts have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.ops import Matrix
+
+__all__ = ["FORMAT", "NUM_SPARE", "HeadVocabulary", "matrix_rows"]
+
+FORMAT = "Q5_1"
+"""Blocks of the rows."""
+NUM_SPARE = 512
+"""Rows for tokens of texts; so many cost a head of 8,192 tokens a sixteenth more."""
+PANEL = 16
+"""Rows that are packed together."""
+
+
+class HeadVocabulary:
+    """Rows of an LM head, packed for products on the CPU, some of which change.
+
+    The spare ones go round: new tokens have those of the tokens that came first. At first they are
+    the first tokens that are not the head's own, so that no token has two.
+
+    Args:
+        lm_head: of the model; not changed.
+        own: int64 [num_own], the tokens that always have a row.
+        num_spare: rows for others, at most.
+
+    Attributes:
+        tokens: int64 [num_rows], of each row; those of spare rows change.
+        rows: of the LM head, [num_rows, hidden_size].
+    """
+
+    def __init__(self, lm_head: Matrix, own: Tensor, num_spare: int) -> None:
+        self._lm_head, self._num_own = lm_head, len(own)
+        table = lm_head.table
+        vocab_size = len(lm_head.weight if table is None else table)
+        self._has_row = bytearray(vocab_size)
+        for token in own.tolist():
+            self._has_row[token] = 1
+        others = (token for token in range(vocab_size) if not self._has_row[token])
+        self._spare = list(islice(others, num_spare))
+        self._next = 0
+        self._lock = Lock()  # engines in several threads may have one model
+        for token in self._spare:
+            self._has_row[token] = 1
+        self.tokens = torch.cat((own, torch.tensor(self._spare, dtype=torch.int64)))
+        own_blocks = self._quantised(own)
+        self._blocks = self._quantised(self._spare) if self._spare else own_blocks[:0]
+        hidden_size = matrix_rows(lm_head, own[:1]).shape[1]
+        self._panel_bytes = ops.packed_bytes(FORMAT, PANEL, hidden_size)
+        self._begin = ops.packed_bytes(FORMAT, len(own), hidden_size)
+        size = self._begin + ops.packed_bytes(FORMAT, len(self._spare), hidden_size)
+        packed = torch.empty(size, dtype=torch.uint8)
+        self._table = torch.empty(len(self.tokens), dtype=torch.int64)
+        self.rows = Matrix(packed, table=self._table)
+        ops.pack_weight(own_blocks, FORMAT, packed=packed, table=self._table[: len(own)])
+        self._pack(0, len(self._spare))
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Have a row for each of some tokens, or for as many as there are spare rows."""
+        has_row = self._has_row
+        if self._spare and not all(map(has_row.__getitem__, token_ids)):
+            with self._lock:
+                self._put(list(dict.fromkeys(token_ids)))
+
+    def _put(self, token_ids: list[int]) -> None:
+        """In place of the tokens that came first, but for those that are asked for as well."""
+        spare, has_row = self._spare, self._has_row
+        new = [token for token in token_ids if not has_row[token]]
+        kept = set(token_ids) if len(new) < len(spare) else frozenset[int]()
+        places = []
+        for token in new[-len(spare) :]:
+            for _ in spare:
+                place, self._next = self._next, (self._next + 1) % len(spare)
+                if spare[place] not in kept:
+                    break
+            has_row[spare[place]], has_row[token] = 0, 1
+            spare[place] = token
+            places.append(place)
+        self._blocks[places] = self._quantised([spare[place] for place in places])
+        for panel in sorted({place // PANEL for place in places}):
+            self._pack(panel * PANEL, (panel + 1) * PANEL)
+        self.tokens[self._num_own :] = torch.tensor(spare)
+
+    def _pack(self, begin: int, end: int) -> None:
+        """Spare rows, from the first one of a panel on."""
+        its = self._blocks[begin:end]
+        if len(its):
+            first = self._num_own + begin
+            ops.pack_weight(
+                its,
+                FORMAT,
+                offset=self._begin + begin // PANEL * self._panel_bytes,
+                packed=self.rows.weight,
+                table=self._table[first : first + len(its)],
+            )
+
+    def _quantised(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Their rows, in blocks."""
+        index = torch.as_tensor(tokens, dtype=torch.int64)
+        return ops.quantise_weight(matrix_rows(self._lm_head, index).float().contiguous(), FORMAT)
+
+
+def matrix_rows(matrix: Matrix, index: Tensor) -> Tensor:
+    """[n, in_features]: rows of a matrix of one layer, by int64 [n], in floats."""
+    if matrix.table is not None:
+        rows = ops.unpack_weight(matrix.weight.cpu(), matrix.table[index].cpu())
+        return rows.to(matrix.weight.device)
+    rows = matrix.weight[index]
+    return rows if matrix.scale is None else rows.float() * matrix.scale[index, None]
