@@ -57,6 +57,7 @@ class HeadVocabulary:
         for token in self._spare:
             self._has_row[token] = 1
         self.tokens = torch.cat((own, torch.tensor(self._spare, dtype=torch.int64)))
+        self._numbers = self.tokens.numpy()  # the same memory, one by one set sooner
         own_blocks = self._quantised(own)
         self._blocks = self._quantised(self._spare) if self._spare else own_blocks[:0]
         hidden_size = matrix_rows(lm_head, own[:1]).shape[1]
@@ -88,12 +89,11 @@ class HeadVocabulary:
                 if spare[place] not in kept:
                     break
             has_row[spare[place]], has_row[token] = 0, 1
-            spare[place] = token
+            spare[place] = self._numbers[self._num_own + place] = token
             places.append(place)
-        self._blocks[places] = self._quantised([spare[place] for place in places])
+        self._blocks.numpy()[places] = self._quantised([spare[place] for place in places]).numpy()
         for panel in sorted({place // PANEL for place in places}):
             self._pack(panel * PANEL, (panel + 1) * PANEL)
-        self.tokens[self._num_own :] = torch.tensor(spare)
 
     def _pack(self, begin: int, end: int) -> None:
         """Spare rows, from the first one of a panel on."""
