@@ -166,7 +166,9 @@ def reference_drafts(
     vocabulary = p["vocabulary"].long() if tokens is None else tokens
     head = weights.lm_head.weight[vocabulary]
     if packed:
-        head = rounded(head, head_vocabulary.FORMAT)
+        own = len(p["vocabulary"])
+        parts = rounded(head[:own], head_vocabulary.FORMAT), head[own:]
+        head = torch.cat((parts[0], rounded(parts[1], head_vocabulary.SPARE_FORMAT)))
         for name in set(p) - {"vocabulary"}:
             if not name.endswith("norm") and name != "attention.output":
                 p[name] = rounded(p[name], draft_head.LAYERS)

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.models.head_vocabulary import FORMAT, HeadVocabulary, matrix_rows
+from eecore.models.head_vocabulary import (
+    FORMAT,
+    SPARE_FORMAT,
+    HeadVocabulary,
+    matrix_rows,
+)
 from eecore.ops import Matrix
 
 VOCAB_SIZE, HIDDEN_SIZE = 300, 64
@@ -38,18 +43,21 @@ def check(vocabulary: HeadVocabulary, head: Matrix, own: Tensor, num_spare: int)
     assert torch.equal(tokens[: len(own)], own)
     assert len(tokens) == len(table) == len(own) + min(num_spare, VOCAB_SIZE - len(own))
     assert len(torch.unique(tokens)) == len(tokens)
-    rows = matrix_rows(head, tokens).float().contiguous()
-    expected = ops.pack_weight(ops.quantise_weight(rows, FORMAT), FORMAT)
-    assert expected.table is not None
-    assert torch.equal(
-        ops.unpack_weight(vocabulary.rows.weight, table),
-        ops.unpack_weight(expected.weight, expected.table),
-    )
     x = torch.randn(3, HIDDEN_SIZE, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(
-        ops.skinny_linear(x, vocabulary.rows.weight, weight_table=table),
-        ops.skinny_linear(x, expected.weight, weight_table=expected.table),
-    )
+    y = ops.skinny_linear(x, vocabulary.rows.weight, weight_table=table)
+    found = ops.unpack_weight(vocabulary.rows.weight, table)
+    for part, form in (
+        (slice(len(own)), FORMAT),
+        (slice(len(own), None), SPARE_FORMAT),
+    ):
+        if not len(tokens[part]):
+            continue
+        rows = matrix_rows(head, tokens[part]).float().contiguous()
+        expected = ops.pack_weight(ops.quantise_weight(rows, form), form)
+        assert expected.table is not None
+        assert torch.equal(found[part], ops.unpack_weight(expected.weight, expected.table))
+        its = ops.skinny_linear(x, expected.weight, weight_table=expected.table)
+        assert torch.equal(y[:, part], its)
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "Q8_0"])
