@@ -154,6 +154,7 @@ def new_planner(
         __hash__ = object.__hash__
 
     head = Nothing(settings=SimpleNamespace(agreement=tuple(head_agreement)))
+    head.know = lambda _: None  # what it drafts is known
     learnt = {} if chooser is None else {(torch.get_num_threads(), head): chooser}
     config = SimpleNamespace(num_layers=num_layers)
     model = Nothing(config=config, draft_head=head, source=None, learnt=learnt)
