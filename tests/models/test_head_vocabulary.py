@@ -102,9 +102,12 @@ def test_what_has_a_row_changes_nothing() -> None:
     assert torch.equal(vocabulary.rows.weight, before[1])
 
 
-def test_engines_of_several_threads() -> None:
-    head, own = lm_head("float32"), own_tokens(40)
+@pytest.mark.parametrize("form", ["float32", "Q8_0"])
+def test_engines_of_several_threads(form: str) -> None:
+    head, own = lm_head(form), own_tokens(40)
     vocabulary = HeadVocabulary(head, own, 48)
+
+    vocabulary._put(own.tolist())  # what one was to put, another one has put
 
     def take(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -20,9 +20,9 @@ from eecore.ops import Matrix
 __all__ = ["FORMAT", "NUM_SPARE", "SPARE_FORMAT", "HeadVocabulary", "matrix_rows"]
 
 FORMAT, SPARE_FORMAT = "Q5_1", "Q8_0"
-"""Blocks of a head's own rows, and of spare ones, which are made in a fifth of the time."""
+"""Blocks of a head's own rows, and of spare ones, which are made while requests wait: sooner."""
 NUM_SPARE = 512
-"""Rows for tokens of texts; so many cost a head of 8,192 tokens a sixteenth more."""
+"""Rows for tokens of texts; so many cost a head of 8,192 tokens an eleventh more."""
 PANEL = 16
 """Rows that are packed together."""
 
@@ -84,6 +84,8 @@ class HeadVocabulary:
         """In place of the tokens that came first, but for those that are asked for as well."""
         spare, has_row = self._spare, self._has_row
         new = [token for token in token_ids if not has_row[token]]
+        if not new:  # another thread was here
+            return
         kept = set(token_ids) if len(new) < len(spare) else frozenset[int]()
         places = []
         for token in new[-len(spare) :]:
