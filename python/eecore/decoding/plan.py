@@ -358,11 +358,9 @@ class Planner:
 
 def _tell(head: DraftHead, sequence: Sequence) -> None:
     """What a text has that a head may draft from then on."""
-    num_prompt, known = len(sequence.prompt_ids), sequence.num_known
-    if known < num_prompt:
-        head.know(sequence.prompt_ids[known:])
-    head.know(sequence.output_ids[max(known - num_prompt, 0) :])
-    sequence.num_known = num_prompt + len(sequence.output_ids)
+    num_tokens = sequence.num_tokens
+    head.know(sequence.tokens(sequence.num_known, num_tokens))
+    sequence.num_known = num_tokens
 
 
 def _ends(outcome: Outcome) -> bool:
