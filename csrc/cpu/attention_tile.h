@@ -10,8 +10,11 @@ namespace eecore::cpu::EECORE_CAPABILITY {
 
 // Keys of a block: those of one, and of the next that is being prefetched, stay in cache.
 constexpr int64_t kMaxBlock = 32;
+// Rows that share a key in registers.
 #if defined(__AVX512F__)
-constexpr int kGroupRows = 4;  // rows that share a key in registers
+constexpr int kGroupRows = 4;
+#elif defined(__AVX2__)
+constexpr int kGroupRows = 3;
 #else
 constexpr int kGroupRows = 2;
 #endif
@@ -141,13 +144,13 @@ inline Vec softmax_row(float* scores, int64_t begin, int64_t end, float* maximum
   const float block_maximum = max_element(largest);
   Vec correction = broadcast(1.0f);
   if (block_maximum > *maximum) {
-    correction = exp(broadcast(*maximum - block_maximum));
+    correction = exp_at_most_one(broadcast(*maximum - block_maximum));
     *maximum = block_maximum;
   }
   const float base = base_of(*maximum);
   Vec weights = load(weight_sum) * correction;
   for (int64_t j = begin; j < end; j += kWidth) {
-    const Vec weight = exp(load(scores + j) - broadcast(base));
+    const Vec weight = exp_at_most_one(load(scores + j) - broadcast(base));
     store(scores + j, weight);
     weights = weights + weight;
   }

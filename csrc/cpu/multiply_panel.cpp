@@ -280,7 +280,8 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
 
 // Rows of x from b on.
 template <BlockFormat kFormat, bool kNear>
-inline void multiply_from(const PanelProduct& product, const PanelPart& panel, int64_t b) {
+inline void multiply_from(const PanelProduct& product, const PanelPart& panel,
+                          [[maybe_unused]] int64_t b) {
   const int64_t num_bytes = panel.num_blocks * bytes_of_block(kFormat);
 #if defined(__AVX512VNNI__)
   if (product.second) {

@@ -92,8 +92,8 @@ inline void merge_split(const float* acc, float maximum, float weight, int64_t w
                         float* total_maximum, float* total_weight) {
   const float new_maximum = maximum > *total_maximum ? maximum : *total_maximum;
   const float base = base_of(new_maximum);
-  const Vec before = exp(broadcast(*total_maximum - base));
-  const Vec now = exp(broadcast(maximum - base));
+  const Vec before = exp_at_most_one(broadcast(*total_maximum - base));
+  const Vec now = exp_at_most_one(broadcast(maximum - base));
   for (int64_t d = 0; d < width; d += kWidth) {
     store(total + d, fma(load(acc + d), now, load(total + d) * before));
   }
@@ -320,7 +320,11 @@ void dispatch_multiplication(const Body& body) {
     return body.template operator()<InPairs>();
   }
 #endif
-  body.template operator()<InFloats<T>>();
+  if constexpr (kIsSame<C, BFloat16>) {
+    body.template operator()<InFloats<BFloat16>>();
+  } else {
+    body.template operator()<InFloats<T>>();
+  }
 }
 
 }  // namespace

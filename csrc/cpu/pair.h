@@ -42,6 +42,12 @@ inline void store_pair_partial(T* p, Pair x, int64_t n) {
   store_partial(p + kWidth, x.b, max_of(n - kWidth, 0));
 }
 
+// One vector of a pair, the first or the second.
+template <int kVector, typename T>
+inline Vec load_of_pair(const T* p) {
+  return load(p + kVector * kWidth);
+}
+
 // A pair in the order of W's as one in the order of T's.
 template <typename T, typename W>
 inline Pair kept_as(Pair x) {
@@ -57,9 +63,22 @@ inline Pair kept_as<float, BFloat16>(Pair x) {
   return {{_mm512_permutex2var_ps(x.a.v, low, x.b.v)},
           {_mm512_permutex2var_ps(x.a.v, high, x.b.v)}};
 }
-inline Pair split_pair(__m512i bits) {
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))},
-          {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)))}};
+template <>
+inline Pair kept_as<BFloat16, float>(Pair x) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  return {{_mm512_permutex2var_ps(x.a.v, even, x.b.v)},
+          {_mm512_permutex2var_ps(x.a.v, odd, x.b.v)}};
+}
+template <int kVector>
+inline Vec vector_of_pair(__m512i bits) {
+  return {_mm512_castsi512_ps(kVector == 0 ? _mm512_slli_epi32(bits, 16)
+                                           : _mm512_and_si512(bits, _mm512_set1_epi32(-65536)))};
+}
+inline Pair split_pair(__m512i bits) { return {vector_of_pair<0>(bits), vector_of_pair<1>(bits)}; }
+template <int kVector>
+inline Vec load_of_pair(const BFloat16* p) {
+  return vector_of_pair<kVector>(_mm512_loadu_si512(p));
 }
 inline __m512i join_pair(Pair x) {
   return _mm512_or_si512(_mm512_cvtepu16_epi32(narrow(x.a)),
@@ -85,9 +104,26 @@ inline void store_pair_partial(BFloat16* p, Pair x, int64_t n) {
 
 #elif defined(__AVX2__)
 
-inline Pair split_pair(__m256i bits) {
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))},
-          {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(-65536)))}};
+template <>
+inline Pair kept_as<float, BFloat16>(Pair x) {
+  const __m256 low = _mm256_unpacklo_ps(x.a.v, x.b.v), high = _mm256_unpackhi_ps(x.a.v, x.b.v);
+  return {{_mm256_permute2f128_ps(low, high, 0x20)}, {_mm256_permute2f128_ps(low, high, 0x31)}};
+}
+template <>
+inline Pair kept_as<BFloat16, float>(Pair x) {
+  const __m256 low = _mm256_permute2f128_ps(x.a.v, x.b.v, 0x20);
+  const __m256 high = _mm256_permute2f128_ps(x.a.v, x.b.v, 0x31);
+  return {{_mm256_shuffle_ps(low, high, 0x88)}, {_mm256_shuffle_ps(low, high, 0xdd)}};
+}
+template <int kVector>
+inline Vec vector_of_pair(__m256i bits) {
+  return {_mm256_castsi256_ps(kVector == 0 ? _mm256_slli_epi32(bits, 16)
+                                           : _mm256_and_si256(bits, _mm256_set1_epi32(-65536)))};
+}
+inline Pair split_pair(__m256i bits) { return {vector_of_pair<0>(bits), vector_of_pair<1>(bits)}; }
+template <int kVector>
+inline Vec load_of_pair(const BFloat16* p) {
+  return vector_of_pair<kVector>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline __m256i join_pair(Pair x) {
   return _mm256_or_si256(_mm256_cvtepu16_epi32(narrow(x.a)),

@@ -284,6 +284,17 @@ inline Vec zero_below(Vec bound, Vec x, Vec y) {
 
 #endif
 
+// sum + x * y, in the register of sum: where sums take nearly all of them, GCC would move some to
+// memory between their products.
+[[gnu::always_inline]] inline Vec add_product(Vec sum, Vec x, Vec y) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum.v) : "x"(x.v), "x"(y.v));
+  return sum;
+#else
+  return fma(x, y, sum);
+#endif
+}
+
 // x rounded to T.
 template <typename T>
 inline Vec round_to(Vec x);
@@ -315,33 +326,60 @@ inline void sum_four(const Vec* v, float* out) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 #elif defined(__AVX2__)
-  const __m256 ab = _mm256_hadd_ps(v[0].v, v[1].v);
-  const __m256 cd = _mm256_hadd_ps(v[2].v, v[3].v);
-  const __m256 abcd = _mm256_hadd_ps(ab, cd);
+  const __m256 ab =
+      _mm256_add_ps(_mm256_unpacklo_ps(v[0].v, v[1].v), _mm256_unpackhi_ps(v[0].v, v[1].v));
+  const __m256 cd =
+      _mm256_add_ps(_mm256_unpacklo_ps(v[2].v, v[3].v), _mm256_unpackhi_ps(v[2].v, v[3].v));
+  const __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  const __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  const __m256 abcd = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 #else
   for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
 #endif
 }
 
-// e^x, within 2 ulp for x in [-87.3, 88]; of smaller x it is 0, of -inf too, larger x go to
-// infinity, NaN to NaN. What a float holds with fewer bits is never computed: it takes a core some
-// 150 cycles, and a score that is hidden is -inf.
-inline Vec exp(Vec x) {
-  constexpr float kLeast = -87.3f;
-  // Of a NaN max and min give their second operand: it passes both.
-  const Vec bounded = max(broadcast(kLeast), min(broadcast(88.8f), x));
-  const Vec n = round_to_int(bounded * broadcast(1.44269504f));
-  Vec r = fma(n, broadcast(-0.693145752f), bounded);
-  r = fma(n, broadcast(-1.42860677e-6f), r);
+// e^r for |r| <= log(2) / 2.
+inline Vec exp_of_rest(Vec r) {
   Vec p = broadcast(1.98756912e-4f);
   p = fma(p, r, broadcast(1.39819994e-3f));
   p = fma(p, r, broadcast(8.33345205e-3f));
   p = fma(p, r, broadcast(4.16657962e-2f));
   p = fma(p, r, broadcast(1.66666657e-1f));
   p = fma(p, r, broadcast(5.00000000e-1f));
-  p = fma(p * r, r, r + broadcast(1.0f));
-  return zero_below(broadcast(kLeast), x, scale_by_power_of_two(p, n));
+  return fma(p * r, r, r + broadcast(1.0f));
+}
+// x - n * log(2).
+inline Vec rest_of(Vec x, Vec n) {
+  return fma(n, broadcast(-1.42860677e-6f), fma(n, broadcast(-0.693145752f), x));
+}
+constexpr float kLeastExponent = -87.3f;
+constexpr float kLog2OfE = 1.44269504f;
+
+// e^x, within 2 ulp for x in [-87.3, 88]; of smaller x it is 0, of -inf too, larger x go to
+// infinity, NaN to NaN. What a float holds with fewer bits is never computed: it takes a core some
+// 150 cycles, and a score that is hidden is -inf.
+inline Vec exp(Vec x) {
+  // Of a NaN max and min give their second operand: it passes both.
+  const Vec bounded = max(broadcast(kLeastExponent), min(broadcast(88.8f), x));
+  const Vec n = round_to_int(bounded * broadcast(kLog2OfE));
+  const Vec p = exp_of_rest(rest_of(bounded, n));
+  return zero_below(broadcast(kLeastExponent), x, scale_by_power_of_two(p, n));
+}
+
+// The same of x <= 0 alone.
+inline Vec exp_at_most_one(Vec x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // A sum this large keeps no fraction, and its last bits are n + 127: the exponent of 2^n.
+  const Vec large = broadcast(12582912.0f + 127.0f);
+  const Vec bounded = max(broadcast(kLeastExponent), x);
+  const Vec sum = fma(bounded, broadcast(kLog2OfE), large);
+  const Vec power = {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(sum.v), 23))};
+  const Vec p = exp_of_rest(rest_of(bounded, sum - large));
+  return zero_below(broadcast(kLeastExponent), x, p * power);
+#else
+  return exp(x);
+#endif
 }
 
 }  // namespace eecore::cpu::EECORE_CAPABILITY
