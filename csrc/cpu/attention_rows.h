@@ -185,7 +185,7 @@ struct InFloats {
       const HeadBlock<W> rows = {rows_as(own.k, num_keys, head_dim, scratch.k_widened, wide_k),
                                  rows_as(own.v, num_keys, head_dim, scratch.v_widened, wide_v)};
       ReadAhead ahead = block.ahead_of(head, block_size(head_dim), head_dim);
-      attend_rows_of(scratch, tile, head, head_dim, num_keys, keys, rows, &ahead, !kIsSame<C, W>);
+      attend_rows_of(scratch, tile, head, head_dim, keys, rows, &ahead, !kIsSame<C, W>);
       ahead.ask_rest();
     }
   }
@@ -193,15 +193,15 @@ struct InFloats {
  private:
   // is_laid_out: the block's rows lie side by side already.
   static void attend_rows_of(TileScratch& scratch, const AttentionTile& tile, int64_t head,
-                             int64_t head_dim, int64_t num_keys, Range keys,
-                             const HeadBlock<W>& block, ReadAhead* ahead, bool is_laid_out) {
+                             int64_t head_dim, Range keys, const HeadBlock<W>& block,
+                             ReadAhead* ahead, bool is_laid_out) {
     const int64_t num_rows = tile.num_rows, at = tile.held(head, 0);
     if ((kIsSame<W, float> && is_laid_out) || !gathers_block(num_rows)) {
       return attend_head(scratch, num_rows, at, head_dim, keys, RowBlock<W>{&block, ahead});
     }
     BlockRows<float> gathered;
-    gather_block(block, ceil_div(num_keys, kMaxGroupKeys) * kMaxGroupKeys, head_dim, scratch,
-                 gathered);
+    const int64_t num_keys = ceil_div(keys.end - keys.begin, kMaxGroupKeys) * kMaxGroupKeys;
+    gather_block(block, num_keys, head_dim, scratch, gathered);
     const HeadBlock<float> rows{{gathered.k, 0}, {gathered.v, 0}};
     // A gathered row is made of whole pairs.
     attend_head(scratch, num_rows, at, ceil_div(head_dim, kPairWidth) * kPairWidth, keys,
