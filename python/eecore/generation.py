@@ -191,7 +191,8 @@ def generate(
             ``temperature=0.8``, ...
 
     Raises:
-        RequestError: for a prompt or setting that cannot be served; nothing has run then.
+        RequestError: for a model that is not loaded, or a prompt or setting that cannot be served;
+            nothing has run then.
         ExitError: for an exit policy that the model cannot run.
     """
     order: list[str] = []
@@ -236,6 +237,8 @@ def _steps(
     whole: bool,
 ) -> Generator[StepOutput, None, None]:
     """What each step adds, or with ``whole`` the last ones alone."""
+    if not isinstance(model, Model):
+        raise RequestError(f"model: expected one that eecore.load has loaded, got {model!r}")
     many = _as_list(prompts)
     exits = _per_prompt("exit", exit, (Exit, str), len(many))
     samplings = _per_prompt(

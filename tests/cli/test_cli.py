@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,30 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids(
     assert capsys.readouterr().out.split() == [str(token) for token in record["token_ids"]]
     assert run(["generate", bare, "text"]) == REQUEST
     assert "no tokenizer" in error_of(capsys.readouterr())
+
+
+def test_a_chat_model_that_has_nothing_to_add_is_told_of_chat(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (output,) = eecore.generate(eecore.load(model), ["hi"], max_tokens=1, temperature=0.0)
+    first = output.token_ids[0]
+    directory = tmp_path / "silent"
+    shutil.copytree(model, directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [first]}))
+    assert run(["generate", str(directory), "hi"]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip() == ""
+    assert (
+        said.err == "note: the model had nothing to add; it was trained on conversations: --chat\n"
+    )
+    assert run(["generate", str(directory), "hi", "-n", "1", "--ignore-eos"]) == 0
+    assert capsys.readouterr().err == ""
+    for asked in (
+        ["generate", str(directory), "hi", "--chat"],
+        ["generate", model, "hi", "-n", "2"],
+    ):
+        assert run(asked) == 0
+        assert "--chat" not in capsys.readouterr().err
 
 
 def test_chat_puts_the_prompt_into_the_template(

@@ -660,6 +660,12 @@ def test_prompts_come_in_many_shapes(agreeing: eecore.Model) -> None:
     assert eecore.generate(agreeing, []) == []
 
 
+def test_a_model_has_to_be_loaded_first() -> None:
+    for given in ("a/model", None):
+        with pytest.raises(RequestError, match="model: expected one that eecore"):
+            eecore.generate(given, ["abc"])  # type: ignore[arg-type]
+
+
 def test_settings_of_single_prompts(agreeing: eecore.Model) -> None:
     outputs = eecore.generate(
         agreeing,

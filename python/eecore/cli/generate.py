@@ -222,7 +222,10 @@ def generate(
     policy = said or parse_exit(usual_exit(loaded.network.device))
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)
-    return _run(loaded, asked, policy, sampling, results, progress, stats)
+    code, outputs = _run(loaded, asked, policy, sampling, results, progress, stats)
+    if not chat and _is_silent_without_chat(loaded, prompts, outputs):
+        say("note: the model had nothing to add; it was trained on conversations: --chat")
+    return code
 
 
 def lowest_exit(policy: Exit) -> int:
@@ -249,6 +252,17 @@ def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:
         messages.insert(0, {"role": "system", "content": system})
     text = model.tokenizer.apply_chat_template(messages)
     return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _is_silent_without_chat(model: Model, prompts: list[Prompt], outputs: list[Output]) -> bool:
+    """Whether every text ended with its first token, of a model that has a chat template."""
+    tokenizer = model.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None or isinstance(prompts[0], list):
+        return False
+    return bool(outputs) and all(
+        output.finish_reason == "stop" and len(output.token_ids) <= 1 and not output.text
+        for output in outputs
+    )
 
 
 def _report(index: int, output: Output) -> int:
@@ -294,8 +308,12 @@ def _run(
     results: Results,
     progress: Progress | None,
     stats: bool,
-) -> int:
-    """Serve the prompts; on Ctrl-C what there is goes out, marked as cancelled."""
+) -> tuple[int, list[Output]]:
+    """Serve the prompts; on Ctrl-C what there is goes out, marked as cancelled.
+
+    Returns:
+        The exit code, and what came of each prompt, in any order.
+    """
     engine = model.engine()
     order = {
         engine.add_request(prompt, exit=policy, sampling=sampling): index
@@ -334,4 +352,4 @@ def _run(
         print_stats(outputs, time.perf_counter() - started)
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
-    return code
+    return code, outputs
