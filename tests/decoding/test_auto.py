@@ -1087,6 +1087,31 @@ def test_rounds_without_a_look_are_learnt_of_now_and_then(
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
+def test_measuring_full_depth_is_no_look_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else was asked for, so that nothing follows for when to ask again."""
+    model = load(write_model(tmp_path / "model"), kv_cache_tokens=1024)
+    looked, founds = Budget.looked, []
+
+    def note(self: Budget, gained: float, *, found: bool = True) -> None:
+        founds.append(found)
+        looked(self, gained, found=found)
+
+    monkeypatch.setattr(Budget, "looked", note)
+    monkeypatch.setattr(RoundCosts, "is_full_due", lambda *_: True)
+    setting = SamplingParams(max_tokens=40, ignore_eos=True)
+    eecore.generate(model, random_prompts(5), sampling=setting, exit=Auto())
+    assert any(founds)
+    assert all(founds[founds.index(True) :])  # before it is known there is nothing to choose from
+    founds.clear()
+    monkeypatch.setattr(Chooser, "choose", lambda *_, **__: FULL)
+    model = load(tmp_path / "model", kv_cache_tokens=1024)  # of which nothing is known
+    eecore.generate(model, random_prompts(5), sampling=setting, exit=Auto())
+    assert founds
+    assert not any(founds)
+
+
 def test_knowledge_is_of_requests_not_of_time() -> None:
     """What is new begins with what was seen of others."""
     chooser = Chooser(12, None)

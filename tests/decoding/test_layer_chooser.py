@@ -212,6 +212,20 @@ def test_full_depth_is_measured_again_for_as_many_requests() -> None:
     assert 1 < due < 10
 
 
+def test_full_depth_is_not_measured_where_requests_end_meanwhile() -> None:
+    costs = RoundCosts(12)
+    for _ in range(2):
+        costs.learn_full(4, 4.0)
+        costs.learn_full(7, 7.0)
+    for period in MEASURE_AGAIN[0], 2 * MEASURE_AGAIN[0]:
+        for _ in range(period):
+            assert not costs.is_full_due(6)
+            costs.learn_drafted(3, 6, 4, 20.0)
+        assert costs.is_full_due(6)
+        costs.learn_full(6, 6.0, steady=0)
+        assert not costs.is_full_due(5)  # one has ended
+
+
 def test_fewer_requests_take_more_time_each() -> None:
     costs = RoundCosts(12)
     for rows, seconds in (1, 4.0), (8, 7.5):

@@ -64,9 +64,12 @@ class Choice(NamedTuple):
     """Drafts that a draft head makes for the next round at most."""
     ahead_thresholds: tuple[float, ...] = ()
     """Behind the first, the second, ... of these there is none if its probability is below it."""
+    is_due: bool = False
+    """Full depth is measured: whether something else would have been better was not asked."""
 
 
 FULL = Choice("full")
+MEASURE = Choice("full", is_due=True)
 
 
 class Chooser:
@@ -132,8 +135,10 @@ class Chooser:
         written = written or (0,) * rows
         weights = _weights(histories) if rows > 1 and not others_wait else (1.0,) * rows
         seconds = self.costs.full(rows)
-        if seconds is None or self.costs.is_full_due(rows):
+        if seconds is None:
             return FULL
+        if self.costs.is_full_due(rows):
+            return MEASURE
         anchor = rows, seconds
         look, host = self.costs.look(rows), self.costs.host(rows)
         besides = look + self.costs.host(rows, drafts=True)

@@ -79,6 +79,7 @@ class Planner:
         self._begins = False  # whether all come from their prompts, whose pass emptied the caches
         self._between: float | None = None  # and from the last round to this one
         self._has_drafted = False  # whether that round had drafts, or made some
+        self._is_due = False  # whether full depth was chosen to be measured
         self._rest: _Rest | None = None  # while rounds without a look are counted
         self.others_wait = False
         """Whether requests wait for those that are planned for to end."""
@@ -224,6 +225,7 @@ class Planner:
             can_draft_ahead=can_draft_ahead,
             others_wait=self.others_wait,
         )
+        self._is_due = choice.is_due
         if choice.kind == "full":
             return planned
         layer = 0 if choice.kind == "given" else choice.exit_layer
@@ -321,7 +323,7 @@ class Planner:
             gained = chooser.gained(
                 *(rows, tokens, took), look=look, drafted=drafted, steps=steps, layer=layer
             )
-            budget.looked(gained, found=path is not None)
+            budget.looked(gained, found=path is not None or self._is_due)
             if rows > 1:  # one that is alone falls behind nobody
                 got = [(_history(o.sequence, chooser), len(o.records)) for _, o in free]
                 chooser.learn_leads(

@@ -54,6 +54,8 @@ class _SinceFull:
     most: int = MEASURE_AGAIN[0]
     """Until it is measured."""
     tries: int = 0
+    requests: int = 0
+    """Of the last try."""
 
     def begin_again(self) -> None:
         """It has been measured, or tried often enough."""
@@ -120,15 +122,16 @@ class RoundCosts:
         return share
 
     def is_full_due(self, rows: int) -> bool:
-        """Whether full depth is to be measured once more; it is tried a few times, as it may never
-        go on for long enough to count.
+        """Whether full depth is to be measured once more; it is tried for a few rounds of the same
+        requests, as it may never go on for long enough to count.
         """
         since = self._since_full.get(rows.bit_length())
         if since is None or since.rounds < since.most:
             return False
-        since.tries += 1
-        if since.tries > MOST_TRIES:
+        if since.tries and (since.requests != rows or since.tries >= MOST_TRIES):
             since.begin_again()
+            return False
+        since.tries, since.requests = since.tries + 1, rows
         return True
 
     def _count_drafted(self, rows: int) -> None:
