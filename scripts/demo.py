@@ -232,8 +232,7 @@ def encode(model: eecore.Model, prompt: str) -> list[int]:
 def chat(model: eecore.Model, prompt: str) -> list[int]:
     """The tokens of a conversation that begins with the prompt."""
     assert model.tokenizer is not None
-    text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    return model.tokenizer.encode(text, add_special_tokens=False)
+    return model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 def stream(

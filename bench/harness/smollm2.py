@@ -59,5 +59,4 @@ def loaded(file: Path, weights: str = "file", **options: Any) -> eecore.Model:
 def chat(model: eecore.Model, question: str) -> list[int]:
     """The tokens of a question in the model's template."""
     assert model.tokenizer is not None
-    text = model.tokenizer.apply_chat_template([{"role": "user", "content": question}])
-    return model.tokenizer.encode(text, add_special_tokens=False)
+    return model.tokenizer.encode_chat([{"role": "user", "content": question}])

@@ -190,7 +190,11 @@ def test_messages_become_a_prompt(byte_tokenizer: Tokenizer) -> None:
     apply = byte_tokenizer.apply_chat_template
     assert apply(MESSAGES) == prompt + "<|im_start|>assistant\n"
     assert apply(MESSAGES, add_generation_prompt=False) == prompt
-    assert byte_tokenizer.encode(apply(MESSAGES), add_special_tokens=False)[0] == 258
+    ids = byte_tokenizer.encode_chat(MESSAGES)
+    assert ids == byte_tokenizer.encode(apply(MESSAGES), add_special_tokens=False)
+    assert ids[0] == 258  # and no other token before it
+    shorter = byte_tokenizer.encode_chat(MESSAGES, add_generation_prompt=False)
+    assert ids[: len(shorter)] == shorter != ids
 
 
 @pytest.mark.parametrize(

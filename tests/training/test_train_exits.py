@@ -134,8 +134,7 @@ def test_the_runtime_drafts_by_it(
     prompts = []
     for number in range(0, 90, 2):
         asked = [{"role": "user", "content": f"What is {number} and {number}?"}]
-        text = model.tokenizer.apply_chat_template(asked)
-        prompts.append(model.tokenizer.encode(text, add_special_tokens=False))
+        prompts.append(model.tokenizer.encode_chat(asked))
     settings: dict[str, Any] = {"max_tokens": 16}
     expected = eecore.generate(model, prompts, **settings)
     got = eecore.generate(model, prompts, exit=eecore.HeadDrafts(3, 0.0), **settings)

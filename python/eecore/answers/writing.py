@@ -177,8 +177,7 @@ def chat_ids(model: Model, question: str) -> list[int]:
     """
     if model.tokenizer is None:
         raise RequestError("model: expected one with a tokenizer, got one without")
-    text = model.tokenizer.apply_chat_template([{"role": "user", "content": question}])
-    return model.tokenizer.encode(text, add_special_tokens=False)
+    return model.tokenizer.encode_chat([{"role": "user", "content": question}])
 
 
 def _sampling(settings: AnswerSettings, index: int) -> SamplingParams:

@@ -250,8 +250,7 @@ def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    text = model.tokenizer.apply_chat_template(messages)
-    return model.tokenizer.encode(text, add_special_tokens=False)
+    return model.tokenizer.encode_chat(messages)
 
 
 def _is_silent_without_chat(model: Model, prompts: list[Prompt], outputs: list[Output]) -> bool:

@@ -183,8 +183,8 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a conversation, special tokens written out.
 
-        Encode it with ``add_special_tokens=False``. ``variables`` reach the template (``tools``,
-        ``enable_thinking``, ...).
+        Encode it with ``add_special_tokens=False``, as :meth:`encode_chat` does. ``variables``
+        reach the template (``tools``, ``enable_thinking``, ...).
 
         Raises:
             RequestError: the messages are no conversation, or none for this model.
@@ -204,6 +204,20 @@ class Tokenizer:
                 **variables,
             },
         )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation, as its next answer is asked for: a prompt of a chat model.
+
+        Args:
+            messages: each with a ``role`` and a ``content``.
+            **variables: that reach the template.
+
+        Raises:
+            RequestError: the messages are no conversation, or none for this model.
+            ChatTemplateError: a ModelError: there is no template, or it fails or never ends.
+        """
+        text = self.apply_chat_template(messages, **variables)
+        return self.encode(text, add_special_tokens=False)
 
     def _template_for(self, variables: Mapping[str, Any]) -> str:
         """Of several named templates that for tools where there are some, as in transformers."""
