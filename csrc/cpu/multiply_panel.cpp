@@ -40,11 +40,15 @@ struct LinesAhead {
   const uint8_t *next, *end, *until;
   int64_t step;  // bytes; 0: nothing is asked for
 
-  // The `part`-th of so many equal parts of what begins at `bytes`, while num_blocks are
-  // multiplied.
-  LinesAhead(const uint8_t* bytes, int64_t size, int64_t part, int64_t num_parts,
+  // The `part`-th of so many equal parts of what begins at `bytes`, block_bytes for each of
+  // num_blocks, while these are multiplied. A division takes as long as much of a short panel.
+  LinesAhead(const uint8_t* bytes, int64_t block_bytes, int64_t part, int64_t num_parts,
              int64_t num_blocks) {
-    const int64_t lines = bytes ? size / 64 : 0;
+    const int64_t lines = bytes ? num_blocks * block_bytes / 64 : 0;
+    next = until = bytes;
+    end = bytes + 64 * lines;
+    step = bytes ? ceil_div(block_bytes, 4) : 0;
+    if (num_parts == 1) return;
     next = until = bytes + 64 * (lines * part / num_parts);
     end = bytes + 64 * (lines * (part + 1) / num_parts);
     step = ceil_div(end - next, 4 * num_blocks);
@@ -150,14 +154,15 @@ void multiply_batch_of_two(const PanelProduct& product, const PanelPart* parts, 
 }
 
 // Two parts, all rows of the panels that they are of, with rows of x in groups, as equal as can be,
-// each of which asks for its share of the num_bytes that come next.
+// each of which asks for its share of what comes next, block_bytes for each block.
 template <BlockFormat kFormat, bool kNear>
-void multiply_in_two(const PanelProduct& product, const PanelPart* parts, int64_t num_bytes) {
+void multiply_in_two(const PanelProduct& product, const PanelPart* parts, int64_t block_bytes) {
   const int64_t num_blocks = parts[0].num_blocks;
   const int64_t num_groups = ceil_div(product.num_batch, kBatchOfTwo);
   for (int64_t group = 0, b = 0; group < num_groups; ++group) {
-    const int64_t batch = (product.num_batch + group) / num_groups;
-    const LinesAhead<kNear> ahead(product.ahead, num_bytes, group, num_groups, num_blocks);
+    const int64_t batch =
+        num_groups == 1 ? product.num_batch : (product.num_batch + group) / num_groups;
+    const LinesAhead<kNear> ahead(product.ahead, block_bytes, group, num_groups, num_blocks);
     float* const out = product.out + b * product.out_stride;
     if (product.count == kPanelRows) {
       multiply_batch_of_two<kFormat, kBatchOfTwo>(product, parts, b, batch, ahead, out,
@@ -282,18 +287,18 @@ int64_t multiply_batch(const PanelProduct& product, const PanelPart& panel, int6
 template <BlockFormat kFormat, bool kNear>
 inline void multiply_from(const PanelProduct& product, const PanelPart& panel,
                           [[maybe_unused]] int64_t b) {
-  const int64_t num_bytes = panel.num_blocks * bytes_of_block(kFormat);
+  constexpr int64_t kBytes = bytes_of_block(kFormat);
 #if defined(__AVX512VNNI__)
   if (product.second) {
     const PanelPart parts[] = {panel, whole_panel(product.second, kFormat, product.columns)};
-    return multiply_in_two<kFormat, kNear>(product, parts, 2 * num_bytes);
+    return multiply_in_two<kFormat, kNear>(product, parts, 2 * kBytes);
   }
   while (b < product.num_batch) {
     b += multiply_batch<kFormat, kMaxPanelBatch, kNear>(product, panel, b);
   }
 #else
   const PanelPart halves[] = {panel, panel.from(kWidth)};
-  multiply_in_two<kFormat, kNear>(product, halves, num_bytes);
+  multiply_in_two<kFormat, kNear>(product, halves, kBytes);
 #endif
 }
 

@@ -40,6 +40,22 @@ inline void set_scale(float scale, int32_t low, int32_t high, XBlock* out) {
   out->minus_8_low = -8 * low;
 }
 
+#if defined(__AVX2__)
+
+// 32 columns as whole numbers.
+inline void set_block(__m256i q, float scale, XBlock* out) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), q);
+  // As unsigned bytes, 128 more each, they are summed eight at a time.
+  const __m256i sums =
+      _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m256i pairs = _mm256_add_epi64(sums, _mm256_bsrli_epi128(sums, 8));
+  constexpr int32_t kAdded = 128 * kBlockColumns / 2;
+  set_scale(scale, _mm_cvtsi128_si32(_mm256_castsi256_si128(pairs)) - kAdded,
+            _mm_cvtsi128_si32(_mm256_extracti128_si256(pairs, 1)) - kAdded, out);
+}
+
+#endif
+
 #if defined(__AVX512F__)
 
 // v: [32]
@@ -54,14 +70,36 @@ inline void quantise_block(const float* v, XBlock* out) {
   const __m512i low = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, first, to_q));
   const __m512i high = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(usable, second, to_q));
   const __m256i q = _mm256_set_m128i(_mm512_cvtepi32_epi8(high), _mm512_cvtepi32_epi8(low));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), q);
-  // As unsigned bytes, 128 more each, they are summed eight at a time.
-  const __m256i sums =
-      _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
-  const __m256i pairs = _mm256_add_epi64(sums, _mm256_bsrli_epi128(sums, 8));
-  constexpr int32_t kAdded = 128 * kBlockColumns / 2;
-  set_scale(scale.scale, _mm_cvtsi128_si32(_mm256_castsi256_si128(pairs)) - kAdded,
-            _mm_cvtsi128_si32(_mm256_extracti128_si256(pairs, 1)) - kAdded, out);
+  set_block(q, scale.scale, out);
+}
+
+#elif defined(__AVX2__)
+
+// v: [32]
+inline void quantise_block(const float* v, XBlock* out) {
+  __m256i bits[4];
+  __m256i larger = _mm256_setzero_si256();
+  for (int i = 0; i < 4; ++i) {
+    bits[i] = _mm256_castps_si256(_mm256_loadu_ps(v + 8 * i));
+    larger = _mm256_max_epu32(larger, _mm256_and_si256(bits[i], _mm256_set1_epi32(0x7fffffff)));
+  }
+  __m128i most = _mm_max_epu32(_mm256_castsi256_si128(larger), _mm256_extracti128_si256(larger, 1));
+  most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
+  most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xb1));
+  const BlockScale scale = block_scale(static_cast<uint32_t>(_mm_cvtsi128_si32(most)));
+  const __m256 to_q = _mm256_set1_ps(scale.to_q);
+  const __m256i usable = _mm256_set1_epi32(scale.to_q > 0.0f ? -1 : 0);
+  __m256i whole[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 value = _mm256_castsi256_ps(_mm256_and_si256(bits[i], usable));
+    whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(value, to_q));  // to nearest even
+  }
+  // Each packs within halves: four of each of the eight vectors' halves come in turns.
+  const __m256i q =
+      _mm256_permutevar8x32_epi32(_mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]),
+                                                     _mm256_packs_epi32(whole[2], whole[3])),
+                                  _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  set_block(q, scale.scale, out);
 }
 
 #else
@@ -234,6 +272,20 @@ inline int64_t rows_in_order(const int64_t* table, int64_t most) {
   return count;
 }
 
+// Whether the first rows of a table are all of a panel's, in order: without a way out in between,
+// so that it takes a few vectors.
+inline bool is_whole_panel(const int64_t* table) {
+  int64_t off = 0;
+  for (int64_t i = 0; i < kPanelRows; ++i) off |= table[i] ^ (table[0] + i);
+  return off == 0;
+}
+
+// How many of the first rows of a table, num_rows of which are left, are multiplied together.
+inline int64_t rows_together(const int64_t* table, int64_t lane, int64_t num_rows) {
+  if (lane == 0 && num_rows >= kPanelRows && is_whole_panel(table)) return kPanelRows;
+  return rows_in_order(table, min_of(kPanelRows - lane, num_rows));
+}
+
 // out[b, r]: [num_batch, num_rows] with row stride out_stride, of rows of w and packed x:
 // [num_batch, n packed]. Rows that lie side by side in a panel are multiplied together. `next`: the
 // panel that will be read after these; may be null.
@@ -243,12 +295,12 @@ inline void multiply(const Unit<Panel>& unit, const WeightRows<Panel>& w, int64_
   const bool takes_two = unit.tiles == Tiles::kNone && num_batch >= kFewestOfTwoPanels;
   for (int64_t r = 0; r < num_rows;) {
     const RowPlace place = row_place(w.table[r]);
-    int64_t count = rows_in_order(w.table + r, min_of(kPanelRows - place.lane, num_rows - r));
+    const int64_t count = rows_together(w.table + r, place.lane, num_rows - r);
     const uint8_t* second = nullptr;
     if (takes_two && count == kPanelRows && num_rows - r >= 2 * kPanelRows) {
       const RowPlace behind = row_place(w.table[r + kPanelRows]);
       if (behind.format == place.format && behind.lane == 0 &&
-          rows_in_order(w.table + r + kPanelRows, kPanelRows) == kPanelRows) {
+          is_whole_panel(w.table + r + kPanelRows)) {
         second = w.bytes + behind.offset;
       }
     }
