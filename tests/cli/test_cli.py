@@ -189,7 +189,7 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids(
     assert "no tokenizer" in error_of(capsys.readouterr())
 
 
-def test_a_chat_model_that_has_nothing_to_add_is_told_of_chat(
+def test_of_a_chat_model_that_ends_at_once_chat_is_named(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (output,) = eecore.generate(eecore.load(model), ["hi"], max_tokens=1, temperature=0.0)
@@ -201,12 +201,13 @@ def test_a_chat_model_that_has_nothing_to_add_is_told_of_chat(
     said = capsys.readouterr()
     assert said.out.strip() == ""
     assert (
-        said.err == "note: the model had nothing to add; it was trained on conversations: --chat\n"
+        said.err == "note: the model ended at once; it has a template for conversations: --chat\n"
     )
     assert run(["generate", str(directory), "hi", "-n", "1", "--ignore-eos"]) == 0
     assert capsys.readouterr().err == ""
     for asked in (
         ["generate", str(directory), "hi", "--chat"],
+        ["generate", str(directory), "hi", "--stop", "x"],  # perhaps it is that
         ["generate", model, "hi", "-n", "2"],
     ):
         assert run(asked) == 0

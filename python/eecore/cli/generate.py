@@ -223,8 +223,8 @@ def generate(
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)
     code, outputs = _run(loaded, asked, policy, sampling, results, progress, stats)
-    if not chat and _is_silent_without_chat(loaded, prompts, outputs):
-        say("note: the model had nothing to add; it was trained on conversations: --chat")
+    if not chat and not stop and _says_nothing_unasked(loaded, prompts, outputs):
+        say("note: the model ended at once; it has a template for conversations: --chat")
     return code
 
 
@@ -253,7 +253,7 @@ def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:
     return model.tokenizer.encode_chat(messages)
 
 
-def _is_silent_without_chat(model: Model, prompts: list[Prompt], outputs: list[Output]) -> bool:
+def _says_nothing_unasked(model: Model, prompts: list[Prompt], outputs: list[Output]) -> bool:
     """Whether every text ended with its first token, of a model that has a chat template."""
     tokenizer = model.tokenizer
     if tokenizer is None or tokenizer.chat_template is None or isinstance(prompts[0], list):

@@ -84,7 +84,8 @@ class Budget:
         Args:
             gained: by what came of it, everything counted, in rounds of full depth; what disturbed
                 it is left out.
-            found: whether anything but full depth was chosen.
+            found: whether anything but full depth was chosen, or nothing else was asked for: a look
+                that was not in vain.
         """
         if found:
             self._idle = self._last_rests = 0
