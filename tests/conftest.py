@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
@@ -12,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import cases
 import eecore
 import emulated
 import quick
+import tiers
 from devices import DEVICE, load, share_the_gpu
-from eecore import _C, ops
+from eecore import _C
 from eecore.engine import intake
 from get_smollm2 import get_smollm2
 from reference_decoding import ReferenceModel
@@ -30,44 +29,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: a core for each, and fo
 if DEVICE == "cuda" and "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # side by side on one GPU
     share_the_gpu(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
-HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
-CPU_CAPABILITIES: tuple[str, ...] = ("portable",)
-if platform.machine() in ("x86_64", "AMD64"):
-    CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
-# What differs with matrix tiles, the machine's or those of a model in software.
-TILED = ("skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax")
-TILED += ("decoder_layers", "packed_weights", "rows_alone", "tiles")
-# What runs on CUDA too: ops, and what is tested across them.
-ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads", "float8_caches"}
-# opcheck is about what torch sees of an op, which is the same in front of all of the CPU's kernels.
-ALIKE_AT_THE_BOUNDARY = tuple(f"cpu-{name}" for name in CPU_CAPABILITIES if name != "portable")
 
-
-def op_of(module_name: str) -> str:
-    """The op that a test file is about."""
-    return module_name.rpartition(".")[2].removeprefix("test_")
-
-
-@pytest.fixture(params=[*(f"cpu-{name}" for name in CPU_CAPABILITIES), "emulated", "cuda"])
+@pytest.fixture
 def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[torch.device]:
-    """The device of each backend in turn: every CPU capability, emulated CUDA kernels, CUDA.
-
-    What this machine cannot run is skipped, and counted as skipped.
-    """
+    """The device of each backend in turn: CPU capabilities, emulated CUDA kernels, a GPU."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
         yield torch.device("cpu")
         return
     if request.param == "cuda":
-        if not HAS_CUDA:
-            pytest.skip("no GPU, or a build without eecore._cuda")
         yield torch.device("cuda")
         return
     capability = request.param.removeprefix("cpu-")
-    if capability not in cases.cpu_capabilities():
-        pytest.skip(f"this CPU does not have {capability}")
     before = _C.cpu_capability()
     _C.set_cpu_capability(capability)
     yield torch.device("cpu")
@@ -96,10 +71,15 @@ def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "usual_exit", lambda _: "full")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="all tests, not only the short suite")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs behind it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)  # some tests raise it
-    config.addinivalue_line("markers", "quick: of those that run in a minute and a half")
+    config.addinivalue_line("markers", "quick: of those that run in a minute")
+    config.addinivalue_line("markers", "long: for make test-all alone")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -108,47 +88,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_test and not quick.has_quick(collection_path) else None
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that ask for a device run over the backends of this machine."""
+    if "device" in metafunc.fixturenames:
+        op, everything = tiers.op_of(metafunc.module.__name__), tiers.runs_all(metafunc.config)
+        names = tiers.backends(op, metafunc.function.__name__, everything)
+        metafunc.parametrize("device", names, indirect=True)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Mark the quick tests; when -k and -m have chosen, see which of theirs fit.
+    """Mark the quick tests; when -k and -m have chosen, keep those of the suite that is asked for.
 
-    Backends that an op does not have are left out, and what would take the emulator too long.
-    EECORE_REDUCED_CASES leaves the same out on CUDA: for tools that make it slow.
     EECORE_ONE_CASE_IN=N keeps every N-th of what is left.
     """
     quick.mark(items)
     yield
-    kept, left_out = [], []
-    for item in items:
-        parameters = (
-            item.callspec.params
-            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-            else {}
-        )
-        backend = parameters.get("device")
-        op = op_of(item.module.__name__) if isinstance(item, pytest.Function) else ""
-        if backend == "emulated":
-            # opcheck is about torch.ops.eecore.
-            fits = "opcheck" not in item.name and cases.fits_the_emulator(parameters)
-            (kept if op in ON_CUDA and fits else left_out).append(item)
-        elif backend == "cuda":
-            fits = "EECORE_REDUCED_CASES" not in os.environ or cases.fits_the_emulator(parameters)
-            (kept if op in ON_CUDA and fits else left_out).append(item)
-        elif parameters.get("dtype") == torch.float16 or (
-            backend in ALIKE_AT_THE_BOUNDARY and "opcheck" in item.name
-        ):
-            left_out.append(item)
-        elif backend in ("cpu-amx", "cpu-amx_model"):
-            fits = op in TILED and parameters.get("dtype") in (None, torch.bfloat16)
-            (kept if fits else left_out).append(item)
-        else:
-            kept.append(item)
-    stride = int(os.environ.get("EECORE_ONE_CASE_IN", "1"))
-    left_out += [item for i, item in enumerate(kept) if i % stride]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = kept[::stride]
+    fitting = [item for item in items if tiers.fits(item)]
+    short = set(fitting) if tiers.runs_all(config) else tiers.is_short(fitting)
+    kept = [item for item in fitting if item in short]
+    kept = kept[:: int(os.environ.get("EECORE_ONE_CASE_IN", "1"))]
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -44,7 +44,7 @@ class Asker:
         async def main() -> Any:
             transport = httpx.ASGITransport(app=self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await asyncio.wait_for(asks(client), 60)
+                return await asyncio.wait_for(asks(client), 120)
 
         return asyncio.run(main())
 
@@ -126,7 +126,7 @@ def events(text: str) -> list[Any]:
 def assert_idle(service: Service) -> None:
     """Nobody has a seat, and all pages are back."""
     engine = service.served.engine
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (engine.num_streams or service.admission.taken) and time.monotonic() < until:
         time.sleep(0.002)
     while engine.engine.has_unfinished and time.monotonic() < until:

@@ -308,7 +308,7 @@ def test_version_and_help_need_no_torch() -> None:
 
 def test_python_m_eecore_is_eecore() -> None:
     command = start(["--version"])
-    out, _ = command.communicate(timeout=60)
+    out, _ = command.communicate(timeout=120)
     assert command.returncode == 0
     assert out == f"eecore {eecore.build_info()['version']}\n"
 
@@ -460,7 +460,7 @@ def test_ctrl_c_keeps_the_text_so_far(endless: str) -> None:
     assert command.stdout is not None
     first = command.stdout.read(1)
     command.send_signal(signal.SIGINT)
-    rest, error = command.communicate(timeout=60)
+    rest, error = command.communicate(timeout=120)
     assert command.returncode == INTERRUPTED
     assert first + rest
     assert error == "interrupted\n"
@@ -499,7 +499,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless: str) -> None:
     command.stdout.close()
     assert command.stderr is not None
     assert command.stderr.read() == ""
-    assert command.wait(timeout=60) == NO_READER
+    assert command.wait(timeout=120) == NO_READER
 
 
 # On a terminal
@@ -518,7 +518,7 @@ def on_a_terminal(arguments: list[str], **env: str) -> str:
     except OSError:  # the other side is closed
         pass
     os.close(ours)
-    assert command.wait(timeout=60) == 0, shown
+    assert command.wait(timeout=120) == 0, shown
     return shown.decode(errors="replace")
 
 

@@ -156,7 +156,7 @@ def test_a_signal_at_any_moment(endless: str, number: signal.Signals, seconds: f
     command.stdout.readline()
     time.sleep(seconds)
     command.send_signal(number)
-    _, error = command.communicate(timeout=60)
+    _, error = command.communicate(timeout=120)
     if number == signal.SIGINT:
         assert command.returncode == INTERRUPTED, error
         assert error in ("interrupted\n", "")

@@ -42,12 +42,12 @@ LONG = SamplingParams(max_tokens=480, ignore_eos=True)
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, timeout=60))
+    return asyncio.run(asyncio.wait_for(main, timeout=120))
 
 
 def assert_idle(engine: AsyncEngine, streams: int = 0) -> None:
     """Nothing is left once the step that may be running is done."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while engine._shared.num_clients and time.monotonic() < until:
         time.sleep(0.001)
     inner = engine.engine
@@ -566,7 +566,7 @@ def test_a_closed_engine_of_its_own_has_no_thread(agreeing: eecore.Model) -> Non
             assert workers() == 1
 
     run(main())
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while workers() and time.monotonic() < until:
         time.sleep(0.001)
     assert workers() == 0

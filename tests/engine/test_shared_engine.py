@@ -52,7 +52,7 @@ def model(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[e
     assert_idle(agreeing.shared_engine())
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether something comes true in time."""
     end = time.monotonic() + seconds
     while not condition():
@@ -588,7 +588,7 @@ def test_all_workers_end(model: eecore.Model) -> None:
     time.sleep(0.05)  # they wait
     shared._workers.update(dict.fromkeys(workers))
     shared.let_go()
-    assert until(lambda: not any(worker.is_alive() for worker in workers), 10)
+    assert until(lambda: not any(worker.is_alive() for worker in workers))
 
 
 def test_stopping_waits_for_nobody_who_comes_meanwhile(

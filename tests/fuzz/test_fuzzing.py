@@ -16,7 +16,7 @@ import mutate
 MODULE = """
 import ctypes, os, time
 
-LIMIT_S = 1.5
+LIMIT_S = 5
 
 def one(random):
     number = random.randrange(10**9)

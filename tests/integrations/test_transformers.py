@@ -237,7 +237,7 @@ def test_a_streamer_gets_what_it_gets_from_transformers(
     given = {**batch(9), "eos_token_id": None}
     texts = []
     for more in ({}, {"custom_generate": EARLY, "exit": "speculative:2,3"}):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30.0)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=120.0)
         thread = threading.Thread(
             target=llama.generate, kwargs={**given, **more, "streamer": streamer}
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import resource
 import sys
-import time
+
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +17,8 @@ from eecore.errors import EecoreError, ModelError, RequestError
 from eecore.models.chat_template import ChatTemplate, ChatTemplateError, MessagesRefused
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-LATEST_S = 20.0
+# More than without counting: about a millisecond.
+MAX_CALLS = 5000
 
 
 def render(template: str, messages: Any = None, **variables: Any) -> str:
@@ -68,22 +70,37 @@ def test_long_conversations_have_room() -> None:
         assert len(render(source, messages)) > sum(len(m["content"].strip()) for m in messages)
 
 
+def calls_of(run: Callable[[], object]) -> int:
+    """How many functions are called, of Python and of C."""
+    count = 0
+
+    def seen(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
 def test_counting_costs_little() -> None:
-    """Below a millisecond for a conversation of usual length."""
+    """Few calls more than without it, in a conversation of usual length."""
     messages = long_conversation(10)
-    for source in TEMPLATES.values():
-        of_transformers(source, messages, tools=TOOLS)
-        ours, theirs = ChatTemplate(source), []
+    for name, source in TEMPLATES.items():
+        ours = ChatTemplate(source)
         settings = {"add_generation_prompt": True, "tools": TOOLS, "documents": None, **SPECIAL}
-        times: list[float] = []
-        for _ in range(20):
-            started = time.perf_counter()
-            ours.render(messages, settings)
-            middle = time.perf_counter()
-            of_transformers(source, messages, tools=TOOLS)
-            times.append(middle - started)
-            theirs.append(time.perf_counter() - middle)
-        assert min(times) < min(theirs) + 1e-3
+        runs = (
+            lambda: ours.render(messages, settings),  # noqa: B023
+            lambda: of_transformers(source, messages, tools=TOOLS),  # noqa: B023
+        )
+        for run in runs:  # what is compiled once is
+            run()
+        counting, plain = map(calls_of, runs)
+        assert counting < plain + MAX_CALLS, name
 
 
 @pytest.fixture
@@ -101,10 +118,8 @@ def little_memory() -> Any:
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.usefixtures("little_memory")
 def test_what_has_no_end_is_refused(name: str) -> None:
-    started = time.process_time()
     with pytest.raises(ChatTemplateError) as caught:
         render(HOSTILE[name])
-    assert time.process_time() - started < LATEST_S
     assert str(caught.value).startswith("chat_template: ")
     assert "MemoryError" not in str(caught.value)
     assert len(str(caught.value)) < 1000

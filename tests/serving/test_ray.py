@@ -27,7 +27,7 @@ from eecore.serving.server import listen  # noqa: E402
 NAME = f"eecore-test-{os.getpid()}"
 LOCK = {"messages": [{"role": "user", "content": "lock the front door"}], "exit": "full"}
 LONG = {"prompt": "turn on the lights in the kitchen", "max_tokens": 200, "ignore_eos": True}
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -326,7 +326,7 @@ def test_a_full_queue_is_a_429(endless: eecore.Model) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline(endless: eecore.Model, stream: bool) -> None:
-    server = asker(endless, timeout=0.2)
+    server = asker(endless, timeout=0.5)
     body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": stream}
     answer = server.post(COMPLETIONS, body)
     if stream:  # it has begun, and ends with the error

@@ -131,7 +131,7 @@ def test_openais_client_is_refused_in_its_own_words(address: str) -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream_reaches_openais_client(endless: eecore.Model) -> None:
-    service = asker(endless, timeout=0.2).service
+    service = asker(endless, timeout=0.5).service
     with listening(service) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(
@@ -141,7 +141,7 @@ def test_an_error_in_the_middle_of_a_stream_reaches_openais_client(endless: eeco
             stream=True,
             extra_body={"ignore_eos": True},
         )
-        with pytest.raises(openai.APIError, match=r"expected an answer within 0\.2 s"):
+        with pytest.raises(openai.APIError, match=r"expected an answer within 0\.5 s"):
             for _ in stream:
                 pass
     assert_idle(service)
@@ -259,7 +259,7 @@ def endless_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def post(address: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{address}/v1/completions", json=body, timeout=30)
+    return httpx.post(f"{address}/v1/completions", json=body, timeout=120)
 
 
 @pytest.mark.parametrize("engine", ["process", "thread"])
@@ -284,7 +284,7 @@ def test_sigterm_drains(endless_directory: str, engine: str) -> None:
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 2500
         client.close()
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
 
 
 @pytest.mark.parametrize(("options", "cached"), [((), 48), (("--no-prefix-cache",), 0)])
@@ -307,7 +307,7 @@ def test_the_access_log(endless_directory: str) -> None:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
     assert not any("secret" in line or "whatever" in line for line in lines)
     found = [json.loads(line) for line in lines]
     assert [(each["method"], each["path"], each["status"]) for each in found] == [
@@ -333,7 +333,7 @@ def test_what_does_not_end_is_cut_off(endless_directory: str, drain: str, second
             while httpx.get(f"{address}/health").status_code == 200:
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(120) == 130
         with suppress(httpx.HTTPError):  # the connection may have been closed
             assert runs.result().status_code == 503
 
@@ -407,7 +407,7 @@ def test_a_crowd_of_which_some_stay(intent: eecore.Model) -> None:
 
     async def main(address: str) -> list[tuple[str, str | None]]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=address, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as client:
             asked = [
                 (random.choice(["stays", "streams", "leaves", "wrong"]), random.choice(policies))
                 for _ in range(60)

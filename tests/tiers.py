@@ -1,0 +1,135 @@
+"""The short suite, which ``make test`` runs, beside all tests, which ``make test-all`` runs.
+
+Both run every test function on the backends of this machine. The short suite leaves out
+
+- tests marked ``long``: they start a compiler, build a wheel, or run a program for minutes;
+- on CPU capabilities other than portable and the best of this machine, what does not compare with
+  the reference;
+- cases of a function which hold no value, and no pair of values, that another case does not hold:
+  what is left is a covering array of strength 2 (Cohen et al., The AETG system, 1997).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+
+import cases
+from eecore import ops
+
+HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
+CPU_CAPABILITIES: tuple[str, ...] = ("portable",)
+if platform.machine() in ("x86_64", "AMD64"):
+    CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
+# Test files of what differs with matrix tiles, the machine's or those of a model in software.
+TILED = {"skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax"}
+TILED |= {"decoder_layers", "packed_weights", "rows_alone", "tiles"}
+# Test files of what runs on CUDA too: ops, and what is tested across them.
+ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads", "float8_caches"}
+
+
+def op_of(module_name: str) -> str:
+    """The op that a test file is about."""
+    return module_name.rpartition(".")[2].removeprefix("test_")
+
+
+def runs_all(config: pytest.Config) -> bool:
+    """Whether all tests are asked for, by ``--all`` or EECORE_TEST_ALL."""
+    return bool(config.option.all) or os.environ.get("EECORE_TEST_ALL", "") not in ("", "0")
+
+
+def compares_with_the_reference(function: str) -> bool:
+    """Whether a test function compares an op with the reference, by its name."""
+    return "match" in function and function.endswith("_the_reference")
+
+
+def backends(op: str, function: str, everything: bool) -> list[str]:
+    """The backends that a test function of an op runs over, on this machine.
+
+    Args:
+        op: the op, or the subject, that the test file is named for.
+        function: the test function's name.
+        everything: all of them, and not those of the short suite.
+    """
+    # opcheck is about what torch sees of an op, which is the same before each of the CPU's kernels.
+    if "opcheck" in function:
+        return ["cpu-portable", *(["cuda"] if HAS_CUDA and op in ON_CUDA else [])]
+    tiles = ("amx", "amx_model")
+    here = [name for name in cases.cpu_capabilities() if name not in tiles or op in TILED]
+    vectors = [name for name in here if name not in tiles]
+    best = {"portable", vectors[-1], "amx"}
+    if not everything and not compares_with_the_reference(function):
+        here = [name for name in here if name in best]
+    found = [f"cpu-{name}" for name in here]
+    if op in ON_CUDA:
+        found += ["emulated", *(["cuda"] if HAS_CUDA else [])]
+    return found
+
+
+def fits(item: pytest.Item) -> bool:
+    """Whether a test's case is one of its backend: dtypes that it has, sizes that it can run.
+
+    EECORE_REDUCED_CASES leaves out on CUDA what the emulator would take too long for: for tools
+    that make a GPU slow.
+    """
+    parameters = parameters_of(item)
+    backend, dtype = parameters.get("device"), parameters.get("dtype")
+    if backend == "emulated":
+        return cases.fits_the_emulator(parameters)
+    if backend == "cuda":
+        return "EECORE_REDUCED_CASES" not in os.environ or cases.fits_the_emulator(parameters)
+    if backend in ("cpu-amx", "cpu-amx_model"):
+        return dtype in (None, torch.bfloat16)
+    return dtype != torch.float16
+
+
+def parameters_of(item: pytest.Item) -> dict[str, object]:
+    """The parameters of a test by name; none where it has none."""
+    return dict(item.callspec.params) if hasattr(item, "callspec") else {}
+
+
+def covering(rows: Sequence[Sequence[int]], strength: int = 2) -> list[int]:
+    """The places of few rows that hold each pair of values, in two columns, that any row holds.
+
+    Greedy: of the rows that hold most pairs which no row before holds, the first.
+
+    Args:
+        rows: values of the same columns in each, as whole numbers.
+        strength: 2 for pairs, 1 for single values.
+    """
+    columns = range(len(rows[0]) if rows else 0)
+    groups = list(itertools.combinations(columns, min(strength, len(columns))))
+    held = [{(group, *(row[i] for i in group)) for group in groups} for row in rows]
+    open_pairs, chosen = set().union(*held), []
+    while open_pairs:
+        best = max(range(len(rows)), key=lambda i: len(held[i] & open_pairs))
+        open_pairs -= held[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def is_short(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """The tests of the short suite among items that fit their backends."""
+    kept: set[pytest.Item] = set()
+    functions: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            continue
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            kept.add(item)
+            continue
+        backend = item.callspec.params.get("device")
+        key = (item.path, item.cls, item.originalname, backend)
+        functions.setdefault(key, []).append(item)
+    for of_one in functions.values():
+        rows = [
+            [id(value) for name, value in item.callspec.params.items() if name != "device"]
+            for item in of_one  # the values of a parameter are the same objects in every case
+        ]
+        kept.update(of_one[i] for i in covering(rows))
+    return kept
