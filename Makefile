@@ -1,12 +1,12 @@
 # Each target sets up what it needs in .venv and leaves alone what is there; see scripts/setup_venv.sh.
 #
-#   make test                                with a worker on each core
+#   make test                                the short suite, with a worker on each core
 #   make test ARGS="tests/ops -k cosine"     in one process: ARGS goes to pytest
 #   PYTHON, EECORE_TORCH, EECORE_CUDA, EECORE_CUDA_ARCHS, MAX_JOBS are heeded
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick fuzz sanitize aarch64 soak lint format docs bench clean
+.PHONY: help demo test test-all quick fuzz sanitize aarch64 soak lint format docs bench clean
 
 ARGS ?=
 MINUTES ?= 10
@@ -24,11 +24,15 @@ demo:  ## a real model, streamed in every exit mode
 	@$(SETUP) gguf
 	@$(PYTHON_IN_VENV) scripts/demo.py $(ARGS)
 
-test:  ## the whole test suite
+test:  ## the short suite: some ten minutes on two cores
 	@$(SETUP) test
+	@$(if $(ARGS),,$(PYTHON_IN_VENV) tests/emulated.py)
 	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest $(or $(ARGS),$(SIDE_BY_SIDE))
 
-quick:  ## tests of everything in a minute or so, for while you are at work on it
+test-all:  ## all tests: also other compilers' targets, wheels, every case of every op
+	@$(MAKE) --no-print-directory test ARGS="--all $(or $(ARGS),$(SIDE_BY_SIDE))"
+
+quick:  ## tests of everything in a minute, while you work on it
 	@$(SETUP) test
 	@OMP_WAIT_POLICY=passive $(PYTHON_IN_VENV) -m pytest -m quick $(SIDE_BY_SIDE) $(ARGS)
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,9 @@ def full_depth_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "usual_exit", lambda _: "full")
 
 
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="all tests, not only the short suite")
 
@@ -107,12 +111,38 @@ def pytest_collection_modifyitems(
     quick.mark(items)
     yield
     fitting = [item for item in items if tiers.fits(item)]
-    short = set(fitting) if tiers.runs_all(config) else tiers.is_short(fitting)
-    kept = [item for item in fitting if item in short]
+    short, config.stash[LEFT_OUT] = tiers.short(fitting)
+    kept = fitting if tiers.runs_all(config) else [item for item in fitting if item in short]
     kept = kept[:: int(os.environ.get("EECORE_ONE_CASE_IN", "1"))]
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells what it has left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All workers collect the same, and say the same."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Which suite it was, what it left out, and which backends this machine does not have."""
+    left_out = config.stash.get(LEFT_OUT, {})
+    if not tiers.runs_all(config):
+        counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+        others = ", ".join(tiers.compared_only())
+        others = f"{others}: what does not compare with the reference" if others else ""
+        what = "; ".join(filter(None, (counts, others)))
+        if what:
+            terminalreporter.write_line(f"short suite, left out: {what} (make test-all has them)")
+    if absent := tiers.absent():
+        terminalreporter.write_line(f"not on this machine: {', '.join(absent)}")
 
 
 @pytest.hookimpl(optionalhook=True)

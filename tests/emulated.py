@@ -179,3 +179,7 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
 def is_cuda_kernel(device: torch.device) -> bool:
     """Whether the backend under test is a CUDA kernel, on a GPU or emulated."""
     return device.type == "cuda" or _is_routed
+
+
+if __name__ == "__main__":  # before the tests, so that none of them waits for the compiler
+    build()

@@ -56,6 +56,7 @@ def compiled(source: Path, headers: Path, folder: Path) -> subprocess.CompletedP
     return subprocess.run([*command, str(source)], capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOURCES)
 def test_it_compiles_against_the_headers_of_an_older_cuda(
     headers: list[Path], tmp_path: Path, name: str
@@ -65,6 +66,7 @@ def test_it_compiles_against_the_headers_of_an_older_cuda(
         assert done.returncode == 0, f"{version_of(folder)}: {done.stderr}"
 
 
+@pytest.mark.long
 def test_a_call_that_the_older_cuda_does_not_have_is_found(
     headers: list[Path], tmp_path: Path
 ) -> None:

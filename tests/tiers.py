@@ -26,6 +26,8 @@ HAS_CUDA = torch.cuda.is_available() and ops.build_info()["cuda"]
 CPU_CAPABILITIES: tuple[str, ...] = ("portable",)
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
+TILES = ("amx", "amx_model")
+"""Matrix tiles: the machine's, and a model of them in software."""
 # Test files of what differs with matrix tiles, the machine's or those of a model in software.
 TILED = {"skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax"}
 TILED |= {"decoder_layers", "packed_weights", "rows_alone", "tiles"}
@@ -59,16 +61,20 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
     # opcheck is about what torch sees of an op, which is the same before each of the CPU's kernels.
     if "opcheck" in function:
         return ["cpu-portable", *(["cuda"] if HAS_CUDA and op in ON_CUDA else [])]
-    tiles = ("amx", "amx_model")
-    here = [name for name in cases.cpu_capabilities() if name not in tiles or op in TILED]
-    vectors = [name for name in here if name not in tiles]
-    best = {"portable", vectors[-1], "amx"}
+    here = [name for name in cases.cpu_capabilities() if name not in TILES or op in TILED]
     if not everything and not compares_with_the_reference(function):
-        here = [name for name in here if name in best]
+        here = [name for name in here if f"cpu-{name}" not in compared_only()]
     found = [f"cpu-{name}" for name in here]
     if op in ON_CUDA:
         found += ["emulated", *(["cuda"] if HAS_CUDA else [])]
     return found
+
+
+def compared_only() -> list[str]:
+    """The CPU capabilities of this machine on which the short suite only compares results."""
+    vectors = [name for name in cases.cpu_capabilities() if name not in TILES]
+    kept = {"portable", vectors[-1], "amx"}
+    return [f"cpu-{name}" for name in cases.cpu_capabilities() if name not in kept]
 
 
 def fits(item: pytest.Item) -> bool:
@@ -113,23 +119,36 @@ def covering(rows: Sequence[Sequence[int]], strength: int = 2) -> list[int]:
     return sorted(chosen)
 
 
-def is_short(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """The tests of the short suite among items that fit their backends."""
+def short(items: Iterable[pytest.Item]) -> tuple[set[pytest.Item], dict[str, int]]:
+    """The tests of the short suite among those that fit their backends.
+
+    Returns:
+        the tests, and how many are left out, by reason.
+    """
     kept: set[pytest.Item] = set()
-    functions: dict[tuple[object, ...], list[pytest.Item]] = {}
+    left_out = {"tests marked long": 0, "cases whose pairs of values others hold": 0}
+    functions: dict[tuple[object, ...], list[pytest.Function]] = {}
     for item in items:
         if item.get_closest_marker("long") is not None:
-            continue
-        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            left_out["tests marked long"] += 1
+        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            backend = item.callspec.params.get("device")
+            key = (item.path, item.cls, item.originalname, backend)
+            functions.setdefault(key, []).append(item)
+        else:
             kept.add(item)
-            continue
-        backend = item.callspec.params.get("device")
-        key = (item.path, item.cls, item.originalname, backend)
-        functions.setdefault(key, []).append(item)
     for of_one in functions.values():
-        rows = [
+        rows = [  # the values of a parameter are the same objects in every case
             [id(value) for name, value in item.callspec.params.items() if name != "device"]
-            for item in of_one  # the values of a parameter are the same objects in every case
+            for item in of_one
         ]
-        kept.update(of_one[i] for i in covering(rows))
-    return kept
+        chosen = covering(rows)
+        kept.update(of_one[i] for i in chosen)
+        left_out["cases whose pairs of values others hold"] += len(of_one) - len(chosen)
+    return kept, left_out
+
+
+def absent() -> list[str]:
+    """The backends that this machine does not have."""
+    lacking = sorted(set(CPU_CAPABILITIES) - set(cases.cpu_capabilities()))
+    return [*(f"cpu-{name}" for name in lacking), *([] if HAS_CUDA else ["cuda"])]

@@ -75,10 +75,12 @@ def check_syntax(tree: Path, file: str, *options: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_the_kernel_for_the_cpu_compiles(tree: Path) -> None:
     check_syntax(tree, "csrc/cpu/count_flags.cpp", "-DEECORE_CAPABILITY=portable")
 
 
+@pytest.mark.long
 def test_the_boundary_compiles(tree: Path) -> None:
     headers = Path(torch.__path__[0]) / "include"
     torchs = ["-isystem", str(headers), "-isystem", str(headers / "torch/csrc/api/include")]
@@ -86,6 +88,7 @@ def test_the_boundary_compiles(tree: Path) -> None:
     check_syntax(tree, "csrc/ops/count_flags.cpp", f"-I{tree / 'csrc/cpu'}", stable, *torchs)
 
 
+@pytest.mark.long
 def test_the_kernel_for_cuda_compiles(tree: Path) -> None:
     emulated = [f"-I{tree / 'tests/emulator'}", "-include", "cuda_runtime.h", "-xc++"]
     defined = ["-DEECORE_EMULATED", "-DEECORE_BACKEND_CUDA", "-DUSE_CUDA"]

@@ -109,6 +109,7 @@ def sanitizer() -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("faulty", [False, True])
 def test_the_sanitizer_finds_a_write_past_a_tensor(sanitizer: dict[str, str], faulty: bool) -> None:
     library = emulated.build(sanitize=True)
@@ -127,6 +128,7 @@ def test_the_sanitizer_finds_a_write_past_a_tensor(sanitizer: dict[str, str], fa
         assert "ran 0" in done.stdout
 
 
+@pytest.mark.long
 def test_the_ops_are_clean_under_the_sanitizer(sanitizer: dict[str, str]) -> None:
     """A sample of the op tests on the sanitized kernels: no access outside any tensor."""
     root = Path(__file__).resolve().parents[2]

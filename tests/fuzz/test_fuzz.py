@@ -9,11 +9,14 @@ import sys
 import pytest
 
 import fuzzing
+import tiers
 
 
 @pytest.mark.parametrize("name", fuzzing.classes())
-def test_nothing_falls_over(name: str) -> None:
+def test_nothing_falls_over(name: str, request: pytest.FixtureRequest) -> None:
     share = getattr(fuzzing.module_of(name), "SHARE", fuzzing.SHARE)
+    if not tiers.runs_all(request.config):
+        share = share // 5 + 1
     tally = fuzzing.run(name, inputs=share)
     assert not tally.findings, "\n".join(map(str, tally.findings))
     assert tally.inputs == share
@@ -35,6 +38,7 @@ for name in fuzzing.classes():
 """
 
 
+@pytest.mark.long
 def test_nothing_falls_over_under_hypothesis() -> None:
     """Each class in a child of a process that has imported what takes longest."""
     path = os.pathsep.join([str(fuzzing.FOLDER), *filter(None, sys.path)])

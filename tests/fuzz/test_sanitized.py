@@ -15,6 +15,7 @@ import fuzzing
 import sanitized
 from eecore import _C
 
+pytestmark = pytest.mark.long  # builds all kernels anew
 INPUTS = 300
 
 POISONED = """

@@ -34,6 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "decode_step"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", ["portable", None])
 def test_it_finds_what_plain_loops_find(program: Path, capability: str | None) -> None:
     chosen = {} if capability is None else {"EECORE_CPU_CAPABILITY": capability}
@@ -49,6 +50,7 @@ def test_it_finds_what_plain_loops_find(program: Path, capability: str | None) -
     ]
 
 
+@pytest.mark.long
 def test_a_capability_that_is_none_is_an_error(program: Path) -> None:
     done = subprocess.run(
         [str(program)],
@@ -60,6 +62,7 @@ def test_a_capability_that_is_none_is_an_error(program: Path) -> None:
     assert "expected portable, avx2" in done.stderr
 
 
+@pytest.mark.long
 def test_a_kernel_compiles_in_an_engines_own_file(program: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc")

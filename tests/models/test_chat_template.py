@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import resource
 import sys
-
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
