@@ -72,8 +72,13 @@ def check_same_tokens(
 
 
 # Embeddings of their own, and such as are the LM head too.
-MODES = [("llama_biased", mode) for mode in POLICIES]
-MODES += [("llama_tied", mode) for mode in ("full", "softmax_each", "speculative")]
+SHORT = [("llama_tied", "full"), ("llama_tied", "softmax_each")]
+SHORT += [("llama_biased", mode) for mode in ("state", "speculative", "head")]
+LONG = [("llama_biased", mode) for mode in POLICIES] + [("llama_tied", "speculative")]
+MODES = [
+    *SHORT,
+    *(pytest.param(*each, marks=pytest.mark.long) for each in LONG if each not in SHORT),
+]
 
 
 @pytest.mark.parametrize(("family", "mode"), MODES)

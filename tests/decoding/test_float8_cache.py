@@ -121,10 +121,10 @@ def test_the_path_of_cuda(
     heads_in_floats(monkeypatch)
     settings: dict[str, Any] = {"kv_cache_tokens": 512, "kv_cache_dtype": "fp8", "exits": pack}
     model = as_on_cuda(eecore.load(agreeing_directory, device="cpu", **settings))
-    expected = tokens_of(model, Full(), max_tokens=8)
+    expected = tokens_of(model, Full(), max_tokens=5)
     for policy in (SelfSpeculative(2, 3), PromptLookup(3, min_ngram=1), HeadDrafts(3, 0.0)):
-        assert tokens_of(model, policy, max_tokens=8) == expected
-    outputs = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=8)
+        assert tokens_of(model, policy, max_tokens=5) == expected
+    outputs = eecore.generate(model, PROMPTS, exit=ConfidentExit(0.3), max_tokens=5)
     assert all(output.error is None for output in outputs)
 
 
