@@ -16,6 +16,7 @@ import itertools
 import os
 import platform
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,16 @@ TILED = {"skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_sof
 TILED |= {"decoder_layers", "packed_weights", "rows_alone", "tiles"}
 # Test files of what runs on CUDA too: ops, and what is tested across them.
 ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads", "float8_caches"}
+
+
+CUDA_BACKENDS = ("emulated", "cuda") if HAS_CUDA else ("emulated",)
+"""Where the CUDA kernels run here."""
+
+
+def in_all(*values: Any) -> list[Any]:
+    """Values of a parameter that only ``make test-all`` tries; a tuple is a value of several."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*row, marks=pytest.mark.long) for row in rows]
 
 
 def op_of(module_name: str) -> str:
@@ -67,7 +78,7 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
         here = [name for name in here if f"cpu-{name}" not in compared_only()]
     found = [f"cpu-{name}" for name in here]
     if op in ON_CUDA:
-        found += ["emulated", *(["cuda"] if HAS_CUDA else [])]
+        found += CUDA_BACKENDS
     return found
 
 

@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_cuda_path import POLICIES, PROMPTS
+from test_cuda_path import POLICIES, PROMPTS, modes_of_coded_weights
 
 import eecore
 import emulated
@@ -20,6 +20,7 @@ from eecore.models.linear import MAX_SKINNY_ROWS
 from eecore.models.weights import Filling, WeightView
 from head_packs import write_pack
 from packed_blocks import block_sizes, random_blocks
+from tiers import CUDA_BACKENDS
 from tiny_gguf import write_gguf
 from tiny_models import write_model
 from tiny_t5 import write_t5
@@ -29,15 +30,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KIND = gguf.GGMLQuantizationType
 
 
-@pytest.fixture(params=["emulated", "cuda"])
+@pytest.fixture(params=CUDA_BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A GPU, or the emulator on the CPU's memory."""
     if request.param == "emulated":
         emulated.route(monkeypatch)
         heads_in_floats(monkeypatch)
         return "cpu"
-    if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
-        pytest.skip("no GPU, or a build without eecore._cuda")
     return "cuda"
 
 
@@ -71,17 +70,7 @@ def check_same_tokens(
     assert [output.exit_layers for output in got] == [output.exit_layers for output in expected]
 
 
-# Embeddings of their own, and such as are the LM head too.
-SHORT = [("llama_tied", "full"), ("llama_tied", "softmax_each")]
-SHORT += [("llama_biased", mode) for mode in ("state", "speculative", "head")]
-LONG = [("llama_biased", mode) for mode in POLICIES] + [("llama_tied", "speculative")]
-MODES = [
-    *SHORT,
-    *(pytest.param(*each, marks=pytest.mark.long) for each in LONG if each not in SHORT),
-]
-
-
-@pytest.mark.parametrize(("family", "mode"), MODES)
+@pytest.mark.parametrize(("family", "mode"), modes_of_coded_weights(tied="llama_tied"))
 def test_every_mode_of_int4_gives_the_tokens_of_its_floats(
     family: str, mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from eecore import (
 )
 from eecore.ops import products
 from head_packs import write_pack
+from tiers import CUDA_BACKENDS, in_all
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,6 +46,14 @@ POLICIES = {
 }
 
 
+def modes_of_coded_weights(tied: str) -> list[Any]:
+    """Families with embeddings of their own, or with those of the LM head, and their modes."""
+    modes = [(tied, "full"), (tied, "softmax_each")]
+    modes += [("llama_biased", mode) for mode in ("state", "speculative", "head")]
+    others = [("llama_biased", mode) for mode in POLICIES] + [(tied, "speculative")]
+    return [*modes, *in_all(*(each for each in others if each not in modes))]
+
+
 @pytest.fixture(scope="module")
 def pack(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a draft head."""
@@ -60,7 +69,7 @@ def tiny(tiny_directory: Path, pack: Path) -> eecore.Model:
         return eecore.load(tiny_directory, device="cpu", kv_cache_tokens=512, exits=pack)
 
 
-@pytest.fixture(params=["emulated", "cuda"])
+@pytest.fixture(params=CUDA_BACKENDS)
 def on_cuda(
     request: pytest.FixtureRequest,
     tiny_directory: Path,
@@ -78,8 +87,6 @@ def on_cuda(
         with emulated.checking_races():
             yield as_on_cuda(model)
         return
-    if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
-        pytest.skip("no GPU, or a build without eecore._cuda")
     yield eecore.load(tiny_directory, device="cuda", kv_cache_tokens=512, exits=pack)
 
 
@@ -96,7 +103,7 @@ def test_every_mode_gives_the_tokens_of_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "mode", ["full", "softmax_each", "speculative", "verify", "lookup", "head"]
+    "mode", ["full", "softmax_each", "speculative", "head", *in_all("verify", "lookup")]
 )
 def test_a_seed_draws_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -139,7 +146,7 @@ def test_a_prompt_scores_as_on_the_cpu(
                 assert entry.top_logprobs == pytest.approx(same.top_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["full", "softmax_each", "speculative", "lookup"])
+@pytest.mark.parametrize("mode", ["softmax_each", "speculative", *in_all("full", "lookup")])
 def test_penalties_and_guides_give_the_tokens_of_the_cpu(
     tiny: eecore.Model, on_cuda: eecore.Model, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

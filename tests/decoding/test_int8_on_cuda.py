@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_cuda_path import POLICIES, PROMPTS
+from test_cuda_path import POLICIES, PROMPTS, modes_of_coded_weights
 
 import eecore
 import emulated
@@ -18,6 +18,7 @@ from eecore.models import checkpoint
 from eecore.models.int8 import dequantise_rows, quantise_rows
 from eecore.models.linear import MAX_SKINNY_ROWS
 from head_packs import write_pack
+from tiers import CUDA_BACKENDS
 from tiny_models import write_model
 from tiny_t5 import write_t5
 
@@ -37,7 +38,7 @@ def rounded(directory: Path, into: Path) -> Path:
     return into
 
 
-@pytest.fixture(params=["emulated", "cuda"])
+@pytest.fixture(params=CUDA_BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A GPU, or the emulator on the CPU's memory: where that is so, int8 has no blocks."""
     if request.param == "emulated":
@@ -45,8 +46,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         heads_in_floats(monkeypatch)
         monkeypatch.setattr(checkpoint, "INT8_BLOCK_DEVICES", frozenset())
         return "cpu"
-    if not torch.cuda.is_available() or eecore.build_info()["cuda"] is False:
-        pytest.skip("no GPU, or a build without eecore._cuda")
     return "cuda"
 
 
@@ -58,12 +57,7 @@ def load_int8(directory: Path, device: str, exits: Path | None = None) -> eecore
     return model if device == "cuda" else as_on_cuda(model)
 
 
-# Embeddings of their own, and such as are the LM head too.
-MODES = [("llama_biased", mode) for mode in POLICIES]
-MODES += [("smollm2", mode) for mode in ("full", "softmax_each", "speculative")]
-
-
-@pytest.mark.parametrize(("family", "mode"), MODES)
+@pytest.mark.parametrize(("family", "mode"), modes_of_coded_weights(tied="smollm2"))
 def test_every_mode_gives_the_tokens_of_the_rounded_weights(
     family: str, mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -40,10 +40,10 @@ def greedy_choices(oracle: torch.nn.Module, prompt: list[int], output: list[int]
 def test_full_depth_greedy_tokens_equal_transformers(
     model: eecore.Model, oracle: torch.nn.Module
 ) -> None:
-    prompts = real_prompts(10)
-    outputs = eecore.generate(model, prompts, max_tokens=128, ignore_eos=True)
+    prompts = real_prompts(5)
+    outputs = eecore.generate(model, prompts, max_tokens=64, ignore_eos=True)
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output.token_ids) == 128
+        assert len(output.token_ids) == 64
         choices = greedy_choices(oracle, output.prompt_token_ids, output.token_ids)
         assert output.token_ids == choices, prompt
 
@@ -60,7 +60,7 @@ def test_batch_and_single_tokens_are_the_same(model: eecore.Model) -> None:
 
 
 MAX_TOKENS = 16
-NUM_PROMPTS = 40
+NUM_PROMPTS = 16
 SKIPS = {"skip_attention": {12, 20}, "skip_mlp": {10, 14, 21}}
 
 
@@ -74,10 +74,10 @@ def full_outputs(model: eecore.Model) -> list[list[int]]:
     ("policy", "batch_size", "num_prompts", "max_tokens"),
     [
         (eecore.SelfSpeculative(24, 4), 8, NUM_PROMPTS, MAX_TOKENS),
-        (eecore.SelfSpeculative(27, 2), 1, 16, 8),
-        (eecore.SelfSpeculative(8, 2), 8, 16, MAX_TOKENS),
+        (eecore.SelfSpeculative(27, 2), 1, 6, 8),
+        (eecore.SelfSpeculative(8, 2), 8, 12, MAX_TOKENS),
         (eecore.DraftAndVerify(**SKIPS, num_drafts=5), 8, NUM_PROMPTS, MAX_TOKENS),
-        (eecore.DraftAndVerify(**SKIPS, num_drafts=3, adaptive=False), 1, 16, 8),
+        (eecore.DraftAndVerify(**SKIPS, num_drafts=3, adaptive=False), 1, 6, 8),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exit) else str(value),
 )

@@ -492,7 +492,7 @@ def test_questions_about_texts_that_fit_the_model(folder: Path, tmp_path: Path) 
     """The tokenizer's tokens are bytes, so that the longer half does not fit 2048 positions."""
     texts = tmp_path / "texts"
     texts.mkdir()
-    for number in range(30):
+    for number in range(10):
         words = f"Sentence {number} of a text that says little. "
         (texts / f"{number}.md").write_text(words * (8 if number % 2 else 45))
     out = tmp_path / "head"
