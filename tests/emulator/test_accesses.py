@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -496,16 +497,23 @@ CONFLICTS_IN_FLOAT = {
 }
 
 
+@cache
+def launches(dtype: torch.dtype) -> dict[str, list[emulated.CountedLaunch]]:
+    """What each call of every op launches, counted once for the tests below."""
+    counts: dict[str, list[emulated.CountedLaunch]] = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulated.route(monkeypatch)
+        for name, run in calls(dtype).items():
+            with emulated.counting() as counts[name]:
+                run()
+    return counts
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_shared_memory_is_reached_without_more_conflicts_than_are_known(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_is_reached_without_more_conflicts_than_are_known(dtype: torch.dtype) -> None:
     found: dict[str, int] = {}
     places: dict[str, str] = {}
-    emulated.route(monkeypatch)
-    for name, run in calls(dtype).items():
-        with emulated.counting() as counted:
-            run()
+    for name, counted in launches(dtype).items():
         for launch in counted:
             if launch.bank_ways > found.get(launch.name, 0):
                 found[launch.name] = launch.bank_ways
@@ -526,14 +534,9 @@ WIDE = {"sample_measure_kernel": 2.0, "sample_weigh_kernel": 2.0, "sample_sift_k
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sectors_of_global_memory_are_taken_whole(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emulated.route(monkeypatch)
+def test_sectors_of_global_memory_are_taken_whole(dtype: torch.dtype) -> None:
     worst: dict[str, float] = {}
-    for run in calls(dtype).values():
-        with emulated.counting() as counted:
-            run()
+    for counted in launches(dtype).values():
         for launch in counted:
             if launch.least_sectors:
                 share = launch.sectors / launch.least_sectors

@@ -10,6 +10,7 @@ from test_accesses import FLOATS, calls
 from test_emulator import run_fault
 
 import emulated
+from tiers import in_all
 
 OF_KERNELS_AHEAD = {
     "early_read": r"early_read<true>: .* reads global memory .* that .*write_data, 1 kernel ahead, "
@@ -46,16 +47,16 @@ def test_nothing_is_checked_unasked(name: str) -> None:
     assert run_fault(name, faulty=True)[0] == ""
 
 
+@pytest.mark.parametrize("seed", [0, *in_all(1)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_kernels_of_every_op_are_clean(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One behind the other, without a kernel of torch between them."""
+    """One after the other, without a kernel of torch between them."""
     emulated.route(monkeypatch)
     runs = calls(dtype)
-    for seed in range(2):
-        emulated.set_seed(seed)
-        with emulated.checking_races() as num_checked:
-            for run in runs.values():
-                run()
-            assert num_checked() > 1e5
+    emulated.set_seed(seed)
+    with emulated.checking_races() as num_checked:
+        for run in runs.values():
+            run()
+        assert num_checked() > 1e5
