@@ -349,8 +349,8 @@ def test_attention_reads_each_key_and_value_once(
     group = case.num_q_heads // case.num_kv_heads
     tile = 16 if dtype == torch.float32 else 64
     tiles = math.ceil(case.num_queries[0] * group / tile)
-    for cache in "kv":
-        total, distinct = ran.watched[cache]
+    for side in "kv":
+        total, distinct = ran.watched[side]
         assert distinct == sum(seen) * row
         # A second tile sees no key that the last query does not.
         assert distinct <= total <= tiles * distinct
