@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-CASES_OF_AN_OP = 3
+CASES_OF_AN_OP = 2
 """Of every test of ops, on each of these kernels."""
 CAPABILITIES = ("cpu-portable", "cpu-avx2", "cpu-avx512_bf16")
 SLOW_OF_AN_OP = ("opcheck", "compiles")
@@ -19,9 +19,8 @@ OF_OPS = ("ops", "across_ops")
 # All tests of these files of a folder are quick.
 WHOLE = {
     ".": "exit_text exits files hostile_files house quick",
-    "decoding": "auto company confident_exit cut_vocabulary guide head_drafts lookup penalties "
-    "sampling speculation",
-    "engine": "faults",
+    "decoding": "auto company confident_exit cut_vocabulary guide lookup penalties sampling "
+    "speculation",
     "evaluation": "examples exit_map",
     "models": "checkpoint gguf_file llama tokenizer tokenizer_files",
     "scheduling": "pages scheduler",
@@ -32,6 +31,8 @@ WHOLE = {
 SOME = {
     "cli/test_cli.py": ("test_generate", "test_every_exit_mode", "test_json", "test_wrong_usage"),
     "cli/test_cli_streams.py": ("test_arguments_of_all_kinds",),
+    "decoding/test_head_drafts.py": ("test_greedy", "test_all_policies", "test_a_bad_pack"),
+    "engine/test_faults.py": ("test_generate_gives", "test_all_that_fail", "test_a_row_of_nan"),
     "engine/test_async_engine.py": ("test_concurrent", "test_closing_a", "test_a_refused"),
     "engine/test_engine.py": ("test_modes_in_one_batch", "test_preemption", "test_st", "test_bad"),
     "engine/test_shared_engine.py": ("test_overlapping", "test_threads_share"),
