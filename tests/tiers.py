@@ -27,10 +27,10 @@ CPU_CAPABILITIES: tuple[str, ...] = ("portable",)
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES += ("avx2", "avx512", "avx512_bf16", "amx", "amx_model")
 # Test files of what differs with matrix tiles, the machine's or those of a model in software.
-TILED = {"skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax"}
-TILED |= {"decoder_layers", "packed_weights", "rows_alone", "tiles"}
+TILED = {"skinny_products", "kv_fill", "exit_confidence_softmax"}
+TILED |= {"decoder_layers", "weight_formats", "rows_alone", "tiles"}
 # Test files of what runs on CUDA too: ops, and what is tested across them.
-ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads", "float8_caches"}
+ON_CUDA = cases.CUDA_OPS | {"skinny_products", "weight_formats", "appended_heads", "float8_caches"}
 
 
 def op_of(module_name: str) -> str:
@@ -65,7 +65,7 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
     best = {"portable", vectors[-1], "amx"}
     if not everything and not compares_with_the_reference(function):
         here = [name for name in here if name in best]
-    found = [f"cpu-{name}" for name in here]
+    found = [] if function.endswith("_on_cuda") else [f"cpu-{name}" for name in here]
     if op in ON_CUDA:
         found += ["emulated", *(["cuda"] if HAS_CUDA else [])]
     return found
