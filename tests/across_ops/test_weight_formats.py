@@ -144,7 +144,7 @@ def test_quantised_rows_are_within_half_a_step() -> None:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("form", ["int8", "packed"])
-def test_random_calls_on_cuda(form: str, op: str, seed: int) -> None:
+def test_random_calls_of_emulated_kernels(form: str, op: str, seed: int) -> None:
     """Strides, gaps, places and sizes of any kind."""
 
     def has_form(call: op_calls.Call) -> bool:
