@@ -66,7 +66,7 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
     if not everything and not compares_with_the_reference(function):
         here = [name for name in here if name in best]
     found = [] if function.endswith("_on_cuda") else [f"cpu-{name}" for name in here]
-    if op in ON_CUDA:
+    if op in ON_CUDA and "number_of_threads" not in function:  # threads of the CPU
         found += ["emulated", *(["cuda"] if HAS_CUDA else [])]
     return found
 

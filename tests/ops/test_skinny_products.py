@@ -320,8 +320,8 @@ def test_vectors_of_every_width_agree(product: Product) -> None:
 
 
 @pytest.mark.parametrize("form", ["int8", *SMALL_FORMATS])
-@pytest.mark.parametrize("num_tokens", [1, 17, 20])
-@pytest.mark.parametrize("columns", [131, 288, 576])
+@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize("columns", [131, 576])
 @each_dtype
 def test_nothing_but_the_result_is_rounded_on_cuda(
     columns: int, num_tokens: int, form: str, dtype: torch.dtype, device: torch.device
