@@ -139,6 +139,7 @@ SKINNY_LINEARS = (
     (33, 17),
     (64, 65),
     (100, 37),
+    (272, 75),
     (SMOLLM2_135M.hidden_size, SMOLLM2_135M.kv_size),
     (SMOLLM2_135M.inner_size, SMOLLM2_135M.hidden_size),
     (LLAMA_1B.hidden_size, 129),

@@ -1,69 +1,95 @@
-"""What holds of ops whose weight is stored in fewer bits, whichever way: int8 rows or blocks."""
+"""Calls of ops that read a weight, with the weight in floats, int8 rows or the blocks of a format.
+
+On the CPU x is rounded first, to 16 bits for int8 rows and to 8 bits for blocks; on CUDA it is not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-import test_kv_fill
-import test_skinny_gated_linear
-import test_skinny_linear
 import torch
 
-import reference
+import emulated
+from cases import TOLERANCES
 from eecore import ops
+from eecore.models.int8 import dequantise_rows, quantise_rows
+from packed_blocks import block_sizes, random_blocks
 
 Call = dict[str, Any]
-CheckClose = Callable[[torch.Tensor, torch.Tensor], None]
 
-SKINNY_OPS = (
-    (test_skinny_linear, ops.skinny_linear),
-    (test_skinny_gated_linear, ops.skinny_gated_linear),
-)
-"""The ops with one weight, and the module that makes calls of each."""
+FORMATS = ops.BLOCK_FORMATS
+FORMS = ("floats", "int8", *FORMATS)
+STEMS = {"weight": "weight", "lm_head": "lm_head", "kv_weight": "kv"}
+"""The names of weights, and how those of their scales and tables begin."""
 
 
-def check_head(call: Call, tolerance: float, oracle: Call | None = None) -> None:
-    """Its measures are those of the logits that the stored weight gives, or the oracle's call."""
-    got = ops.exit_confidence_softmax(**call)
-    confidence, logsumexp, logits = reference.exit_confidence_softmax(**(oracle or call))
-    close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
-    torch.testing.assert_close(got.confidence, confidence, **close)
-    torch.testing.assert_close(got.logsumexp, logsumexp, **close)
-    torch.testing.assert_close(got.top_logit, logits.amax(-1), **close)
+def whole_blocks(columns: int, form: str) -> int:
+    """The least number of columns, not below this one, that blocks of the form fill."""
+    per_block = block_sizes(form)[0] if form in FORMATS else 1
+    return -(-columns // per_block) * per_block
 
 
-def check_fill(call: Call, check_close: CheckClose, oracle: Call | None = None) -> None:
-    """Caches are filled with what the stored weight gives, or the oracle's call."""
-    expected = test_kv_fill.filled(reference.kv_fill, oracle or call)
-    for got, wanted in zip(test_kv_fill.filled(ops.kv_fill, call), expected, strict=True):
-        check_close(got, wanted)
+def on_device(matrix: ops.Matrix, device: torch.device | None) -> ops.Matrix:
+    """The matrix on a device; weights are packed on the CPU."""
+    assert matrix.table is not None
+    return matrix._replace(weight=matrix.weight.to(device), table=matrix.table.to(device))
 
 
-def check_stays_in_its_row(call: Call, value: float, *, gives_nan: bool = True) -> None:
-    """A number that is not finite in one of five rows of x says nothing of the others.
-
-    Its own row is NaN throughout, or at least nowhere finite.
-    """
-    expected = ops.skinny_linear(**call)
-    call["x"][2, 69] = value
-    got = ops.skinny_linear(**call)
-    assert got[2].isnan().all() if gives_nan else not got[2].isfinite().any()
-    rest = [0, 1, 3, 4]
-    assert torch.equal(got[rest], expected[rest])
+def packed_rows(format: str, rows: int, columns: int, device: torch.device | None) -> ops.Matrix:
+    """A packed matrix with every bit pattern of its quants."""
+    blocks = random_blocks(format, rows, columns, columns**-0.5)
+    return on_device(ops.pack_weight(blocks, format), device)
 
 
-def check_rows_of_size(call: Call, weight: torch.Tensor, size: float, atol: float) -> None:
-    """Products of rows whose numbers are all of one size with a weight [out, in] in float64."""
-    call["x"] = call["x"].sign() * size
-    exact = (call["x"].double() @ weight.T).float()
-    torch.testing.assert_close(ops.skinny_linear(**call), exact, rtol=1e-4, atol=atol)
+def coded(call: Call, form: str, name: str = "weight") -> Call:
+    """The call with its weight in a form: int8 rows of its numbers, random blocks of its shape."""
+    weight, stem = call[name], STEMS[name]
+    if form == "floats":
+        return call
+    if form == "int8":
+        whole, scales = quantise_rows(weight)
+        return {**call, name: whole, f"{stem}_scale": scales}
+    matrix = packed_rows(form, *weight.shape, weight.device)
+    return {**call, name: matrix.weight, f"{stem}_table": matrix.table}
 
 
-def check_refusal(call: Call, change: Call, message: str) -> None:
-    """A changed call of ``skinny_linear`` is an error that writes nothing."""
-    call = {**call, "out": torch.zeros(2, 6), **change}
-    with pytest.raises(RuntimeError, match=f"skinny_linear: {message}"):
-        ops.skinny_linear(**call)
-    assert not call["out"].any()
+def floats_of(weight: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """A packed weight as float64 [..., in_features]."""
+    rows = ops.unpack_weight(weight.cpu(), table.cpu().flatten())
+    return rows.double().view(*table.shape, -1).to(weight.device)
+
+
+def as_floats(call: Call) -> Call:
+    """The call with the numbers that its weight stands for."""
+    for name, stem in STEMS.items():
+        scale, table = call.get(f"{stem}_scale"), call.get(f"{stem}_table")
+        if scale is not None:
+            call = {**call, name: dequantise_rows(call[name], scale, torch.float64)}
+        if table is not None:
+            call = {**call, name: floats_of(call[name], table)}
+        call = {
+            **call,
+            **{each: None for each in (f"{stem}_scale", f"{stem}_table") if each in call},
+        }
+    return call
+
+
+def oracle_of(call: Call, device: torch.device) -> Call:
+    """What the reference takes for a call: for CUDA the numbers that its weight stands for."""
+    return as_floats(call) if emulated.is_cuda_kernel(device) else call
+
+
+def check_close(
+    got: torch.Tensor,
+    wanted: torch.Tensor,
+    form: str,
+    device: torch.device,
+    *,
+    is_normed: bool = True,
+) -> None:
+    """On the CPU x may be rounded to the next of its steps where the norm's last bit differs."""
+    step = {"floats": 0.0, "int8": 2e-4}.get(form, 3e-2)
+    rounds = is_normed and not emulated.is_cuda_kernel(device)
+    tolerance = TOLERANCES[got.dtype]
+    atol = 2 * tolerance.atol + step * rounds
+    torch.testing.assert_close(got, wanted, rtol=tolerance.rtol, atol=atol, equal_nan=True)

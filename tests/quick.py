@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 CASES_OF_AN_OP = 2
 """Of every test of ops, on each of these kernels."""
 CAPABILITIES = ("cpu-portable", "cpu-avx2", "cpu-avx512_bf16")
-SLOW_OF_AN_OP = ("opcheck", "compiles")
+SLOW_OF_AN_OP = ("opcheck", "compiles", "emulated")
 OF_OPS = ("ops", "across_ops")
 
 # All tests of these files of a folder are quick.

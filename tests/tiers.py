@@ -31,10 +31,10 @@ if platform.machine() in ("x86_64", "AMD64"):
 TILES = ("amx", "amx_model")
 """Matrix tiles: the machine's, and a model of them in software."""
 # Test files of what differs with matrix tiles, the machine's or those of a model in software.
-TILED = {"skinny_linear", "skinny_gated_linear", "kv_fill", "exit_confidence_softmax"}
-TILED |= {"decoder_layers", "packed_weights", "rows_alone", "tiles"}
+TILED = {"skinny_products", "kv_fill", "exit_confidence_softmax"}
+TILED |= {"decoder_layers", "weight_formats", "rows_alone", "tiles"}
 # Test files of what runs on CUDA too: ops, and what is tested across them.
-ON_CUDA = cases.CUDA_OPS | {"int8_weights", "packed_weights", "appended_heads", "float8_caches"}
+ON_CUDA = cases.CUDA_OPS | {"skinny_products", "weight_formats", "appended_heads", "float8_caches"}
 
 
 CUDA_BACKENDS = ("emulated", "cuda") if HAS_CUDA else ("emulated",)
@@ -76,8 +76,8 @@ def backends(op: str, function: str, everything: bool) -> list[str]:
     here = [name for name in cases.cpu_capabilities() if name not in TILES or op in TILED]
     if not everything and not compares_with_the_reference(function):
         here = [name for name in here if f"cpu-{name}" not in compared_only()]
-    found = [f"cpu-{name}" for name in here]
-    if op in ON_CUDA:
+    found = [] if function.endswith("_on_cuda") else [f"cpu-{name}" for name in here]
+    if op in ON_CUDA and "number_of_threads" not in function:  # threads of the CPU
         found += CUDA_BACKENDS
     return found
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import test_exit_confidence_softmax
 import test_kv_fill
-import test_skinny_gated_linear
-import test_skinny_linear
 import torch
-from test_int8_weights import with_int8
+from test_skinny_products import OPS, Product
 
 from cases import KvFillCase
+from coded_calls import coded
 from eecore import ops
 
 Call = dict[str, Any]
@@ -27,13 +26,13 @@ ROW_COUNTS = (*range(1, 20), 27, 31, 32, 33, 47, 63, 64, 65, 97, 129, 200, 257)
 # Columns: below a vector, odd, in several chunks, more than the integer sums of some CPUs take in.
 SIZES = ((7, 5), (131, 41), (576, 75), (1100, 36), (4133, 9))
 FORMATS = {
-    "float32": (torch.float32, False),
-    "bfloat16": (torch.bfloat16, False),
-    "int8": (torch.float32, True),
-    "int8-bfloat16": (torch.bfloat16, True),
+    "float32": (torch.float32, "floats"),
+    "bfloat16": (torch.bfloat16, "floats"),
+    "int8": (torch.float32, "int8"),
+    "int8-bfloat16": (torch.bfloat16, "int8"),
 }
 
-formats = pytest.mark.parametrize(("dtype", "is_int8"), FORMATS.values(), ids=FORMATS)
+formats = pytest.mark.parametrize(("dtype", "form"), FORMATS.values(), ids=FORMATS)
 
 
 @pytest.fixture
@@ -65,36 +64,32 @@ def check_rows(
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_linear_layers(
-    sizes: tuple[int, int], dtype: torch.dtype, is_int8: bool, device: torch.device
+    sizes: tuple[int, int], dtype: torch.dtype, form: str, device: torch.device
 ) -> None:
-    for module, op, by_row in (
-        (test_skinny_linear, ops.skinny_linear, ("x", "residual")),
-        (test_skinny_gated_linear, ops.skinny_gated_linear, ("x",)),
-    ):
-        call = module.random_call(MOST_ROWS, *sizes, dtype=dtype, device=device)
-        call = with_int8(call) if is_int8 else call
-        check_rows(lambda call, op=op: op(**call), call, by_row, ROW_COUNTS)
+    for op in OPS:
+        product = Product(op, form)
+        call = product.call(MOST_ROWS, *sizes, dtype=dtype, device=device)
+        by_row = tuple({"x", "residual"} & call.keys())
+        check_rows(product.run, call, by_row, ROW_COUNTS)
 
 
 @formats
 @pytest.mark.usefixtures("two_threads")
-def test_more_rows_than_stay_in_cache(
-    dtype: torch.dtype, is_int8: bool, device: torch.device
-) -> None:
-    call = test_skinny_linear.random_call(1500, 1536, 40, dtype=dtype, device=device)
-    call = with_int8(call) if is_int8 else call
-    together = ops.skinny_linear(**call)
+def test_more_rows_than_stay_in_cache(dtype: torch.dtype, form: str, device: torch.device) -> None:
+    product = Product("skinny_linear", form)
+    call = product.call(1500, 1536, 40, dtype=dtype, device=device)
+    together = product.run(call)
     for rows in (slice(1), slice(3, 40), slice(700, 1001), slice(1499, 1500)):
         some = {**call, "x": call["x"][rows], "residual": call["residual"][rows]}
-        assert torch.equal(ops.skinny_linear(**some), together[rows])
+        assert torch.equal(product.run(some), together[rows])
 
 
 @formats
 @pytest.mark.usefixtures("two_threads")
-def test_the_head(dtype: torch.dtype, is_int8: bool, device: torch.device) -> None:
+def test_the_head(dtype: torch.dtype, form: str, device: torch.device) -> None:
     call = test_exit_confidence_softmax.random_case(MOST_ROWS, 576, 301, dtype, device)
     call["eps"] = 1e-5
-    call = with_int8(call, "lm_head", "lm_head_scale") if is_int8 else call
+    call = coded(call, form, "lm_head")
 
     def run(call: Call) -> torch.Tensor:
         got = ops.exit_confidence_softmax(**call)
@@ -105,9 +100,9 @@ def test_the_head(dtype: torch.dtype, is_int8: bool, device: torch.device) -> No
 
 @formats
 @pytest.mark.usefixtures("two_threads")
-def test_what_is_filled(dtype: torch.dtype, is_int8: bool, device: torch.device) -> None:
+def test_what_is_filled(dtype: torch.dtype, form: str, device: torch.device) -> None:
     call = test_kv_fill.random_call(KvFillCase(70, hidden_size=576), dtype, device)
-    call = with_int8(call, "kv_weight", "kv_scale") if is_int8 else call
+    call = coded(call, form, "kv_weight")
     by_row = ("hidden", "exit_layer", "slot_mapping", "positions")
 
     together = test_kv_fill.filled(ops.kv_fill, call)
@@ -122,16 +117,16 @@ def test_what_is_filled(dtype: torch.dtype, is_int8: bool, device: torch.device)
 
 
 @formats
-def test_threads(dtype: torch.dtype, is_int8: bool, device: torch.device) -> None:
+def test_threads(dtype: torch.dtype, form: str, device: torch.device) -> None:
     for num_tokens in (1, 5, 40, MOST_ROWS):
-        call = test_skinny_linear.random_call(num_tokens, 576, 1001, dtype=dtype, device=device)
-        call = with_int8(call) if is_int8 else call
+        product = Product("skinny_linear", form)
+        call = product.call(num_tokens, 576, 1001, dtype=dtype, device=device)
         before = torch.get_num_threads()
         got = []
         try:
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                got.append(ops.skinny_linear(**call))
+                got.append(product.run(call))
         finally:
             torch.set_num_threads(before)
         assert torch.equal(got[0], got[1])

@@ -18,7 +18,7 @@ from test_exit_rows import LAYER, Point
 from test_kv_fill import packed
 from test_kv_fill import random_call as fill_call
 from test_paged_attention import random_call as attention_call
-from test_skinny_linear import random_call as linear_call
+from test_skinny_products import Product
 
 import emulated
 import reference
@@ -128,7 +128,7 @@ def test_skinny_linear_reads_each_weight_once_for_a_group_of_rows(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call = linear_call(num_tokens, in_features, out_features, options, dtype)
+    call = Product("skinny_linear").call(num_tokens, in_features, out_features, options, dtype)
     checked = Checked(monkeypatch, lambda: ops.skinny_linear(**call), weight=call["weight"])
     planned, ran = checked.of("skinny_linear_kernel")
     total, distinct = ran.watched["weight"]
@@ -440,7 +440,7 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     made = {f"{case.op} {case.name}": case.make().call for case in cases(dtype, CPU, tiny=True)}
     for tokens in (1, 9, 20, 40):
         for features in ((64, 512), (576, 192)):
-            call = linear_call(tokens, *features, "all", dtype)
+            call = Product("skinny_linear").call(tokens, *features, "all", dtype)
             made[f"linear {tokens} {features}"] = lambda c=call: ops.skinny_linear(**c)
         fill = fill_call(KvFillCase(tokens, hidden_size=128, head_dim=128, rotary_dim=128), dtype)
         fill["exit_layer"].fill_(1)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from test_kv_fill import filled
 from test_kv_fill import random_call as fill_call
-from test_skinny_gated_linear import random_call as gated_call
-from test_skinny_linear import random_call
+from test_skinny_products import OPS, Product
 
 import emulated
 from cases import KvFillCase
 from eecore import ops
-from eecore.models.int8 import quantise_rows
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +32,14 @@ def early_copies(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("kind", ["floats", "int8", "Q4_1"])
 def test_a_weight_that_is_constant_does_not_wait(kind: str) -> None:
-    call = random_call(3, 128, 64, "plain")  # x is read where it is
-    if kind == "int8":
-        call["weight"], call["weight_scale"] = quantise_rows(call["weight"])
-    elif kind != "floats":
-        matrix = ops.pack_weight(ops.quantise_weight(call["weight"], kind), kind)
-        call["weight"], call["weight_table"] = matrix.weight, matrix.table
+    product = Product("skinny_linear", kind)
+    call = product.call(3, 128, 64, "plain")  # x is read where it is
     call["residual"] = torch.randn(3, 64)
     results = {}
     copies = {
         constant: early_copies(
             lambda constant=constant: results.update(
-                {constant: ops.skinny_linear(**call, constant_weight=constant)}
+                {constant: product.run({**call, "constant_weight": constant})}
             )
         )
         for constant in (False, True)
@@ -56,21 +49,16 @@ def test_a_weight_that_is_constant_does_not_wait(kind: str) -> None:
     assert torch.equal(results[False], results[True])
 
 
-@pytest.mark.parametrize(
-    ("op", "call_of"),
-    [(ops.skinny_linear, random_call), (ops.skinny_gated_linear, gated_call)],
-    ids=["skinny_linear", "skinny_gated_linear"],
-)
-def test_a_constant_weight_does_not_wait_for_rows_that_its_blocks_norm(
-    op: Callable[..., object], call_of: Callable[..., dict[str, Any]]
-) -> None:
-    call = call_of(3, 128, 64)
-    assert early_copies(lambda: op(**call)) == 0
-    assert early_copies(lambda: op(**call, constant_weight=True)) > 0
+@pytest.mark.parametrize("op", OPS)
+def test_a_constant_weight_does_not_wait_for_rows_that_its_blocks_norm(op: str) -> None:
+    product = Product(op)
+    call = product.call(3, 128, 64)
+    assert early_copies(lambda: product.run(call)) == 0
+    assert early_copies(lambda: product.run({**call, "constant_weight": True})) > 0
 
 
 def test_a_weight_does_not_wait_behind_the_kernel_that_norms() -> None:
-    call = random_call(9, 128, 64)
+    call = Product("skinny_linear").call(9, 128, 64)
     launched = emulated.kernels_of(lambda: ops.skinny_linear(**call))
     assert launched == ["rms_norm_kernel", "skinny_linear_kernel"]
     assert early_copies(lambda: ops.skinny_linear(**call)) > 0

@@ -6,12 +6,16 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from random_calls import Arguments, Maker
+from random_calls import Arguments, Checked, Maker
+
+TESTED_TOGETHER = dict.fromkeys(("skinny_gated_linear", "skinny_linear"), "skinny_products")
+"""The tests of ops that share a file."""
 
 
 @dataclass
@@ -50,10 +54,22 @@ def run(op: str, arguments: Arguments) -> None:
     overload(op)(**arguments)
 
 
+def tests_of(op: str) -> ModuleType:
+    """The test file of an op, in tests/ops."""
+    return importlib.import_module(f"test_{TESTED_TOGETHER.get(op, op)}")
+
+
+def fuzzed_call(op: str) -> Callable[[Maker], Checked]:
+    """Makes calls of an op: ``fuzzed_call`` of its tests, ``fuzzed_<op>`` where they are of two."""
+    name = f"fuzzed_{op}" if op in TESTED_TOGETHER else "fuzzed_call"
+    made: Callable[[Maker], Checked] = getattr(tests_of(op), name)
+    return made
+
+
 def random_call(op: str, random: Random) -> Call:
     """A call of an op."""
     made = Maker(random)
-    arguments, check = importlib.import_module(f"test_{op}").fuzzed_call(made)
+    arguments, check = fuzzed_call(op)(made)
     names = [argument.name for argument in overload(op)._schema.arguments]
     assert set(arguments) <= set(names), set(arguments) - set(names)
     return Call(op, {name: arguments[name] for name in names if name in arguments}, check)

@@ -1,0 +1,164 @@
+"""int8 and packed weights in ops that read a weight, but for tests/ops/test_skinny_products.py."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import test_exit_confidence_softmax
+import test_kv_fill
+import torch
+
+import emulated
+import fuzz_ops
+import op_calls
+import reference
+from cases import DTYPES, KV_FILL_CASES, LM_HEADS, KvFillCase
+from coded_calls import (
+    FORMATS,
+    Call,
+    as_floats,
+    check_close,
+    coded,
+    floats_of,
+    on_device,
+    oracle_of,
+    packed_rows,
+)
+from eecore import ops
+from eecore.models.int8 import dequantise_rows, quantise_rows
+from packed_blocks import packed_layers
+
+OPS = (
+    "embed_tokens",
+    "exit_confidence_softmax",
+    "kv_fill",
+    "skinny_gated_linear",
+    "skinny_linear",
+)
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_format = pytest.mark.parametrize("format", FORMATS)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("form", "hidden_size", "vocab_size"),
+    [*(("int8", *sizes) for sizes in LM_HEADS), *((format, 256, 1003) for format in FORMATS)],
+)
+def test_softmax_confidence_matches_the_reference(
+    form: str, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Its measures are those of the logits that the stored weight gives."""
+    call = test_exit_confidence_softmax.random_case(9, hidden_size, vocab_size, dtype, device)
+    call = coded({**call, "eps": 1e-5}, form, "lm_head")
+    got = ops.exit_confidence_softmax(**call)
+    oracle = oracle_of(call, device)
+    confidence, logsumexp, logits = reference.exit_confidence_softmax(**oracle)
+    tolerance = 5e-5 if form == "int8" else 3e-3
+    close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    torch.testing.assert_close(got.confidence, confidence, **close)
+    torch.testing.assert_close(got.logsumexp, logsumexp, **close)
+    torch.testing.assert_close(got.top_logit, logits.amax(-1), **close)
+
+
+def check_fill(call: Call, form: str, device: torch.device) -> None:
+    expected = test_kv_fill.filled(reference.kv_fill, oracle_of(call, device))
+    for got, wanted in zip(test_kv_fill.filled(ops.kv_fill, call), expected, strict=True):
+        check_close(got, wanted, form, device)
+
+
+@each_dtype
+@pytest.mark.parametrize("case", KV_FILL_CASES, ids=str)
+def test_int8_fill_matches_the_reference(
+    case: KvFillCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    call = test_kv_fill.random_call(case, dtype, device)
+    check_fill(coded(call, "int8", "kv_weight"), "int8", device)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+def test_packed_fill_matches_the_reference(
+    num_kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Heads that end inside panels; K and V in formats of their own, others in every layer."""
+    case = KvFillCase(9, hidden_size=256, num_kv_heads=num_kv_heads, head_dim=24, rotary_dim=24)
+    call = test_kv_fill.random_call(case, dtype, device)
+    rows = num_kv_heads * 24
+    layers = [[("Q4_K", rows), ("Q6_K", rows)], [("Q4_0", rows), ("Q8_0", rows)],
+              [("Q5_1", rows), ("Q5_1", rows)]]  # fmt: skip
+    matrix = on_device(packed_layers(layers, 256, size=1 / 16), device)
+    check_fill({**call, "kv_weight": matrix.weight, "kv_table": matrix.table}, "packed", device)
+
+
+@each_format
+def test_what_is_filled_of_a_row_does_not_depend_on_the_others(
+    format: str, device: torch.device
+) -> None:
+    """Of each layer other rows are filled, in blocks of which the last has few."""
+    case = KvFillCase(53, hidden_size=256, num_kv_heads=1, head_dim=24, rotary_dim=24)
+    call = test_kv_fill.random_call(case, device=device)
+    matrix = on_device(packed_layers([[(format, 48)]] * case.num_layers, 256, size=1 / 16), device)
+    call |= {"kv_weight": matrix.weight, "kv_table": matrix.table}
+    together = test_kv_fill.filled(ops.kv_fill, call)
+    for count in (1, 10, 12, 13, 21, 45):
+        caches = call["k_cache"], call["v_cache"]
+        for rows in torch.arange(53).split(count):
+            by_row = ("hidden", "exit_layer", "slot_mapping", "positions")
+            part = {name: call[name][rows] for name in by_row}
+            own = {**call, **part, "k_cache": caches[0], "v_cache": caches[1]}
+            caches = test_kv_fill.filled(ops.kv_fill, own)
+        for got, expected in zip(caches, together, strict=True):
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+@each_dtype
+@each_format
+def test_embeddings_are_what_the_format_says(
+    format: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    matrix = packed_rows(format, 100, 256, device)
+    assert matrix.table is not None
+    token_ids = torch.tensor([0, 99, 5, 5, 17], device=device)
+    previous = torch.tensor([42], device=device)
+    sources = torch.tensor([-1, -1, 0, -1, -1], dtype=torch.int32, device=device)
+    out = torch.zeros(5, 260, dtype=dtype, device=device)[:, :256]
+    ops.embed_tokens(
+        token_ids, matrix.weight, table=matrix.table, previous=previous, sources=sources, out=out
+    )
+    rows = torch.tensor([0, 99, 42, 5, 17], device=device)
+    assert torch.equal(out, floats_of(matrix.weight, matrix.table)[rows].to(dtype))
+
+
+def test_quantised_rows_are_within_half_a_step() -> None:
+    weight = torch.randn(3, 7, 50) * torch.logspace(-6, 6, 7)[:, None]
+    weight[1, 2] = 0
+    whole, scale = quantise_rows(weight)
+    error = (dequantise_rows(whole, scale, torch.float32) - weight).abs()
+    assert (error <= scale[..., None] * 0.5001).all()
+    assert whole.amin() == -127 or whole.amax() == 127
+    assert not whole[1, 2].any()
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("form", ["int8", "packed"])
+def test_random_calls_of_emulated_kernels(form: str, op: str, seed: int) -> None:
+    """Strides, gaps, places and sizes of any kind."""
+
+    def has_form(call: op_calls.Call) -> bool:
+        if form == "int8":
+            return any(tensor.dtype == torch.int8 for tensor in call.tensors.values())
+        return any(name.endswith("table") for name in call.tensors)
+
+    random = Random(seed)
+    call = op_calls.random_call(op, random)
+    while not has_form(call):
+        call = op_calls.random_call(op, random)
+    emulated.library()
+    memory, before = fuzz_ops.Memory(call.arguments.values()), op_calls.copied(call.arguments)
+    getattr(torch.ops.eecore_emulated, op).default(**call.arguments)
+    written = [call.arguments.get(name) for name in op_calls.written(op)]
+    memory.assert_unchanged(but=[tensor for tensor in written if tensor is not None])
+    call.check(before if op == "embed_tokens" else as_floats(before), call.arguments)

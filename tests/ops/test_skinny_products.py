@@ -1,0 +1,605 @@
+"""skinny_linear and skinny_gated_linear: norm, product and activation, then residual or gate.
+
+Each rounded where a model rounds; the weight in floats, int8 rows or packed blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import cases
+import emulated
+import reference
+from cases import DTYPES, LARGE_BATCH_SIZES, SKINNY_BATCH_SIZES, SKINNY_LINEARS
+from coded_calls import (
+    FORMATS,
+    FORMS,
+    Call,
+    as_floats,
+    check_close,
+    coded,
+    on_device,
+    oracle_of,
+    packed_rows,
+    whole_blocks,
+)
+from eecore import _C, ops
+from eecore.ops import AppendKv
+from packed_blocks import SMALL_FORMATS, packed_layers, random_blocks
+from random_calls import Arguments, Checked, Maker, compare, looser, out_of
+
+OPTIONS = ("plain", "all")
+ACTIVATIONS = {"skinny_linear": (None, "relu"), "skinny_gated_linear": ("silu", "gelu_tanh")}
+OPS = tuple(ACTIVATIONS)
+# First row and number of rows: alone, few, and around the rows of a tile and of two.
+ROWS_TOGETHER = (
+    *((row, 1) for row in (0, 1, 3, 7, 8, 17, 18, 31, 32, 64, 299, 300)),
+    *((1, count) for count in range(2, 18)),
+    *((2, count) for count in (20, 21, 23, 24, 25, 31, 32, 33, 41, 42, 44, 45, 47, 48, 52, 53, 70)),
+)
+
+
+@dataclass(frozen=True)
+class Product:
+    """An op, and the form of its weight."""
+
+    op: str
+    form: str = "floats"
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.form}"
+
+    def call(
+        self,
+        num_tokens: int,
+        in_features: int,
+        out_features: int,
+        options: str = "all",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> Call:
+        """Arguments of a call, with as many columns as fill blocks of the form."""
+        generator = torch.Generator().manual_seed(num_tokens)
+        in_features = whole_blocks(in_features, self.form)
+        rows = out_features * (2 if self.op == "skinny_gated_linear" else 1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+        weight = normal(rows, in_features) / math.sqrt(in_features)
+        call: Call = {"x": 3 * normal(num_tokens, in_features), "weight": weight}
+        if options == "all":
+            call["norm_weight"] = 1 + normal(in_features) / 8
+            call["eps"] = 1e-5
+            call["bias"] = normal(rows)
+            if self.op == "skinny_linear":
+                call["residual"] = normal(num_tokens, out_features)
+        return coded(call, self.form)
+
+    def run(self, call: Call) -> Tensor:
+        result: Tensor = getattr(ops, self.op)(**call)
+        return result
+
+    def check(self, call: Call, device: torch.device) -> None:
+        """Hold a call to the reference."""
+        expected = getattr(reference, self.op)(**oracle_of(call, device))
+        is_normed = call.get("norm_weight") is not None
+        check_close(self.run(call), expected, self.form, device, is_normed=is_normed)
+
+
+@pytest.fixture
+def product(op: str, form: str) -> Product:
+    return Product(op, form)
+
+
+def products(*forms: str) -> pytest.MarkDecorator:
+    """Each op with each form, as one parameter: the short suite, too, has all pairs with others."""
+    pairs = [Product(op, form) for form in forms for op in OPS]
+    return pytest.mark.parametrize("product", pairs, ids=str)
+
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_op = pytest.mark.parametrize("op", OPS)
+each_form = pytest.mark.parametrize("form", FORMS)
+each_format = pytest.mark.parametrize("form", FORMATS)
+on_linear = pytest.mark.parametrize("op", ["skinny_linear"])
+on_int8 = pytest.mark.parametrize("product", [Product("skinny_linear", "int8")], ids=str)
+
+
+@products("floats", "int8")
+@pytest.mark.parametrize("num_tokens", [*SKINNY_BATCH_SIZES, *LARGE_BATCH_SIZES])
+@each_dtype
+def test_matches_the_reference(
+    num_tokens: int, dtype: torch.dtype, product: Product, device: torch.device
+) -> None:
+    """With and without options and an activation, in turn."""
+    for turn, sizes in enumerate(SKINNY_LINEARS, num_tokens):
+        if num_tokens in SKINNY_BATCH_SIZES or math.prod(sizes) < 30000:
+            call = product.call(num_tokens, *sizes, OPTIONS[turn % 2], dtype, device)
+            call["activation"] = ACTIVATIONS[product.op][turn // 2 % 2]
+            product.check(call, device)
+
+
+@products(*FORMATS)
+@each_dtype
+def test_packed_products_match_the_reference(
+    dtype: torch.dtype, product: Product, device: torch.device
+) -> None:
+    for turn, num_tokens in enumerate((0, 1, 2, 3, 7, 33), DTYPES.index(dtype)):
+        call = product.call(num_tokens, 512, 70, OPTIONS[turn % 2], dtype, device)
+        call["activation"] = ACTIVATIONS[product.op][turn // 2 % 2]
+        product.check(call, device)
+
+
+@each_format
+def test_packed_rows_of_any_width_and_view(form: str, device: torch.device) -> None:
+    """Of an odd number of blocks, too; rows of a view begin and end inside panels."""
+    for columns in sorted(
+        {whole_blocks(each, form) for each in (32, 96, 256, 576, 768, 1536, 4864)}
+    ):
+        matrix = packed_rows(form, 75, columns, device)
+        x = torch.randn(3, columns, device=device)
+        call = {"x": x, "weight": matrix.weight, "weight_table": matrix.table}
+        Product("skinny_linear", form).check(call, device)
+        whole = ops.skinny_linear(**call)
+        for rows in (slice(8, None), slice(16, 40), slice(31, 33), slice(1, 75)):
+            part = matrix.rows(rows)
+            got = ops.skinny_linear(x, part.weight, weight_table=part.table)
+            assert torch.equal(got, whole[:, rows])
+
+
+@each_dtype
+def test_packed_rows_of_any_place_and_format(dtype: torch.dtype, device: torch.device) -> None:
+    """16 rows of a table need not be a panel: formats in turn, and rows in any order."""
+    parts = [(format, 5) for format in FORMATS]
+    matrix = on_device(packed_layers([parts], 256, size=1 / 16).unbind()[0], device)
+    assert matrix.table is not None
+    call = {"x": torch.randn(9, 256, device=device).to(dtype), "weight": matrix.weight}
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(device)
+    for rows in (torch.arange(40, device=device), order, order.repeat(3)):
+        Product("skinny_linear", "packed").check(
+            {**call, "weight_table": matrix.table[rows]}, device
+        )
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu_tanh"])
+def test_activations_of_every_size(
+    activation: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """0 stays 0, large stays large, -large goes to 0, and what is not a number stays so."""
+    sizes = [0.0, 1e-30, 0.5, 2, 5, 9, 11, 20, 87, 89, 200, 1e30, torch.inf]
+    values = torch.tensor([*sizes, *(-size for size in sizes), torch.nan], device=device).to(dtype)
+    x = torch.ones(1, 1, dtype=dtype, device=device)
+    if activation == "relu":
+        got, expected = ops.skinny_linear(x, values[:, None], activation="relu"), values.relu()
+    else:
+        weight = torch.cat((values, torch.ones_like(values)))[:, None]
+        got = ops.skinny_gated_linear(x, weight, activation=activation)
+        expected = reference.activate_gate(values, activation)
+    # 1 + tanh of the oracle loses digits where it is nearly 0.
+    atol = {"relu": 0.0, "silu": 1e-30, "gelu_tanh": 1e-15}[activation]
+    rtol = 0.0 if activation == "relu" else 1e-5
+    torch.testing.assert_close(got[0], expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS["skinny_linear"])
+@each_dtype
+def test_rounds_the_projection_before_the_residual(
+    activation: str | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Products of small whole numbers are exact, so that every rounding can be told."""
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-9, 10, shape, generator=generator).to(device=device, dtype=dtype)
+
+    call: Call = {"x": whole(5, 200), "weight": whole(37, 200), "bias": whole(37)}
+    call |= {"residual": whole(5, 37) * 129, "activation": activation}
+    got = ops.skinny_linear(**call)
+    assert torch.equal(got, reference.skinny_linear(**call))
+    assert (got < 0).any()
+
+
+def between(values: Tensor, start: int) -> Tensor:
+    """Rows that start so far from where memory does, between elements that are not to be read."""
+    around = torch.full_like(values, 99 if values.dtype == torch.int8 else torch.nan)
+    return torch.cat((around[..., :start], values, around), -1)[..., start : -values.shape[-1]]
+
+
+@each_op
+@pytest.mark.parametrize("form", ["floats", "int8", "Q4_1"])
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 16])
+@each_dtype
+def test_rows_that_start_anywhere(
+    start: int, dtype: torch.dtype, product: Product, device: torch.device
+) -> None:
+    """On and beside 16-byte boundaries."""
+    for num_tokens, in_features in ((5, 72), (9, 131)):
+        call = product.call(num_tokens, in_features, 41, dtype=dtype, device=device)
+        expected = product.run(call)
+        for name in ("x", "weight", "weight_scale", "norm_weight", "bias", "residual"):
+            if name in call and call[name].dtype != torch.uint8:
+                call[name] = between(call[name], start)
+        memory = torch.full((num_tokens, 60), torch.nan, dtype=dtype, device=device)
+        out = memory[:, start : start + 41]
+        assert product.run({**call, "out": out}) is out
+        assert torch.equal(out, expected)
+        out.fill_(torch.nan)
+        assert memory.isnan().all()
+
+
+@on_linear
+@pytest.mark.parametrize("form", ["floats", "int8", "Q4_1"])
+@each_dtype
+def test_out_may_be_the_residual(
+    dtype: torch.dtype, product: Product, device: torch.device
+) -> None:
+    call = product.call(70, 100, 75, dtype=dtype, device=device)
+    expected = product.run(call)
+    product.run({**call, "out": call["residual"]})
+    assert torch.equal(call["residual"], expected)
+
+
+@each_op
+@each_form
+@pytest.mark.parametrize(("in_features", "options"), [(100, "all"), (1100, "all"), (1100, "plain")])
+@each_dtype
+def test_a_row_does_not_depend_on_the_others(
+    in_features: int, options: str, dtype: torch.dtype, product: Product, device: torch.device
+) -> None:
+    """Nor on how many they are, or on what is not finite among them."""
+    num_tokens = 75 if emulated.is_cuda_kernel(device) else 301
+    call = product.call(num_tokens, in_features, 74, options, dtype, device)
+    call["x"][[3, 21]] = torch.nan
+    call["x"][17, -1] = torch.inf
+    call["x"][18] = 0
+    together = product.run(call)
+    assert together[22:].isfinite().all()
+    for first, count in ((0, num_tokens), *ROWS_TOGETHER):
+        rows = slice(first, first + count)
+        own = {name: call[name][rows] for name in ("x", "residual") if name in call}
+        got = product.run({**call, **own})
+        torch.testing.assert_close(got, together[rows], rtol=0, atol=0, equal_nan=True)
+
+
+@each_op
+@each_form
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(
+    value: float, product: Product, device: torch.device
+) -> None:
+    """Its own row is NaN throughout, or at least nowhere finite."""
+    rounds = product.form != "floats" and not emulated.is_cuda_kernel(device)
+    for options in OPTIONS:
+        call = product.call(5, 70, 33, options, device=device)
+        expected = product.run(call)
+        call["x"][2, 69] = value
+        got = product.run(call)
+        assert not got[2].isfinite().any()
+        assert got[2].isnan().all() or not (math.isnan(value) or rounds)
+        rest = [0, 1, 3, 4]
+        assert torch.equal(got[rest], expected[rest])
+
+
+@each_op
+@each_form
+@each_dtype
+def test_the_number_of_threads_changes_nothing(
+    dtype: torch.dtype, product: Product, device: torch.device
+) -> None:
+    call = product.call(5, 576, 1001, dtype=dtype, device=device)
+    torch.set_num_threads(1)
+    one = product.run(call)
+    torch.set_num_threads(2)
+    assert torch.equal(one, product.run(call))
+
+
+@on_linear
+@each_format
+def test_vectors_of_every_width_agree(product: Product) -> None:
+    """AVX2, AVX-512 and matrix tiles: exact integers, and one order of the sums."""
+    names = [name for name in cases.cpu_capabilities() if name != "portable"]
+    if len(names) < 2:
+        pytest.skip("this CPU has one width of vectors")
+    call = product.call(41, 768, 70, "plain")
+    before = _C.cpu_capability()
+    try:
+        results = []
+        for name in names:
+            _C.set_cpu_capability(name)
+            results.append(product.run(call))
+    finally:
+        _C.set_cpu_capability(before)
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+@pytest.mark.parametrize("form", ["int8", *SMALL_FORMATS])
+@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize("columns", [131, 576])
+@each_dtype
+def test_nothing_but_the_result_is_rounded_on_cuda(
+    columns: int, num_tokens: int, form: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Small whole numbers, and scales that are powers of two: every byte counts as what it says."""
+    generator = torch.Generator().manual_seed(columns)
+
+    def whole(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    columns = whole_blocks(columns, form)
+    x, bias = whole(-8, 9, num_tokens, columns).to(device, dtype), whole(-9, 10, 256)
+    call: Call = {"x": x, "bias": bias.to(device, dtype)}
+    if form == "int8":
+        weight = torch.arange(256 * columns).view(256, columns) * 7 % 256 - 128
+        call["weight"] = weight.to(device, torch.int8)
+        call["weight_scale"] = (2.0 ** whole(-9, -5, 256)).to(device)
+    else:
+        blocks = random_blocks(form, 256, columns).view(256, columns // 32, -1)
+        powers = 2.0 ** whole(-3, 4, 256, columns // 32, 1)
+        blocks[..., :2] = powers.half().view(torch.uint8)
+        if form in ("Q4_1", "Q5_1"):
+            blocks[..., 2:4] = (-3 * powers).half().view(torch.uint8)
+        matrix = on_device(ops.pack_weight(blocks.flatten(1), form), device)
+        call |= {"weight": matrix.weight, "weight_table": matrix.table}
+    exact = x.double() @ as_floats(call)["weight"].T + call["bias"].double()
+    assert torch.equal(ops.skinny_linear(**call), exact.to(dtype))
+
+
+@on_int8
+def test_large_in_one_place_does_not_blur_the_rest(product: Product, device: torch.device) -> None:
+    """16 bits: beside an outlier of 100, x of about 1 keeps 8 bits and more."""
+    call = product.call(1, 576, 64, "plain", device=device)
+    call["x"] /= 3
+    call["x"][0, 5] = 100
+    exact = call["x"].double() @ as_floats(call)["weight"].T
+    torch.testing.assert_close(product.run(call), exact.float(), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("columns", [4096, 4097, 8192, 8200, (1 << 20) + 33])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_the_largest_weights_fit_at_any_length(
+    num_tokens: int, columns: int, device: torch.device
+) -> None:
+    """Sums of 32 bits would overflow, and so they do not take in that many columns."""
+    x = torch.ones(num_tokens, columns, device=device)
+    weight = torch.full((5, columns), -128, dtype=torch.int8, device=device)
+    got = ops.skinny_linear(x, weight, weight_scale=torch.ones(5, device=device))
+    torch.testing.assert_close(got, torch.full_like(got, -128 * columns), rtol=1e-6, atol=0)
+
+
+@on_linear
+@pytest.mark.parametrize("form", ["int8", "Q4_1"])
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-30, 1e30, 1e36, 3e38])
+def test_rows_of_any_size(size: float, product: Product, device: torch.device) -> None:
+    if product.form != "int8":
+        size = min(size, 1e36)
+    elif emulated.is_cuda_kernel(device):
+        size = min(size, 1e33)  # unscaled sums have to be finite
+    call = product.call(2, 70, 33, "plain", device=device)
+    call["x"] = call["x"].sign() * size
+    exact = (call["x"].double() @ as_floats(call)["weight"].T).float()
+    atol = size * (1e-3 if product.form == "int8" else 1e-4) + 1e-35
+    torch.testing.assert_close(product.run(call), exact, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_int8_weight_that_was_not_finite_shows(value: float, device: torch.device) -> None:
+    call = Product("skinny_linear").call(2, 40, 9, "plain", device=device)
+    call["weight"][4, 7] = value
+    got = ops.skinny_linear(**coded(call, "int8"))
+    assert got[:, 4].isnan().all()
+    assert got[:, :4].isfinite().all()
+
+
+# Refused calls with 2 tokens and out [2, 6]: ops, the form of the weight, what is changed in a call
+# and what the error says.
+Refusals = tuple[tuple[tuple[str, ...], str, tuple[tuple[Call, str], ...]], ...]
+LINEAR, GATED = OPS[:1], OPS[1:]
+OF_CODES: Refusals = (
+    (OPS, "int8", (
+        ({"weight_scale": None}, r"weight: expected float32 \[(out_features|12), in_features=8"),
+        ({"weight_scale": torch.zeros(12).bfloat16()}, r"weight_scale: expected float32 .* bf"),
+        ({"weight": torch.zeros(12, 8).byte()}, r"weight: expected int8 .* got uint8"),
+    )),
+    (LINEAR, "int8", (
+        ({"weight": torch.zeros(6, 8)}, r"weight: expected int8 \[out_features, in_features=8"),
+        ({"weight_scale": torch.zeros(5)}, r"weight_scale: expected float32 \[out_features=6"),
+        ({"weight_scale": torch.zeros(12)[::2]}, r"weight_scale: expected the last 1 .* cont"),
+    )),
+    (GATED, "int8", (
+        ({"weight": torch.zeros(12, 8)}, r"weight: expected int8 \[12, in_features=8"),
+        ({"weight_scale": torch.zeros(6)}, r"weight_scale: expected float32 \[12\]"),
+        ({"weight_scale": torch.zeros(24)[::2]}, r"weight_scale: expected the last 1 .* cont"),
+    )),
+    (OPS, "Q4_1", (
+        ({"weight": torch.zeros(640).char()}, r"weight: expected uint8 \[640\], got int8 \[640\]"),
+        ({"weight_scale": torch.zeros(12)}, r"weight_scale: expected None with weight_table, got"),
+    )),
+    (LINEAR, "Q4_1", (
+        ({"weight_table": torch.zeros(3, 3).long()}, r"weight_table: expected int64 \[out_fea"),
+    )),
+)  # fmt: skip
+ON_THE_CPU: Refusals = (
+    (OPS, "floats", (
+        ({"x": torch.zeros(2, 8).long()}, r"x: expected float32, bfloat16 .* got int64"),
+        ({"x": torch.zeros(2, 8).half()}, r"x: expected float32 or bfloat16 on the CPU"),
+        ({"x": torch.zeros(8, 2).T}, r"x: expected the last 1 .* contiguous"),
+        ({"norm_weight": torch.zeros(7)}, r"norm_weight: expected float32 \[in_features=8\], got"),
+        ({"norm_weight": torch.zeros(8).bfloat16()}, r"norm_weight: expected float32 .* bfloat16"),
+        ({"out": torch.zeros(6).expand(2, 6)}, r"out: expected elements that do not overlap"),
+        ({"eps": -1.0}, r"eps: expected a number >= 0, got -1"),
+    )),
+    (LINEAR, "floats", (
+        ({"x": torch.zeros(2, 0), "weight": torch.zeros(6, 0), "norm_weight": None},
+         r"x: expected in_features >= 1, got 0"),
+        ({"weight": torch.zeros(6, 7)}, r"weight: expected float32 \[out_features, in_features=8"),
+        ({"weight": torch.zeros(8, 6).T}, r"weight: expected the last 1 .* contiguous"),
+        ({"bias": torch.zeros(5)}, r"bias: expected float32 \[out_features=6\], got"),
+        ({"residual": torch.zeros(3, 6)}, r"residual: expected float32 \[num_tokens=2, out_featur"),
+        ({"residual": torch.zeros(6, 2).T}, r"residual: expected the last 1 .* contiguous"),
+        ({"out": torch.zeros(2, 5)}, r"out: expected float32 \[num_tokens=2, out_features=6\], go"),
+        ({"activation": "silu"}, r"activation: expected relu, got silu"),
+    )),
+    (GATED, "floats", (
+        ({"x": torch.zeros(2, 0), "weight": torch.zeros(12, 0), "norm_weight": None},
+         r"x: expected in_features >= 1, got 0"),
+        ({"weight": torch.zeros(12, 7)}, r"weight: expected float32 \[12, in_features=8\], got"),
+        ({"weight": torch.zeros(11, 8)}, r"weight: expected float32 \[12, in_features=8\], got"),
+        ({"weight": torch.zeros(8, 12).T}, r"weight: expected the last 1 .* contiguous"),
+        ({"bias": torch.zeros(6)}, r"bias: expected float32 \[12\], got"),
+        ({"out": torch.zeros(3, 6)}, r"out: expected float32 \[num_tokens=2, inner_size\], got"),
+        ({"activation": "relu"}, r"activation: expected silu or gelu_tanh, got relu"),
+    )),
+    (OPS, "Q4_1", (
+        ({"weight": torch.zeros(100).byte()}, r"weight_table: expected rows within 100 packed byt"),
+        ({"weight": torch.zeros(8, 80).byte()}, r"weight: expected uint8 \[640\], got uint8 \[8, "),
+        ({"x": torch.zeros(2, 96)}, r"weight_table: expected rows of 96 columns in .*, got 6"),
+    )),
+    (LINEAR, "Q4_1", (
+        ({"weight_table": torch.zeros(6)}, r"weight_table: expected int64 .* got float32 \[6\]"),
+        ({"weight_table": -torch.ones(6).long()}, r"weight_table: expected places that pack_weigh"),
+        ({"bias": torch.zeros(7)}, r"bias: expected float32 \[out_features=6\], got float32 \[7"),
+    )),
+    (GATED, "Q4_1", (
+        ({"weight_table": -torch.ones(12).long()}, r"weight_table: expected places that pack_wei"),
+    )),
+)  # fmt: skip
+ON_CUDA: Refusals = (
+    (OPS, "Q4_1", (
+        ({"x": torch.zeros(2, 80)}, r"weight_table: expected rows in blocks of 32 co.*got 80"),
+        ({"weight": torch.zeros(641).byte()[1:]}, r"weight: expected packed bytes that begin at a"),
+    )),
+)  # fmt: skip
+
+
+def refusals(listed: Refusals) -> pytest.MarkDecorator:
+    cases = [(op, form, *each) for ops, form, some in listed for op in ops for each in some]
+    return pytest.mark.parametrize(("op", "form", "change", "message"), cases)
+
+
+def check_refusal(product: Product, change: Call, message: str) -> None:
+    in_features = 64 if product.form in FORMATS else 8
+    options = "all" if product.form == "floats" else "plain"
+    call = {**product.call(2, in_features, 6, options), "out": torch.zeros(2, 6), **change}
+    with pytest.raises(RuntimeError, match=f"{product.op}: {message}"):
+        product.run(call)
+    assert not call["out"].any()
+
+
+@refusals(ON_THE_CPU + OF_CODES)
+def test_bad_input_is_named_and_changes_nothing(
+    product: Product, change: Call, message: str
+) -> None:
+    check_refusal(product, change, message)
+
+
+@refusals(ON_CUDA + OF_CODES)
+def test_bad_codes_are_named_by_emulated_kernels(
+    product: Product, change: Call, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what the table holds, which is not looked at there."""
+    emulated.route(monkeypatch)
+    check_refusal(product, change, message)
+
+
+def test_a_residual_that_overlaps_out_is_refused() -> None:
+    call = Product("skinny_linear").call(2, 8, 6)
+    memory = torch.zeros(40)
+    out = memory[10:22].view(2, 6)
+    for residual in (
+        memory[4:16].view(2, 6),
+        memory[21:33].view(2, 6),
+        memory[10:26].view(2, 8)[:, :6],
+    ):
+        with pytest.raises(RuntimeError, match="out: expected memory apart from residual, or"):
+            ops.skinny_linear(**{**call, "residual": residual}, out=out)
+    assert not memory.any()
+    for residual in (memory[22:34].view(2, 6), memory[:10].as_strided((2, 6), (4, 1))):
+        ops.skinny_linear(**{**call, "residual": residual}, out=out)
+
+
+@products("floats", "int8", "Q4_0")
+@pytest.mark.parametrize("place", [0, 1])
+def test_opcheck(place: int, product: Product, device: torch.device) -> None:
+    call = product.call(3, 40, 9, device=device)
+    call |= {"activation": ACTIVATIONS[product.op][place], "out": torch.zeros(3, 9, device=device)}
+    call.setdefault("weight_scale", None)
+    torch.library.opcheck(getattr(torch.ops.eecore, product.op).default, (), call)
+
+
+@products("floats", "Q4_0")
+def test_compiles(product: Product) -> None:
+    call = {**product.call(3, 40, 9), "activation": ACTIVATIONS[product.op][1]}
+    compiled = torch.compile(getattr(ops, product.op), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**call), product.run(call))
+
+
+def fuzzed_skinny_gated_linear(m: Maker) -> Checked:
+    tokens, inner, dtype = m.size(40), m.size(40), m.dtype()
+    given = {
+        **m.product(tokens, 2 * inner, dtype, ("silu", "gelu_tanh")),
+        "out": m.states(tokens, inner, dtype),
+    }
+    return given, compare(out_of(reference.skinny_gated_linear), looser(dtype, 12.0))
+
+
+def fuzzed_skinny_linear(m: Maker) -> Checked:
+    tokens, dtype = m.size(40), m.dtype()
+    if m.chance(0.3):
+        return appended_call(m, tokens, dtype)
+    rows = m.size(70)
+    residual = m.maybe(lambda: m.states(tokens, rows, dtype))
+    own = residual is None or m.chance()
+    given = {
+        **m.product(tokens, rows, dtype, (None, "relu")),
+        "residual": residual,
+        "out": m.states(tokens, rows, dtype) if own else residual,
+    }
+    return given, compare(out_of(reference.skinny_linear), looser(dtype, 8.0))
+
+
+def appended_call(m: Maker, tokens: int, dtype: torch.dtype) -> Checked:
+    """To heads of q, k and v, which go on to append_kv."""
+    width, page_size = m.columns(40), m.size(9, 1)
+    heads = m.size(4), m.size(3)
+    rows = (heads[0] + 2 * heads[1]) * width
+    pages = tokens // page_size + m.size(3, 1)
+    k_cache, v_cache = m.caches(pages, page_size, heads[1], width, dtype=dtype)
+    rotates, normed = m.chance(), width >= 8 and m.chance()
+
+    def norm() -> Tensor:
+        return m.placed((1 + m.normal(width) / 8).to(dtype))
+
+    given = {
+        **m.product(tokens, rows, dtype, (None,)),
+        "residual": None,
+        "out": m.states(tokens, rows, dtype),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "slot_mapping": m.slots(tokens, k_cache),
+        "positions": m.placed(m.whole(30, tokens)) if rotates else None,
+        "cos_sin": m.rotary(30, width) if rotates else None,
+        "q_norm_weight": norm() if normed else None,
+        "k_norm_weight": norm() if normed else None,
+        "key_scales": None,
+        "value_scales": None,
+    }
+    appended = AppendKv._fields
+
+    def oracle(before: Arguments) -> dict[str, Tensor]:
+        product = {name: x for name, x in before.items() if name not in (*appended, "out")}
+        out = reference.skinny_linear(**product)
+        q, k, v = out.view(tokens, sum(heads) + heads[1], width).split((*heads, heads[1]), 1)
+        append = {name: before[name] for name in appended}
+        turned, k_cache, v_cache = reference.append_kv(q, k, v, **append, eps=before["eps"])
+        assert turned is not None
+        out = torch.cat((turned.flatten(1), k.flatten(1), v.flatten(1)), 1)
+        return {"out": out, "k_cache": k_cache, "v_cache": v_cache}
+
+    return given, compare(oracle, looser(dtype, 8.0))
