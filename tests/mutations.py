@@ -18,12 +18,17 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+
+import pytest
 
 from mutants import MUTANTS, Mutant
 
@@ -116,16 +121,25 @@ class Copy:
         record.write_text("\n".join(wanted))
         return digest(*fingerprints)
 
-    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *command],
-            cwd=TREE,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+    def _run(self, *command: str) -> tuple[int, str]:
+        """The exit code and output of a Python command line; all that it started has ended."""
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=TREE,
+                env=self._environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            said.seek(0)
+            return code, said.read().decode(errors="replace")
 
     def build(self, *, emulator: bool) -> None:
         """Compile what has changed of the module, or of the emulated kernels.
@@ -135,29 +149,31 @@ class Copy:
         """
         by_tests = "import sys; sys.path.insert(0, 'tests'); import emulated; emulated.build()"
         in_place = ("setup.py", "--quiet", "build_ext", "--inplace")
-        done = self._run(*(("-c", by_tests) if emulator else in_place))
-        if done.returncode != 0:
-            raise RuntimeError(f"the build failed:\n{done.stdout[-4000:]}")
+        code, said = self._run(*(("-c", by_tests) if emulator else in_place))
+        if code != 0:
+            raise RuntimeError(f"the build failed:\n{said[-4000:]}")
 
-    def finds(self, tests: str, suite: Suite) -> tuple[bool, str]:
-        """Whether a test fails, and which.
+    def finds(self, tests: str, suite: Suite) -> str:
+        """The test that fails, where one does; else nothing.
 
         Raises:
             RuntimeError: no test ran.
         """
-        options = ["-x", "-vv", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
+        # A thread ends tests that hang in compiled code, which no signal reaches.
+        options = ["-x", "-vv", "-p", "no:cacheprovider"]
+        options += [f"--timeout={TEST_TIMEOUT_S}", "-o", "timeout_method=thread"]
         options += ["--all"] if suite == "long" else []
-        done = self._run("-m", "pytest", *shlex.split(tests), *options)
-        if done.returncode == 0 and " passed" in done.stdout:
-            return False, ""
-        # Tests are named as they begin: the last is the one that failed, or ended the process.
-        begun = re.findall(
-            r"^(tests/\S+::.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED).*)?$", *(done.stdout, re.M)
-        )
-        failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?)(?: - .*)?$", done.stdout, re.M)
-        if done.returncode in (0, 3, 4, 5) or not (failed or begun):
-            raise RuntimeError(f"pytest {tests}: no test ran:\n{done.stdout[-3000:]}")
-        return True, (failed or begun)[-1]
+        code, said = self._run("-m", "pytest", *shlex.split(tests), *options)
+        if code == 0 and " passed" in said:
+            return ""
+        # Tests are named as they begin: the last is the one that ended the process, if any did.
+        failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", said, re.MULTILINE)
+        begun = re.findall(r"^(tests/\S+::.+?)(?: [A-Z]{5,}.*)?$", said, re.MULTILINE)
+        if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR) or not (
+            failed or begun
+        ):
+            raise RuntimeError(f"pytest {tests}: no test ran:\n{said[-3000:]}")
+        return str((failed or begun)[-1])
 
 
 def plant(mutant: Mutant, root: Path) -> None:
@@ -240,8 +256,7 @@ def hunt(copy: Copy, results: Results, mutants: list[Mutant], suite: Suite) -> N
         copy.build(emulator=emulator)
     for tests in dict.fromkeys(mutant.tests for mutant in todo):
         if not results.passes(tests, suite):
-            fails, by = copy.finds(tests, suite)
-            if fails:
+            if by := copy.finds(tests, suite):
                 raise RuntimeError(f"{by} fails without a fault")
             say(f"{suite}: passes without a fault: {tests}")
             results.add_passed(tests, suite)
@@ -253,7 +268,7 @@ def hunt(copy: Copy, results: Results, mutants: list[Mutant], suite: Suite) -> N
             plant(mutant, TREE)
             if mutant.is_compiled:
                 copy.build(emulator=mutant.is_emulated)
-            _, by = copy.finds(mutant.tests, suite)
+            by = copy.finds(mutant.tests, suite)
         except RuntimeError as error:
             raise RuntimeError(f"{mutant.name}: {error}") from None
         finally:
