@@ -166,6 +166,11 @@ def test_a_draft_that_q_excludes_is_accepted_where_p_allows_it(device: torch.dev
     assert sample_one([1.0, 0.0], [1.0, 0.0], 1, [0.0, 0.5], device) == (0, 0)
 
 
+def test_a_draft_that_p_excludes_is_never_accepted(device: torch.device) -> None:
+    assert sample_one([0.0, 1.0], [0.5, 0.5], 0, [0.0, 0.5], device) == (0, 1)
+    assert sample_one([0.0, 1.0], [0.0, 1.0], 0, [0.0, 0.5], device) == (0, 1)
+
+
 def test_a_certain_draft_is_always_accepted(device: torch.device) -> None:
     assert sample_one([0.0, 1.0], [0.0, 1.0], 1, [ALMOST_ONE, ALMOST_ONE], device) == (1, 1)
 
