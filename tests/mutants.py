@@ -505,11 +505,11 @@ DECODING = (
         "tests/decoding/test_speculation.py",
     ),
     Mutant(
-        "draft-threshold-rounded-down",
+        "emitted-tokens-counted-as-accepted",
         "python/eecore/decoding/draft_step.py",
-        "if float(rounded) < threshold:",
-        "if float(rounded) > threshold + 1.0:",
-        "tests/decoding/test_speculation.py tests/decoding/test_programs.py",
+        "drafted=drafted, accepted=accepted),",
+        "drafted=drafted, accepted=good),",
+        "tests/decoding/test_speculation.py",
     ),
     Mutant(
         "threshold-of-the-next-token",
@@ -620,11 +620,11 @@ ENGINE = (
         "tests/engine/test_engine.py tests/decoding/test_speculation.py",
     ),
     Mutant(
-        "cancelled-output-given-twice",
-        "python/eecore/engine/engine.py",
-        "left = [step for step in before if step.request_id != request_id]",
-        "left = list(before)",
-        "tests/engine/test_engine.py tests/engine/test_interrupts.py",
+        "token-behind-the-vocabulary-taken",
+        "python/eecore/engine/intake.py",
+        "not 0 <= number < vocab_size:",
+        "not 0 <= number <= vocab_size:",
+        "tests/engine/test_engine.py",
     ),
     Mutant(
         "pages-of-a-failure-stay-shared",
