@@ -704,7 +704,7 @@ SERVER = (
         "python/eecore/serving/admission.py",
         "self._admission.taken -= self._count",
         "self._admission.taken -= 1",
-        "tests/serving/test_refusals.py tests/serving/test_server.py",
+        "tests/serving/test_endpoints.py",
     ),
     Mutant(
         "exit-errors-without-their-code",
