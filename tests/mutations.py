@@ -168,7 +168,7 @@ class Copy:
             return ""
         # Tests are named as they begin: the last is the one that ended the process, if any did.
         failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", said, re.MULTILINE)
-        begun = re.findall(r"^(tests/\S+::.+?)(?: [A-Z]{5,}.*)?$", said, re.MULTILINE)
+        begun = re.findall(r"^(tests/\S+::\w+(?:\[.*?\])?)(?: .*)?$", said, re.MULTILINE)
         if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR) or not (
             failed or begun
         ):
