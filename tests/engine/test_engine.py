@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import eecore
-from devices import engine_of, load
+from devices import cpu_only, engine_of, load
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -154,6 +154,31 @@ def test_a_chunk_of_a_replay_may_be_all_of_positions_that_left_early(
     outputs = [step.output for step in engine.run() if step.output]
     assert outputs[0].token_ids == expected.token_ids
     assert outputs[0].confidences == expected.confidences
+
+
+@cpu_only  # elsewhere a row's result depends on its company
+def test_a_replay_writes_the_same_keys_and_values(agreeing: eecore.Model) -> None:
+    config = EngineConfig(kv_cache_tokens=64, page_size=4, max_prefill_chunk=16, prefix_cache=False)
+    engine = agreeing.engine(config)
+    engine.add_request(PROMPTS[0], exit=ConfidentExit(0.3), sampling=GREEDY)
+    (sequence,) = engine.requests.values()
+
+    def written() -> list[torch.Tensor]:
+        slots = [sequence.pages[p // 4] * 4 + p % 4 for p in range(16)]
+        return [cache.flatten(1, 2)[:, slots] for cache in (engine.kv.k, engine.kv.v)]
+
+    while sequence.num_computed < 16:
+        engine.step()
+    before = written()
+    # Some position left earlier than its neighbours on both sides.
+    depths = sequence.kv_exit_layers
+    assert any(a > b < c for a, b, c in zip(depths, depths[1:], depths[2:], strict=False))
+    engine.scheduler.preempt(sequence)
+    engine.step()
+    assert sequence.num_computed == 16
+    for cache, expected in zip(written(), before, strict=True):
+        assert torch.equal(cache, expected)
+    engine.cancel(sequence.request_id)
 
 
 # On hold
@@ -296,6 +321,10 @@ def test_stop_strings(agreeing: eecore.Model, mode: str) -> None:
             assert output.finish_reason == "stop"
             assert output.text == pieces == text[: text.find(stop)]
             assert len(output.token_ids) == len(output.exit_layers) <= 18
+            if MODES[mode].max_drafts:
+                # Of a run of drafts nothing behind the string is kept.
+                full = alone(agreeing, prompt, Full(), sampling)
+                assert output.token_ids == full.token_ids
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back(agreeing: eecore.Model) -> None:

@@ -53,6 +53,12 @@ def test_what_templates_may_use(template: str) -> None:
     assert render(template, messages) == of_transformers(template, messages)
 
 
+def test_lines_of_blocks_leave_nothing_behind() -> None:
+    source = "{% for m in messages %}\n  {% if m %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert ChatTemplate(source).render(messages, {}) == "a\nb\n"
+
+
 @pytest.mark.parametrize("template", ["{{ false|sum('a') }}", "{{ 0|join(',', attribute='a') }}"])
 def test_what_is_no_list_has_no_attributes_of_items(template: str) -> None:
     with pytest.raises(ModelError, match=r"TypeError: '(bool|int)' object is not iterable"):

@@ -104,6 +104,15 @@ def test_end_tokens_come_from_the_generation_config_first(model_dir: Path) -> No
     assert read_model_config(model_dir).eos_token_ids == (257, 259)
 
 
+def test_theta_is_ten_thousand_unless_the_config_says_otherwise(model_dir: Path) -> None:
+    path = model_dir / "config.json"
+    values = json.loads(path.read_text())
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        values.pop(name, None)
+    path.write_text(json.dumps(values))
+    assert read_model_config(model_dir).rope.theta == 10000.0  # type: ignore[union-attr]
+
+
 def test_windows_are_per_layer(tmp_path: Path) -> None:
     assert read_model_config(write_model(tmp_path / "m", "mistral")).layer_windows == (7,) * 4
     qwen = write_model(tmp_path / "q", "qwen2_windows")

@@ -128,15 +128,18 @@ def test_layers_that_no_row_needs_and_rows_without_a_slot_are_never_read(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keys_are_those_of_append_kv(dtype: torch.dtype, device: torch.device) -> None:
-    # A hidden state of one element, 1 after its norm, projects to the weights themselves.
-    call = random_call(KvFillCase(5, hidden_size=1, num_kv_heads=2, k_norm=True), dtype, device)
+    # A hidden state of one element, 1 after its norm, projects to the weights themselves; their
+    # sum with the bias is rounded before the norm of the head.
+    case = KvFillCase(5, hidden_size=1, num_kv_heads=2, bias=True, k_norm=True)
+    call = random_call(case, dtype, device)
     call["hidden"].fill_(1)
     call["norm_weight"].fill_(1)
     call["exit_layer"].fill_(0)
     call["eps"] = 0.0
     k_cache, v_cache = filled(ops.kv_fill, call)
     for layer in range(3):
-        kv = call["kv_weight"][layer].view(1, 2, 2, 64).expand(5, -1, -1, -1)
+        sums = call["kv_weight"][layer][:, 0].float() + call["kv_bias"][layer].float()
+        kv = sums.to(dtype).view(1, 2, 2, 64).expand(5, -1, -1, -1)
         wanted = call["k_cache"][layer].clone(), call["v_cache"][layer].clone()
         ops.append_kv(
             None,

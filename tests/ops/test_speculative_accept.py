@@ -97,6 +97,20 @@ def test_greedy_accepts_up_to_the_first_difference(device: torch.device) -> None
     assert got.next_token.tolist() == [1, 0, 3]
 
 
+@pytest.mark.parametrize("right", [31, 32, 33, 40])
+def test_greedy_accepts_more_drafts_than_a_warp_has_lanes(right: int, device: torch.device) -> None:
+    targets = torch.arange(41)
+    drafts = targets[:40].clone()
+    drafts[right:] += 1
+    arguments = {
+        "draft_tokens": drafts,
+        "draft_start_loc": torch.tensor([0, 40], dtype=torch.int32),
+        "target_tokens": targets,
+    }
+    got = ops.speculative_accept(**to_device(arguments, device))
+    assert (int(got.num_accepted), int(got.next_token)) == (right, right)
+
+
 # Distributions (p, q) over a small vocabulary.
 DISTRIBUTIONS = {
     "close": ([0.1, 0.2, 0.3, 0.25, 0.15], [0.15, 0.25, 0.2, 0.2, 0.2]),
@@ -164,6 +178,11 @@ ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1
 def test_a_draft_that_q_excludes_is_accepted_where_p_allows_it(device: torch.device) -> None:
     assert sample_one([0.5, 0.5], [1.0, 0.0], 1, [ALMOST_ONE, 0.0], device) == (1, 0)
     assert sample_one([1.0, 0.0], [1.0, 0.0], 1, [0.0, 0.5], device) == (0, 0)
+
+
+def test_a_draft_that_p_excludes_is_never_accepted(device: torch.device) -> None:
+    assert sample_one([0.0, 1.0], [0.5, 0.5], 0, [0.0, 0.5], device) == (0, 1)
+    assert sample_one([0.0, 1.0], [0.0, 1.0], 0, [0.0, 0.5], device) == (0, 1)
 
 
 def test_a_certain_draft_is_always_accepted(device: torch.device) -> None:

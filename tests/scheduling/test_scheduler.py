@@ -199,6 +199,14 @@ def test_drafts_never_pass_max_tokens() -> None:
     assert work.max_drafts == 0
 
 
+def test_drafts_count_in_the_budget() -> None:
+    bench = Bench(max_batch_tokens=8)
+    bench.add(3, exit=SelfSpeculative(1, 5))
+    bench.step()
+    bench.add(10)
+    assert summary(bench.step()) == [("0", 1), ("1", 2)]
+
+
 def test_a_round_has_no_more_drafts_than_one_may() -> None:
     bench = Bench(kv_cache_tokens=1024)
     for temperature in (0.0, 0.7):

@@ -108,6 +108,7 @@ def test_several_prompts_several_times(server: Asker, stream: bool) -> None:
     model = server.service.served.model
     expected = eecore.generate(model, [PROMPT, PROMPT, OTHER, OTHER], sampling=sampling)
     assert texts == [output.text for output in expected]
+    assert server.service.admission.taken == 0
 
 
 def test_prompts_of_token_ids(server: Asker, intent: eecore.Model) -> None:

@@ -94,6 +94,7 @@ def without_names(answer: Any) -> Any:
         {},
         {"max_tokens": 1},
         {"stop": [" light", "zz"], "echo": True},
+        {"stop_token_ids": [*range(0, 600, 2)], "ignore_eos": True},
         {"logprobs": 3, "logit_bias": {"5": 2.5}},
         {"logprobs": 2, "echo": True},
         {"logprobs": 0, "echo": True, "max_tokens": 0},

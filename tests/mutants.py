@@ -1,0 +1,852 @@
+"""The faults that ``tests/mutations.py`` plants, one at a time, and the tests run for each.
+
+Every fault is one that such code suffers, and that a test can find: what behaves the same is no
+fault. The old text occurs exactly once in its file, which ``tests/test_mutants.py`` checks, so that
+a fault does not get lost as the code changes. It holds no comment, for these change more often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Args:
+        name: what tables and ``--only`` call it.
+        file: the file that it is planted in, from the root of the repository.
+        old: the text that it replaces.
+        new: the text in its place.
+        tests: arguments of pytest: files or folders, and perhaps ``-k``.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it is in a CUDA kernel, which the emulator runs."""
+        return self.file.startswith(("include/", "csrc/cuda/"))
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.file.startswith(("include/", "csrc/"))
+
+
+CPU_KERNELS = (
+    Mutant(
+        "attention-page-edge",
+        "csrc/cpu/paged_attention.cpp",
+        "min_of(end, j + params.page_size - offset);",
+        "min_of(end, j + params.page_size - offset + 1);",
+        "tests/ops/test_paged_attention.py -k cpu",
+    ),
+    Mutant(
+        "attention-group-head",
+        "csrc/cpu/paged_attention.cpp",
+        "(tile.first_row + row) % tile.group_size);",
+        "row % tile.group_size);",
+        "tests/ops/test_paged_attention.py -k cpu",
+    ),
+    Mutant(
+        "attention-split-not-rescaled",
+        "csrc/cpu/paged_attention.cpp",
+        "exp_at_most_one(broadcast(*total_maximum - base));",
+        "broadcast(*total_maximum == -kInfinity ? 0.0f : 1.0f);",
+        "tests/ops/test_paged_attention.py -k cpu",
+    ),
+    Mutant(
+        "attention-value-scale-dropped",
+        "csrc/cpu/paged_attention.cpp",
+        "(scale != nullptr ? *scale : 1.0f) / weight);",
+        "1.0f / weight);",
+        "tests/across_ops/test_float8_caches.py -k cpu",
+    ),
+    Mutant(
+        "rotary-tail-not-masked",
+        "csrc/cpu/head_row.h",
+        "store_partial(row + half + i, fma(y, cosine, x * sine), n);",
+        "store(row + half + i, fma(y, cosine, x * sine));",
+        "tests/ops/test_append_kv.py tests/ops/test_kv_fill.py -k cpu",
+    ),
+    Mutant(
+        "kv-fill-layer-off-by-one",
+        "csrc/cpu/kv_fill.cpp",
+        "const int64_t needed = rows.counts[layer];",
+        "const int64_t needed = rows.counts[layer > 0 ? layer - 1 : 0];",
+        "tests/ops/test_kv_fill.py -k cpu",
+    ),
+    Mutant(
+        "kv-fill-projection-not-rounded",
+        "csrc/cpu/kv_fill.cpp",
+        "    load_row(rounded, n, values);\n",
+        "",
+        "tests/ops/test_kv_fill.py -k cpu",
+    ),
+    Mutant(
+        "softmax-second-of-earlier-tiles-lost",
+        "csrc/cpu/exit_confidence_softmax.cpp",
+        "partial->second = later.second > before ? later.second : before;",
+        "partial->second = later.second;",
+        "tests/ops/test_exit_confidence_softmax.py -k cpu",
+    ),
+    Mutant(
+        "softmax-tail-of-vocabulary-not-masked",
+        "csrc/cpu/exit_confidence_softmax.cpp",
+        "for (int64_t i = n; i < whole; ++i) logits[i] = -kInfinity;",
+        "for (int64_t i = n; i < whole; ++i) logits[i] = 0.0f;",
+        "tests/ops/test_exit_confidence_softmax.py -k cpu",
+    ),
+    Mutant(
+        "mlp-nan-becomes-zero",
+        "csrc/cpu/exit_confidence_mlp.cpp",
+        "x = x < 0.0f ? 0.0f : x;",
+        "x = x > 0.0f ? x : 0.0f;",
+        "tests/ops/test_exit_confidence_mlp.py -k cpu",
+    ),
+    Mutant(
+        "accept-mask-status-not-sticky",
+        "csrc/cpu/accept_mask.cpp",
+        "    if (confident && !params.status[row]) {\n      params.status[row] = 1;",
+        "    params.status[row] = confident;\n    if (confident) {",
+        "tests/ops/test_accept_mask.py -k cpu",
+    ),
+    Mutant(
+        "exit-rows-threshold-of-one-exits",
+        "csrc/cpu/exit_rows.cpp",
+        "if (threshold < 1.0f && params.confidence[j] >= threshold)",
+        "if (params.confidence[j] >= threshold)",
+        "tests/ops/test_exit_rows.py -k cpu",
+    ),
+    Mutant(
+        "draft-of-no-probability-accepted",
+        "csrc/cpu/accept_drafts.h",
+        "static_cast<double>(q[at]) <\n",
+        "static_cast<double>(q[at]) <=\n",
+        "tests/ops/test_speculative_accept.py tests/ops/test_accept_round.py -k cpu",
+    ),
+    Mutant(
+        "bonus-token-of-wrong-row",
+        "csrc/cpu/accept_round.cpp",
+        "    token = targets[accepted];\n",
+        "    token = targets[num_drafts];\n",
+        "tests/ops/test_accept_round.py -k cpu",
+    ),
+    Mutant(
+        "acceptance-draws-with-the-token-purpose",
+        "csrc/cpu/sample_tokens.cpp",
+        "random_words(seed, position, kAcceptancePurpose);",
+        "random_words(seed, position, params.purpose);",
+        "tests/ops/test_sample_tokens.py -k cpu",
+    ),
+    Mutant(
+        "presence-penalty-of-the-prompt",
+        "csrc/cpu/sample_tokens.cpp",
+        "visit_known(seen[i], false);",
+        "visit_known(seen[i], true);",
+        "tests/ops/test_sample_tokens.py -k cpu",
+    ),
+    Mutant(
+        "top-k-drops-the-last",
+        "csrc/cpu/logits_filters.h",
+        "return key_of(value) <= last; });",
+        "return key_of(value) < last; });",
+        "tests/ops/test_sample_tokens.py -k cpu",
+    ),
+    Mutant(
+        "k-quants-minimum-of-wrong-byte",
+        "csrc/cpu/pack_weight.cpp",
+        "(packed[i + 4] >> 4) | (packed[i] >> 6 << 4)",
+        "(packed[i + 4] >> 4) | (packed[i - 4] >> 6 << 4)",
+        "tests/ops/test_pack_weight.py tests/ops/test_unpack_weight.py -k cpu",
+    ),
+    Mutant(
+        "round-slots-within-the-first-page",
+        "csrc/cpu/begin_round.cpp",
+        "pages[page] * size + at % size : -1;",
+        "pages[page] * size + position % size + k : -1;",
+        "tests/ops/test_begin_round.py -k cpu",
+    ),
+    Mutant(
+        "compaction-leaves-lengths",
+        "csrc/cpu/compact_rows.cpp",
+        "  move_element(params.seq_lens, from, to);\n",
+        "",
+        "tests/ops/test_compact_rows.py -k cpu",
+    ),
+    Mutant(
+        "keys-scaled-as-in-the-first-layer",
+        "csrc/cpu/decoder_layers.cpp",
+        "  append.cache_format = layer_format(params, layer);\n",
+        "",
+        "tests/across_ops/test_float8_caches.py -k cpu",
+    ),
+)
+
+CUDA_KERNELS = (
+    Mutant(
+        "verification-counts-without-barrier",
+        "include/eecore/begin_verification.cuh",
+        "count_of_warp[warp] = inclusive;\n    __syncthreads();",
+        "count_of_warp[warp] = inclusive;",
+        "tests/ops/test_begin_verification.py -k emulated",
+    ),
+    Mutant(
+        "survivors-counted-without-barrier",
+        "include/eecore/accept_rows.cuh",
+        "survivors_per_warp[warp] = __popc(votes);\n    __syncthreads();",
+        "survivors_per_warp[warp] = __popc(votes);",
+        "tests/ops/test_accept_mask.py -k emulated",
+    ),
+    Mutant(
+        "attention-merge-without-fence",
+        "include/eecore/paged_attention.cuh",
+        "    __threadfence();\n    is_last[0] =",
+        "    is_last[0] =",
+        "tests/emulator/test_attention_merge.py tests/emulator/test_races.py",
+    ),
+    Mutant(
+        "attention-ring-filled-too-early",
+        "include/eecore/paged_attention.cuh",
+        "    if (round >= rounds.end) break;\n    __syncthreads();",
+        "    if (round >= rounds.end) break;",
+        "tests/ops/test_paged_attention.py -k emulated",
+    ),
+    Mutant(
+        "one-draft-too-many",
+        "include/eecore/append_drafts.cuh",
+        "&& step + 1 < params.most[row];",
+        "&& step < params.most[row];",
+        "tests/ops/test_append_drafts.py -k emulated",
+    ),
+    Mutant(
+        "round-without-its-own-key",
+        "include/eecore/begin_round.cuh",
+        "max(position + params.own_key, int64_t{1})",
+        "max(position, int64_t{1})",
+        "tests/ops/test_begin_round.py -k emulated",
+    ),
+    Mutant(
+        "accepted-drafts-of-later-warps",
+        "include/eecore/accept_drafts.cuh",
+        "return first + __ffs(static_cast<int>(refused)) - 1;",
+        "return __ffs(static_cast<int>(refused)) - 1;",
+        "tests/ops/test_speculative_accept.py tests/ops/test_accept_round.py -k emulated",
+    ),
+    Mutant(
+        "round-leaves-a-token-too-many",
+        "include/eecore/accept_round.cuh",
+        "params.next_left[row] = params.left[row] - emitted;",
+        "params.next_left[row] = params.left[row] - accepted;",
+        "tests/ops/test_accept_round.py -k emulated",
+    ),
+    Mutant(
+        "target-distributions-of-wrong-rows",
+        "include/eecore/speculative_accept.cuh",
+        "params.target_probs + (first + seq) * vocab_size;",
+        "params.target_probs + first * vocab_size;",
+        "tests/ops/test_speculative_accept.py -k emulated",
+    ),
+    Mutant(
+        "head-norm-of-half-the-lanes",
+        "include/eecore/append_kv.cuh",
+        "for (int distance = blockDim.x / 2; distance > 0; distance /= 2) {",
+        "for (int distance = blockDim.x / 2; distance > 1; distance /= 2) {",
+        "tests/ops/test_append_kv.py -k emulated",
+    ),
+    Mutant(
+        "embedding-of-the-first-source-missed",
+        "include/eecore/embed_tokens.cuh",
+        "return source < 0 ? params.token_ids[row]",
+        "return source <= 0 ? params.token_ids[row]",
+        "tests/ops/test_embed_tokens.py -k emulated",
+    ),
+    Mutant(
+        "state-behind-the-last-row",
+        "include/eecore/gather_states.cuh",
+        "if (token >= *params.num_tokens) {",
+        "if (token > *params.num_tokens) {",
+        "tests/ops/test_gather_states.py -k emulated",
+    ),
+    Mutant(
+        "sampling-sum-not-rescaled",
+        "include/eecore/sample_measure.cuh",
+        "  numbers.sum *= expf(before - base);\n",
+        "",
+        "tests/ops/test_sample_tokens.py -k emulated",
+    ),
+    Mutant(
+        "carry-of-masses-lost",
+        "include/eecore/sample_rows.cuh",
+        "  if (before + of_low < before) ++of_high;\n",
+        "",
+        "tests/ops/test_sample_tokens.py -k emulated",
+    ),
+    Mutant(
+        "cosine-tail-of-the-row-not-masked",
+        "include/eecore/exit_confidence_cosine.cuh",
+        "load_pack(hidden + first, n - first, hidden_aligned)",
+        "load_pack(hidden + first, int64_t{kSize}, hidden_aligned)",
+        "tests/ops/test_exit_confidence_cosine.py -k emulated",
+    ),
+    Mutant(
+        "kv-fill-order-written-by-all-layers",
+        "include/eecore/kv_fill.cuh",
+        "(other_layer == exit_layer && other < row)",
+        "(other_layer == exit_layer && other <= row)",
+        "tests/ops/test_kv_fill.py -k emulated",
+    ),
+    Mutant(
+        "states-of-the-last-row-not-copied",
+        "csrc/cuda/append_drafts.cu",
+        "static_cast<unsigned>(1 + num_states)",
+        "static_cast<unsigned>(num_states > 0 ? num_states : 1)",
+        "tests/ops/test_append_drafts.py -k emulated",
+    ),
+)
+
+CHECKS = (
+    Mutant(
+        "overlap-with-an-earlier-output",
+        "csrc/check.cpp",
+        "if (!is_written && !other.is_written) continue;",
+        "if (!is_written) continue;",
+        "tests/across_ops/test_op_refusals.py tests/ops "
+        "-k 'not emulated and not avx and (refus or bad or memory or stride)'",
+    ),
+    Mutant(
+        "padded-rows-taken-for-contiguous",
+        "csrc/check.cpp",
+        "tensor.size(i) != 1 && tensor.stride(i) != expected_stride",
+        "tensor.size(i) != 1 && tensor.stride(i) < expected_stride",
+        "tests/across_ops/test_op_refusals.py tests/ops "
+        "-k 'not emulated and not avx and (refus or bad or memory or stride)'",
+    ),
+    Mutant(
+        "larger-tensors-than-bound",
+        "csrc/check.cpp",
+        "ok = size == binding->size;",
+        "ok = size >= binding->size;",
+        "tests/across_ops/test_op_refusals.py tests/ops "
+        "-k 'not emulated and not avx and (refus or bad or memory or stride)'",
+    ),
+    Mutant(
+        "query-heads-not-in-groups",
+        "csrc/ops/paged_attention.cpp",
+        "check.require(num_kv_heads > 0 && num_q_heads % num_kv_heads == 0,",
+        "check.require(num_kv_heads > 0,",
+        "tests/ops/test_paged_attention.py -k 'not emulated and not avx'",
+    ),
+    Mutant(
+        "slot-behind-the-cache",
+        "csrc/ops/kv_fill.cpp",
+        'check["num_pages"] * params.page_size);',
+        'check["num_pages"] * params.page_size + 1);',
+        "tests/ops/test_kv_fill.py tests/across_ops/test_op_refusals.py -k 'not emulated'",
+    ),
+    Mutant(
+        "fewer-outputs-than-rows",
+        "csrc/ops/sample_tokens.cpp",
+        'check.require(index.has_value() || check["num_rows"] <= num_outputs,',
+        "check.require(index.has_value() || num_outputs >= 0,",
+        "tests/ops/test_sample_tokens.py tests/across_ops/test_op_refusals.py -k 'not emulated'",
+    ),
+    Mutant(
+        "packed-rows-behind-the-bytes",
+        "csrc/packed_check.cpp",
+        "check.require(end <= num_bytes, table_name,",
+        "check.require(place.offset <= num_bytes, table_name,",
+        "tests/across_ops/test_packed_weights.py tests/ops/test_unpack_weight.py -k 'not emulated'",
+    ),
+)
+
+SCHEDULING = (
+    Mutant(
+        "page-freed-under-another-owner",
+        "python/eecore/scheduling/pages.py",
+        "            if owners[page] > count:\n",
+        "            if owners[page] > count + 1:\n",
+        "tests/scheduling/test_pages.py tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "shared-page-has-one-owner",
+        "python/eecore/scheduling/pages.py",
+        "self._owners[page] = self._owners.get(page, 0) + 1",
+        "self._owners[page] = 1",
+        "tests/scheduling/test_pages.py tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "approximate-pages-shared",
+        "python/eecore/scheduling/pages.py",
+        "takewhile(self.is_exact, sequence.pages)",
+        "sequence.pages",
+        "tests/scheduling/test_pages.py tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "oldest-kept-page-survives",
+        "python/eecore/scheduling/pages.py",
+        "self._kept.update(dict.fromkeys(reversed(kept)))",
+        "self._kept.update(dict.fromkeys(kept))",
+        "tests/scheduling/test_pages.py tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "page-key-without-the-pages-before",
+        "python/eecore/scheduling/prefix_cache.py",
+        'sha256((keys[-1] if keys else b"") + tokens)',
+        "sha256(tokens)",
+        "tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "half-full-page-published",
+        "python/eecore/scheduling/prefix_cache.py",
+        "count = min(sequence.num_computed, sequence.num_tokens) // self._page_size",
+        "count = -(-min(sequence.num_computed, sequence.num_tokens) // self._page_size)",
+        "tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "pages-leak-at-the-end",
+        "python/eecore/scheduling/scheduler.py",
+        "        del self.requests[sequence.request_id]\n        self.pages.release(sequence)\n",
+        "        del self.requests[sequence.request_id]\n",
+        "tests/scheduling/test_scheduler.py",
+    ),
+    Mutant(
+        "oldest-preempted",
+        "python/eecore/scheduling/scheduler.py",
+        "youngest = self.running[-1]",
+        "youngest = self.running[0]",
+        "tests/scheduling/test_scheduler.py",
+    ),
+    Mutant(
+        "crop-gives-back-a-page-in-use",
+        "python/eecore/scheduling/scheduler.py",
+        "keep = self.pages.pages_for(sequence.num_computed)",
+        "keep = sequence.num_computed // self.pages.page_size",
+        "tests/scheduling/test_scheduler.py",
+    ),
+    Mutant(
+        "drafts-not-in-the-budget",
+        "python/eecore/scheduling/scheduler.py",
+        "budget -= 1 + drafts",
+        "budget -= 1",
+        "tests/scheduling/test_scheduler.py",
+    ),
+    Mutant(
+        "whole-prompt-from-the-cache",
+        "python/eecore/scheduling/sequence.py",
+        "most, known = self.prefill_target - 1, len(self.prompt_logprobs)",
+        "most, known = self.prefill_target, len(self.prompt_logprobs)",
+        "tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "preemption-loses-sampled-tokens",
+        "python/eecore/scheduling/sequence.py",
+        "return self.num_tokens - 1 if self.output_ids else len(self.prompt_ids)",
+        "return len(self.prompt_ids)",
+        "tests/scheduling/test_scheduler.py tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "end-of-sequence-missed",
+        "python/eecore/scheduling/sequence.py",
+        "if not self.sampling.ignore_eos:",
+        "if self.sampling.ignore_eos:",
+        "tests/engine/test_engine.py",
+    ),
+)
+
+DECODING = (
+    Mutant(
+        "verification-draws-as-drafts-do",
+        "python/eecore/decoding/draft_step.py",
+        "self._work(DRAWS_TOKEN, checked.positions)",
+        "self._work(DRAWS_DRAFT, checked.positions)",
+        "tests/decoding/test_lookup.py tests/decoding/test_lossless_sampling.py",
+    ),
+    Mutant(
+        "repetition-penalty-without-the-prompt",
+        "python/eecore/decoding/sampling.py",
+        "return sorted({*sequence.prompt_ids, *sequence.output_ids})",
+        "return sorted({*sequence.output_ids})",
+        "tests/decoding/test_penalties.py tests/decoding/test_sampling.py",
+    ),
+    Mutant(
+        "frequency-penalty-of-the-prompt",
+        "python/eecore/decoding/sampling.py",
+        "(s.output_ids if s.sampling.counts_tokens else [] for s in sequences)",
+        "([*s.prompt_ids, *s.output_ids] if s.sampling.counts_tokens else [] for s in sequences)",
+        "tests/decoding/test_penalties.py tests/decoding/test_sampling.py",
+    ),
+    Mutant(
+        "bias-of-the-row-before",
+        "python/eecore/decoding/sampling.py",
+        'zip(host.arrays["bias"], settings, strict=False)',
+        'zip(host.arrays["bias"], settings[-1:] + settings[:-1], strict=False)',
+        "tests/decoding/test_penalties.py tests/decoding/test_sampling.py",
+    ),
+    Mutant(
+        "accepted-token-not-computed",
+        "python/eecore/decoding/draft_step.py",
+        "sequence.num_computed + good,",
+        "sequence.num_computed + accepted,",
+        "tests/decoding/test_speculation.py",
+    ),
+    Mutant(
+        "drafts-counted-at-full-depth",
+        "python/eecore/decoding/draft_step.py",
+        "layer = path.num_layers if is_draft else num_layers",
+        "layer = num_layers",
+        "tests/decoding/test_speculation.py",
+    ),
+    Mutant(
+        "emitted-tokens-counted-as-accepted",
+        "python/eecore/decoding/draft_step.py",
+        "drafted=drafted, accepted=accepted),",
+        "drafted=drafted, accepted=good),",
+        "tests/decoding/test_speculation.py",
+    ),
+    Mutant(
+        "threshold-of-the-next-token",
+        "python/eecore/decoding/exit_step.py",
+        "t = len(sequence.output_ids) + row.pending",
+        "t = len(sequence.output_ids) + row.pending + 1",
+        "tests/decoding/test_confident_exit.py",
+    ),
+    Mutant(
+        "replay-at-full-depth",
+        "python/eecore/decoding/exit_step.py",
+        "[record], [exit_layer], counters)",
+        "[record], [num_layers], counters)",
+        "tests/decoding/test_confident_exit.py tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "row-goes-on-over-old-pages",
+        "python/eecore/decoding/memory.py",
+        "if own != written[i]:",
+        "if len(own) != len(written[i]):",
+        "tests/decoding/test_programs.py tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "replay-takes-gaps-for-neighbours",
+        "python/eecore/decoding/prefill.py",
+        "(sequence[1:] != sequence[:-1]) | (positions[1:] != positions[:-1] + 1)",
+        "sequence[1:] != sequence[:-1]",
+        "tests/decoding/test_confident_exit.py tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "replayed-exits-not-filled",
+        "python/eecore/decoding/prefill.py",
+        "            self._fill(leaving, final, end)\n",
+        "",
+        "tests/decoding/test_confident_exit.py tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "batch-all-exits-one-by-one",
+        "python/eecore/decoding/route.py",
+        'together=policy.batch == "all",',
+        'together=policy.batch == "each",',
+        "tests/decoding/test_confident_exit.py",
+    ),
+    Mutant(
+        "guide-mask-of-the-draft-before",
+        "python/eecore/decoding/guided.py",
+        "            matcher.consume_token(draft)\n            masks[k] = self._mask()\n",
+        "            masks[k] = self._mask()\n            matcher.consume_token(draft)\n",
+        "tests/decoding/test_guide.py",
+    ),
+    Mutant(
+        "lookup-compares-a-token-too-late",
+        "python/eecore/decoding/ngrams.py",
+        "tokens[place - 1 - length] == tokens[-1 - length]",
+        "tokens[place - length] == tokens[-1 - length]",
+        "tests/decoding/test_lookup.py",
+    ),
+    Mutant(
+        "draft-stop-moves-the-wrong-way",
+        "python/eecore/decoding/draft_stop.py",
+        "easy = 0.0 if drafted == num_drafts else -0.01",
+        "easy = 0.0 if drafted == num_drafts else 0.01",
+        "tests/decoding/test_speculation.py",
+    ),
+    Mutant(
+        "prompt-scored-by-its-own-token",
+        "python/eecore/decoding/prompt_logprobs.py",
+        "sequence.prompt_ids[begin + 1 : stop + 1]",
+        "sequence.prompt_ids[begin:stop]",
+        "tests/decoding/test_prompt_logprobs.py",
+    ),
+)
+
+ENGINE = (
+    Mutant(
+        "stop-string-across-tokens-missed",
+        "python/eecore/engine/text.py",
+        "search_from = max(0, len(before.text) - self._longest + 1)",
+        "search_from = len(before.text)",
+        "tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "beginning-of-a-stop-string-shown",
+        "python/eecore/engine/text.py",
+        "range(min(len(stop) - 1, len(text)), longest, -1)",
+        "range(min(len(stop) - 2, len(text)), longest, -1)",
+        "tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "tokens-behind-the-end-kept",
+        "python/eecore/engine/changes.py",
+        "records = records[:added]",
+        "records = records[: added + 1]",
+        "tests/engine/test_engine.py tests/decoding/test_speculation.py",
+    ),
+    Mutant(
+        "early-exits-count-as-exact",
+        "python/eecore/engine/changes.py",
+        "if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:",
+        "if not records:",
+        "tests/scheduling/test_prefix_cache.py tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "pages-of-rejected-drafts-kept",
+        "python/eecore/engine/changes.py",
+        "change.crops = sequence.max_drafts > 0 and sequence not in going_on",
+        "change.crops = False",
+        "tests/engine/test_engine.py tests/decoding/test_speculation.py",
+    ),
+    Mutant(
+        "token-behind-the-vocabulary-taken",
+        "python/eecore/engine/intake.py",
+        "not 0 <= number < vocab_size:",
+        "not 0 <= number <= vocab_size:",
+        "tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "pages-of-a-failure-stay-shared",
+        "python/eecore/engine/engine.py",
+        "scheduler.pages.forget(change.sequence.pages)",
+        "scheduler.pages.publish(change.sequence)",
+        "tests/engine/test_faults.py tests/scheduling/test_prefix_cache.py",
+    ),
+    Mutant(
+        "outcomes-of-halves-swapped",
+        "python/eecore/engine/faults.py",
+        "[*_in_halves(run, works[:middle]), *_in_halves(run, works[middle:])]",
+        "[*_in_halves(run, works[middle:]), *_in_halves(run, works[:middle])]",
+        "tests/engine/test_faults.py",
+    ),
+    Mutant(
+        "request-larger-than-the-cache",
+        "python/eecore/engine/intake.py",
+        "pages = -(-total // self._limits.page_size)",
+        "pages = total // self._limits.page_size",
+        "tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "last-position-of-the-context-refused",
+        "python/eecore/engine/intake.py",
+        "if total > config.max_position:",
+        "if total >= config.max_position:",
+        "tests/engine/test_engine.py tests/decoding/test_prompt_logprobs.py",
+    ),
+    Mutant(
+        "closed-stream-goes-on-in-the-engine",
+        "python/eecore/engine/shared.py",
+        "                self.engine.cancel(request.request_id)\n",
+        "                pass\n",
+        "tests/engine/test_shared_engine.py tests/engine/test_async_engine.py",
+    ),
+)
+
+SERVER = (
+    Mutant(
+        "prompt-counted-once-a-choice",
+        "python/eecore/serving/asking.py",
+        "for choice in self.choices[::per_prompt])",
+        "for choice in self.choices)",
+        "tests/serving/test_endpoints.py",
+    ),
+    Mutant(
+        "choices-of-one-seed",
+        "python/eecore/serving/asking.py",
+        "seed=(sampling.seed + index) % SEEDS)",
+        "seed=sampling.seed % SEEDS)",
+        "tests/serving/test_endpoints.py",
+    ),
+    Mutant(
+        "last-chunk-lost",
+        "python/eecore/serving/answering.py",
+        "await _send_text(send, text + DONE, more=False)",
+        "await _send_text(send, DONE, more=False)",
+        "tests/serving/test_endpoints.py tests/serving/test_streams.py",
+    ),
+    Mutant(
+        "steps-that-wait-lost",
+        "python/eecore/serving/answering.py",
+        "                    steps.append((0, more))\n",
+        "                    pass\n",
+        "tests/serving/test_streams.py",
+    ),
+    Mutant(
+        "full-queue-says-no-time",
+        "python/eecore/serving/admission.py",
+        "                retry_after=admission.retry_after,\n",
+        "",
+        "tests/serving/test_refusals.py tests/serving/test_server.py",
+    ),
+    Mutant(
+        "seats-leak",
+        "python/eecore/serving/admission.py",
+        "self._admission.taken -= self._count",
+        "self._admission.taken -= 1",
+        "tests/serving/test_endpoints.py",
+    ),
+    Mutant(
+        "exit-errors-without-their-code",
+        "python/eecore/serving/refusals.py",
+        "if isinstance(error, ExitError):",
+        "if type(error) is Exception:",
+        "tests/serving/test_refusals.py tests/serving/test_depth.py",
+    ),
+    Mutant(
+        "failed-request-blamed-on-the-client",
+        "python/eecore/serving/refusals.py",
+        'return ApiError(500, str(error), code="request_failed")',
+        'return ApiError(400, str(error), code="request_failed")',
+        "tests/serving/test_refusals.py tests/serving/test_server.py",
+    ),
+    Mutant(
+        "tool-calls-though-cut-off",
+        "python/eecore/serving/shapes.py",
+        '"tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason',
+        '"tool_calls" if has_calls else output.finish_reason',
+        "tests/serving/test_tool_calls.py",
+    ),
+    Mutant(
+        "stop-token-in-the-text",
+        "python/eecore/serving/connection.py",
+        "count = len(ids) - (bool(ids) and ids[-1] in request.stop_set)",
+        "count = len(ids)",
+        "tests/serving/test_engine_process.py tests/serving/test_server.py",
+    ),
+)
+
+READERS = (
+    Mutant(
+        "gguf-key-rows-not-reordered",
+        "python/eecore/models/gguf_checkpoint.py",
+        '{"q_proj": self.config.num_q_heads, "k_proj": self.config.num_kv_heads}',
+        '{"q_proj": self.config.num_q_heads}',
+        "tests/models/test_gguf_convert.py tests/models/test_gguf_load.py -k 'not real'",
+    ),
+    Mutant(
+        "gguf-tensors-not-aligned",
+        "python/eecore/models/gguf_file.py",
+        "begin = -(-cursor.at // alignment) * alignment",
+        "begin = cursor.at // alignment * alignment",
+        "tests/models/test_gguf_file.py",
+    ),
+    Mutant(
+        "gguf-tensors-overlap",
+        "python/eecore/models/gguf_file.py",
+        "not reached <= start <= end - tensor.num_bytes",
+        "not start <= end - tensor.num_bytes",
+        "tests/models/test_gguf_file.py",
+    ),
+    Mutant(
+        "sentencepiece-worst-merge-first",
+        "python/eecore/models/gguf_tokenizer.py",
+        "merges.append((-score,",
+        "merges.append((score,",
+        "tests/models/test_gguf_convert.py -k 'not real'",
+    ),
+    Mutant(
+        "other-default-of-rope-theta",
+        "python/eecore/models/config_json.py",
+        'fields.number("rope_theta", *THETAS, 10000.0)',
+        'fields.number("rope_theta", *THETAS, 1000000.0)',
+        "tests/models/test_checkpoint.py tests/models/test_llama.py -k 'not real'",
+    ),
+    Mutant(
+        "end-tokens-of-generation-config-missed",
+        "python/eecore/models/config_json.py",
+        "        bos_token_id=_bos_token_id(fields, generation),\n"
+        '        eos_token_ids=generation.token_ids("eos_token_id") or '
+        'fields.token_ids("eos_token_id"),',
+        "        bos_token_id=_bos_token_id(fields, generation),\n"
+        '        eos_token_ids=fields.token_ids("eos_token_id"),',
+        "tests/models/test_checkpoint.py",
+    ),
+    Mutant(
+        "yarn-without-its-temperature",
+        "python/eecore/models/config_json.py",
+        "return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0",
+        "return 1.0",
+        "tests/models/test_checkpoint.py tests/models/test_llama.py -k 'not real'",
+    ),
+    Mutant(
+        "llama3-frequencies-blended-backwards",
+        "python/eecore/models/rope.py",
+        "blended = (1 - kept_share) * kept / rope.factor + kept_share * kept",
+        "blended = kept_share * kept / rope.factor + (1 - kept_share) * kept",
+        "tests/models/test_llama.py -k 'not real'",
+    ),
+    Mutant(
+        "gptq-zero-points-off-by-one",
+        "python/eecore/models/gptq.py",
+        "if self.zeros_less_one:",
+        "if not self.zeros_less_one:",
+        "tests/models/test_quantised_load.py",
+    ),
+    Mutant(
+        "awq-outputs-in-another-order",
+        "python/eecore/models/awq.py",
+        "PLACES = (0, 4, 1, 5, 2, 6, 3, 7)",
+        "PLACES = (0, 2, 4, 6, 1, 3, 5, 7)",
+        "tests/models/test_quantised_load.py",
+    ),
+    Mutant(
+        "half-a-character-shown",
+        "python/eecore/models/tokenizer.py",
+        "if text.endswith(REPLACEMENT) and not whole:",
+        "if text == REPLACEMENT and not whole:",
+        "tests/models/test_tokenizer.py -k 'not real'",
+    ),
+    Mutant(
+        "trained-head-taken-for-tied",
+        "python/eecore/models/checkpoint.py",
+        "return config if tied else replace(config, tie_word_embeddings=False)",
+        "return config",
+        "tests/models/test_checkpoint.py",
+    ),
+    Mutant(
+        "template-blocks-keep-their-newlines",
+        "python/eecore/models/chat_template.py",
+        "trim_blocks=True,",
+        "trim_blocks=False,",
+        "tests/models/test_chat_template.py",
+    ),
+    Mutant(
+        "template-json-in-ascii",
+        "python/eecore/models/template_filters.py",
+        "ensure_ascii: bool = False,",
+        "ensure_ascii: bool = True,",
+        "tests/models/test_chat_template.py",
+    ),
+)
+
+MUTANTS = (
+    *SCHEDULING,
+    *DECODING,
+    *ENGINE,
+    *SERVER,
+    *READERS,
+    *CHECKS,
+    *CPU_KERNELS,
+    *CUDA_KERNELS,
+)
