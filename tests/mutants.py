@@ -363,7 +363,7 @@ CHECKS = (
         "csrc/packed_check.cpp",
         "check.require(end <= num_bytes, table_name,",
         "check.require(place.offset <= num_bytes, table_name,",
-        "tests/across_ops/test_packed_weights.py tests/ops/test_unpack_weight.py -k 'not emulated'",
+        "tests/ops/test_skinny_products.py tests/ops/test_unpack_weight.py -k 'not emulated'",
     ),
 )
 
