@@ -21,7 +21,7 @@ help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /make \1\t/' | expand -t 16
 
 demo:  ## a real model, streamed in every exit mode
-	@$(SETUP) gguf
+	@$(SETUP)
 	@$(PYTHON_IN_VENV) scripts/demo.py $(ARGS)
 
 test:  ## the whole test suite
