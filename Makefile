@@ -70,8 +70,9 @@ docs:  ## the manual, into build/site: a link that leads nowhere fails; ARGS=ser
 	@$(SETUP) docs
 	@$(PYTHON_IN_VENV) -m mkdocs $(or $(ARGS),build) --strict
 
-bench:  ## the microbenchmarks of the ops, into bench/RESULTS.md
+bench:  ## microbenchmarks of the ops, into bench/RESULTS.md; ARGS="-k accept_mask": these alone
 	@$(SETUP) test
+	@mkdir -p build
 	@$(PYTHON_IN_VENV) -m pytest bench/ops --benchmark-columns=min,median,rounds \
 	  --benchmark-sort=fullname --benchmark-max-time=0.3 --benchmark-json=build/bench.json $(ARGS)
 	@$(PYTHON_IN_VENV) -m bench ops-table build/bench.json
