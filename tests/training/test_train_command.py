@@ -142,6 +142,7 @@ def test_ctrl_c_saves_and_resume_goes_on(
     assert run(arguments(folder, stopped, *options)) == REQUEST
     assert "a run can be resumed there" in capsys.readouterr().err
     assert run(arguments(folder, stopped, *options, "--resume", "--checkpoint-minutes", "1")) == 0
+    assert "resuming after step 5 of 9\n" in capsys.readouterr().err
     logs = [read_log(path / "training" / "steps.csv") for path in (whole, stopped)]
     assert logs[0] == logs[1]
 
