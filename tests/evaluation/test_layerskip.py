@@ -311,12 +311,15 @@ def test_a_written_sweep_has_auto_draft_with_first_layers(
     assert run(words) == 0
     assert not (model / "exits.json").exists()
     assert run([*words, "--write"]) == 0
-    assert f"wrote {model / 'exits.json'}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
     source = ModelSource(model, "float32", None)
     agreement = source.exit_agreement(12)
     assert agreement is not None
     assert agreement[-1] == 1.0
-    assert Chooser(12, agreement).exit_layers(Auto()) != ()
+    layers = Chooser(12, agreement).exit_layers(Auto())
+    assert layers != ()
+    words_of_layers = " or ".join(map(str, layers))
+    assert f"wrote {model / 'exits.json'}: auto drafts with {words_of_layers} first layers" in shown
     assert run(["generate", str(model), "lock the door", "-n", "4", "--exit", "fixed:3"]) == 0
     assert "trained for early exit" not in capsys.readouterr().err
 

@@ -217,7 +217,8 @@ def sweep(
         print(f"interrupted at {line.last}{kept}", file=sys.stderr)
         return INTERRUPTED
     if write:
-        print(f"wrote {found.record(directory)}: auto drafts by it from now on")
+        drafting = " or ".join(map(str, found.drafting_layers)) or "none of its"
+        print(f"wrote {found.record(directory)}: auto drafts with {drafting} first layers")
     return 0
 
 

@@ -9,6 +9,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from eecore.decoding.layer_chooser import best_exit_layers
 from eecore.errors import ModelError, RequestError
 from eecore.evaluation import plots
 from eecore.evaluation.exit_scores import Scored, score_exits
@@ -55,6 +56,13 @@ class Sweep:
     def best(self) -> SweepCell:
         """The fastest pair, which may still be slower than full depth."""
         return max(self.cells, key=lambda cell: cell.speedup)
+
+    @property
+    def drafting_layers(self) -> tuple[int, ...]:
+        """The exit layers with which :class:`eecore.Auto` drafts where this is recorded, the most
+        promising first; none where none promises enough.
+        """
+        return best_exit_layers(self.agreement or None)
 
     def markdown(self) -> str:
         """Speed-up by exit layer (down) and number of drafts (across)."""
