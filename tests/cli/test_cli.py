@@ -249,7 +249,7 @@ def test_depth_comes_as_numbers_where_there_are_no_colours(
         == 0
     )
     captured = capsys.readouterr()
-    assert captured.err == "[exit layers: 2x3]\n"
+    assert captured.err.endswith("\n[exit layers: 2x3]\n")
     assert "\x1b" not in captured.out
 
 
