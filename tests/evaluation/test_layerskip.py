@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,10 @@ def test_the_table_of_a_sweep() -> None:
 
 
 def test_the_command_lines(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(
@@ -230,6 +234,17 @@ def test_the_command_lines(
     assert "expected a directory, got nothing" in capsys.readouterr().err
     assert run(["sweep", *shared, "--exit-layers", "4"]) == 4
     assert "SelfSpeculative.exit_layer: expected 1..3" in capsys.readouterr().err
+    monkeypatch.setattr(eecore, "load", lambda *_, **__: pytest.fail("loaded"))
+    for flag, value, message in (
+        ("--exit-layers", "", "--exit-layers: expected one or more, got none"),
+        ("--num-drafts", "", "--num-drafts: expected one or more, got none"),
+        ("--num-drafts", "x", "--num-drafts: expected numbers such as 4,8,12-20, got 'x'"),
+    ):
+        assert run(["sweep", *shared, flag, value]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(["sweep", *shared, *out]) == 4
+    assert "expected the package matplotlib, got none" in capsys.readouterr().err
 
 
 def stopping_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:

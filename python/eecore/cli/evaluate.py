@@ -155,11 +155,14 @@ def sweep(
     from eecore.training import stop_on_signals
 
     prompts = [example.prompt for example in read_examples(data, limit=limit)]
-    drafts = parse_layers("--num-drafts", num_drafts)
+    drafts = parse_layers("--num-drafts", num_drafts, what="numbers")
     config = read_config(directory)
     layers = default_exit_layers(config.num_layers)
     if exit_layers is not None:
         layers = list(parse_layers("--exit-layers", exit_layers))
+    for flag, given in (("--exit-layers", layers), ("--num-drafts", drafts)):
+        if not given:
+            raise UsageError(f"{flag}: expected one or more, got none")
     for layer in layers:
         for count in drafts:
             SelfSpeculative(layer, count).check(config.num_layers, config.hidden_size)

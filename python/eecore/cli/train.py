@@ -15,7 +15,8 @@ from rich.markup import escape
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, spinner
 from eecore.cli.signals import INTERRUPTED
-from eecore.readable import is_file
+from eecore.errors import RequestError
+from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from eecore.training import StepReport, TrainingConfig
@@ -178,11 +179,15 @@ def train(
     if steps is not None and epochs is not None:
         raise UsageError("--steps: expected it or --epochs, got both")
     exit_loss = _loss(loss, e_scale, curriculum)
+    for place in (*data, *(held_out or ())):  # before a model is loaded
+        if kind_of(place) == "nothing":
+            raise RequestError(f"{shown_path(place)}: No such file or directory")
     with spinner(f"loading {model}"):
         import torch
 
         from eecore.training import (
             TrainingConfig,
+            check_new,
             read_data,
             read_state,
             state_path,
@@ -193,6 +198,11 @@ def train(
 
         if threads is not None:
             torch.set_num_threads(threads)
+        begun = 0
+        if resume:
+            begun = read_state(state_path(out)).step
+        else:
+            check_new(out)
         start = load_starting_point(beginning, tokenizer=tokenizer, seed=seed)
         reading: dict[str, Any] = {
             "context": context,
@@ -226,7 +236,7 @@ def train(
     _say_what_follows(config, len(sequences), start.pretrained, where)
     with stop_on_signals() as stop, ProgressLine() as line:
         if resume:
-            line.keep(f"resuming after step {read_state(state_path(out)).step} of {num_steps}")
+            line.keep(f"resuming after step {begun} of {num_steps}")
         result = run_training(
             start.model,
             sequences,
