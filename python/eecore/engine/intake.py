@@ -19,7 +19,7 @@ from eecore.models import Tokenizer
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
-__all__ = ["Intake"]
+__all__ = ["ASKED", "Intake"]
 
 ASKED: WeakSet[ModelFacts] = WeakSet()
 """Models of which it has been asked whether they were trained for early exit."""
