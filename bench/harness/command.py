@@ -41,7 +41,7 @@ def parser(
     made.add_argument(
         "--replace",
         action="store_true",
-        help="in place of all that is kept, whatever was left out and whoever measured it",
+        help="in place of all kept figures, also where cases were left out or settings differ",
     )
     made.add_argument(
         "--json", type=Path, metavar="FILE", help="figures into this file, tables nowhere"
