@@ -21,7 +21,7 @@ help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /make \1\t/' | expand -t 16
 
 demo:  ## a real model, streamed in every exit mode
-	@$(SETUP) gguf
+	@$(SETUP)
 	@$(PYTHON_IN_VENV) scripts/demo.py $(ARGS)
 
 test:  ## the short suite: some ten minutes on two cores
@@ -74,8 +74,9 @@ docs:  ## the manual, into build/site: a link that leads nowhere fails; ARGS=ser
 	@$(SETUP) docs
 	@$(PYTHON_IN_VENV) -m mkdocs $(or $(ARGS),build) --strict
 
-bench:  ## the microbenchmarks of the ops, into bench/RESULTS.md
+bench:  ## microbenchmarks of the ops, into bench/RESULTS.md; ARGS="-k accept_mask": these alone
 	@$(SETUP) test
+	@mkdir -p build
 	@$(PYTHON_IN_VENV) -m pytest bench/ops --benchmark-columns=min,median,rounds \
 	  --benchmark-sort=fullname --benchmark-max-time=0.3 --benchmark-json=build/bench.json $(ARGS)
 	@$(PYTHON_IN_VENV) -m bench ops-table build/bench.json

@@ -291,6 +291,18 @@ def test_vllm_is_known_to_its_own_integration_alone() -> None:
         assert "vllm" not in {n.split(".")[0] for n in imports(module, for_types=False)}, module
 
 
+def test_models_are_read_without_an_extra() -> None:
+    """What the core imports, at once or when it is asked for, is a plain dependency."""
+    text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
+    plain = set(re.findall(r'^  "([\w-]+)', text.partition("]\n\n")[0], re.MULTILINE))
+    assert "torch" in plain
+    known = {*plain, *sys.stdlib_module_names, "eecore"}
+    for row in ("models", "scheduling", "decoding", "engine", "generation"):
+        for module in on_floor(row):
+            strangers = {name.partition(".")[0] for name in imports(module)} - known
+            assert strangers <= {"llguidance"}, f"{module} imports {strangers}"
+
+
 def test_training_never_imports_its_extra_outright() -> None:
     for module in on_floor("training"):
         lazy = {name for name in imports(module) if name.split(".")[0] in ("transformers", "peft")}

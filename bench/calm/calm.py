@@ -21,7 +21,7 @@ import torch
 
 import eecore
 from bench.calm.engines import Engine, figures, measure, own_engine, peer_engine, start_workers
-from bench.calm.tables import Page
+from bench.calm.tables import page_of
 from bench.harness.command import parser
 from bench.harness.machine import machine
 from bench.harness.results import Figures
@@ -121,4 +121,4 @@ def main(words: Sequence[str]) -> None:
         result = run(arguments)
     except (eecore.EecoreError, UsageError, OSError) as error:
         raise SystemExit(str(error)) from None
-    Page(f"calm-{arguments.model.name.removeprefix('calm-')}").finish(result, arguments)
+    page_of(f"calm-{arguments.model.name.removeprefix('calm-')}").finish(result, arguments)

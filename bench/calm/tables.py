@@ -111,4 +111,16 @@ def notes(result: Figures) -> str:
 
 
 # Of every model that there are figures of.
-REPORTS = tuple(Page(file.stem) for file in sorted(RESULTS.glob("calm-*.json")))
+def page_of(name: str) -> Page:
+    """The report of a model."""
+    return Page(
+        name,
+        cases={
+            "evaluation.rows": ("technique", "batch", "batch_size"),
+            "full_depth.rows": ("engine", "batch_size"),
+        },
+        measured=("evaluation.batch_sizes", "full_depth.left_out"),
+    )
+
+
+REPORTS = tuple(page_of(file.stem) for file in sorted(RESULTS.glob("calm-*.json")))

@@ -26,7 +26,20 @@ from bench.harness.places import MODELS as MADE
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import get_smollm2
 
-REPORTS = (Report("decode", {"decode": short, "decode in full": full}),)
+CASE = ("model", "threads", "batch", "engine", "bits")
+REPORTS = (
+    Report(
+        "decode",
+        {"decode": short, "decode in full": full},
+        {
+            "rows": CASE,
+            "ratios": CASE,
+            "ceilings": ("model", "threads"),
+            "agreement": ("model", "engine"),
+        },
+        ("left_out",),
+    ),
+)
 MODELS = {
     "random": lambda: make_random_llama(MADE / "random-llama-56m"),
     "smollm2": get_smollm2,

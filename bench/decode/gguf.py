@@ -98,7 +98,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = (Report("gguf", {"gguf": markdown}),)
+REPORTS = (Report("gguf", {"gguf": markdown}, {"rows": ("file", "threads", "batch")}),)
 
 
 def main(words: Sequence[str]) -> None:

@@ -118,7 +118,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines, text_columns=2)}\n\n{about}"
 
 
-REPORTS = (Report("prefill", {"prefill": markdown}),)
+REPORTS = (Report("prefill", {"prefill": markdown}, {"rows": ("threads", "name")}),)
 
 
 def main(words: Sequence[str]) -> None:

@@ -33,7 +33,19 @@ from bench.harness.smollm2 import WEIGHTS
 
 KINDS = ("float32", "bfloat16", "int8")
 PARTS = ("modes", "hosts", "mixes")
-REPORTS = (Report("depth", {"depth in short": short, "depth": full}),)
+SETTING = ("model", "weights", "threads", "batch")
+REPORTS = (
+    Report(
+        "depth",
+        {"depth in short": short, "depth": full},
+        {
+            "weights": ("model", "weights"),
+            "modes": (*SETTING, "mode"),
+            "hosts": SETTING,
+            "mixes": (*SETTING, "mix"),
+        },
+    ),
+)
 
 
 def run(subjects: list[Subject], arguments: argparse.Namespace) -> Figures:

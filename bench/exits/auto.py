@@ -126,7 +126,10 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = tuple(Report(name, {name: markdown}) for name in ("auto", "auto-amx", "auto-avx2"))
+REPORTS = tuple(
+    Report(name, {name: markdown}, {"rows": ("weights", "batch")})
+    for name in ("auto", "auto-amx", "auto-avx2")
+)
 
 
 def main(words: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = (Report("checks", {"checks": markdown}),)
+REPORTS = (Report("checks", {"checks": markdown}, {"rows": ("weights", "batch")}),)
 
 
 def main(words: Sequence[str]) -> None:

@@ -204,7 +204,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines, text_columns=2)}\n\n{about}"
 
 
-REPORTS = (Report("draft-peers", {"draft-peers": markdown}),)
+REPORTS = (Report("draft-peers", {"draft-peers": markdown}, {"rows": ("weights", "engine")}),)
 
 
 def main(words: Sequence[str]) -> None:

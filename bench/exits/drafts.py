@@ -163,30 +163,6 @@ def by_kind(
     yield MIXED, mixed, [batch for batch in batches if batch > few]
 
 
-def kept_rows(
-    report: Report, now: Figures, weights: Sequence[str], batches: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Of the last run those of other weights or batches."""
-    before = report.read()
-    rows: list[dict[str, Any]] = before.pop("rows")
-    others = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    if others:
-        name = others[0]
-        raise SystemExit(
-            f"--keep: expected a run as the one before, with {name}={before.get(name)!r}, "
-            f"got {now.get(name)!r}"
-        )
-    return [row for row in rows if row["weights"] not in weights or row["batch"] not in batches]
-
-
-def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Of a row in the table."""
-    weights, modes, kinds = ("file", "int8", "float32"), list(MODES), (*KINDS, MIXED)
-    known = row["weights"] in weights
-    place = weights.index(row["weights"]) if known else len(weights)
-    return place, row["weights"], kinds.index(row["kind"]), row["batch"], modes.index(row["mode"])
-
-
 def give_noise(model: eecore.Model) -> None:
     """A draft head of random weights, of the usual sizes."""
     network, layers = model.network, model.config.num_layers
@@ -238,7 +214,7 @@ def markdown(result: Figures) -> str:
 
 
 REPORTS = tuple(
-    Report(name, {name: markdown})
+    Report(name, {name: markdown}, {"rows": ("weights", "kind", "batch", "mode")})
     for name in (
         "drafts",
         "drafts-amx",
@@ -263,11 +239,6 @@ def main(words: Sequence[str]) -> None:
     made.add_argument(
         "--name", default="drafts", choices=reports, help="of the table: of which machine"
     )
-    made.add_argument(
-        "--keep",
-        action="store_true",
-        help="rows of other weights or batches stay, of the same machine alone",
-    )
     arguments = made.parse_args(words)
     if arguments.device == "cuda" and not (arguments.dry_run or arguments.json):
         made.error("--device cuda: expected --dry-run or --json, as the tables are of CPUs")
@@ -284,8 +255,5 @@ def main(words: Sequence[str]) -> None:
             "name": arguments.name,
             "has_noise": arguments.noise,
         }
-        asked = arguments.weights, arguments.batches
-        kept = kept_rows(report, result, *asked) if arguments.keep else []
         rows = [row for w in arguments.weights for row in rows_of(w, file, arguments)]
-    rows = sorted(rows + kept, key=_place)
     report.finish({**result, "rows": rows}, arguments)

@@ -139,7 +139,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = (Report("modes", {"modes": markdown}),)
+REPORTS = (Report("modes", {"modes": markdown}, {"modes": ("name",)}, ("weights",)),)
 
 
 def main(words: Sequence[str]) -> None:

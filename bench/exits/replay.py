@@ -359,7 +359,7 @@ def table(figures: Figures) -> str:
     )
 
 
-REPORT = Report("replay", {"replay": table})
+REPORT = Report("replay", {"replay": table}, {"rows": ("weights", "kind", "batch")})
 REPORTS = [REPORT]
 
 

@@ -241,7 +241,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines)}\n\n{about}"
 
 
-REPORTS = (Report("trees", {"trees": markdown}),)
+REPORTS = (Report("trees", {"trees": markdown}, {"rows": ("kind", "row_cost")}),)
 
 
 def main(words: Sequence[str]) -> None:

@@ -362,7 +362,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-REPORTS = (Report("gpu-nvidia-h100-80gb-hbm3-decode", {"gpu_decode": table}),)
+REPORTS = (
+    Report(
+        "gpu-nvidia-h100-80gb-hbm3-decode",
+        {"gpu_decode": table},
+        {"rows": ("model", "batch", "mode", "way")},
+        ("read", "not_run"),
+        ("torch",),
+    ),
+)
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -379,6 +387,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=150, help="no part starts after these")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path, help="printed in any case")
+    parser.add_argument("--replace", action="store_true", help="of --json keep no other case")
     return parser.parse_args(words)
 
 
@@ -420,7 +429,10 @@ def main(words: Sequence[str]) -> int:
     }
     text = table(result)
     if arguments.json:
-        write_json(arguments.json, result)
+        whole = result if arguments.replace else REPORTS[0].kept_with(result, arguments.json)
+        if whole is not None:
+            write_json(arguments.json, whole)
+            text = table(whole)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")
     print(text)

@@ -167,7 +167,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-REPORTS = (Report("gpu-nvidia-h100-80gb-hbm3", {"gpu_ops": table}),)
+REPORTS = (
+    Report(
+        "gpu-nvidia-h100-80gb-hbm3",
+        {"gpu_ops": table},
+        {"rows": ("op", "case", "dtype"), "steps": ("step",)},
+        ("copy", "read", "matmul", "not_run"),
+        ("driver", "torch", "commit"),
+    ),
+)
 
 
 def compare(row: dict[str, Any], expected_seconds: float | None) -> None:
@@ -190,6 +198,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="shrink every shape: tests the script")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=150, help="no case starts after these")
+    parser.add_argument("--replace", action="store_true", help="of --json keep no other case")
     return parser.parse_args(words)
 
 
@@ -235,7 +244,10 @@ def main(words: Sequence[str]) -> int:
     text = table(result)
     print(text)
     if arguments.json:
-        write_json(arguments.json, result)
+        whole = result if arguments.replace else REPORTS[0].kept_with(result, arguments.json)
+        if whole is not None:
+            write_json(arguments.json, whole)
+            text = table(whole)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")
     return 1 if any("error" in row or "wrong" in row for row in rows) else 0

@@ -39,6 +39,11 @@ def parser(
         made.add_argument("--threads", type=int, default=threads)
     made.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
     made.add_argument(
+        "--replace",
+        action="store_true",
+        help="in place of all kept figures, also where cases were left out or settings differ",
+    )
+    made.add_argument(
         "--json", type=Path, metavar="FILE", help="figures into this file, tables nowhere"
     )
     return made

@@ -1,21 +1,30 @@
-"""What benchmarks leave behind: figures in bench/results, and tables that are made of them alone.
+"""What benchmarks leave: figures in bench/results, and tables that are made of them alone.
 
-A table stands between the marks of its section, in bench/RESULTS.md or README.md.
+A table stands between the marks of its section, in bench/RESULTS.md or README.md. A run of some
+cases changes those alone. One with other settings, or on another machine, changes nothing unless it
+is told to: its figures go to build/bench.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness.places import RESULTS, RESULTS_PAGE
+from bench.harness.command import say
+from bench.harness.places import PAGES, RESULTS, RESULTS_PAGE
 from eecore.files import write_text
 
 Figures = dict[str, Any]
+EMPTY: tuple[Any, ...] = (None, [], {})
+"""What a run has in place of a part that it left out."""
+
+
+class OtherSettings(ValueError):
+    """Figures that cannot stand beside those that are kept."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +34,17 @@ class Report:
     Args:
         name: of bench/results/NAME.json.
         tables: what makes the text of each section of bench/RESULTS.md.
+        cases: the lists of rows among the figures, ``a.b`` of a list b in a, and the names under
+            which a row says which case it is. Without any a run replaces the one before.
+        measured: what else is measured anew in each run; the rest are settings.
+        renewed: settings that a run of all cases may change.
     """
 
     name: str
     tables: Mapping[str, Callable[[Figures], str]] = field(default_factory=dict)
+    cases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    measured: Sequence[str] = ()
+    renewed: Sequence[str] = ()
 
     @property
     def file(self) -> Path:
@@ -52,8 +68,86 @@ class Report:
         if arguments.json is not None:
             write_json(arguments.json, figures)
         elif not arguments.dry_run:
-            write_json(self.file, figures)
-            self.write_tables(figures)
+            keeps = (self.cases or self.measured) and not arguments.replace
+            whole = self.kept_with(figures, self.file) if keeps else figures
+            if whole is not None:
+                write_json(self.file, whole)
+                self.write_tables(whole)
+
+    def kept_with(self, figures: Figures, file: Path) -> Figures | None:
+        """The figures of a file with those of a new run in their places.
+
+        None where the two cannot stand beside each other: the new ones are in build/bench then.
+        """
+        if not file.exists():
+            return figures
+        kept = dict(json.loads(file.read_text()))
+        try:
+            return self._joined(kept, figures, "", self._leaves_out(kept, figures))
+        except OtherSettings as error:
+            PAGES.mkdir(parents=True, exist_ok=True)
+            write_json(PAGES / file.name, figures)
+            say(
+                f"{file.name}: {error}. It is left as it is, and this run's figures are in "
+                f"{PAGES / file.name}; --replace puts them in the place of all that is kept"
+            )
+            return None
+
+    def _leaves_out(self, kept: Figures, now: Figures, path: str = "") -> bool:
+        """Whether something that is kept was not measured in a run."""
+        for name, before in kept.items():
+            got, place = now.get(name), path + name
+            if got in EMPTY and before not in EMPTY:
+                return True
+            if place in self.cases:
+                keys = self.cases[place]
+                if {case_of(row, keys) for row in before} - {case_of(row, keys) for row in got}:
+                    return True
+            elif (
+                isinstance(before, dict)
+                and isinstance(got, dict)
+                and self._leaves_out(before, got, f"{place}.")
+            ):
+                return True
+        return False
+
+    def _joined(self, kept: Figures, now: Figures, path: str, leaves_out: bool) -> Figures:
+        whole = {}
+        for name in {**kept, **now}:
+            before, got, place = kept.get(name), now.get(name), path + name
+            if got in EMPTY:
+                whole[name] = before
+            elif place in self.cases:
+                whole[name] = joined_rows(before or [], got, self.cases[place])
+            elif place in self.measured:
+                whole[name] = before if leaves_out else got
+            elif isinstance(before, dict) and isinstance(got, dict):
+                whole[name] = self._joined(before, got, f"{place}.", leaves_out)
+            elif before == got or (place in self.renewed and not leaves_out):
+                whole[name] = got
+            else:
+                raise OtherSettings(
+                    f"{place}: expected {before!r}, as the committed figures have, got {got!r}"
+                )
+        return whole
+
+
+def case_of(row: Figures, names: Sequence[str]) -> tuple[Any, ...]:
+    """Which case a row is of."""
+    return tuple(row.get(name) for name in names)
+
+
+def joined_rows(
+    kept: Sequence[Figures], now: Sequence[Figures], names: Sequence[str]
+) -> list[Figures]:
+    """Rows in their order, those of cases in ``now`` from there; new cases come last."""
+    fresh: dict[tuple[Any, ...], list[Figures]] = {}
+    for row in now:
+        fresh.setdefault(case_of(row, names), []).append(row)
+    rows: dict[tuple[Any, ...], list[Figures]] = {}
+    for row in kept:
+        rows.setdefault(case_of(row, names), []).append(row)
+    return [row for each in {**rows, **fresh}.values() for row in each]
 
 
 def write_json(file: Path, figures: Figures) -> None:

@@ -108,7 +108,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines, text_columns=2)}\n\n{about}"
 
 
-REPORTS = (Report("transformers", {"transformers": markdown}),)
+REPORTS = (Report("transformers", {"transformers": markdown}, {"rows": ("batch", "mode")}),)
 
 
 def main(words: Sequence[str]) -> None:

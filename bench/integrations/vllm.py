@@ -144,7 +144,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(head, lines, text_columns=3)}\n\n{about}"
 
 
-REPORTS = (Report("vllm", {"vllm": markdown}),)
+REPORTS = (Report("vllm", {"vllm": markdown}, {"rows": ("dtype", "batch", "mode")}, ("load",)),)
 
 
 def main(words: Sequence[str]) -> None:

@@ -41,7 +41,14 @@ from bench.intents.tables import full, short
 from eecore.models.source import model_digest
 
 WARM_UP = 3  # utterances
-REPORTS = (Report("intents", {"intents in short": short, "intents": full}),)
+REPORTS = (
+    Report(
+        "intents",
+        {"intents in short": short, "intents": full},
+        {"modes": ("name",), "reuse": ("name",)},
+        ("weights", "peers.ms_per_token_tried", "left_out"),
+    ),
+)
 
 
 # Measuring

@@ -34,6 +34,8 @@ QUERIES = (1, 2, 4, 8)
 IN_ALL = 256 << 20
 """Bytes of all layers' keys and values."""
 
+CASE = ("model", "dtype", "num_seqs", "seq_len", "num_queries")
+
 
 class Layers:
     """Caches of random keys and values, and queries."""
@@ -89,7 +91,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(columns, lines, text_columns=2)}\n\n{about}"
 
 
-REPORTS = (Report("attention", {"attention": markdown}),)
+REPORTS = (Report("attention", {"attention": markdown}, {"rows": CASE}),)
 
 
 def main(words: Sequence[str]) -> None:

@@ -104,7 +104,9 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(columns, lines, text_columns=1)}\n\n{about}"
 
 
-REPORTS = (Report("products", {"products": markdown}),)
+REPORTS = (
+    Report("products", {"products": markdown}, {"rows": ("weights", "num_rows")}, ("memory",)),
+)
 
 
 def main(words: Sequence[str]) -> None:

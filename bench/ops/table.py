@@ -2,8 +2,8 @@
 
 python -m bench ops-table build/bench.json
 
-``make bench`` runs it behind the microbenchmarks. Writes bench/results/ops.json and the table in
-bench/RESULTS.md.
+``make bench`` runs it after the microbenchmarks. Writes bench/results/ops.json and the table in
+bench/RESULTS.md; cases that were not run stay as they are.
 """
 
 from __future__ import annotations
@@ -62,11 +62,15 @@ def markdown(result: Figures) -> str:
     return f"{about}\n\n{markdown_table(head, sorted(lines), text_columns=2)}"
 
 
-REPORTS = (Report("ops", {"ops": markdown}),)
+REPORTS = (Report("ops", {"ops": markdown}, {"rows": ("op", "case")}, ("ceilings",)),)
 
 
 def main(words: Sequence[str]) -> None:
     made = parser("ops-table", __doc__)
     made.add_argument("recorded", type=Path, help="by --benchmark-json")
     arguments = made.parse_args(words)
-    REPORTS[0].finish(figures_of(json.loads(arguments.recorded.read_text())), arguments)
+    try:
+        figures = figures_of(json.loads(arguments.recorded.read_text()))
+    except (OSError, ValueError, KeyError) as error:
+        made.error(f"{arguments.recorded}: expected a record of pytest-benchmark, got: {error!r}")
+    REPORTS[0].finish(figures, arguments)

@@ -58,7 +58,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(['states', 'kB a token', *QUALITY], lines)}\n\n{about}"
 
 
-REPORTS = (Report("cache", {"cache": markdown}),)
+REPORTS = (Report("cache", {"cache": markdown}, {"kinds": ("name",)}),)
 
 
 def main(words: Sequence[str]) -> None:

@@ -170,23 +170,17 @@ def file_rows(windows: int, threads: int, scratch: Path) -> list[dict[str, Any]]
         return [file_row(file, windows, threads, scratch) for file in files]
 
 
-REPORTS = (Report("quality", {"quality": markdown}),)
+REPORTS = (
+    Report(
+        "quality",
+        {"quality": markdown},
+        {"files": ("file",), "weights": ("weights",), "rescaled": ("weights",)},
+    ),
+)
 
 
-def measured_files(windows: int) -> list[dict[str, Any]]:
-    """Those of the results that there are."""
-    before = REPORTS[0].read()
-    if before["windows"] != windows:
-        raise ValueError(f"--windows: expected {before['windows']}, as of the files, got {windows}")
-    rows: list[dict[str, Any]] = before["files"]
-    return rows
-
-
-def measure(
-    windows: int, threads: int, scratch: Path, files: list[dict[str, Any]] | None
-) -> Figures:
-    if files is None:
-        files = file_rows(windows, threads, scratch)
+def measure(windows: int, threads: int, scratch: Path, *, has_files: bool = True) -> Figures:
+    files = file_rows(windows, threads, scratch) if has_files else []
     directory = convert_gguf(coder_files.get_source(), scratch / "float32")
     return {
         "python": platform.python_version(),
@@ -207,10 +201,14 @@ def measure(
 def main(words: Sequence[str]) -> None:
     made = parser("quality", __doc__, threads=1)
     made.add_argument("--windows", type=int, default=20, help=f"of {WINDOW} tokens")
-    made.add_argument("--only-weights", action="store_true", help="keep the rows of the files")
+    made.add_argument("--only-weights", action="store_true", help="leave the files out")
     arguments = made.parse_args(words)
-    files = measured_files(arguments.windows) if arguments.only_weights else None
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory(dir=coder_files.DIRECTORY.parent) as scratch:
-        result = measure(arguments.windows, arguments.threads, Path(scratch), files)
+        result = measure(
+            arguments.windows,
+            arguments.threads,
+            Path(scratch),
+            has_files=not arguments.only_weights,
+        )
     REPORTS[0].finish(result, arguments)

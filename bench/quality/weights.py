@@ -173,7 +173,7 @@ def markdown(result: Figures) -> str:
     return f"{markdown_table(['weights', 'MB', *QUALITY], lines)}\n\n{about}"
 
 
-REPORTS = (Report("weights", {"weights": markdown}),)
+REPORTS = (Report("weights", {"weights": markdown}, {"kinds": ("name",)}),)
 
 
 def parsed(name: str, about: str | None, words: Sequence[str]) -> argparse.Namespace:

@@ -129,6 +129,18 @@ def about_soak(result: Figures) -> str:
     )
 
 
-SERVE = Report("serve", {"serve": serve_table})
-SOAK = Report("soak_serve", {"soak_serve": soak_table})
+SERVE = Report(
+    "serve",
+    {"serve": serve_table},
+    {"rows": ("model", "exit", "clients", "who", "streams")},
+    ("command", "left_out"),
+)
+SOAK = Report(
+    "soak_serve",
+    {"soak_serve": soak_table},
+    measured=(
+        *("seed", "seconds", "counts", "findings", "at_rest"),
+        *("rss_mb", "rss_mb_warm", "rss_mb_at_the_end", "rss_growth_mb"),
+    ),
+)
 REPORTS = (SERVE, SOAK)

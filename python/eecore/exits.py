@@ -86,6 +86,10 @@ class Exit:
         """Whether it takes a model with a draft head."""
         return False
 
+    def wants_training(self, num_layers: int) -> bool:  # noqa: ARG002
+        """Whether its text is good only on a model that was trained for early exit."""
+        return False
+
     def check(self, num_layers: int, hidden_size: int) -> None:
         """Raise :class:`eecore.ExitError` when a model of this shape cannot run the policy."""
 
@@ -129,6 +133,9 @@ class FixedExit(Exit):
     @property
     def contract(self) -> str:
         return f"fixed exit after layer {self.exit_layer}: no promise about quality"
+
+    def wants_training(self, num_layers: int) -> bool:
+        return self.exit_layer < num_layers
 
     def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
         _check_layer("FixedExit.exit_layer", self.exit_layer, 1, num_layers, num_layers)
@@ -340,6 +347,9 @@ class ConfidentExit(Exit):
     def contract(self) -> str:
         promise = "uncalibrated" if self.calibration is None else self.calibration.promise
         return f"confident exit ({self.measure}, threshold {self.threshold:g}): {promise}"
+
+    def wants_training(self, num_layers: int) -> bool:
+        return self.calibration is None and bool(self.points(num_layers))
 
     def check(self, num_layers: int, hidden_size: int) -> None:
         _check_layer("ConfidentExit.min_exit_layer", self.min_exit_layer, 1, num_layers, num_layers)

@@ -92,17 +92,3 @@ def test_a_batch_of_more_than_one_kind_has_is_of_all_kinds() -> None:
     assert found[-1][1][:5] == [[0, 0], [1, 0], [2, 0], [3, 0], [0, 1]]
     with pytest.raises(SystemExit, match=r"--batches: expected at most 12, .*, got 16"):
         list(bench_drafts.by_kind(asked, [16]))
-
-
-def test_other_rows_are_kept_of_the_same_machine_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows = [{"weights": w, "batch": b} for w in ("file", "int8") for b in (1, 8)]
-    report = bench_drafts.REPORTS[0]
-    monkeypatch.setattr(type(report), "read", lambda _: {"cpu": "A", "threads": 1, "rows": rows})
-    same = {"cpu": "A", "threads": 1}
-    assert bench_drafts.kept_rows(report, same, ["file"], [1, 8]) == rows[2:]
-    assert bench_drafts.kept_rows(report, same, ["file", "int8"], [8]) == rows[::2]
-    message = "expected a run as the one before, with cpu='A', got 'B'"
-    with pytest.raises(SystemExit, match=message):
-        bench_drafts.kept_rows(report, same | {"cpu": "B"}, ["file"], [1])

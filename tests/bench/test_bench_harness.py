@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -20,6 +21,7 @@ from bench.harness.results import Report, insert
 from bench.harness.smollm2 import WEIGHTS
 from bench.harness.turns import Turn, batches_of, median_ratio, rotated, take_turns
 from bench.harness.utterances import utterances
+from bench.tables import reports
 
 
 def test_each_name_says_in_a_line_what_it_is() -> None:
@@ -121,6 +123,107 @@ def test_figures_for_another_file_change_no_table(
 def test_a_dry_run_writes_nothing(report: Report, tmp_path: Path) -> None:
     report.finish({"x": 3}, Namespace(json=None, dry_run=True))
     assert [path.name for path in tmp_path.iterdir()] == ["RESULTS.md"]
+
+
+CASES = [{"op": op, "case": str(n), "min": float(n)} for op in ("a", "b") for n in (1, 2)]
+SAME = {"cpu": "A", "versions": {"x": "1", "y": "2"}, "speed": 3.0, "rows": CASES}
+KEEPING = Namespace(json=None, dry_run=False, replace=False)
+REPLACING = Namespace(json=None, dry_run=False, replace=True)
+
+
+@pytest.fixture
+def cases(report: Report) -> Report:
+    """One whose figures are those of several cases, all of them kept."""
+    made = Report(
+        report.name,
+        {"it": lambda figures: f"| {[row['min'] for row in figures['rows']]} |"},
+        cases={"rows": ("op", "case")},
+        measured=("speed",),
+        renewed=("commit",),
+    )
+    made.finish(SAME, REPLACING)
+    return made
+
+
+def test_a_run_of_some_cases_changes_those_alone(cases: Report, tmp_path: Path) -> None:
+    fresh = [{"op": "b", "case": "1", "min": 7.0}, {"op": "c", "case": "1", "min": 8.0}]
+    cases.finish({"cpu": "A", "versions": {"x": "1"}, "speed": 4.0, "rows": fresh}, KEEPING)
+    kept = cases.read()
+    assert [row["min"] for row in kept["rows"]] == [1.0, 2.0, 7.0, 2.0, 8.0]
+    assert kept["versions"] == {"x": "1", "y": "2"}
+    assert kept["speed"] == 3.0  # of most of the cases
+    assert "| [1.0, 2.0, 7.0, 2.0, 8.0] |" in (tmp_path / "RESULTS.md").read_text()
+    cases.finish({"cpu": "A", "versions": None, "speed": None, "rows": []}, KEEPING)
+    assert cases.read() == kept
+    rows = [{**row, "min": 9.0} for row in kept["rows"]]
+    cases.finish({**SAME, "speed": 5.0, "rows": rows}, KEEPING)
+    assert cases.read()["speed"] == 5.0
+    assert {row["min"] for row in cases.read()["rows"]} == {9.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cpu": "B"}, "cpu: expected 'A', as the committed figures have, got 'B'"),
+        ({"versions": {"x": "3"}}, "versions.x: expected '1', .* got '3'"),
+        ({"by_batch": True}, "by_batch: expected None, .* got True"),
+        ({"commit": "f", "rows": CASES[:1]}, "commit: expected None, .* got 'f'"),
+    ],
+)
+def test_other_settings_change_nothing_unless_it_is_said(
+    cases: Report,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr(results, "PAGES", tmp_path / "build")
+    page = (tmp_path / "RESULTS.md").read_text()
+    cases.finish({**SAME, **change}, KEEPING)
+    assert cases.read() == SAME
+    assert (tmp_path / "RESULTS.md").read_text() == page
+    assert json.loads((tmp_path / "build" / "its.json").read_text()) == {**SAME, **change}
+    assert re.search(message, capsys.readouterr().err)
+    cases.finish({**SAME, **change}, REPLACING)
+    assert cases.read() == {**SAME, **change}
+
+
+def test_all_cases_of_another_commit_replace_those_before(cases: Report) -> None:
+    cases.finish({**SAME, "commit": "f"}, KEEPING)
+    assert cases.read()["commit"] == "f"
+
+
+COMMITTED = list(reports())
+
+
+def rows_at(figures: Any, path: str) -> list[Any]:
+    """The rows of a list of cases, empty where a run left them out."""
+    for part in path.split("."):
+        figures = (figures or {}).get(part)
+    return figures or []
+
+
+@pytest.mark.parametrize("report", COMMITTED, ids=lambda report: report.name)
+def test_every_committed_case_is_told_apart(report: Report) -> None:
+    figures = report.read()
+    assert report.kept_with(figures, report.file) == figures
+    for path, names in report.cases.items():
+        rows = rows_at(figures, path)
+        assert all(name in row for row in rows for name in names)
+        is_each_once = len({results.case_of(row, names) for row in rows}) == len(rows)
+        assert is_each_once or path == "ceilings"  # a row a round
+
+
+@pytest.mark.parametrize("report", COMMITTED, ids=lambda report: report.name)
+def test_a_run_of_the_first_cases_wipes_no_others(report: Report) -> None:
+    figures = report.read()
+    for path in report.cases:
+        del rows_at(figures, path)[1:]
+    assert report.cases or report.measured or report.name in ("fuzz", "gpu_expected")
+    whole = report.kept_with(figures, report.file)
+    for path in set(report.cases) - {"ceilings"}:  # of a case several rows
+        assert rows_at(whole, path)[1:] == rows_at(report.read(), path)[1:]
 
 
 def test_a_page_without_the_marks_is_an_error(tmp_path: Path) -> None:

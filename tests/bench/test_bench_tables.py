@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,9 +13,11 @@ from bench import overview, tables
 from bench.calm import tables as calm_tables
 from bench.harness import results
 from bench.harness.places import README, RESULTS, RESULTS_PAGE
+from bench.ops import table as ops_table
 from bench.serving.tables import faults
 
 PLOT = "decode.svg"
+MACHINE = ("cpu", "cpu_capability", "torch")
 # Figures that another report's table shows.
 SHOWN_ELSEWHERE = {"soak"}
 
@@ -58,6 +61,36 @@ def test_a_changed_figure_changes_its_table(copies: Path) -> None:
     page = (copies / RESULTS_PAGE.name).read_text()
     assert f"on {figures['count']} held-out utterances" in page
     assert page != RESULTS_PAGE.read_text()
+
+
+def test_one_microbenchmark_changes_its_own_line(
+    copies: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ``make bench ARGS="-k accept_mask"`` ends with."""
+    before = json.loads((RESULTS / "ops.json").read_text())
+    shutil.copy(RESULTS / "ops.json", copies)
+    monkeypatch.setattr(results, "RESULTS", copies)
+    monkeypatch.setattr(ops_table, "machine", lambda: {name: before[name] for name in MACHINE})
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before["threads"]))
+    stats = {"min": 123.4e-6, "median": 125e-6}
+    timed = {"name": "bench_accept_mask[8]", "stats": stats, "extra_info": {}}
+    recorded = copies / "bench.json"
+    recorded.write_text(
+        json.dumps({"benchmarks": [timed], "machine_info": {"ceilings": before["ceilings"]}})
+    )
+    ops_table.main([str(recorded)])
+    rows = json.loads((copies / "ops.json").read_text())["rows"]
+    changed = [now for now, old in zip(rows, before["rows"], strict=True) if now != old]
+    assert [(row["op"], row["case"], row["min"]) for row in changed] == [
+        ("accept_mask", "8", 123.4)
+    ]
+    lines = (copies / RESULTS_PAGE.name).read_text().splitlines()
+    old_lines = RESULTS_PAGE.read_text().splitlines()
+    assert sum(now != old for now, old in zip(lines, old_lines, strict=True)) == 1
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        ops_table.main([str(copies / "missing.json")])
+    assert "expected a record of pytest-benchmark" in capsys.readouterr().err
 
 
 def test_all_figures_are_shown() -> None:

@@ -33,6 +33,7 @@ from command_line import (
 from eecore.cli.app import run
 from eecore.cli.depth import DepthPainter, depth_style, runs
 from eecore.cli.exit_options import ExitOptions, parse_layers
+from eecore.cli.failures import UsageError
 from eecore.decoding.prefill import Prefill
 from eecore.scheduling.scheduler import Work
 from tiny_models import write_model
@@ -249,7 +250,7 @@ def test_depth_comes_as_numbers_where_there_are_no_colours(
         == 0
     )
     captured = capsys.readouterr()
-    assert captured.err == "[exit layers: 2x3]\n"
+    assert captured.err.endswith("\n[exit layers: 2x3]\n")
     assert "\x1b" not in captured.out
 
 
@@ -435,6 +436,8 @@ def test_an_unexpected_error_is_one_line_too(
 
 def test_layers_and_options_without_a_command_line() -> None:
     assert parse_layers("--skip-mlp", "4,8,12-14,8") == (4, 8, 12, 13, 14)
+    with pytest.raises(UsageError, match="expected layers such as 4,8,12-20, got '5-3'"):
+        parse_layers("--skip-mlp", "5-3")
     assert ExitOptions("draft-verify", skip_mlp="1").policy() == eecore.DraftAndVerify(
         frozenset(), frozenset({1})
     )

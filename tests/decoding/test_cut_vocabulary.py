@@ -139,7 +139,7 @@ def test_calibration_files_that_contradict_themselves(
     path = tmp_path / "calibration.json"
     found = calibrate(
         model,
-        [Example("a", "b")],
+        [Example("a", "b")] * 5,
         measure=measure,  # type: ignore[arg-type]
         delta=0.5,
         grid=(1.0,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import eecore
 from eecore import Calibration, ConfidentExit, ExitClassifier, ExitError, RequestError
 from eecore.calibration_file import CalibrationStep
 from eecore.cli.app import run
-from eecore.evaluation import Example
+from eecore.evaluation import Example, calibration, similarity
 from eecore.evaluation.calibration import (
     DEFAULT_GRID,
     calibrate,
@@ -242,12 +243,12 @@ def test_the_command_line(
     data, out = tmp_path / "data.jsonl", tmp_path / "calibration.json"
     data.write_text("".join(json.dumps({"input": e.prompt}) + "\n" for e in PROMPTS))
     words = ["calibrate", str(directory), "--data", str(data), "--out", str(out)]
-    assert run([*words, "--max-tokens", "2", "--grid", "1,0.5", "--threads", "1"]) == 0
+    words += ["--delta", "0.5", "--max-tokens", "2", "--grid", "1,0.5", "--threads", "1"]
+    assert run(words) == 0
     printed = capsys.readouterr()
     assert "threshold 1: loss 0.0000, p " in printed.err
-    assert "warning: 6 prompts cannot show a loss below 0.02: expected at least 149" in printed.err
-    assert printed.out.startswith("threshold 1: calibrated (delta 0.02, epsilon 0.05, textual")
-    assert Calibration.load(out).threshold == 1.0
+    assert printed.out.startswith("threshold 0.5: calibrated (delta 0.5, epsilon 0.05, textual")
+    assert Calibration.load(out).threshold == 0.5
 
     exits = ["--exit", "confident", "--calibration", str(out)]
     generate = [
@@ -261,10 +262,46 @@ def test_the_command_line(
         "1",
     ]
     assert run([*generate, *exits]) == 0
-    assert "calibrated (delta 0.02" in capsys.readouterr().out
+    assert "calibrated (delta 0.5" in capsys.readouterr().out
     assert run([*generate, *exits, "--batch-mode", "all"]) == 2
     assert "--batch-mode: expected none beside --calibration" in capsys.readouterr().err
     assert run([*words, "--grid", "1,x"]) == 2
     assert "--grid: expected numbers" in capsys.readouterr().err
     assert run([*words, "--loss", "risk"]) == 4
     assert f'{data}:1: expected {{"input": text, "target": text}}' in capsys.readouterr().err
+
+
+def test_too_few_prompts_are_refused_before_anything_runs(
+    directory: Path,
+    model: eecore.Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "calibration.json"
+    data.write_text("".join(json.dumps({"input": e.prompt}) + "\n" for e in PROMPTS))
+    out.write_text("kept")
+    monkeypatch.setattr(eecore, "load", lambda *_, **__: pytest.fail("loaded"))
+    words = ["calibrate", str(directory), "--data", str(data), "--out", str(out)]
+    assert run(words) == 4
+    said = capsys.readouterr().err
+    assert "examples: expected at least 149 prompts, as fewer cannot show a loss" in said
+    assert run([*words, "--delta", "0.5", "--limit", "4"]) == 4
+    assert "expected at least 5 prompts" in capsys.readouterr().err
+    assert run([*words, "--delta", "2"]) == 4
+    assert "delta: expected a number between 0 and 1, got 2" in capsys.readouterr().err
+    assert out.read_text() == "kept"
+    with pytest.raises(RequestError, match=r"expected at least 29 prompts.*, got 6"):
+        calibrate(model, PROMPTS, delta=0.1)
+
+
+@pytest.mark.parametrize("package", ["scipy.stats", "rouge_score.rouge_scorer"])
+def test_a_missing_package_is_said_before_anything_runs(
+    model: eecore.Model, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    similarity._scorer.cache_clear()
+    monkeypatch.setitem(sys.modules, package, None)
+    name = package.partition(".")[0].replace("_", "-")
+    monkeypatch.setattr(calibration, "generated", lambda *_, **__: pytest.fail("ran"))
+    with pytest.raises(RequestError, match=f"expected the package {name}, got none"):
+        calibrate(model, PROMPTS, delta=0.5)

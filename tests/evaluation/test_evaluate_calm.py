@@ -409,7 +409,8 @@ def test_settings_beside_calibrations_of_every_measure(
         out = tmp_path / f"{measure}.json"
         files += ["--calibration", str(out)]
         calibrate = ["calibrate", str(directory), "--data", str(data), "--measure", measure]
-        assert run([*calibrate, "--max-tokens", "2", "--grid", "1", "--out", str(out)]) == 0
+        calibrate += ["--delta", "0.5", "--max-tokens", "2", "--grid", "1"]
+        assert run([*calibrate, "--out", str(out)]) == 0
     words = ["evaluate", "calm", str(directory), "--data", str(data), *files]
     assert run([*words, "--tau", "4"]) == USAGE
     assert "--tau: expected none beside --calibration" in capsys.readouterr().err
@@ -426,7 +427,7 @@ def test_a_classifier_of_another_model_is_refused(
     by_measure = ["--exit", "confident", "--measure", "classifier", "--classifier"]
     commands = [
         ["evaluate", "calm", str(directory), "--rounds", "1", *given],
-        ["calibrate", str(directory), "--measure", "classifier", "--grid", "1", *given],
+        ["calibrate", str(directory), *by_measure[2:4], "--grid", "1", "--delta", "0.5", *given],
         ["generate", str(directory), "a b", "-n", "2", "--device", "cpu", *by_measure],
         ["exits", str(directory), "a b", "--max-tokens", "2", "--device", "cpu", *by_measure],
     ]

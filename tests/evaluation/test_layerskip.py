@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 import eecore
 from eecore import DraftAndVerify, ExitError, FixedExit, RequestError, SelfSpeculative
 from eecore.cli.app import run
+from eecore.decoding.chooser import Chooser
 from eecore.evaluation import (
     Example,
     Scored,
@@ -22,7 +27,9 @@ from eecore.evaluation import (
     score_exits,
     sweep_speculation,
 )
-from eecore.exits import Full
+from eecore.exits import Auto, Full
+from eecore.models.source import ModelSource
+from eecore.training.interrupts import StopRequest
 from tiny_models import random_prompts
 
 EXAMPLES = [Example(f"prompt {i}", f"target {i}") for i in range(3)]
@@ -194,7 +201,10 @@ def test_the_table_of_a_sweep() -> None:
 
 
 def test_the_command_lines(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(
@@ -224,3 +234,131 @@ def test_the_command_lines(
     assert "expected a directory, got nothing" in capsys.readouterr().err
     assert run(["sweep", *shared, "--exit-layers", "4"]) == 4
     assert "SelfSpeculative.exit_layer: expected 1..3" in capsys.readouterr().err
+    monkeypatch.setattr(eecore, "load", lambda *_, **__: pytest.fail("loaded"))
+    for flag, value, message in (
+        ("--exit-layers", "", "--exit-layers: expected one or more, got none"),
+        ("--num-drafts", "", "--num-drafts: expected one or more, got none"),
+        ("--num-drafts", "x", "--num-drafts: expected numbers such as 4,8,12-20, got 'x'"),
+    ):
+        assert run(["sweep", *shared, flag, value]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(["sweep", *shared, *out]) == 4
+    assert "expected the package matplotlib, got none" in capsys.readouterr().err
+
+
+def stopping_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """Ctrl-C as a sweep asks for so many times whether it is to stop."""
+    asked = itertools.count(1)
+    call = StopRequest.__call__
+
+    def interrupted(stop: StopRequest) -> bool:
+        if next(asked) == calls:
+            signal.raise_signal(signal.SIGINT)
+        return call(stop)
+
+    monkeypatch.setattr(StopRequest, "__call__", interrupted)
+
+
+@pytest.mark.parametrize(("calls", "pairs"), [(6, 1), (9, 2), (13, 3)])
+def test_a_sweep_that_is_stopped_keeps_what_it_has(
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+    pairs: int,
+) -> None:
+    """In the middle of a turn, at the end of one, and in the second round."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "grid"
+    data.write_text('{"input": "a"}\n{"input": "b"}\n')
+    words = ["sweep", str(directory), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
+    words += ["--exit-layers", "1,2,3", "--num-drafts", "2", "--rounds", "2", "--out", str(out)]
+    stopping_after(monkeypatch, calls)
+    assert run([*words, "--write"]) == 130
+    shown = capsys.readouterr()
+    assert f"interrupted at sweep: {calls} of 20 answers" in shown.err
+    assert "best: --exit speculative:" in shown.out
+    kept = json.loads((tmp_path / "grid.json").read_text())
+    assert len(kept["cells"]) == pairs
+    assert kept["finished"] is False
+    assert shown.out.startswith((tmp_path / "grid.md").read_text().strip())
+    assert (tmp_path / "grid.svg").is_file()
+    assert not (directory / "exits.json").exists()
+
+
+def test_a_sweep_that_is_stopped_at_once_says_so(
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "a"}\n')
+    stopping_after(monkeypatch, 1)
+    words = ["sweep", str(directory), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
+    assert run([*words, "--out", str(tmp_path / "grid")]) == 130
+    shown = capsys.readouterr()
+    assert "interrupted before the first pair was measured" in shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_a_table_of_a_part_of_the_grid(tmp_path: Path) -> None:
+    cells = (SweepCell(2, 2, 0.5, 10.0, 2.2), SweepCell(4, 8, 0.5, 10.0, 4.8))
+    found = Sweep(6, 5.0, cells, 1.5, finished=False)
+    assert found.markdown().splitlines()[2:] == ["| 2 | 2.20 |  |", "| 4 |  | 4.80 |"]
+    found.plot(tmp_path / "map.svg")
+    with pytest.raises(RequestError, match="expected a sweep with its agreement, got one without"):
+        found.record(tmp_path)
+
+
+def test_a_written_sweep_has_auto_draft_with_first_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint trained elsewhere: the one that ships, without what its training wrote."""
+    model = tmp_path / "model"
+    shutil.copytree(eecore.default_model(), model)
+    (model / "exits.json").unlink()
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "lock the front door"}\n{"input": "stop the timer"}\n')
+    words = ["sweep", str(model), "--data", str(data), "--max-tokens", "12", "--threads", "1"]
+    words += ["--exit-layers", "3", "--num-drafts", "4"]
+    assert run(words) == 0
+    assert not (model / "exits.json").exists()
+    assert run([*words, "--write"]) == 0
+    shown = capsys.readouterr().out
+    source = ModelSource(model, "float32", None)
+    agreement = source.exit_agreement(12)
+    assert agreement is not None
+    assert agreement[-1] == 1.0
+    layers = Chooser(12, agreement).exit_layers(Auto())
+    assert layers != ()
+    words_of_layers = " or ".join(map(str, layers))
+    assert f"wrote {model / 'exits.json'}: auto drafts with {words_of_layers} first layers" in shown
+    assert run(["generate", str(model), "lock the door", "-n", "4", "--exit", "fixed:3"]) == 0
+    assert "trained for early exit" not in capsys.readouterr().err
+
+    # What else is known stays; a file of another model is refused before anything runs.
+    about = json.loads((model / "exits.json").read_text())
+    kept = {**about, "training": {"loss": {"kind": "layerskip"}}, "held_out": {"agreement": [0.5]}}
+    (model / "exits.json").write_text(json.dumps(kept))
+    assert run([*words, "--write"]) == 0
+    again = json.loads((model / "exits.json").read_text())
+    assert (again["training"], again["held_out"]) == (kept["training"], kept["held_out"])
+    capsys.readouterr()
+    for text in ("{", json.dumps({**about, "num_layers": 4})):
+        (model / "exits.json").write_text(text)
+        assert run([*words, "--write"]) == 3
+        assert "round 1" not in capsys.readouterr().err
+        assert (model / "exits.json").read_text() == text
+    assert run(["sweep", "intent", *words[2:], "--write"]) == 2
+    assert "--write: expected a model of your own, got intent" in capsys.readouterr().err
+
+
+def test_the_record_of_a_gguf_file_is_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "some.model.gguf"
+    file.touch()
+    cells = (SweepCell(1, 2, 0.5, 10.0, 1.2),)
+    found = Sweep(3, 5.0, cells, 1.1, agreement=(0.5, 0.75, 1.0), agreement_tokens=8)
+    assert found.record(file) == tmp_path / "some.model.exits.json"
+    assert ModelSource(file, "float32", None).exit_agreement(3) == (0.5, 0.75, 1.0)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -447,6 +448,18 @@ def test_warnings_of_the_other_process_are_said_here(tmp_path: Path) -> None:
     texts = [str(each.message) for each in said]
     assert sum("exits" in text and "it is not used" in text for text in texts) == 1
     assert sum("ids only" in text for text in texts) == 1
+
+
+def test_an_untrained_model_is_warned_of_once(tmp_path: Path) -> None:
+    """Both processes know the requests; the server's own says it."""
+    directory = write_model(tmp_path / "model")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with beside(directory) as (server, _):
+            for policy in ("fixed:2", "confident:0.5", "fixed:1"):
+                body = {"model": "model", "prompt": "hi", "max_tokens": 2, "exit": policy}
+                assert server.post("/v1/completions", json=body).status_code == 200
+    assert sum("trained for early exit" in str(warning.message) for warning in said) == 1
 
 
 def test_a_process_that_is_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:

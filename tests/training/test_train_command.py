@@ -14,7 +14,7 @@ from safetensors import safe_open
 import eecore
 from eecore.cli.app import run
 from eecore.cli.train import ProgressLine
-from eecore.training import StepReport, model_digest, state_path, stop_on_signals
+from eecore.training import StepReport, loading, model_digest, state_path, stop_on_signals
 from eecore.training.run_log import read_log
 from tiny_models import write_byte_tokenizer, write_model
 
@@ -142,8 +142,25 @@ def test_ctrl_c_saves_and_resume_goes_on(
     assert run(arguments(folder, stopped, *options)) == REQUEST
     assert "a run can be resumed there" in capsys.readouterr().err
     assert run(arguments(folder, stopped, *options, "--resume", "--checkpoint-minutes", "1")) == 0
+    assert "resuming after step 5 of 9\n" in capsys.readouterr().err
     logs = [read_log(path / "training" / "steps.csv") for path in (whole, stopped)]
     assert logs[0] == logs[1]
+
+
+def test_what_is_missing_is_said_before_the_model_is_read(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "load_starting_point", lambda *_, **__: pytest.fail("read"))
+    out = tmp_path / "out"
+    assert run(arguments(folder, out, "--held-out", str(tmp_path / "none"))) == REQUEST
+    assert "none: No such file or directory" in capsys.readouterr().err
+    assert run(arguments(folder, out, "--resume")) == REQUEST
+    assert run(arguments(folder, folder)) == REQUEST
+    assert "out: expected a new or empty directory" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_second_ctrl_c_interrupts_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ from tiny_models import write_model
 from tiny_t5 import write_t5
 
 USAGE, MODEL, REQUEST = 2, 3, 4
+STAGES = (
+    (None, "writing: "),
+    ("writing", "reading: "),
+    ("reading", "step 30/"),
+    ("training", None),
+)
+"""What a run that was stopped in each of its steps goes on with, and where it stops next."""
 
 
 @pytest.fixture(scope="module")
@@ -189,10 +197,15 @@ def test_the_model_is_left_as_it_was(folder: Path, trained: Path) -> None:
 
 
 def test_what_stopped_goes_on_where_it_was(
-    folder: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Stopped in each of the three steps, and cut in the middle of a line and of a row."""
     out = tmp_path / "head"
+    said = []
     for module, name, calls in (
         ("eecore.answers", "write_answers", 20),
         ("eecore.training", "collect_states", 1),
@@ -202,12 +215,18 @@ def test_what_stopped_goes_on_where_it_was(
             _stopping_after(patch, module, name, calls)
             more = ["--epochs", "4", *(["--resume"] if out.exists() else [])]
             assert run(arguments(folder, out, *more)) == 130
+        said.append(capsys.readouterr().err)
     work = out / "work"
     with (work / "answers.jsonl").open("a") as file:
         file.write('{"index":')
     with (work / "states" / "states.bin").open("ab") as file:
         file.write(b"xyz")
     assert run(arguments(folder, out, "--epochs", "4", "--resume")) == 0
+    said.append(capsys.readouterr().err)
+    for (begins, ends), text in zip(STAGES, said, strict=True):
+        assert re.findall(r"resuming (\w+) after", text) == ([begins] if begins else [])
+        assert ends is None or f"interrupted at {ends}" in text
+    assert re.search(r"resuming training after step 30 of \d+\n", said[3])
     straight, resumed = (load_file(place / "head.safetensors") for place in (trained, out))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     assert sorted(answers(trained)) == sorted(answers(out))

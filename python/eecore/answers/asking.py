@@ -115,7 +115,7 @@ def write_questions(
         count: lines that are wanted.
         settings: of the file.
         rows: questions that are written at once.
-        progress: called after each question.
+        progress: called at the beginning and after each question.
         should_stop: asked after each step; when it says True what is finished is in the file.
 
     Returns:
@@ -129,6 +129,8 @@ def write_questions(
     lines = _file(path, settings)
     done = {line.index for line in lines.begin()}
     begun: dict[int, str] = {}
+    if progress is not None:
+        progress(QuestionsReport(len(done), count))
 
     def asks() -> Iterator[Ask]:
         for index in range(count):

@@ -97,7 +97,7 @@ def write_answers(
             no more questions.
         settings: of the file.
         rows: answers that are written at once.
-        progress: called after each answer.
+        progress: called at the beginning and after each answer.
         should_stop: asked after each step; when it says True what is finished is in the file.
 
     Returns:
@@ -151,10 +151,14 @@ class _Reporter:
         self.answers, self.tokens, self.num_tokens = answers, tokens, num_tokens
         self._progress = progress
         self._started, self._before = time.monotonic(), tokens
+        self._tell()
 
     def add(self, num_tokens: int) -> None:
         self.answers += 1
         self.tokens += num_tokens
+        self._tell()
+
+    def _tell(self) -> None:
         if self._progress is not None:
             seconds = max(time.monotonic() - self._started, 1e-9)
             speed = (self.tokens - self._before) / seconds

@@ -80,11 +80,14 @@ def calibrate(
     check_out("--out", out)
 
     from eecore.evaluation import read_examples
-    from eecore.evaluation.calibration import DEFAULT_GRID, prompts_needed
+    from eecore.evaluation.calibration import DEFAULT_GRID, check_number, check_settings
     from eecore.evaluation.calibration import calibrate as run
 
-    examples = read_examples(data, limit=limit, needs_target=loss == "risk")
     thresholds = DEFAULT_GRID if grid is None else _numbers("--grid", grid)
+    examples = read_examples(data, limit=limit, needs_target=loss == "risk")
+    check_settings(examples, delta, epsilon, loss, similarity, thresholds, max_tokens)
+    check_number(len(examples), delta, epsilon)
+    points = parse_exit_points(exit_points)
     learnt = None if classifier is None else load_classifier(classifier, directory)
     loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
     found = run(
@@ -98,19 +101,12 @@ def calibrate(
         grid=thresholds,
         max_tokens=max_tokens,
         decay_tau=decay_tau or 0.0,
-        exit_points=parse_exit_points(exit_points),
+        exit_points=points,
         min_exit_layer=min_exit_layer or 1,
         classifier=learnt,
         progress=_show,
     )
     found.save(out)
-    needed = prompts_needed(delta, epsilon)
-    if found.num_prompts < needed:
-        print(
-            f"warning: {found.num_prompts} prompts cannot show a loss below {delta:g}: expected at "
-            f"least {needed:.0f}",
-            file=sys.stderr,
-        )
     print(f"threshold {found.threshold:g}: {found.promise}; wrote {out}")
     return 0
 

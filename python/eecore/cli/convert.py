@@ -10,7 +10,7 @@ import typer
 
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import Debug, spinner
-from eecore.errors import CheckpointError, ModelError, ModelNotFoundError
+from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.readable import kind_of, regular_file, shown_path
 
 
@@ -27,12 +27,6 @@ def convert(
     found = kind_of(directory)
     if found != "nothing" and (found != "a directory" or any(directory.iterdir())):
         raise UsageError(f"{shown_path(directory)}: expected a new or empty directory")
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise ModelError(
-            "convert: expected the package gguf, got none (pip install 'eecore[gguf]')"
-        ) from None
     with spinner(f"converting {file}"):
         from eecore.models.gguf_convert import convert_gguf
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eecore.builtin import BUILTIN
 from eecore.cli.exit_options import ExitOptions, SkipsFile, parse_layers
+from eecore.cli.failures import UsageError
 from eecore.cli.files import beside, check_out
 from eecore.cli.loading import (
     Debug,
@@ -21,6 +23,8 @@ from eecore.cli.loading import (
     check_path,
     load,
 )
+from eecore.cli.signals import INTERRUPTED
+from eecore.cli.train import ProgressLine
 from eecore.files import write_text
 
 if TYPE_CHECKING:
@@ -117,32 +121,87 @@ def sweep(
             help="Also write NAME.json, NAME.md and a heat map, NAME.svg.", metavar="NAME"
         ),
     ] = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="Record in exits.json beside the model how its exits agree with its last layer, "
+            "by which --exit auto drafts with its first layers.",
+        ),
+    ] = False,
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
     threads: Threads = None,
     debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
 ) -> int:
-    """Time self-speculation over exit layers and drafts on your prompts; answer with the best."""
-    check_path(model)
+    """Time self-speculation over exit layers and drafts on your prompts; answer with the best.
+
+    Ctrl-C keeps what was measured so far.
+    """
+    directory = check_path(model)
     check_out("--out", out, is_stem=True)
 
-    from eecore.evaluation import read_examples, sweep_speculation
+    from eecore.evaluation import (
+        default_exit_layers,
+        known_exits,
+        plots,
+        read_examples,
+        sweep_speculation,
+    )
+    from eecore.exits import SelfSpeculative
+    from eecore.models.load import read_config
+    from eecore.models.source import exits_file
+    from eecore.training import stop_on_signals
 
     prompts = [example.prompt for example in read_examples(data, limit=limit)]
-    layers = None if exit_layers is None else parse_layers("--exit-layers", exit_layers)
-    drafts = parse_layers("--num-drafts", num_drafts)
+    drafts = parse_layers("--num-drafts", num_drafts, what="numbers")
+    config = read_config(directory)
+    layers = default_exit_layers(config.num_layers)
+    if exit_layers is not None:
+        layers = list(parse_layers("--exit-layers", exit_layers))
+    for flag, given in (("--exit-layers", layers), ("--num-drafts", drafts)):
+        if not given:
+            raise UsageError(f"{flag}: expected one or more, got none")
+    for layer in layers:
+        for count in drafts:
+            SelfSpeculative(layer, count).check(config.num_layers, config.hidden_size)
+    if out is not None:
+        plots.figure((1, 1))  # raises where matplotlib is missing
+    if write:
+        if model == BUILTIN:
+            raise UsageError(f"--write: expected a model of your own, got {BUILTIN}")
+        known_exits(directory, config.num_layers)
+        check_out("--write", exits_file(directory))
     loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
-    found = sweep_speculation(
-        loaded,
-        prompts,
-        exit_layers=layers,
-        num_drafts=drafts,
-        max_tokens=max_tokens,
-        batch_size=batch_size,
-        rounds=rounds,
-        progress=show_turn,
-    )
+    answers = len(prompts) * rounds * (2 + len(layers) * len(drafts))
+    with stop_on_signals() as stop, ProgressLine() as line:
+        line.count("sweep", 0, answers, "answers")
+        groups, asked = -(-len(prompts) // batch_size), 0
+
+        def stops() -> bool:
+            nonlocal asked
+            asked += 1
+            turns, group = divmod(asked, groups)
+            answered = turns * len(prompts) + group * batch_size
+            line.count("sweep", answered, answers, "answers")
+            return stop()
+
+        found = sweep_speculation(
+            loaded,
+            prompts,
+            exit_layers=layers,
+            num_drafts=drafts,
+            max_tokens=max_tokens,
+            batch_size=batch_size,
+            rounds=rounds,
+            measures_agreement=write,
+            progress=lambda number, run: line.keep(described_turn(number, run)),
+            should_stop=stops,
+        )
+    if not found.cells:
+        print("interrupted before the first pair was measured", file=sys.stderr)
+        return INTERRUPTED
     print(found.markdown())
     best = found.best
     print(
@@ -156,6 +215,13 @@ def sweep(
         found.save(beside(out, "json"))
         write_text(beside(out, "md"), found.markdown() + "\n")
         found.plot(beside(out, "svg"))
+    if not found.finished:
+        kept = f"; wrote {out}.json, .md and .svg of what was measured" if out is not None else ""
+        print(f"interrupted at {line.last}{kept}", file=sys.stderr)
+        return INTERRUPTED
+    if write:
+        drafting = " or ".join(map(str, found.drafting_layers)) or "none of its"
+        print(f"wrote {found.record(directory)}: auto drafts with {drafting} first layers")
     return 0
 
 
@@ -166,8 +232,9 @@ def _default_modes(num_layers: int) -> list[str]:
 
 def show_turn(number: int, run: TimedRun, where: str = "") -> None:
     """A line on stderr about a run that has had its turn in a round."""
-    print(
-        f"{where}round {number + 1}: {run.name}: {run.tokens / run.seconds[-1]:.1f} tokens/s",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"{where}{described_turn(number, run)}", file=sys.stderr, flush=True)
+
+
+def described_turn(number: int, run: TimedRun) -> str:
+    """How fast a run was in a round."""
+    return f"round {number + 1}: {run.name}: {run.tokens / run.seconds[-1]:.1f} tokens/s"

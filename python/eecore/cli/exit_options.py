@@ -253,16 +253,18 @@ def parse_exit_points(text: str | None) -> tuple[int, ...] | None:
     return None if text is None else parse_layers("--exit-points", text)
 
 
-def parse_layers(flag: str, text: str) -> tuple[int, ...]:
-    """Layers from ``4,8,12-20``, in ascending order."""
+def parse_layers(flag: str, text: str, *, what: str = "layers") -> tuple[int, ...]:
+    """Layers, or other numbers, from ``4,8,12-20``, in ascending order."""
     layers: set[int] = set()
     try:
         for part in filter(None, text.split(",")):
             first, _, last = part.partition("-")
             stretch = range(int(first), int(last or first) + 1)
-            if stretch and stretch[-1] >= MOST_LAYERS:
-                raise UsageError(f"{flag}: expected layers below {MOST_LAYERS}, got {text!r}")
+            if not stretch:
+                raise ValueError
+            if stretch[-1] >= MOST_LAYERS:
+                raise UsageError(f"{flag}: expected {what} below {MOST_LAYERS}, got {text!r}")
             layers.update(stretch)
     except ValueError:
-        raise UsageError(f"{flag}: expected layers such as 4,8,12-20, got {text!r}") from None
+        raise UsageError(f"{flag}: expected {what} such as 4,8,12-20, got {text!r}") from None
     return tuple(sorted(layers))

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from eecore.cli.failures import UsageError
-from eecore.cli.train import ProgressLine
 from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from eecore.answers import AnswerSettings, Round
+    from eecore.cli.train import ProgressLine
     from eecore.generation import Model
     from eecore.training import StatesSettings
 
@@ -120,6 +120,7 @@ def write_and_read(
     settings: AnswerSettings,
     states: StatesSettings,
     stop: Callable[[], bool],
+    line: ProgressLine,
 ) -> bool:
     """The model's answers to what it is asked, and its states over them.
 
@@ -133,43 +134,36 @@ def write_and_read(
     file = work / ANSWERS_FILE
     network = model.network
     assert isinstance(network, LlamaModel)
-    with ProgressLine() as line:
-        for each in _rounds(model, asked, tokens, work, settings, stop, line):
-            if each is None or not write_answers(
-                model,
-                each.questions(),
-                file,
-                each.num_tokens,
-                settings,
-                progress=lambda r: line.say(
-                    f"writing: {r.answers} answers, {r.tokens} of {tokens} tokens, "
-                    f"{r.tokens_per_s:.0f} tokens/s",
-                    last=r.tokens >= tokens,
-                ),
-                should_stop=stop,
-            ):
-                return False
-        answers = read_answers(file, settings)
-        written = sum(len(answer.answer) for answer in answers)
-        if written < tokens:
-            line.keep(f"wrote {written} of {tokens} tokens: there were no more questions")
-        texts = [
-            WrittenText(answer.index, answer.prompt, answer.answer)
-            for answer in answers
-            if len(answer.answer) >= SHORTEST_ANSWER
-        ]
-        directory = work / STATES
-        directory.mkdir(exist_ok=True)
-        return collect_states(
-            network,
-            texts,
-            directory,
-            states,
-            progress=lambda count, wanted: line.say(
-                f"reading: states of {count} of {wanted} tokens", last=count == wanted
-            ),
+    for each in _rounds(model, asked, tokens, work, settings, stop, line):
+        if each is None or not write_answers(
+            model,
+            each.questions(),
+            file,
+            each.num_tokens,
+            settings,
+            progress=lambda r: line.count("writing", r.tokens, tokens, "tokens of answers"),
             should_stop=stop,
-        )
+        ):
+            return False
+    answers = read_answers(file, settings)
+    written = sum(len(answer.answer) for answer in answers)
+    if written < tokens:
+        line.keep(f"wrote {written} of {tokens} tokens: there were no more questions")
+    texts = [
+        WrittenText(answer.index, answer.prompt, answer.answer)
+        for answer in answers
+        if len(answer.answer) >= SHORTEST_ANSWER
+    ]
+    directory = work / STATES
+    directory.mkdir(exist_ok=True)
+    return collect_states(
+        network,
+        texts,
+        directory,
+        states,
+        progress=lambda count, wanted: line.count("reading", count, wanted, "states"),
+        should_stop=stop,
+    )
 
 
 def _rounds(
@@ -200,8 +194,6 @@ def _rounds(
         work / ANSWERS_FILE,
         tokens,
         settings,
-        progress=lambda r: line.say(
-            f"asking: {r.questions} of {r.wanted} questions", last=r.questions == r.wanted
-        ),
+        progress=lambda r: line.count("asking", r.questions, r.wanted, "questions"),
         should_stop=stop,
     )

@@ -15,18 +15,19 @@ from rich.markup import escape
 from eecore.cli.failures import UsageError
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, spinner
 from eecore.cli.signals import INTERRUPTED
-from eecore.readable import is_file
+from eecore.errors import RequestError
+from eecore.readable import is_file, kind_of, shown_path
 
 if TYPE_CHECKING:
     from eecore.training import StepReport, TrainingConfig
     from eecore.training.early_exit_loss import LossWeights
 
-__all__ = ["ProgressLine", "train", "training_device"]
+__all__ = ["ProgressLine", "shown_seconds", "train", "training_device"]
 
 # Of a panel in --help.
 EXITS, OPTIMIZER, RUN = "Early exits", "Optimizer", "Run"
-# Seconds between two lines where stderr is not a terminal.
 LINE_SECONDS = 10.0
+"""Seconds between two lines where stderr is not a terminal."""
 
 
 def train(
@@ -178,15 +179,30 @@ def train(
     if steps is not None and epochs is not None:
         raise UsageError("--steps: expected it or --epochs, got both")
     exit_loss = _loss(loss, e_scale, curriculum)
+    for place in (*data, *(held_out or ())):  # before a model is loaded
+        if kind_of(place) == "nothing":
+            raise RequestError(f"{shown_path(place)}: No such file or directory")
     with spinner(f"loading {model}"):
         import torch
 
-        from eecore.training import TrainingConfig, read_data, stop_on_signals
+        from eecore.training import (
+            TrainingConfig,
+            check_new,
+            read_data,
+            read_state,
+            state_path,
+            stop_on_signals,
+        )
         from eecore.training import train as run_training
         from eecore.training.loading import load_starting_point
 
         if threads is not None:
             torch.set_num_threads(threads)
+        begun = 0
+        if resume:
+            begun = read_state(state_path(out)).step
+        else:
+            check_new(out)
         start = load_starting_point(beginning, tokenizer=tokenizer, seed=seed)
         reading: dict[str, Any] = {
             "context": context,
@@ -219,6 +235,8 @@ def train(
     )
     _say_what_follows(config, len(sequences), start.pretrained, where)
     with stop_on_signals() as stop, ProgressLine() as line:
+        if resume:
+            line.keep(f"resuming after step {begun} of {num_steps}")
         result = run_training(
             start.model,
             sequences,
@@ -248,6 +266,9 @@ class ProgressLine:
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("starting") if self._console.is_terminal else None
         self._shown_at = -LINE_SECONDS
+        self._begun: dict[str, tuple[float, float]] = {}  # of each part: when, and at what count
+        self.last = ""
+        """What was said last, shown or not."""
 
     def __enter__(self) -> ProgressLine:
         if self._status is not None:
@@ -271,15 +292,33 @@ class ProgressLine:
     def say(self, text: str, *, last: bool = False) -> None:
         """Where the run stands; the last one is always shown."""
         now = time.monotonic()
+        self.last = text
         if self._status is not None:
             self._status.update(escape(text))
         elif now - self._shown_at >= LINE_SECONDS or last:
             self._shown_at = now
             print(text, file=sys.stderr, flush=True)
 
+    def count(self, part: str, done: float, wanted: float, unit: str) -> None:
+        """How far a part of the run has come, and about how long the rest of it takes."""
+        now = time.monotonic()
+        if part not in self._begun and 0 < done < wanted:
+            self.keep(f"resuming {part} after {done:.0f} of {wanted:.0f} {unit}")
+        begun, before = self._begun.setdefault(part, (now, done))
+        left = ""
+        if done > before:
+            left = f", {shown_seconds((wanted - done) * (now - begun) / (done - before))} left"
+        of = f"{done:.0f} of {wanted:.0f}"
+        self.say(f"{part}: {of} {unit}{left if done < wanted else ''}", last=done >= wanted)
+
     def keep(self, text: str) -> None:
         """A line that stays."""
         self._console.print(text, soft_wrap=True, markup=False)
+
+
+def shown_seconds(seconds: float) -> str:
+    """A stretch of time, about."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def describe(report: StepReport) -> str:

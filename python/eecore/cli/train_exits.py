@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +20,7 @@ from eecore.cli.head_texts import (
 )
 from eecore.cli.loading import SEEDS, Debug, Threads, check_path, load
 from eecore.cli.signals import INTERRUPTED
-from eecore.cli.train import ProgressLine
+from eecore.cli.train import ProgressLine, shown_seconds
 from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
@@ -229,9 +228,9 @@ def train_exits(
         kept = vocabulary if keep_vocabulary else None
         beginning = read_head(begin, states.model, states.taps, sizes, kept, states.attended)
     where.mkdir(parents=True, exist_ok=True)
-    with stop_on_signals() as stop:
-        if not write_and_read(loaded, asked, tokens, where, settings, states, stop):
-            return _interrupted()
+    with stop_on_signals() as stop, ProgressLine() as line:
+        if not write_and_read(loaded, asked, tokens, where, settings, states, stop, line):
+            return _interrupted(line)
         data = open_states([place / STATES for place in (where, *(also or []))], states)
         wanted: dict[str, Any] = {
             "intermediate_size": inner,
@@ -250,12 +249,13 @@ def train_exits(
         shares = (*PARTS, 1.0) if learning_curve else (1.0,)
         by_tokens = []
         for share in shares:
-            run = _train(network, data, wanted, budget, where / TRAINING, share, beginning, stop)
+            place = where / TRAINING
+            run = _train(network, data, wanted, budget, place, share, beginning, stop, line)
             if run is None:
-                return _interrupted()
+                return _interrupted(line)
             by_tokens.append((len(run.data), run.agreement()[0]))
             if share == 1:
-                _finish(out, network, run, by_tokens)
+                _finish(out, network, run, by_tokens, line)
     print(f"wrote {out}")
     return 0
 
@@ -280,8 +280,8 @@ def stored_weights(path: Path, network: LlamaModel) -> str:
     return str(network.dtype).removeprefix("torch.")
 
 
-def _interrupted() -> int:
-    print("interrupted; the same command with --resume goes on from there", file=sys.stderr)
+def _interrupted(line: ProgressLine) -> int:
+    line.keep(f"interrupted at {line.last}; the same command with --resume goes on from there")
     return INTERRUPTED
 
 
@@ -367,6 +367,7 @@ def _train(
     share: float,
     beginning: TrainedHead | None,
     stop: Callable[[], bool],
+    line: ProgressLine,
 ) -> HeadRun | None:
     """A run over so much of the text, from where it stopped; None when told to stop."""
     from eecore.training import HeadConfig, HeadRun
@@ -381,19 +382,20 @@ def _train(
         _save_config(place, config)
     run = HeadRun(network, data, config, place, share=share, beginning=beginning, resume=True)
     try:
-        with ProgressLine() as line:
+        if 0 < run.step < config.steps:
+            line.keep(f"resuming training after step {run.step} of {config.steps}")
 
-            def show(report: Any) -> None:
-                line.say(
-                    f"step {report.step}/{report.steps}, {report.seconds_left / 60:.0f} min left, "
-                    f"loss {report.loss:.3f}, agreement {report.agreement:.2f}",
-                    last=report.step == report.steps,
-                )
-                if report.held_out is not None:
-                    shares = " ".join(f"{value:.3f}" for value in report.held_out)
-                    line.keep(f"step {report.step}: held-out agreement by draft: {shares}")
+        def show(report: Any) -> None:
+            line.say(
+                f"step {report.step}/{report.steps}, {shown_seconds(report.seconds_left)} left, "
+                f"loss {report.loss:.3f}, agreement {report.agreement:.2f}",
+                last=report.step == report.steps,
+            )
+            if report.held_out is not None:
+                shares = " ".join(f"{value:.3f}" for value in report.held_out)
+                line.keep(f"step {report.step}: held-out agreement by draft: {shares}")
 
-            finished = run.all_steps(show, stop)
+        finished = run.all_steps(show, stop)
     finally:
         run.close()
     return run if finished else None
@@ -444,7 +446,11 @@ def _save_config(place: Path, config: HeadConfig) -> None:
 
 
 def _finish(
-    out: Path, network: LlamaModel, run: HeadRun, by_tokens: list[tuple[int, float]]
+    out: Path,
+    network: LlamaModel,
+    run: HeadRun,
+    by_tokens: list[tuple[int, float]],
+    line: ProgressLine,
 ) -> None:
     from importlib.util import find_spec
 
@@ -455,4 +461,4 @@ def _finish(
     if find_spec("matplotlib") is not None:
         plot_head(out, facts)
     shares = " ".join(f"{value:.3f}" for value in facts.by_position)
-    print(f"held-out agreement by draft: {shares}", file=sys.stderr)
+    line.keep(f"held-out agreement by draft: {shares}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import replace
+from weakref import WeakSet
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.guided import FollowsGuides, Guides
+from eecore.decoding.layer_chooser import best_exit_layers
 from eecore.engine.sharing import ModelFacts
 from eecore.engine.text import TextStream
 from eecore.errors import ExitError, RequestError
@@ -16,7 +19,10 @@ from eecore.models import Tokenizer
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
-__all__ = ["Intake"]
+__all__ = ["ASKED", "Intake"]
+
+ASKED: WeakSet[ModelFacts] = WeakSet()
+"""Models of which it has been asked whether they were trained for early exit."""
 
 
 class Intake:
@@ -103,7 +109,25 @@ class Intake:
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)
+        if policy.wants_training(config.num_layers) and self._network not in ASKED:
+            self._ask_for_training(policy)
         return sequence
+
+    def _ask_for_training(self, policy: Exit) -> None:
+        """Warn once of a model of which nothing says that its exits are any good."""
+        ASKED.add(self._network)
+        source, layers = self._network.source, self._network.config.num_layers
+        if source is not None and (
+            source.is_trained_to_exit or best_exit_layers(source.exit_agreement(layers))
+        ):
+            return
+        name = "this model" if source is None else str(source.directory)
+        warnings.warn(
+            f"{policy.contract}: expected a model that was trained for early exit, got no record "
+            f"of that beside {name} (eecore train writes one, eecore sweep --write measures it): "
+            "its text may be poor",
+            stacklevel=4,
+        )
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -11,7 +11,13 @@ from eecore.evaluation.exit_scores import ExitScore, Scored, score_exits
 from eecore.evaluation.layerskip import LayerSkipReport, ModeRow, evaluate_layerskip
 from eecore.evaluation.similarity import SIMILARITIES, Similarity
 from eecore.evaluation.skip_search import SkipSearch, SkipStep, search_skipped_sublayers
-from eecore.evaluation.sweep import Sweep, SweepCell, sweep_speculation
+from eecore.evaluation.sweep import (
+    Sweep,
+    SweepCell,
+    default_exit_layers,
+    known_exits,
+    sweep_speculation,
+)
 from eecore.evaluation.timed import TimedRun, time_policies
 
 __all__ = [
@@ -34,8 +40,10 @@ __all__ = [
     "SweepCell",
     "TimedRun",
     "calibrate",
+    "default_exit_layers",
     "evaluate_calm",
     "evaluate_layerskip",
+    "known_exits",
     "map_exits",
     "read_examples",
     "score_exits",

@@ -26,6 +26,8 @@ from eecore.values import is_whole, is_within
 __all__ = [
     "DEFAULT_GRID",
     "calibrate",
+    "check_number",
+    "check_settings",
     "hoeffding_bentkus",
     "lowest_passed",
     "prompts_needed",
@@ -45,8 +47,12 @@ def hoeffding_bentkus(mean_loss: float, num_prompts: int, delta: float) -> float
     ``min(exp(-n kl(min(E, delta) || delta)), e BinomCDF(ceil(n E); n, delta))`` with
     ``0 log 0 = 0`` (CALM App. E; Bates et al. 2021).
     """
-    from scipy.stats import binom
-
+    try:
+        from scipy.stats import binom
+    except ImportError:
+        raise RequestError(
+            "calibrate: expected the package scipy, got none (pip install 'eecore[evaluate]')"
+        ) from None
     observed = min(mean_loss, delta)
     kl = (observed * math.log(observed / delta) if observed > 0.0 else 0.0) + (
         (1.0 - observed) * math.log((1.0 - observed) / (1.0 - delta)) if observed < 1.0 else 0.0
@@ -135,7 +141,9 @@ def calibrate(
     Raises:
         RequestError: for settings or examples that cannot be used; nothing has run then.
     """
-    _check_settings(model, examples, delta, epsilon, loss, similarity, grid, max_tokens)
+    check_settings(examples, delta, epsilon, loss, similarity, grid, max_tokens)
+    if model.tokenizer is None:
+        raise RequestError("calibrate: expected a model with a tokenizer, got one without")
     source = model.network.source
     if source is None:
         raise RequestError("calibrate: expected a model loaded from a directory, got another")
@@ -152,6 +160,7 @@ def calibrate(
         )
 
     policy_at(1.0).check(model.config.num_layers, model.config.hidden_size)
+    check_number(len(examples), delta, epsilon)
     head = model.network.draft_head if measure == "cut" else None
     alike = SIMILARITIES[similarity]
     full_texts, _ = _generate(model, examples, Full(), max_tokens)
@@ -193,8 +202,21 @@ def calibrate(
     )
 
 
-def _check_settings(
-    model: Model,
+def check_number(num_prompts: int, delta: float, epsilon: float) -> None:
+    """Refuse fewer prompts than any threshold can pass with.
+
+    Raises:
+        RequestError: says how many it takes.
+    """
+    needed = prompts_needed(delta, epsilon)
+    if num_prompts < needed:
+        raise RequestError(
+            f"examples: expected at least {needed:.0f} prompts, as fewer cannot show a loss below "
+            f"{delta:g}, got {num_prompts}"
+        )
+
+
+def check_settings(
     examples: Sequence[Example],
     delta: float,
     epsilon: float,
@@ -203,6 +225,11 @@ def _check_settings(
     grid: Sequence[float],
     max_tokens: int,
 ) -> None:
+    """Refuse settings of :func:`calibrate` that are wrong for every model.
+
+    Raises:
+        RequestError: names the first, or a package that is missing.
+    """
     for name, value in (("delta", delta), ("epsilon", epsilon)):
         if not is_within(value, 0.0, 1.0) or value in (0.0, 1.0):
             raise RequestError(f"{name}: expected a number between 0 and 1, got {value!r}")
@@ -218,14 +245,14 @@ def _check_settings(
         raise RequestError(f"max_tokens: expected 1 or more, got {max_tokens!r}")
     if not examples:
         raise RequestError("examples: expected at least one, got none")
-    if model.tokenizer is None:
-        raise RequestError("calibrate: expected a model with a tokenizer, got one without")
     if loss == "risk":
         for number, example in enumerate(examples):
             if example.target is None:
                 raise RequestError(
                     f"examples[{number}]: expected a target for the risk loss, got none"
                 )
+    hoeffding_bentkus(0.0, len(examples), delta)  # raises where scipy is missing
+    SIMILARITIES[similarity]("", "")  # or rouge-score
 
 
 def _generate(

@@ -84,8 +84,10 @@ class TimedRun:
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the rounds' ratios, of two runs that took turns."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+    """The median of the rounds' ratios, of two runs that took turns; a run that was stopped has had
+    fewer than another.
+    """
+    return statistics.median(a / b for a, b in zip(over, under, strict=False))
 
 
 def time_policies(
@@ -97,6 +99,7 @@ def time_policies(
     batch_size: int = 1,
     rounds: int = 1,
     progress: Callable[[int, TimedRun], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> list[TimedRun]:
     """Generate greedily with each policy, and with :class:`eecore.Full`, which is the first of what
     is returned. In each round another one begins. Every prompt is computed each time: there is no
@@ -110,6 +113,8 @@ def time_policies(
         batch_size: prompts that run together.
         rounds: how often all policies take their turn.
         progress: called with the round and a run when it has had its turn.
+        should_stop: asked after each group of prompts; when it says True the runs have the turns
+            that were finished, some of them one less than others, or none.
     """
     for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size), ("rounds", rounds)):
         if value < 1:
@@ -131,9 +136,14 @@ def time_policies(
             begin = time.perf_counter()
             for group in groups:
                 outputs.append(generated(model, group, exit=run.policy, max_tokens=max_tokens))
+                stops = should_stop is not None and should_stop()
+                if stops and len(outputs) < len(groups):
+                    return runs
             run.record(outputs, time.perf_counter() - begin)
             if progress is not None:
                 progress(number, run)
+            if stops:
+                return runs
     return runs
 
 

@@ -12,7 +12,7 @@ from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
 from eecore.readable import regular_file
 
-__all__ = ["ModelSource", "model_digest"]
+__all__ = ["ModelSource", "exits_file", "model_digest"]
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,28 @@ class ModelSource:
     """``int8``, ``int4``, or None for those of the dtype, or of a model that is quantised."""
 
     def exit_agreement(self, num_layers: int) -> tuple[float, ...] | None:
-        """Of each exit layer with the last one, as the model's ``exits.json`` says; None without.
+        """The agreement of each exit layer with the last one, as :func:`exits_file` says; None
+        without.
 
-        A file that says anything else, or of a model with other layers, is passed over with a
+        A file that says anything else, or of a model with other layers, is not used, with a
         warning: nothing but speed hangs on it.
         """
-        if not self.directory.is_dir():
-            return None
         try:
-            return _agreement(self.directory / "exits.json", num_layers)
+            return _agreement(exits_file(self.directory), num_layers)
         except ModelError as error:
             warnings.warn(f"{error}; it is not used", stacklevel=2)
             return None
+
+    @property
+    def is_trained_to_exit(self) -> bool:
+        """Whether :func:`exits_file` says that ``eecore train`` trained all of its exits."""
+        try:
+            fields = JsonFields.read_if_there(exits_file(self.directory), ModelError)
+            training = fields.inner("training")
+            loss = None if training is None else training.inner("loss")
+            return loss is not None and loss.text("kind", "") != "last"
+        except ModelError:
+            return False
 
     @cached_property
     def sha256(self) -> str:
@@ -45,15 +55,23 @@ class ModelSource:
         return model_digest(self.directory)
 
 
+def exits_file(path: Path) -> Path:
+    """What is known of the exits of a model: ``exits.json`` in its directory, ``NAME.exits.json``
+    beside a file ``NAME.gguf``.
+    """
+    return path / "exits.json" if path.is_dir() else path.with_suffix(".exits.json")
+
+
 def _agreement(path: Path, num_layers: int) -> tuple[float, ...] | None:
+    """What ``eecore sweep --write`` measured, or else what training did."""
     fields = JsonFields.read_if_there(path, ModelError)
-    held_out = fields.inner("held_out")
-    if held_out is None:
+    measured = fields.inner("sweep") or fields.inner("held_out")
+    if measured is None:
         return None
     fields.integer("num_layers", num_layers, num_layers)
-    agreement: tuple[float, ...] = held_out.numbers("agreement", 0.0, 1.0)
+    agreement: tuple[float, ...] = measured.numbers("agreement", 0.0, 1.0)
     if len(agreement) != num_layers:
-        raise held_out.wrong("agreement", f"{num_layers} numbers", list(agreement))
+        raise measured.wrong("agreement", f"{num_layers} numbers", list(agreement))
     return agreement
 
 

@@ -49,7 +49,7 @@ class _HeadFacts:
     vocabulary_sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Facts:
     """What is known here of a model."""
 

@@ -20,6 +20,7 @@ import torch
 import eecore
 from eecore.engine.async_engine import Prepared
 from eecore.engine.engine import Engine
+from eecore.engine.intake import ASKED
 from eecore.output import StepOutput
 from eecore.serving.channel import Channel, Message
 from eecore.serving.ear import Ear
@@ -52,6 +53,7 @@ def run_engine(ear: Ear) -> None:
         channel.send(("failed", *plain_error(error)))
         return
     network = model.network
+    ASKED.add(network)  # the server itself asks, which outlives this process
     head = network.draft_head
     loaded = Loaded(
         model=network.config,

@@ -51,7 +51,8 @@ from eecore.training.loading import StartingPoint, load_starting_point
 from eecore.training.pace import seconds_per_step
 from eecore.training.plots import plot_run
 from eecore.training.recipe import LoraSettings, TrainingConfig
-from eecore.training.run import StepReport, TrainingResult, state_path, train
+from eecore.training.run import StepReport, TrainingResult, check_new, state_path, train
+from eecore.training.run_state import read_state
 from eecore.training.trained_head import TrainedHead, read_head
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "TrainingResult",
     "WrittenText",
     "agreement_labels",
+    "check_new",
     "choose_attended",
     "classifier_loss",
     "collate",
@@ -105,6 +107,7 @@ __all__ = [
     "plot_run",
     "read_data",
     "read_head",
+    "read_state",
     "save_classifier",
     "save_head",
     "seconds_per_step",

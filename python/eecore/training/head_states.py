@@ -213,7 +213,8 @@ def collect_states(
         texts: to take the states of, from the last token of the prompt on.
         directory: of the files; those of other settings are refused.
         settings: of the files.
-        progress: called with the number of rows that are there, and of those that are wanted.
+        progress: called with the number of rows that are there, and of those that are wanted, at
+            the beginning and after each stretch of texts.
         should_stop: asked between stretches of texts.
 
     Returns:
@@ -224,6 +225,8 @@ def collect_states(
     wanted = sum(len(text.answer) for text in texts)
     count = sum(len(text.answer) for text in texts if text.index in done)
     files, written = settings.keys_in(directory), len(_rows(directory))
+    if progress is not None:
+        progress(count, wanted)
     with (
         (directory / STATES_FILE).open("ab") as states_file,
         (directory / ROWS_FILE).open("ab") as rows_file,

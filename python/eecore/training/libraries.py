@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from eecore.errors import TrainingError
 
-__all__ = ["library"]
+__all__ = ["library", "no_progress_bars"]
 
 
 def library(name: str) -> Any:
@@ -19,3 +21,16 @@ def library(name: str) -> Any:
             f"training: expected the package {name.partition('.')[0]}, got: {error} "
             "(pip install 'eecore[train]')"
         ) from None
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers' own would break into the lines of a command."""
+    logging = library("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -19,7 +19,7 @@ from eecore.models.config_json import (
 )
 from eecore.models.tokenizer import Tokenizer
 from eecore.readable import kind_of, path_of
-from eecore.training.libraries import library
+from eecore.training.libraries import library, no_progress_bars
 
 __all__ = ["StartingPoint", "load_starting_point"]
 
@@ -89,9 +89,10 @@ def load_starting_point(
         kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
         auto = getattr(transformers, kind)
         if pretrained:
-            model = auto.from_pretrained(
-                str(directory), dtype=torch.float32, local_files_only=True, use_safetensors=True
-            )
+            with no_progress_bars():
+                model = auto.from_pretrained(
+                    str(directory), dtype=torch.float32, local_files_only=True, use_safetensors=True
+                )
         else:
             torch.manual_seed(seed)
             model = auto.from_config(config, dtype=torch.float32)

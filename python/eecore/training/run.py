@@ -26,7 +26,7 @@ from eecore.training.run_log import RunLog
 from eecore.training.run_state import RunState, load_state, read_state, save_state
 from eecore.training.saving import save_model
 
-__all__ = ["StepReport", "TrainingResult", "state_path", "train"]
+__all__ = ["StepReport", "TrainingResult", "check_new", "state_path", "train"]
 
 LOG_DIRECTORY = "training"
 STATE_FILE = "state.safetensors"
@@ -294,15 +294,24 @@ class _Run:
         self.saved_at = time.monotonic()
 
 
+def check_new(out: Path) -> None:
+    """Refuse a place where a new run cannot begin.
+
+    Raises:
+        TrainingError: something is there; a run that can be resumed is named.
+    """
+    found = kind_of(out)
+    if found != "nothing" and (found != "a directory" or any(out.iterdir())):
+        hint = " (a run can be resumed there)" if is_file(state_path(out)) else ""
+        got = f"{shown_path(out)}{hint}"
+        raise TrainingError(f"out: expected a new or empty directory, got {got}")
+
+
 def _saved_run(out: Path, resume: bool, config: TrainingConfig, digest: str) -> RunState | None:
     """The state to go on from, checked against what is asked for; None for a fresh run."""
     path = state_path(out)
     if not resume:
-        found = kind_of(out)
-        if found != "nothing" and (found != "a directory" or any(out.iterdir())):
-            hint = " (a run can be resumed there)" if is_file(path) else ""
-            got = f"{shown_path(out)}{hint}"
-            raise TrainingError(f"out: expected a new or empty directory, got {got}")
+        check_new(out)
         return None
     saved = read_state(path)
     difference = saved.config.difference(config)

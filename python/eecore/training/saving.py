@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from eecore.files import filling
 from eecore.models.source import model_digest
 from eecore.training.evaluation import ExitScores
 from eecore.training.exit_model import ExitModel
-from eecore.training.libraries import library
+from eecore.training.libraries import no_progress_bars
 from eecore.training.recipe import TrainingConfig
 
 __all__ = ["EXITS_FILE", "save_model"]
@@ -52,7 +50,7 @@ def save_model(
         if hasattr(model, "merge_and_unload"):
             model.save_pretrained(str(partial / "adapter"))
             model = model.merge_and_unload()
-        with _no_progress_bars():
+        with no_progress_bars():
             model.save_pretrained(str(partial))
         for name in TOKENIZER_FILES:
             source = None if tokenizer_directory is None else tokenizer_directory / name
@@ -66,16 +64,3 @@ def save_model(
             "held_out": None if scores is None else asdict(scores),
         }
         (partial / EXITS_FILE).write_text(json.dumps(about, indent=2) + "\n")
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers' own would break the run's line of progress."""
-    logging = library("transformers.utils.logging")
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
