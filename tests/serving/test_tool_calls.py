@@ -349,7 +349,6 @@ def test_a_stream_that_says_how_deep_it_went(intent: eecore.Model) -> None:
         ({"tools": None}, "hermes", "stop", PIECES),
         ({"tools": []}, "hermes", "stop", PIECES),
         ({"tool_choice": "none"}, "hermes", "stop", PIECES),
-        ({"tools": [{"type": "function"}]}, "hermes", "stop", PIECES),
         ({}, "none", "stop", PIECES),
         ({}, "auto", "stop", PIECES),
         ({}, "mistral", "stop", PIECES),
