@@ -73,9 +73,11 @@ def expected_calls(body: ChatRequest, form: ToolFormat | None) -> ExpectedCalls 
     if is_required and form is None:
         raise invalid(f"{field}: expected a model with a format of calls: --tool-parser", field)
     names = list(functions) if names is None else names
-    if (is_required and not names) or any(name not in functions for name in names):
-        known, choice = shown(list(functions)), shown(body.tool_choice)
-        raise invalid(f"{field}: expected a tool of {known}, got {choice}", field)
+    strange = [name for name in names if name not in functions]
+    if strange or (is_required and not names):
+        got = strange[0] if any(strange) else body.tool_choice
+        expected = f"expected a tool of {shown(list(functions))}"
+        raise invalid(f"{field}: {expected}, got {shown(got)}", field)
     if form is None or not names:
         return None
     chosen = tuple(functions[name] for name in names)
