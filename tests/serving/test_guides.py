@@ -315,6 +315,44 @@ def test_a_response_format_leaves_room_for_calls(parser: str, form: Any) -> None
     )
 
 
+INNER = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+SCHEMAS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "root": ({"$ref": "#/$defs/X", "$defs": {"X": INNER}}, '{"a": 1}', '{"a": 2}'),
+    "itself": (
+        {"properties": {"k": {"$ref": "#"}}, "additionalProperties": False},
+        '{"k": {"k": {}}}',
+        '{"k": {"z": {}}}',
+    ),
+    "anchor": (
+        {"$defs": {"Y": {"$anchor": "y", **INNER}}, "properties": {"k": {"$ref": "#y"}}},
+        '{"k": {"a": 1}}',
+        '{"k": {"a": 2}}',
+    ),
+    "id": (
+        {"$id": "x:y", "$defs": {"Y": INNER}, "properties": {"k": {"$ref": "x:y#/$defs/Y"}}},
+        '{"k": {"a": 1}}',
+        '{"k": {"a": 2}}',
+    ),
+    "data": (
+        {"properties": {"$ref": {"const": {"$ref": "#/a"}}}},
+        '{"$ref": {"$ref": "#/a"}}',
+        "1",
+    ),
+    "null too": ({"type": ["object", "null"]}, "{}", "null"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_references_of_a_tool_lead_into_its_own_schema(name: str) -> None:
+    schema, good, bad = SCHEMAS[name]
+    functions = [{"name": "first", "parameters": INNER}, {"name": "it", "parameters": schema}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    guide = guide_of(read_chat(tools=tools, tool_choice="required"), "llama3")
+    for arguments, fits in ((good, True), (bad, False)):
+        call = f'{{"name": "it", "parameters": {arguments}}}'
+        assert accepts(guide, call) == fits
+
+
 def test_one_call_of_a_list_where_no_more_are_wanted() -> None:
     call = '{"name": "off", "arguments": {}}'
     for parallel, most in ((False, 1), (True, 2), (None, 2)):

@@ -127,7 +127,7 @@ def _name(tool: Any) -> str | None:
 def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a call's arguments: a resource of its own, in which ``#`` is its root."""
     given = function.get("parameters") or {"properties": {}}
-    return {"$id": f"tool:{index}", "type": "object", **given}
+    return {"$id": f"tool:{index}", **given, "type": "object"}
 
 
 def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> str:
