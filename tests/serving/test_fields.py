@@ -176,7 +176,7 @@ def test_unknown_fields_are_logged_once(
         (None, False, True),
         ({}, False, True),
         ({"include_usage": None}, False, True),
-        ({"include_usage": True}, False, False),
+        ({"include_usage": True}, False, True),
         ({"include_usage": True}, True, True),
         ({"include_usage": False, "include_obfuscation": True}, True, True),
         ({"include_usage": "yes"}, True, False),

@@ -18,7 +18,6 @@ from eecore.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    StreamOptions,
     TokenizeRequest,
 )
 from eecore.serving.refusals import invalid
@@ -127,9 +126,6 @@ def _asked(
     logprobs: int | None,
     calls: ExpectedCalls | None = None,
 ) -> Asked:
-    options = body.stream_options or StreamOptions()
-    if options != StreamOptions() and not body.stream:
-        raise invalid("stream_options: expected stream=true beside them")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: expected none in a stream")
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
@@ -162,7 +158,7 @@ def _asked(
         choices=choices,
         num_prompts=len(given),
         streams=bool(body.stream),
-        includes_usage=bool(options.include_usage),
+        includes_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         wants_layers=bool(body.return_exit_layers),
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,

@@ -182,7 +182,9 @@ class GenerationRequest(Request):
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="With `stream` alone.")
+    stream_options: StreamOptions | None = Field(
+        None, description="For a stream; a whole answer has its usage anyway."
+    )
     response_format: dict[str, Any] | None = Field(
         None,
         description="text, json_object or json_schema.",
