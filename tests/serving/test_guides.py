@@ -231,26 +231,6 @@ REFERRING = [
 ]
 
 
-@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
-@pytest.mark.parametrize("name", ["Lamp", "Shade", "Seven"])
-def test_definitions_of_a_tool_are_its_own(intent: eecore.Model, parser: str, name: str) -> None:
-    assert all("$ref" in json.dumps(tool) for tool in REFERRING)
-    server = asker(intent, tool_parser=parser)
-    choice = {"type": "function", "function": {"name": name}}
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 200}
-    body |= {"tools": REFERRING, "temperature": 1.0, "n": 3, "seed": 2}
-    for chosen in (choice, "required"):
-        for each in server.post(CHATS, body | {"tool_choice": chosen}).json()["choices"]:
-            if each["finish_reason"] == "length":  # Lamps in lamps
-                continue
-            function = each["message"]["tool_calls"][0]["function"]
-            arguments = function["arguments"]
-            if function["name"] == "Seven":
-                assert json.loads(arguments)["colour"] == "green"
-            else:
-                {"Lamp": Lamp, "Shade": Shade}[function["name"]].model_validate_json(arguments)
-
-
 def test_tools_that_are_allowed_are_all_that_is_called(intent: eecore.Model) -> None:
     server = asker(intent, tool_parser="hermes")
     for name in ("off", "lock"):
@@ -313,6 +293,21 @@ def test_a_response_format_leaves_room_for_calls(parser: str, form: Any) -> None
     assert not accepts(alone, family.begins + call + family.ends) or (
         form == FORMS[0] and parser == "llama3"
     )
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
+def test_definitions_of_a_tool_are_its_own(parser: str) -> None:
+    """Tools that pydantic describes, beside others with definitions of the same names."""
+    assert all("$ref" in json.dumps(tool) for tool in REFERRING)
+    guide = guide_of(read_chat(tools=REFERRING, tool_choice="required"), parser)
+    form = FORMATS[parser]
+    lamp = {"colour": "red", "inner": [{"colour": "blue", "inner": []}]}
+    good = {"Lamp": lamp, "Shade": {"colour": {"level": 3}}, "Seven": {"colour": "green"}}
+    for name in good:
+        for arguments in good.values():
+            call: Any = {"name": name, form.arguments: arguments}
+            said = json.dumps([call] if form.is_list else call)
+            assert accepts(guide, form.begins + said + form.ends) == (arguments is good[name])
 
 
 INNER = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}

@@ -1,8 +1,8 @@
 """From the messages of a request to the text that the model's chat template makes of them.
 
-Whatever OpenAI's clients send back, an answer of this server with all its nulls for one, becomes
-what templates are made for: text in one piece, calls of a name and an object, nothing that is null.
-Templates that want it another way show so when they are tried with a call.
+OpenAI's clients send back answers with nulls, parts, refusals and arguments as text. Most templates
+are made for text in one piece, arguments that are an object, and no nulls; what else a template
+needs is found out by rendering a call with it, once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Message = dict[str, Any]
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The kinds of parts that are text, and where it is."""
-# What other servers call the thoughts of an answer; templates ask for one or another.
+# Names that servers and templates have for the thoughts of an answer.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-# Not to be said of a conversation in a second place.
+# Variables that are fields of the request, or not supported.
 OWN_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
-# What a template without the variable does anyway.
+# The value of a field that a template without the variable follows anyway.
 USUAL = {"verbosity": "medium"}
 
 
@@ -58,7 +58,7 @@ def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = 
             if value is not None and name in source:
                 variables[name] = value
             elif value not in (None, USUAL.get(name)):
-                raise invalid(f"{name}: expected a chat template that names it, got {value!r}")
+                raise invalid(f"{name}: expected a chat template that names it, got {shown(value)}")
         if any("tool_calls" in message for message in messages):
             special = tuple(sorted(tokenizer.special_tokens.items()))
             messages = _habits(source, special).written(messages)
@@ -184,13 +184,13 @@ class _Habits:
 
 
 NAMES = ("first_of_these", "second_of_these")
-"""Of functions that no conversation has."""
+"""Names of functions that are looked for in a rendered text."""
 ARGUMENT = "of_this_name"
 
 
 @lru_cache(maxsize=16)
 def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits:
-    """The habits of a template, in which a call is seen best, tried out once."""
+    """The form of calls in which most of a call is in the rendered text."""
     template = ChatTemplate(source)
     variables: dict[str, Any] = {"tools": None, "documents": None, **dict(special_tokens)}
     variables["add_generation_prompt"] = True
@@ -217,7 +217,7 @@ def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Several calls of an answer as so many answers, each before what its call gave."""
+    """Answers with one call each, followed by the result of that call."""
     made: list[Message] = []
     at = 0
     while at < len(messages):

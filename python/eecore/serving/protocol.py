@@ -1,8 +1,8 @@
 """What the endpoints take: the fields of OpenAI's requests, and eecore's own.
 
 A field of the wrong kind is a 400 that names it, and so is one that asks for what the server does
-not do. Fields in which an answer has no part are listed here; the names of others that nobody knows
-are written to the log, once each.
+not do. Fields without effect on an answer are listed here; the names of unknown fields are logged,
+once each.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MOST_CHOICES = 128
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 1024
 MAX_UNKNOWN = 256
-"""Names of unknown fields that are logged; whoever sends more has said enough."""
+"""Names of unknown fields that are logged."""
 LOGGER = logging.getLogger("eecore")
 
-# Who asks, how the request is queued, billed, kept or made faster: no part of what is answered.
+# Fields without effect on an answer: who asks, how a request is queued, billed, stored, sped up.
 WITHOUT_EFFECT = frozenset(
     {
         "cache_prompt",
@@ -53,15 +53,15 @@ WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        # Thoughts are text of the answer here, and in its stream.
+        # Thoughts are part of the answer's text, whatever these say.
         "separate_reasoning",
         "stream_reasoning",
-        # No tokenizer of ours adds spaces.
+        # Tokenizers add no spaces between special tokens.
         "spaces_between_special_tokens",
     }
 )
-# What the server does not do, and the values that ask for nothing. To pass over another value would
-# be to answer something else than was asked.
+# Fields that are not supported, and the values that ask for nothing. Any other value is refused: an
+# answer that ignores it would not be what was asked for.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
@@ -133,7 +133,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
-# A field of the other endpoint asks for nothing with one of these.
+# Values with which a field of the other endpoint asks for nothing.
 NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
@@ -154,7 +154,7 @@ class Request(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the text."""
+    """What a stream has apart from the text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
