@@ -164,7 +164,48 @@ ALTERNATING = """
 {%- endfor %}
 """
 
+# With calls of answers whose content is null, their arguments as text that is put between fences.
+FENCES = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "assistant" and message.content is none %}
+        {%- for call in message.tool_calls %}
+            {{- "<call>" + call.type + ":" + call.function.name + "\\n```json\\n" }}
+            {{- call.function.arguments + "\\n```</call>" }}
+        {%- endfor %}
+    {%- elif message.role == "tool" %}{{- "<result>" + message.content + "</result>" }}
+    {%- else %}{{- "<" + message.role + ">" + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<assistant>" }}{%- endif %}
+"""
+
+# With arguments as they are, quotes for JSON's, where they are no text.
+BARE = """
+{%- for message in messages %}
+    {{- "<" + message.role + ">" + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- call.function.name ~ "(" ~ call.function.arguments ~ ")" }}
+    {%- endfor %}
+{%- endfor %}
+"""
+
+# With arguments one by one, which therefore have to be an object.
+TAGS = """
+{%- for message in messages %}
+    {{- "<" + message.role + ">" + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- "<call=" + call.function.name + ">" }}
+        {%- for name, value in call.function.arguments.items() %}
+            {{- {name: value} | tojson }}
+        {%- endfor %}
+    {%- endfor %}
+{%- endfor %}
+"""
+
 TEMPLATES = {"headers": HEADERS, "thoughts": THOUGHTS, "alternating": ALTERNATING}
+# What a call in a history has to be like is theirs to say.
+PARTICULAR = {"fences": FENCES, "bare": BARE, "tags": TAGS}
 
 TOOLS: list[dict[str, Any]] = [
     {

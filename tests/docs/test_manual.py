@@ -14,7 +14,12 @@ from typer.main import get_command
 import eecore
 from eecore.cli.app import app
 from eecore.exit_text import POLICIES
-from eecore.serving.protocol import ChatRequest, CompletionRequest
+from eecore.serving.protocol import (
+    NOT_SUPPORTED,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -187,12 +192,17 @@ def test_the_endpoints_that_are_described_are_those_of_the_server() -> None:
 
 def test_the_fields_that_are_described_are_those_of_requests() -> None:
     page = (DOCS / "serving.md").read_text()
-    known: set[str] = set()
-    for request in (ChatRequest, CompletionRequest):
-        known |= set(request.model_fields)
-    found = re.findall(r"^\| (?:fields|guides|not there, a 400) \| (.*) \|$", page, re.MULTILINE)
-    named = {name.partition(".")[0] for row in found for name in INLINE.findall(row)}
-    assert len(found) == 3
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    others = {*WITHOUT_EFFECT, *NOT_SUPPORTED, "NOT_SUPPORTED"}
+    rows = "fields|guides|without effect|not there, a 400"
+    found = re.findall(rf"^\| (?:{rows}) \| (.*) \|$", page, re.MULTILINE)
+    names = [INLINE.findall(row) for row in found]
+    named, beside = (
+        {name.partition(".")[0] for each in some for name in each}
+        for some in (names[:2], names[2:])
+    )
+    assert len(found) == 4
     assert named <= known
+    assert beside - {"n", "exit", "serving/protocol", "WITHOUT_EFFECT"} <= known | others
     everywhere = {name for code in INLINE.findall(page) for name in re.findall(r"\w+", code)}
     assert known - everywhere <= OPENAIS

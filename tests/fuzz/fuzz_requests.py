@@ -1,8 +1,13 @@
-"""Requests of wild types and values: refused in a sentence, or served; neighbours never notice."""
+"""Requests of wild types and values: refused in a sentence, or served; neighbours never notice.
+
+Chats have histories as agents send them: what was said is in the prompt, or the error names what is
+wrong.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import tempfile
@@ -12,12 +17,14 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 import eecore
+from chat_templates import PARTICULAR, TEMPLATES, TOOLS
 from eecore import (
     ConfidentExit,
     DraftAndVerify,
@@ -32,6 +39,12 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.exits import Exit
+from eecore.serving.conversation import conversation
+from eecore.serving.guides import expected_calls, guide_of
+from eecore.serving.protocol import FIELDS, NOT_SUPPORTED, WITHOUT_EFFECT, ChatRequest, read
+from eecore.serving.refusals import ApiError
+from eecore.serving.tool_calls import FORMATS, ToolCall
+from mutate import mutated_json, wild
 from tiny_models import scale_layers, write_model
 from workloads import Request, check_books, serve
 
@@ -253,8 +266,99 @@ class Maker:
         return ExitClassifier(self.some(weight, weight.bfloat16()), self.some(None))
 
 
+# Chats
+
+EVERY = [*TEMPLATES.values(), *PARTICULAR.values()]
+SAID = ("a", "I see.", "\U0001f600", "None", "{}", "<tool_call>", " two  words ")
+
+
+def part_of(random: Random, text: str) -> Any:
+    """A text as the parts of a content."""
+    kinds = ({"type": "text", "text": text}, {"type": "output_text", "text": text}, text)
+    return [random.choice(kinds)]
+
+
+def answer_of(random: Random, form: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """An answer and what its calls gave, and what of it a prompt has."""
+    text = random.choice(SAID)
+    numbers = [random.randrange(10**6, 10**7) for _ in range(random.choice((0, 0, 1, 1, 2, 3)))]
+    content = random.choice((text, part_of(random, text)))
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    for name in ("refusal", "audio", "function_call", "annotations", "name", "reasoning"):
+        if random.random() < 0.3:
+            message[name] = None
+    if not numbers:
+        if random.random() < 0.3:
+            message |= {"content": random.choice((None, "")), "refusal": text}
+        if random.random() < 0.3:
+            message["tool_calls"] = random.choice((None, []))
+        return [message], [text.strip()]
+    calls = [ToolCall(form.new_id(), "weather", f'{{"at": {n}}}').whole() for n in numbers]
+    for each in calls:
+        if random.random() < 0.2:
+            each["index"], each["function"]["parsed_arguments"] = 0, None
+    if random.random() < 0.5:
+        message["content"] = None
+        if random.random() < 0.5:
+            del message["content"]
+    message["tool_calls"] = calls
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"gave {n}"}
+        for call, n in zip(calls, numbers, strict=True)
+    ]
+    seen = [each for n in numbers for each in (f'"at": {n}', f"gave {n}")]
+    return [message, *results, {"role": "assistant", "content": "done"}], [*seen, "done"]
+
+
+def chat(random: Random) -> bool:
+    """A chat with a history, good or spoilt."""
+    form = random.choice(list(FORMATS.values()))
+    messages: list[dict[str, Any]] = []
+    seen: list[str] = []
+    for number in range(random.randrange(1, 4)):
+        asked = f"question {number}"
+        messages.append({"role": "user", "content": random.choice((asked, part_of(random, asked)))})
+        answer, texts = answer_of(random, form)
+        messages += answer
+        seen += [asked, *texts]
+    continues = messages[-1]["role"] == "assistant" and random.random() < 0.5
+    if not continues:
+        messages.append({"role": "user", "content": "last"})
+    body: dict[str, Any] = {"messages": messages, "tools": TOOLS}
+    body["continue_final_message"] = continues
+    body["parallel_tool_calls"] = random.choice((True, False, None))
+    body["tool_choice"] = random.choice(("none", "auto", "required", None))
+    is_good = random.random() < 0.5
+    if not is_good:
+        names = random.choice((sorted(FIELDS), sorted(NOT_SUPPORTED), sorted(WITHOUT_EFFECT)))
+        body[random.choice(names)] = wild(random)
+        body = mutated_json(random, body)
+    tokenizer: Any = MODEL[0].tokenizer
+    tokenizer.chat_template = random.choice(EVERY)
+    refused, prompt = None, ""
+    try:
+        request = read(ChatRequest, json.dumps(body).encode("utf-8", "replace"))
+        guide_of(request, expected_calls(request, form))
+        stub: Any = SimpleNamespace(tokenizer=tokenizer)
+        prompt = conversation(stub, request)
+    except ApiError as error:
+        refused = error
+    if refused is not None:
+        assert not is_good, refused
+        assert refused.status == 400
+        assert refused.param or refused.message.startswith("body: "), refused
+        return False
+    if is_good:
+        assert all(text in prompt for text in seen), (body, prompt)
+        assert "parsed_arguments" not in prompt
+        assert not continues or prompt.rstrip().endswith(seen[-1])
+    return True
+
+
 def one(random: Random) -> bool:
-    """A request among two neighbours."""
+    """A chat, or a request among two neighbours."""
+    if random.random() < 0.4:
+        return chat(random)
     engine = ENGINE[0]
     names = [
         engine.add_request(request.prompt, exit=request.exit, sampling=request.sampling)

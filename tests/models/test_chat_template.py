@@ -47,6 +47,43 @@ def test_templates_of_models_give_the_text_of_transformers(
         assert len(expected) > 20
 
 
+BEGUN = ["It is", " It is", "It is ", "It is\n\n", "ü", "<think>\nhm\n</think>\n\nIt is", "Hello"]
+
+
+@pytest.mark.parametrize("content", BEGUN)
+@pytest.mark.parametrize("template", [*TEMPLATES, "plain"])
+def test_a_message_that_goes_on_ends_as_in_transformers(template: str, content: str) -> None:
+    source = TEMPLATES.get(template, "{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": content}]
+    settings: dict[str, Any] = {"add_generation_prompt": False, "tools": None, "documents": None}
+    expected = of_transformers(
+        source, messages, continue_final_message=True, add_generation_prompt=False
+    )
+    ours = ChatTemplate(source).render(messages, {**settings, **SPECIAL}, continues=True)
+    assert ours == expected
+    assert ours.rstrip().endswith(content.strip())
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "expected a last message with text, got none"),
+        ([{"role": "assistant", "content": None}], "with text, got none"),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], "with text, got none"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "without tool_calls"),
+        ([{"role": "assistant", "content": "abcdef"}], "writes the last message whole"),
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "abcdef"}],
+            "writes the last message whole",
+        ),
+    ],
+)
+def test_messages_that_cannot_go_on(messages: Any, said: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content[:5] }}{% endfor %}")
+    with pytest.raises(RequestError, match=f"continue_final_message: .*{said}"):
+        template.render(messages, {}, continues=True)
+
+
 @pytest.mark.parametrize("template", FEATURES)
 def test_what_templates_may_use(template: str) -> None:
     messages = CONVERSATIONS["turns"]

@@ -248,7 +248,7 @@ def test_tools_reach_the_template(endless: eecore.Model) -> None:
         server = asker(endless)
         tokens = server.post("/tokenize", asked).json()["tokens"]
         text = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
-        assert text == "f;system=x;assistant=None;3;False"
+        assert text == "f;system=x;assistant=;3;False"
         short = {**asked, "max_tokens": 2}
         assert server.post("/v1/chat/completions", short).status_code == 200
     finally:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
 
+import llguidance
+import openai
+import pydantic
 import pytest
 
 import eecore
 from eecore import Guide
+from eecore.serving import guides
+from eecore.serving.protocol import ChatRequest
+from eecore.serving.tool_calls import FORMATS
 from servers import Asker, asker, assert_idle, events
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -109,8 +116,14 @@ TOOLS = [
 LIGHT = {"type": "function", "function": {"name": "light"}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """A choice of some tools, as OpenAI has it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", LIGHT])
+@pytest.mark.parametrize("choice", ["required", LIGHT, allowed("required", "light")])
 @pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
 def test_a_call_that_has_to_be_made(
     intent: eecore.Model, parser: str, choice: Any, stream: bool
@@ -132,7 +145,7 @@ def test_a_call_that_has_to_be_made(
         name, arguments, reason = function["name"], function["arguments"], only["finish_reason"]
     given = json.loads(arguments)
     assert reason == "tool_calls"
-    if choice == LIGHT:
+    if choice != "required":
         assert name == "light"
     valid = {"lock": {"door": ("front", "garage")}, "light": {"level": range(10)}, "off": {}}[name]
     assert list(given) == list(valid) if valid else isinstance(given, dict)
@@ -148,6 +161,31 @@ def test_a_call_that_has_to_be_made(
         ({}, "none", "tool_choice", "--tool-parser"),
         ({"guided_regex": "a"}, "hermes", "guided_regex", "expected at most one"),
         ({"tools": [tool("a", b={"type": "no"})]}, "hermes", "tool_choice", "can be compiled"),
+        ({"tools": [{"type": "function"}]}, "hermes", "tools", r"tools\[0\].function: expected"),
+        ({"tools": [{"function": {"name": ""}}]}, "hermes", "tools", r"tools\[0\].function.name"),
+        (
+            {"tools": [*TOOLS, {"type": "custom", "custom": {"name": "a"}}]},
+            "hermes",
+            "tools",
+            r"tools\[3\].type: expected function, got 'custom'",
+        ),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": [1]}}]},
+            "hermes",
+            "tools",
+            r"tools\[0\].function.parameters: expected a JSON schema",
+        ),
+        ({"tool_choice": {}}, "hermes", "tool_choice", "expected a tool of"),
+        ({"tool_choice": allowed("required", "fly")}, "hermes", "tool_choice", "got .*fly"),
+        ({"tool_choice": allowed("auto", "light", "fly")}, "none", "tool_choice", "got .*fly"),
+        ({"tool_choice": allowed("required")}, "hermes", "tool_choice", "expected a tool of"),
+        ({"tool_choice": allowed("maybe", "light")}, "hermes", "tool_choice", "with a mode"),
+        (
+            {"tool_choice": {"type": "custom", "custom": {"name": "light"}}},
+            "hermes",
+            "tool_choice",
+            "expected a tool of",
+        ),
     ],
 )
 def test_a_call_that_cannot_be_made(
@@ -160,3 +198,182 @@ def test_a_call_that_cannot_be_made(
     assert answer.status_code == 400, error
     assert error["param"] == param
     assert re.search(message, error["message"])
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Lamp(pydantic.BaseModel):
+    colour: Colour
+    inner: list[Lamp] = pydantic.Field(max_length=1)
+
+
+class Shade(pydantic.BaseModel):
+    """Has definitions of the same names, of other things."""
+
+    class Colour(pydantic.BaseModel):
+        level: Annotated[int, pydantic.Field(ge=0, le=3)]
+
+    colour: Colour
+
+
+DRAFT_7 = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "definitions": {"Colour": {"enum": ["green"]}},
+    "properties": {"colour": {"$ref": "#/definitions/Colour"}},
+    "required": ["colour"],
+}
+REFERRING = [
+    *map(openai.pydantic_function_tool, (Lamp, Shade)),
+    {"type": "function", "function": {"name": "Seven", "parameters": DRAFT_7}},
+]
+
+
+def test_tools_that_are_allowed_are_all_that_is_called(intent: eecore.Model) -> None:
+    server = asker(intent, tool_parser="hermes")
+    for name in ("off", "lock"):
+        said = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        body = {"messages": [{"role": "user", "content": PROMPT}], "tools": TOOLS}
+        body |= {"tool_choice": allowed("auto", "off"), "max_tokens": 120, "guided_choice": [said]}
+        message = server.post(CHATS, body).json()["choices"][0]["message"]
+        if name == "off":
+            assert message["tool_calls"][0]["function"]["name"] == "off"
+        else:
+            assert message["content"] == said
+
+
+def read_chat(**fields: Any) -> ChatRequest:
+    return ChatRequest(messages=[{"role": "user", "content": PROMPT}], **fields)
+
+
+def guide_of(body: ChatRequest, parser: str) -> Guide:
+    """The guide of a request to a model whose calls are of a family."""
+    made = guides.guide_of(body, guides.expected_calls(body, FORMATS[parser]))
+    assert made is not None
+    return made[1]
+
+
+def accepts(guide: Guide, text: str) -> bool:
+    """Whether a whole text is what a guide describes."""
+    tokenizer = llguidance.LLTokenizer("byte")
+    form = {"json": "json_schema"}.get(guide.kind, guide.kind)
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from(form, guide.text))
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+FORMS: list[Any] = [
+    {"type": "json_object"},
+    {"type": "json_object", "schema": SCHEMA},
+    {"type": "json_schema", "json_schema": {"name": "intent", "schema": SCHEMA}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
+def test_a_response_format_leaves_room_for_calls(parser: str, form: Any) -> None:
+    """An answer is a call or of the form, never anything else."""
+    guide = guide_of(read_chat(tools=TOOLS, response_format=form), parser)
+    family = FORMATS[parser]
+    call = json.dumps({"name": "off", family.arguments: {}})
+    call = f"[{call}]" if family.is_list else call
+    good = '{"intent": "lock", "name": "a", "level": 1}'
+    assert accepts(guide, family.begins + call + family.ends)
+    assert accepts(guide, good)
+    assert not accepts(guide, "no")
+    assert accepts(guide, '{"a": 1}') == ("schema" not in json.dumps(form))
+    required = guide_of(
+        read_chat(tools=TOOLS, response_format=form, tool_choice="required"), parser
+    )
+    assert accepts(required, family.begins + call + family.ends)
+    assert not accepts(required, good)
+    alone = guide_of(read_chat(tools=TOOLS, response_format=form, tool_choice="none"), parser)
+    assert not accepts(alone, family.begins + call + family.ends) or (
+        form == FORMS[0] and parser == "llama3"
+    )
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
+def test_definitions_of_a_tool_are_its_own(parser: str) -> None:
+    """Tools that pydantic describes, beside others with definitions of the same names."""
+    assert all("$ref" in json.dumps(tool) for tool in REFERRING)
+    guide = guide_of(read_chat(tools=REFERRING, tool_choice="required"), parser)
+    form = FORMATS[parser]
+    lamp = {"colour": "red", "inner": [{"colour": "blue", "inner": []}]}
+    good = {"Lamp": lamp, "Shade": {"colour": {"level": 3}}, "Seven": {"colour": "green"}}
+    for name in good:
+        for arguments in good.values():
+            call: Any = {"name": name, form.arguments: arguments}
+            said = json.dumps([call] if form.is_list else call)
+            assert accepts(guide, form.begins + said + form.ends) == (arguments is good[name])
+
+
+INNER = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+SCHEMAS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "root": ({"$ref": "#/$defs/X", "$defs": {"X": INNER}}, '{"a": 1}', '{"a": 2}'),
+    "itself": (
+        {"properties": {"k": {"$ref": "#"}}, "additionalProperties": False},
+        '{"k": {"k": {}}}',
+        '{"k": {"z": {}}}',
+    ),
+    "anchor": (
+        {"$defs": {"Y": {"$anchor": "y", **INNER}}, "properties": {"k": {"$ref": "#y"}}},
+        '{"k": {"a": 1}}',
+        '{"k": {"a": 2}}',
+    ),
+    "id": (
+        {"$id": "x:y", "$defs": {"Y": INNER}, "properties": {"k": {"$ref": "x:y#/$defs/Y"}}},
+        '{"k": {"a": 1}}',
+        '{"k": {"a": 2}}',
+    ),
+    "data": (
+        {"properties": {"$ref": {"const": {"$ref": "#/a"}}}},
+        '{"$ref": {"$ref": "#/a"}}',
+        "1",
+    ),
+    "null too": ({"type": ["object", "null"]}, "{}", "null"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_references_of_a_tool_lead_into_its_own_schema(name: str) -> None:
+    schema, good, bad = SCHEMAS[name]
+    functions = [{"name": "first", "parameters": INNER}, {"name": "it", "parameters": schema}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    guide = guide_of(read_chat(tools=tools, tool_choice="required"), "llama3")
+    for arguments, fits in ((good, True), (bad, False)):
+        call = f'{{"name": "it", "parameters": {arguments}}}'
+        assert accepts(guide, call) == fits
+
+
+def test_one_call_of_a_list_where_no_more_are_wanted() -> None:
+    call = '{"name": "off", "arguments": {}}'
+    for parallel, most in ((False, 1), (True, 2), (None, 2)):
+        body = read_chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
+        guide = guide_of(body, "mistral")
+        for count in (1, 2):
+            said = f"[TOOL_CALLS][{', '.join([call] * count)}]"
+            assert accepts(guide, said) == (count <= most)
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"type": None}, {"type": "json_object", "schema": 3}, {"type": "structural_tag"}]
+)
+def test_response_formats_that_are_none(server: Asker, form: Any) -> None:
+    body = {"messages": [{"role": "user", "content": PROMPT}], "response_format": form}
+    answer = server.post(CHATS, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+
+
+def test_settings_of_structured_outputs_that_matter_are_refused(server: Asker) -> None:
+    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        body = {"prompt": PROMPT, "structured_outputs": {"json": SCHEMA, name: True}}
+        error = server.post(COMPLETIONS, body).json()["error"]
+        assert error["param"] == "structured_outputs"
+        assert name in error["message"]
+    fields = {"json": SCHEMA, "disable_fallback": True, "disable_any_whitespace": False}
+    body = {"prompt": PROMPT, "structured_outputs": fields, "max_tokens": 2}
+    assert server.post(COMPLETIONS, body).status_code == 200

@@ -48,7 +48,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": "door " * 400}, None, "expected at most 256 together"),
     (COMPLETIONS, {"prompt": PROMPT, "temperature": -1}, "temperature", "greater than"),
     (COMPLETIONS, {"prompt": PROMPT, "temperature": 1e99}, "temperature", "expected 0 or"),
-    (COMPLETIONS, {"prompt": PROMPT, "top_p": 0}, "top_p", "expected above 0"),
+    (COMPLETIONS, {"prompt": PROMPT, "top_p": -0.1}, "top_p", "expected above 0"),
     (COMPLETIONS, {"prompt": PROMPT, "top_k": -2}, "top_k", "whole number"),
     (COMPLETIONS, {"prompt": PROMPT, "min_p": 2}, "min_p", r"expected 0\.\.1"),
     (COMPLETIONS, {"prompt": PROMPT, "repetition_penalty": 0}, "repetition_penalty", "expected"),

@@ -349,7 +349,6 @@ def test_a_stream_that_says_how_deep_it_went(intent: eecore.Model) -> None:
         ({"tools": None}, "hermes", "stop", PIECES),
         ({"tools": []}, "hermes", "stop", PIECES),
         ({"tool_choice": "none"}, "hermes", "stop", PIECES),
-        ({"tools": [{"type": "function"}]}, "hermes", "stop", PIECES),
         ({}, "none", "stop", PIECES),
         ({}, "auto", "stop", PIECES),
         ({}, "mistral", "stop", PIECES),
@@ -379,6 +378,43 @@ def test_calls_of_an_answer_that_was_cut_off(intent: eecore.Model) -> None:
     assert choice["finish_reason"] == "length"
     assert len(choice["message"]["tool_calls"]) == 1
     assert choice["message"]["content"] == "I'll see. \nAnd now"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("parser", "pieces", "content"),
+    [
+        (
+            "hermes",
+            [f"a<tool_call>{CALL}</tool_call>", f" b <tool_call>{CALL}</tool_call>"],
+            "a b ",
+        ),
+        ("hermes", [f"<tool_call>[{CALL}, {CALL}]</tool_call>"], ""),
+        ("llama3", [f"{LLAMA}; {LLAMA}"], ""),
+        ("mistral", [f"[TOOL_CALLS] [{CALL}, {CALL}, {CALL}]"], ""),
+    ],
+)
+@pytest.mark.parametrize("parallel", [False, True, None])
+def test_one_call_where_no_more_are_wanted(
+    intent: eecore.Model,
+    stream: bool,
+    parser: str,
+    pieces: list[str],
+    content: str,
+    parallel: bool | None,
+) -> None:
+    server = saying(intent, pieces, parser=parser)
+    body = chat(stream=stream, parallel_tool_calls=parallel)
+    answer = server.post("/v1/chat/completions", body)
+    chunks = events(answer.text) if stream else [answer.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = [choice["delta" if stream else "message"] for choice in choices]
+    calls = {
+        call["index" if stream else "id"] for each in said for call in each.get("tool_calls", ())
+    }
+    assert (len(calls) == 1) == (parallel is False)
+    assert "".join(each.get("content") or "" for each in said) == content
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 @contextmanager

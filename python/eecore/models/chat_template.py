@@ -46,6 +46,8 @@ NODES_PER_STEP = 16
 # Text of a template that is worth counting where it is written.
 SHORT_TEXT = 16
 MOST_DATE_FORMAT = 200
+MARK = "(the answer goes on here) "
+"""In the place where a message is to be continued."""
 # What compiled templates add to calls in loops and blocks, for functions that take a context.
 CONTEXT_ARGUMENTS = ("_loop_vars", "_block_vars")
 
@@ -89,28 +91,69 @@ class ChatTemplate:
                 f"{name}: expected a template, got: {_in_words(error)}"
             ) from None
 
-    def render(self, messages: Any, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation; ``variables`` are what the template sees besides.
+    def render(
+        self, messages: Any, variables: Mapping[str, Any], *, continues: bool = False
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: of the conversation.
+            variables: what the template also sees.
+            continues: the text ends with that of the last message.
 
         Raises:
-            RequestError: the messages are no conversation.
+            RequestError: the messages are no conversation, or the last cannot be continued.
             MessagesRefused: the template says that they are none for its model.
             ChatTemplateError: the template fails, or does more than it may.
         """
         given = given_values(messages, variables)
+        last = _marked(given.values["messages"]) if continues else ""
         try:
-            return self._render(given)
+            text = self._render(given)
         except _Refusal as error:
             raise MessagesRefused(f"messages: {self.name} refuses them: {error}") from None
         except TemplateLimit as error:
             raise ChatTemplateError(f"{self.name}: {error}") from None
         except Exception as error:  # a program's own failures
             raise ChatTemplateError(f"{self.name}: {_in_words(error)}") from None
+        return _before_mark(text, last) if continues else text
 
     def _render(self, given: Given) -> str:
         work = Work(given.num_messages, given.num_characters)
         context = self._template.new_context({**given.values, WORK: work})
         return "".join(self._template.root_render_func(context))
+
+
+def _marked(messages: list[dict[str, Any]]) -> str:
+    """The text of the last message, at whose end there is a mark from now on."""
+    field = "continue_final_message: expected a last message"
+    last = messages[-1] if messages else {}
+    if last.get("tool_calls"):
+        raise RequestError(f"{field} without tool_calls, got some")
+    if isinstance(last.get("content"), str):
+        text = last["content"]
+        last["content"] = text + MARK
+        return str(text)
+    parts = last.get("content") or []
+    part = next((p for p in reversed(parts) if isinstance(p, dict) and "text" in p), {})
+    if not isinstance(text := part.get("text"), str):
+        raise RequestError(f"{field} with text, got none")
+    part["text"] = text + MARK
+    return text
+
+
+def _before_mark(text: str, last: str) -> str:
+    """The text of a conversation up to the mark in its last message.
+
+    Where the template has trimmed the mark it would have trimmed the message.
+    """
+    mark = MARK.strip()
+    before, found, after = text.rpartition(mark)
+    if not found or last.strip() not in before:
+        raise RequestError(
+            "continue_final_message: expected a chat template that writes the last message whole"
+        )
+    return before if after.startswith(MARK[len(mark) :]) else before.rstrip()
 
 
 def _in_words(error: Exception) -> str:

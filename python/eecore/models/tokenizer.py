@@ -178,19 +178,32 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt text of a conversation, special tokens written out.
 
-        Encode it with ``add_special_tokens=False``, as :meth:`encode_chat` does. ``variables``
-        reach the template (``tools``, ``enable_thinking``, ...).
+        Encode it with ``add_special_tokens=False``, as :meth:`encode_chat` does.
+
+        Args:
+            messages: each with a ``role`` and a ``content``.
+            add_generation_prompt: whether an answer begins at the end; None: unless the last
+                message goes on.
+            continue_final_message: the text ends with that of the last message, to be continued.
+            **variables: that reach the template (``tools``, ``enable_thinking``, ...).
 
         Raises:
             RequestError: the messages are no conversation, or none for this model.
             ChatTemplateError: a ModelError: there is no template, or it fails or never ends.
         """
-        source = self._template_for(variables)
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message: expected it without add_generation_prompt, got both"
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        source = self.template_for(variables)
         compiled = self._compiled
         if compiled is None or compiled.source != source:
             self._compiled = compiled = ChatTemplate(source, f"{self.name}: chat_template")
@@ -203,6 +216,7 @@ class Tokenizer:
                 "add_generation_prompt": add_generation_prompt,
                 **variables,
             },
+            continues=continue_final_message,
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -219,8 +233,12 @@ class Tokenizer:
         text = self.apply_chat_template(messages, **variables)
         return self.encode(text, add_special_tokens=False)
 
-    def _template_for(self, variables: Mapping[str, Any]) -> str:
-        """Of several named templates that for tools where there are some, as in transformers."""
+    def template_for(self, variables: Mapping[str, Any]) -> str:
+        """Of several named templates that for tools where there are some, as in transformers.
+
+        Raises:
+            ChatTemplateError: there is none.
+        """
         if variables.get("tools") is not None and "tool_use" in self.named_templates:
             return self.named_templates["tool_use"]
         if self.chat_template is None:

@@ -5,17 +5,16 @@ All of it happens in a thread beside the event loop: a long text takes its time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from eecore.config import SamplingParams
 from eecore.engine.async_engine import Prepared
-from eecore.errors import GuideError, ModelError, RequestError
-from eecore.serving.guides import Made, forced_call, guide_of, refusal_of
+from eecore.errors import GuideError
+from eecore.serving.conversation import conversation
+from eecore.serving.guides import expected_calls, guide_of, refusal_of
 from eecore.serving.protocol import (
-    NOT_SUPPORTED,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -24,7 +23,7 @@ from eecore.serving.protocol import (
 from eecore.serving.refusals import invalid
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ExpectedCalls
-from eecore.values import shown
+from eecore.values import MIN_POSITIVE, shown
 
 __all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "tokens_of"]
 
@@ -32,7 +31,6 @@ __all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "tokens_of"]
 MAX_TOKENS = 16
 SEEDS = 2**64
 LONGEST_ID = 10  # digits
-LACKS = "is not supported"
 
 
 @dataclass(frozen=True)
@@ -97,18 +95,16 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
     Raises:
         ApiError, RequestError: it cannot be served.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs: expected logprobs=true beside it", "top_logprobs")
     _count(served, body.n or 1)
-    forced = forced_call(body, served.tool_format)
-    text = conversation(served, body, body.tool_choice != "none")
-    encoded = served.encode(text, add_special_tokens=False)
+    calls = expected_calls(body, served.tool_format)
+    text = conversation(served, body, with_tools=body.tool_choice != "none")
+    encoded = served.encode(text, add_special_tokens=bool(body.add_special_tokens))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens
-    asked = _asked(served, body, [(encoded, "")], most, logprobs, forced)
-    if not body.tools or body.tool_choice == "none":
-        return asked
-    return _with_calls(served, asked, ExpectedCalls.of(served.tool_format, body.tools))
+    asked = _asked(served, body, [(encoded, "")], most, logprobs, calls)
+    return asked if calls is None else _with_calls(served, asked, calls)
 
 
 def tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:
@@ -118,24 +114,8 @@ def tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return served.encode(body.prompt, add_special_tokens=special)
-    text = conversation(served, body, True)
+    text = conversation(served, body)
     return served.encode(text, add_special_tokens=bool(body.add_special_tokens))
-
-
-def conversation(served: ServedModel, body: ChatRequest | TokenizeRequest, with_tools: bool) -> str:
-    """The text that the model's chat template makes of messages."""
-    variables = dict(body.chat_template_kwargs or {})
-    if body.tools and with_tools:
-        variables["tools"] = body.tools
-    for name in ("messages", "add_generation_prompt"):
-        variables.pop(name, None)
-    messages = [_plain(index, message) for index, message in enumerate(body.messages or ())]
-    begins = body.add_generation_prompt is not False
-    tokenizer = served.tokenizer
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=begins, **variables)
-    except (ModelError, RequestError) as error:  # where the model lies is the server's business
-        raise invalid(str(error).replace(f"{tokenizer.name}: ", ""), "messages") from None
 
 
 def _asked(
@@ -144,9 +124,8 @@ def _asked(
     given: list[tuple[list[int], str]],
     most: int | None,
     logprobs: int | None,
-    forced: Made | None = None,
+    calls: ExpectedCalls | None = None,
 ) -> Asked:
-    _refuse_what_is_lacking(body)
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: expected none in a stream")
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
@@ -158,7 +137,7 @@ def _asked(
         elif each is not None:
             raise invalid(f"metadata.exit: expected text or an object, got {shown(each)}")
     policy = served.depths.chosen(said)
-    guided = guide_of(body, forced)
+    guided = guide_of(body, calls)
     choices = []
     for ids, echo in given:
         max_tokens = _most_tokens(served, len(ids), most)
@@ -179,7 +158,7 @@ def _asked(
         choices=choices,
         num_prompts=len(given),
         streams=bool(body.stream),
-        includes_usage=(body.stream_options or {}).get("include_usage") is True,
+        includes_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         wants_layers=bool(body.return_exit_layers),
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
@@ -187,19 +166,12 @@ def _asked(
     )
 
 
-def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls | None) -> Asked:
+def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls) -> Asked:
     """A request whose answers show the markers of calls, special tokens or not."""
-    if calls is not None and (hidden := served.tokenizer.hidden(calls.format.markers)):
+    if hidden := served.tokenizer.hidden(calls.format.markers):
         for choice in asked.choices:
             choice.prepared.text.show(hidden)
     return replace(asked, calls=calls)
-
-
-def _refuse_what_is_lacking(body: GenerationRequest) -> None:
-    """What nobody misses where it says what is so anyway may be there."""
-    for name in NOT_SUPPORTED:
-        if getattr(body, name, None) not in (None, 0, False, "", [], {}):
-            raise invalid(f"{name}: {LACKS}", name, "not_supported")
 
 
 def _sampling(
@@ -216,6 +188,8 @@ def _sampling(
             settings[field.name] = value
     if settings.get("top_k") == -1:
         settings["top_k"] = 0
+    if settings.get("top_p") == 0:
+        settings["top_p"] = MIN_POSITIVE
     if "seed" in settings:
         settings["seed"] %= SEEDS
     if "logit_bias" in settings:
@@ -276,37 +250,3 @@ def _encoded(served: ServedModel, prompt: str | list[int], special: bool) -> lis
 
 def _text(served: ServedModel, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
-
-
-def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text in one piece, a call's arguments as an object."""
-    plain = dict(message)
-    if plain.get("role") == "developer":
-        plain["role"] = "system"
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = "\n".join(_part(index, part) for part in content)
-    calls = plain.get("tool_calls")
-    if isinstance(calls, list):
-        plain["tool_calls"] = [_call(call) for call in calls]
-    return plain
-
-
-def _part(index: int, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise invalid(f"messages[{index}].content: expected text, got {shown(kind)}", "messages")
-
-
-def _call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

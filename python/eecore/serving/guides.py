@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from eecore.errors import GuideError
 from eecore.guide import Guide
 from eecore.serving.protocol import ChatRequest, GenerationRequest
 from eecore.serving.refusals import ApiError, invalid
-from eecore.serving.tool_calls import ToolFormat
+from eecore.serving.tool_calls import ExpectedCalls, ToolFormat
 from eecore.values import shown
 
-__all__ = ["Made", "forced_call", "guide_of", "refusal_of"]
+__all__ = ["Made", "expected_calls", "guide_of", "refusal_of"]
 
 Made = tuple[str, Guide]
 """A guide, and the field that it is from."""
@@ -32,19 +32,20 @@ AS_TEMPLATES_HAVE_IT = {
 FORMS = "text, json_object or json_schema"
 
 
-def guide_of(body: GenerationRequest, forced: Made | None = None) -> Made | None:
+def guide_of(body: GenerationRequest, calls: ExpectedCalls | None = None) -> Made | None:
     """The guide of a request; None for one that may say anything.
 
     Args:
         body: the request.
-        forced: of :func:`forced_call`.
+        calls: those that its answer may make; a response format is for answers without any.
 
     Raises:
         ApiError: 400: it is no guide, or there are several.
     """
-    found = [*_formats(body.response_format), *_structured(body.structured_outputs)]
-    if forced is not None:
-        found.append(forced)
+    found = [*_formats(body.response_format, calls), *_structured(body.structured_outputs)]
+    if calls is not None and calls.is_required:
+        parameters = [_parameters(*each) for each in enumerate(calls.functions)]
+        found.append(_made("tool_choice", Guide.grammar, f"start: {_call(calls, parameters)}"))
     for name, make in _KINDS.items():
         given = getattr(body, f"guided_{name}")
         if given not in (None, "", [], {}):
@@ -55,57 +56,105 @@ def guide_of(body: GenerationRequest, forced: Made | None = None) -> Made | None
     return found[0] if found else None
 
 
-def forced_call(body: ChatRequest, form: ToolFormat | None) -> Made | None:
-    """The guide of a chat that has to call a tool, or a certain one; None where it need not.
+def expected_calls(body: ChatRequest, form: ToolFormat | None) -> ExpectedCalls | None:
+    """The calls that the answer to a chat may make, or has to; None where there can be none.
 
     Args:
         body: the request.
         form: how the model writes calls; None: it was not made for them.
 
     Raises:
-        ApiError: 400: there is no such tool, or no format of calls.
+        ApiError: 400: there is no such tool, or no format of calls, or a tool is none.
     """
-    field, choice = "tool_choice", body.tool_choice
-    if choice in (None, "none", "auto"):
-        return None
-    if form is None:
+    field = "tool_choice"
+    given = [_function(index, tool) for index, tool in enumerate(body.tools or ())]
+    functions = {function["name"]: function for function in given}
+    is_required, names = _choice(body.tool_choice)
+    if is_required and form is None:
         raise invalid(f"{field}: expected a model with a format of calls: --tool-parser", field)
-    functions = [tool["function"] for tool in body.tools or () if _is_function(tool)]
-    names = [function["name"] for function in functions]
-    if isinstance(choice, Mapping):
-        wanted = choice.get("function", {})
-        name = wanted.get("name") if isinstance(wanted, Mapping) else None
-        functions = [function for function in functions if function["name"] == name]
-    elif choice != "required":
-        raise invalid(
-            f"{field}: expected none, auto, required or a function, got {choice!r}", field
-        )
-    if not functions:
-        raise invalid(f"{field}: expected a tool of {shown(names)}, got {shown(choice)}", field)
-    calls: dict[str, Any] = {"anyOf": [_call_schema(form, function) for function in functions]}
+    names = list(functions) if names is None else names
+    strange = [name for name in names if name not in functions]
+    if strange or (is_required and not names):
+        got = strange[0] if any(strange) else body.tool_choice
+        expected = f"expected a tool of {shown(list(functions))}"
+        raise invalid(f"{field}: {expected}, got {shown(got)}", field)
+    if form is None or not names:
+        return None
+    chosen = tuple(functions[name] for name in names)
+    return ExpectedCalls(
+        form, chosen, is_required, 1 if body.parallel_tool_calls is False else None
+    )
+
+
+def _function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function that a tool is."""
+    kind, function = tool.get("type", "function"), tool.get("function")
+    if kind != "function":
+        raise invalid(f"tools[{index}].type: expected function, got {shown(kind)}")
+    if not isinstance(function, Mapping):
+        raise invalid(f"tools[{index}].function: expected an object, got {shown(function)}")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise invalid(f"tools[{index}].function.name: expected text, got {shown(name)}")
+    if not isinstance(parameters, Mapping | None):
+        got = shown(parameters)
+        raise invalid(f"tools[{index}].function.parameters: expected a JSON schema, got {got}")
+    return function
+
+
+def _choice(choice: str | Mapping[str, Any] | None) -> tuple[bool, list[Any] | None]:
+    """Whether a tool has to be called, and the names of those that may be; None for all."""
+    if choice is None or isinstance(choice, str):
+        if choice in (None, "auto", "none", "required"):
+            return choice == "required", [] if choice == "none" else None
+    elif "allowed_tools" not in choice:
+        return True, [_name(choice)]
+    elif isinstance(allowed := choice["allowed_tools"], Mapping):
+        mode, tools = allowed.get("mode"), allowed.get("tools")
+        if mode in ("auto", "required") and isinstance(tools, list):
+            return mode == "required", [_name(tool) for tool in tools]
+    expected = "none, auto, required, a function or allowed_tools with a mode and tools"
+    raise invalid(f"tool_choice: expected {expected}, got {shown(choice)}", "tool_choice")
+
+
+def _name(tool: Any) -> str | None:
+    """The name in a choice of a function; None where it is something else."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a call's arguments: a resource of its own, in which ``#`` is its root."""
+    given = function.get("parameters") or {"properties": {}}
+    return {"$id": f"tool:{index}", **given, "type": "object"}
+
+
+def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> str:
+    """The right side of a rule for a call as the family writes it, and the rules that it needs."""
+    form = calls.format
+    kinds = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, form.arguments: schema},
+            "required": ["name", form.arguments],
+            "additionalProperties": False,
+        }
+        for function, schema in zip(calls.functions, parameters, strict=True)
+    ]
+    value: dict[str, Any] = {"anyOf": kinds}
     if form.is_list:
-        calls = {"type": "array", "items": calls, "minItems": 1}
-    calls["x-guidance"] = AS_TEMPLATES_HAVE_IT
-    between = [json.dumps(marker) for marker in (form.begins, form.ends) if marker]
-    between.insert(bool(form.begins), "call")
-    grammar = f"start: {' '.join(between)}\ncall: %json {json.dumps(calls)}\n"
-    return _made(field, Guide.grammar, grammar)
+        value = {"type": "array", "items": value, "minItems": 1}
+        if calls.max_calls is not None:
+            value["maxItems"] = calls.max_calls
+    parts = [json.dumps(marker) for marker in (form.begins, form.ends) if marker]
+    parts.insert(bool(form.begins), "call")
+    return f"{' '.join(parts)}\ncall: {_on_one_line(value)}\n"
 
 
-def _is_function(tool: Mapping[str, Any]) -> bool:
-    function = tool.get("function")
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
-
-
-def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a call as the family writes it."""
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, form.arguments: parameters},
-        "required": ["name", form.arguments],
-        "additionalProperties": False,
-    }
+def _on_one_line(schema: Mapping[str, Any]) -> str:
+    """JSON of a schema, in a grammar."""
+    return f"%json {json.dumps({**schema, 'x-guidance': AS_TEMPLATES_HAVE_IT})}"
 
 
 def refusal_of(field: str, error: GuideError) -> ApiError:
@@ -113,19 +162,32 @@ def refusal_of(field: str, error: GuideError) -> ApiError:
     return invalid(f"{field}:{str(error).partition(':')[2]}", field)
 
 
-def _formats(form: Mapping[str, Any] | None) -> list[Made]:
-    field, kind = "response_format", (form or {}).get("type", "text")
-    if form is None or kind == "text":
+def _formats(form: Mapping[str, Any] | None, calls: ExpectedCalls | None) -> list[Made]:
+    field = "response_format"
+    schema = None if form is None else _schema(field, form)
+    if schema is None or (calls is not None and calls.is_required):
         return []
+    if calls is None:
+        return [_made(field, Guide.json_schema, schema)]
+    call = _call(calls, [{"type": "object"} for _ in calls.functions])
+    grammar = f"start: answer | call_of_tool\nanswer: {_on_one_line(schema)}\ncall_of_tool: {call}"
+    return [_made(field, Guide.grammar, grammar)]
+
+
+def _schema(field: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema of a response format; None for text."""
+    kind, given = form.get("type"), form.get("json_schema")
+    if kind == "text":
+        return None
     if kind == "json_object":
-        return [(field, Guide.json_object())]
-    if kind != "json_schema":
+        schema = form.get("schema", {"type": "object"})
+    elif kind == "json_schema":
+        schema = given.get("schema") if isinstance(given, Mapping) else None
+    else:
         raise invalid(f"{field}: expected {FORMS}, got {shown(kind)}")
-    given = form.get("json_schema")
-    schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
         raise invalid(f"{field}: expected json_schema.schema, an object, got {shown(schema)}")
-    return [_made(field, Guide.json_schema, schema)]
+    return schema
 
 
 def _structured(given: Any) -> list[Made]:
@@ -135,7 +197,7 @@ def _structured(given: Any) -> list[Made]:
     if not isinstance(given, Mapping):
         raise invalid(f"{field}: expected an object, got {shown(given)}")
     set_ = {name: value for name, value in given.items() if value not in (None, False)}
-    asked = {name: value for name, value in set_.items() if not name.startswith("disable_")}
+    asked = {name: value for name, value in set_.items() if name != "disable_fallback"}
     whole = asked.pop("json_object", None)
     if unknown := [name for name in asked if name not in _KINDS]:
         kinds = ", ".join(_KINDS)

@@ -1,23 +1,30 @@
 """What the endpoints take: the fields of OpenAI's requests, and eecore's own.
 
-Fields that are not known are passed over. A field of the wrong kind is a 400 that names it.
+A field of the wrong kind is a 400 that names it, and so is one that asks for what the server does
+not do. Fields without effect on an answer are listed here; the names of unknown fields are logged,
+once each.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+import logging
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eecore.serving.refusals import ApiError, invalid
+from eecore.values import shown
 
 __all__ = [
     "NOT_SUPPORTED",
+    "WITHOUT_EFFECT",
     "ChatRequest",
     "CompletionRequest",
+    "Conversation",
     "DetokenizeRequest",
     "GenerationRequest",
     "Refusal",
+    "StreamOptions",
     "TokenizeRequest",
     "read",
 ]
@@ -25,13 +32,109 @@ __all__ = [
 MOST_CHOICES = 128
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 1024
-# What the engine lacks. To pass over it would be to answer something else than was asked.
-NOT_SUPPORTED = (
-    "use_beam_search",
-    "functions",
-    "suffix",
+MAX_UNKNOWN = 256
+"""Names of unknown fields that are logged."""
+LOGGER = logging.getLogger("eecore")
+
+# Fields without effect on an answer: who asks, how a request is queued, billed, stored, sped up.
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_prompt",
+        "guided_decoding_backend",
+        "id_slot",
+        "keep_alive",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "rid",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        # Thoughts are part of the answer's text, whatever these say.
+        "separate_reasoning",
+        "stream_reasoning",
+        # Tokenizers add no spaces between special tokens.
+        "spaces_between_special_tokens",
+    }
 )
-_LACKING: Any = Field(None, description="Not supported: a 400, unless it says what is so anyway.")
+# Fields that are not supported, and the values that ask for nothing. Any other value is refused: an
+# answer that ignores it would not be what was asked for.
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "input": (),
+    "instructions": (),
+    "max_output_tokens": (),
+    "modalities": (["text"], []),
+    "moderation": (),
+    "previous_response_id": (),
+    "reasoning": (),
+    "suffix": ("",),
+    "web_search_options": (),
+    # vLLM's
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "ec_transfer_params": (),
+    "early_stopping": (False,),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "structural_tag": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    # SGLang's
+    "custom_logit_processor": (),
+    "ebnf": ("",),
+    "lora_path": (),
+    "no_stop_trim": (False,),
+    "regex": ("",),
+    "return_hidden_states": (False,),
+    "session_params": (),
+    "stop_regex": ("", []),
+    # llama.cpp's, Ollama's and others'
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "enable_thinking": (),
+    "format": ("",),
+    "grammar": ("",),
+    "json_schema": ("", {}),
+    "lora": ([],),
+    "mirostat": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "options": ({},),
+    "repeat_penalty": (1,),
+    "samplers": (),
+    "tfs_z": (1,),
+    "think": (),
+    "thinking": (),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+}
+# Values with which a field of the other endpoint asks for nothing.
+NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
 # The first thing that is wrong is enough: a list may be long.
@@ -44,10 +147,21 @@ class Request(BaseModel):
     """Strict: text is no number. What JSON cannot say, infinity for one, is refused."""
 
     model_config = ConfigDict(
-        strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()
+        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
     )
 
     model: str | None = Field(None, description="A name of /v1/models; the server's when left out.")
+
+
+class StreamOptions(BaseModel):
+    """What a stream has apart from the text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Without effect."""
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class GenerationRequest(Request):
@@ -55,7 +169,7 @@ class GenerationRequest(Request):
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, description="0, greedy, when left out.")
-    top_p: float | None = None
+    top_p: float | None = Field(None, description="0 keeps the most probable token alone.")
     top_k: int | None = Field(None, description="0 and -1 keep all tokens.")
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -68,7 +182,9 @@ class GenerationRequest(Request):
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = Field(None, examples=[{"include_usage": True}])
+    stream_options: StreamOptions | None = Field(
+        None, description="For a stream; a whole answer has its usage anyway."
+    )
     response_format: dict[str, Any] | None = Field(
         None,
         description="text, json_object or json_schema.",
@@ -92,7 +208,6 @@ class GenerationRequest(Request):
         le=20,
         description="vLLM's: of each token of the prompt, and of so many others. Not in a stream.",
     )
-    use_beam_search: bool | None = _LACKING
     guided_json: Any = Field(None, description="A JSON schema.")
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -102,18 +217,31 @@ class GenerationRequest(Request):
     )
 
 
-class ChatRequest(GenerationRequest):
+class Conversation(Request):
+    """What the chat template makes a prompt of."""
+
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
+    reasoning_effort: str | None = Field(None, description="For a chat template that names it.")
+    verbosity: str | None = Field(None, description="For a chat template that names it.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="The answer goes on where the last message ends."
+    )
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(GenerationRequest, Conversation):
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
-    functions: list[Any] | None = _LACKING
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="none, auto, required, or a function."
+        None, description="none, auto, required, a function, or allowed_tools."
     )
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
 
 
 class CompletionRequest(GenerationRequest):
@@ -125,18 +253,12 @@ class CompletionRequest(GenerationRequest):
         None, ge=0, le=20, description="With `echo` those of the prompt, too."
     )
     echo: bool | None = None
-    suffix: str | None = _LACKING
     best_of: int | None = Field(None, description="As n alone.")
     add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(Conversation):
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -169,11 +291,32 @@ def read(kind: type[Kind], body: bytes) -> Kind:
         ApiError: 400: it is not JSON, or a field is missing or of the wrong kind.
     """
     try:
-        return kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error) from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"body: expected JSON, got: {error}", code="invalid_json") from None
+    _check_others(request)
+    return request
+
+
+def _check_others(request: Request) -> None:
+    """Refuses those fields that a kind of request does not have, and that mean something."""
+    for name, value in (request.model_extra or {}).items():
+        if value is None or name in WITHOUT_EFFECT:
+            continue
+        if name in NOT_SUPPORTED or name in FIELDS:
+            matters = name in NOT_SUPPORTED or isinstance(request, GenerationRequest)
+            if matters and value not in NOT_SUPPORTED.get(name, NOTHING):
+                said = f"{name}: is not supported, got {shown(value)}"
+                raise invalid(said, name, "not_supported")
+        elif name not in _unknown and len(_unknown) < MAX_UNKNOWN:
+            _unknown.add(name)
+            LOGGER.warning("requests have a field that is not known, and ignored: %s", shown(name))
+
+
+FIELDS = frozenset({*ChatRequest.model_fields, *CompletionRequest.model_fields})
+_unknown: set[str] = set()
 
 
 def _refusal(error: ValidationError) -> ApiError:

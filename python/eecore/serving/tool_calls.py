@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,23 +123,20 @@ class ExpectedCalls:
 
     Args:
         format: of the model.
-        names: of the tools.
+        functions: those that may be called, as OpenAI describes them.
+        is_required: whether one has to be.
+        max_calls: None for any number. Calls after so many are left out of the answer.
     """
 
     format: ToolFormat
-    names: frozenset[str]
-
-    @staticmethod
-    def of(form: ToolFormat | None, tools: Sequence[Mapping[str, Any]]) -> ExpectedCalls | None:
-        """Of the tools of a request; None where none can be called."""
-        functions = [tool.get("function") for tool in tools]
-        given = [each.get("name") for each in functions if isinstance(each, Mapping)]
-        names = frozenset(name for name in given if isinstance(name, str))
-        return ExpectedCalls(form, names) if form is not None and names else None
+    functions: tuple[Mapping[str, Any], ...]
+    is_required: bool = False
+    max_calls: int | None = None
 
     def reader(self) -> CallReader:
         """For one answer."""
-        return CallReader(self.format, self.names)
+        names = frozenset(function["name"] for function in self.functions)
+        return CallReader(self.format, names, self.max_calls)
 
 
 class CallReader:
@@ -150,11 +147,15 @@ class CallReader:
     Args:
         form: of the model.
         names: of the tools.
+        max_calls: None for any number; calls after so many are left out.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], max_calls: int | None = None
+    ) -> None:
         self._format = form
         self._names = names
+        self._max_calls = max_calls
         self._held = ""
         """Of a block that is unfinished all; else what may become a marker."""
         self._space = ""
@@ -181,7 +182,8 @@ class CallReader:
                 continue
             if end is None:
                 break
-            calls = [ToolCall(self._format.new_id(), *call) for call in block.calls]
+            left = None if self._max_calls is None else self._max_calls - self.num_calls
+            calls = [ToolCall(self._format.new_id(), *call) for call in block.calls[:left]]
             parts += calls
             self.num_calls += len(calls)
             self._held, self._space, self._is_space = self._held[end:], "", True

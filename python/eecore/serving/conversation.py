@@ -1,0 +1,242 @@
+"""From the messages of a request to the text that the model's chat template makes of them.
+
+OpenAI's clients send back answers with nulls, parts, refusals and arguments as text. Most templates
+are made for text in one piece, arguments that are an object, and no nulls; what else a template
+needs is found out by rendering a call with it, once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from eecore.errors import ModelError, RequestError
+from eecore.models.chat_template import ChatTemplate
+from eecore.serving.protocol import Conversation
+from eecore.serving.refusals import invalid
+from eecore.serving.served import ServedModel
+from eecore.values import shown
+
+__all__ = ["conversation"]
+
+Message = dict[str, Any]
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The kinds of parts that are text, and where it is."""
+# Names that servers and templates have for the thoughts of an answer.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# Variables that are fields of the request, or not supported.
+OWN_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template")
+# The value of a field that a template without the variable follows anyway.
+USUAL = {"verbosity": "medium"}
+
+
+def conversation(served: ServedModel, body: Conversation, *, with_tools: bool = True) -> str:
+    """The text that the model's chat template makes of messages.
+
+    Raises:
+        ApiError: 400: they are no conversation, or none for the template.
+    """
+    tokenizer = served.tokenizer
+    variables = dict(body.chat_template_kwargs or {})
+    for name in OWN_FIELDS:
+        if name in variables:
+            raise invalid(f"chat_template_kwargs: expected variables of the template, got {name}")
+    if body.tools and with_tools:
+        variables["tools"] = body.tools
+    if body.documents:
+        variables["documents"] = body.documents
+    messages = [_message(f"messages[{i}]", each) for i, each in enumerate(body.messages or ())]
+    try:
+        source = tokenizer.template_for(variables)
+        for name in ("reasoning_effort", "verbosity"):
+            value = getattr(body, name)
+            if value is not None and name in source:
+                variables[name] = value
+            elif value not in (None, USUAL.get(name)):
+                raise invalid(f"{name}: expected a chat template that names it, got {shown(value)}")
+        if any("tool_calls" in message for message in messages):
+            special = tuple(sorted(tokenizer.special_tokens.items()))
+            messages = _habits(source, special).written(messages)
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            **variables,
+        )
+    except (ModelError, RequestError) as error:  # where the model lies is the server's business
+        text = str(error).replace(f"{tokenizer.name}: ", "")
+        field = text.partition(":")[0]
+        raise invalid(text, field if field in type(body).model_fields else "messages") from None
+
+
+def _message(where: str, given: Mapping[str, Any]) -> Message:
+    """A message as most templates expect it."""
+    message = {name: value for name, value in given.items() if value is not None}
+    role = message.get("role")
+    if role == "developer":
+        message["role"] = "system"
+    for name in ("audio", "function_call"):
+        if name in message:
+            got = shown(message[name])
+            raise invalid(f"{where}.{name}: is not supported, got {got}", "messages")
+    content = message.get("content", [] if role == "assistant" else None)
+    texts = _texts(f"{where}.content", content)
+    if "refusal" in message:
+        texts = [*filter(None, texts), *_texts(f"{where}.refusal", message.pop("refusal"))]
+    message["content"] = "\n".join(texts)
+    thoughts = next((message[name] for name in THOUGHTS if name in message), None)
+    if thoughts is not None:
+        message = {**dict.fromkeys(THOUGHTS, thoughts), **message}
+    calls = message.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise invalid(f"{where}.tool_calls: expected a list, got {shown(calls)}", "messages")
+    if calls and role != "assistant":
+        raise invalid(
+            f"{where}.tool_calls: expected them in an assistant's message, got {shown(role)}",
+            "messages",
+        )
+    if calls:
+        message["tool_calls"] = [_call(f"{where}.tool_calls[{i}]", c) for i, c in enumerate(calls)]
+    return message
+
+
+def _texts(where: str, content: Any) -> list[str]:
+    """The texts of a content."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        got = "nothing" if content is None else shown(content)
+        raise invalid(f"{where}: expected text or a list of parts, got {got}", "messages")
+    return [_text(where, part) for part in content]
+
+
+def _text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    fields = part if isinstance(part, dict) else {"type": part}
+    kind = fields.get("type")
+    text = fields.get(TEXTS[kind]) if isinstance(kind, str) and kind in TEXTS else None
+    if not isinstance(text, str):
+        raise invalid(f"{where}: expected text, got {shown(kind)}", "messages")
+    return text
+
+
+def _call(where: str, call: Any) -> Message:
+    """A call of a function in an answer, without what clients add to it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if function is None or not isinstance(name, str):
+        raise invalid(f"{where}: expected a call of a function, got {shown(call)}", "messages")
+    arguments = _arguments(function.get("arguments"))
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made if call.get("id") is None else {"id": call["id"], **made}
+
+
+def _arguments(given: Any) -> Any:
+    """What JSON says; an object without members for nothing. Other text stays as it is."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError):
+            return given
+    return {} if given is None else given
+
+
+@dataclass(frozen=True)
+class _Habits:
+    """How a chat template wants answers with calls.
+
+    Args:
+        null_content: calls are written of an answer whose content is null; its text is another.
+        text_arguments: arguments are JSON, written out.
+        one_call: an answer has one call at most.
+    """
+
+    null_content: bool = False
+    text_arguments: bool = False
+    one_call: bool = False
+
+    def written(self, messages: Iterable[Message]) -> list[Message]:
+        """Messages as the template wants them."""
+        made = [each for message in messages for each in self._written(message)]
+        return _one_by_one(made) if self.one_call else made
+
+    def _written(self, message: Message) -> list[Message]:
+        if "tool_calls" not in message:
+            return [message]
+        message = {**message, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
+        if not self.null_content:
+            return [message]
+        before = [{"role": message["role"], "content": message["content"]}]
+        return [*(before if message["content"] else ()), {**message, "content": None}]
+
+    def _call(self, call: Message) -> Message:
+        arguments = call["function"]["arguments"]
+        if not self.text_arguments or isinstance(arguments, str):
+            return call
+        text = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+
+NAMES = ("first_of_these", "second_of_these")
+"""Names of functions that are looked for in a rendered text."""
+ARGUMENT = "of_this_name"
+
+
+@lru_cache(maxsize=16)
+def _habits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> _Habits:
+    """The form of calls in which most of a call is in the rendered text."""
+    template = ChatTemplate(source)
+    variables: dict[str, Any] = {"tools": None, "documents": None, **dict(special_tokens)}
+    variables["add_generation_prompt"] = True
+
+    def seen(habits: _Habits, names: Sequence[str]) -> int:
+        """How much of calls of some functions is in the text."""
+        messages: list[Message] = [{"role": "user", "content": "a"}]
+        messages.append({"role": "assistant", "content": "", "tool_calls": []})
+        for number, name in enumerate(names):
+            function = {"name": name, "arguments": {ARGUMENT: 1}}
+            call = {"id": f"call0000{number}", "type": "function", "function": function}
+            messages[1]["tool_calls"].append(call)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "a"})
+        try:
+            text = template.render(habits.written(messages), variables)
+        except (ModelError, RequestError):
+            return 0
+        return sum(each in text for each in (*names, ARGUMENT, f'"{ARGUMENT}"'))
+
+    tried = [_Habits(*each) for each in product((False, True), repeat=2)]
+    best = max(tried, key=lambda habits: seen(habits, NAMES[:1]))
+    one = seen(best, NAMES[:1])
+    return replace(best, one_call=one > 0 and seen(best, NAMES) <= one)
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Answers with one call each, followed by the result of that call."""
+    made: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        results = []
+        while at < len(messages) and messages[at].get("role") == "tool":
+            results.append(messages[at])
+            at += 1
+        for call in calls:
+            made.append({**message, "tool_calls": [call]})
+            message = {**message, "content": message["content"] and ""}
+            own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+            own = own if "id" in call else results[:1]
+            made += own
+            results = [each for each in results if each not in own]
+        made += results
+    return made

@@ -1,0 +1,237 @@
+"""Every field of a request has a part in the answer, has none by a list, or is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params as of_completions
+from openai.types.chat import completion_create_params as of_chats
+
+from eecore.serving import protocol
+from eecore.serving.protocol import (
+    NOT_SUPPORTED,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    StreamOptions,
+    TokenizeRequest,
+    read,
+)
+from eecore.serving.refusals import ApiError
+from servers import Asker
+
+USER = [{"role": "user", "content": "lock the front door"}]
+NEEDED: dict[type[Request], dict[str, Any]] = {
+    ChatRequest: {"messages": USER},
+    CompletionRequest: {"prompt": "lock the front door"},
+}
+PATHS = {ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
+OPENAIS = {
+    ChatRequest: (
+        of_chats.CompletionCreateParamsNonStreaming,
+        of_chats.CompletionCreateParamsStreaming,
+    ),
+    CompletionRequest: (
+        of_completions.CompletionCreateParamsNonStreaming,
+        of_completions.CompletionCreateParamsStreaming,
+    ),
+}
+OF_OPENAI = [
+    (kind, name)
+    for kind, params in OPENAIS.items()
+    for name in sorted({name for each in params for name in get_type_hints(each)})
+]
+# Fields without effect, as clients send them.
+SENT: dict[str, Any] = {
+    "prediction": {"type": "content", "content": "lock"},
+    "prompt_cache_key": "a",
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "a",
+    "service_tier": "flex",
+    "store": True,
+}
+# Declared, and of no part in an answer: `metadata` but for its `exit`.
+DECLARED = {"user": "me", "metadata": {"a": "b"}}
+# Fields that mean something, as clients send them.
+MEANT: dict[str, Any] = {
+    "audio": {"voice": "alloy", "format": "wav"},
+    "function_call": {"name": "a"},
+    "functions": [{"name": "a"}],
+    "modalities": ["text", "audio"],
+    "moderation": {"model": "a"},
+    "suffix": "x",
+    "web_search_options": {},
+}
+
+
+def request(kind: type[Request], **fields: Any) -> Request:
+    return read(kind, json.dumps(NEEDED[kind] | fields).encode())
+
+
+def refusal(kind: type[Request], **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        request(kind, **fields)
+    return caught.value
+
+
+@pytest.mark.parametrize(("kind", "name"), OF_OPENAI)
+def test_what_becomes_of_each_field_of_openais_client(kind: type[Request], name: str) -> None:
+    places = [kind.model_fields.keys(), WITHOUT_EFFECT, NOT_SUPPORTED]
+    if name != "best_of":  # declared by one endpoint, and not supported by the other
+        assert sum(name in place for place in places) == 1
+    if name in kind.model_fields:  # a value that means nothing shows that it is looked at
+        error = refusal(kind, **{name: of_no_kind(name)})
+        assert error.param == name
+    elif name in WITHOUT_EFFECT:
+        request(kind, **{name: SENT[name]})
+    else:
+        error = refusal(kind, **{name: MEANT[name]})
+        assert (error.param, error.code) == (name, "not_supported")
+        for value in (None, *NOT_SUPPORTED[name]):
+            request(kind, **{name: value})
+
+
+def of_no_kind(name: str) -> Any:
+    """What no field of that name can be."""
+    objects = ("logit_bias", "metadata", "response_format", "tool_choice")
+    return [3.5] if name in objects else {"a": {}}
+
+
+def test_what_has_no_effect_changes_nothing(server: Asker) -> None:
+    for kind, path in PATHS.items():
+        plain = NEEDED[kind] | {"max_tokens": 3}
+        fields = {**SENT, **DECLARED, **dict.fromkeys(WITHOUT_EFFECT - SENT.keys(), 1)}
+        without, with_ = (server.post(path, each).json() for each in (plain, plain | fields))
+        assert without["choices"] == with_["choices"]
+
+
+VALUES = (True, False, 1, -3, 0.5, "a", "", [], ["a"], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    kinds = [kind for kind in NEEDED if name not in kind.model_fields]
+    for kind in kinds:
+        neutral = NOT_SUPPORTED[name]
+        for value in VALUES:
+            if value in neutral:
+                request(kind, **{name: value})
+            else:
+                assert refusal(kind, **{name: value}).param == name
+    assert kinds
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionRequest, {"tools": [{"type": "function"}]}),
+        (CompletionRequest, {"max_completion_tokens": 3}),
+        (CompletionRequest, {"top_logprobs": 2}),
+        (CompletionRequest, {"messages": USER}),
+        (ChatRequest, {"prompt": "a"}),
+        (ChatRequest, {"echo": True}),
+    ],
+)
+def test_a_field_of_the_other_endpoint_is_refused(
+    kind: type[Request], fields: dict[str, Any]
+) -> None:
+    ((name, value),) = fields.items()
+    assert refusal(kind, **fields).param == name
+    for nothing in (None, type(value)()):
+        request(kind, **{name: nothing})
+    read(TokenizeRequest, json.dumps({"messages": USER, **fields}).encode())
+
+
+def test_what_routers_add_asks_for_nothing() -> None:
+    """vllm-router writes out the defaults of fields that the client has not sent."""
+    falses = ("stream", "no_stop_trim", "ignore_eos", "return_hidden_states")
+    trues = ("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning")
+    fields = {**dict.fromkeys(falses, False), **dict.fromkeys(trues, True)}
+    request(ChatRequest, **fields, continue_final_message=False, logprobs=False)
+    request(CompletionRequest, **fields, echo=False)
+
+
+def test_unknown_fields_are_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_unknown", set())
+    monkeypatch.setattr(protocol, "MAX_UNKNOWN", 2)
+    with caplog.at_level(logging.WARNING, logger="eecore"):
+        for _ in range(2):
+            request(ChatRequest, temprature=1, nothing=None)
+        for number in range(9):
+            request(ChatRequest, **{f"field\n{number}": 1})
+    assert ["temprature" in record.getMessage() for record in caplog.records] == [True, False]
+    assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("options", "streams", "is_good"),
+    [
+        (None, False, True),
+        ({}, False, True),
+        ({"include_usage": None}, False, True),
+        ({"include_usage": True}, False, True),
+        ({"include_usage": True}, True, True),
+        ({"include_usage": False, "include_obfuscation": True}, True, True),
+        ({"include_usage": "yes"}, True, False),
+        ({"include_usage": 1}, True, False),
+        ({"continuous_usage_stats": False}, True, True),
+        ({"continuous_usage_stats": True}, True, False),
+        ({"more": 1}, True, False),
+    ],
+)
+def test_stream_options(server: Asker, options: Any, streams: bool, is_good: bool) -> None:
+    body = {"messages": USER, "max_tokens": 2, "stream": streams, "stream_options": options}
+    answer = server.post(PATHS[ChatRequest], body)
+    assert answer.status_code == (200 if is_good else 400)
+    if not is_good:
+        assert answer.json()["error"]["param"] == "stream_options"
+    assert set(get_type_hints(of_chats.ChatCompletionStreamOptionsParam)) <= set(
+        StreamOptions.model_fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"top_p": 0}),
+        (CompletionRequest, {"top_p": 0.0}),
+        (CompletionRequest, {"top_p": -0.0}),
+    ],
+)
+def test_top_p_0_keeps_the_most_probable_token(
+    server: Asker, kind: type[Request], fields: dict[str, Any]
+) -> None:
+    body = NEEDED[kind] | {"max_tokens": 8}
+    hot = {"temperature": 2.0, "seed": 3}
+    greedy, same, other = (
+        server.post(PATHS[kind], body | each).json()["choices"] for each in ({}, hot | fields, hot)
+    )
+    assert greedy == same != other
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": None},
+        {"stop": []},
+        {"logit_bias": {}},
+        {"seed": -(2**63)},
+        {"n": None},
+        {"max_completion_tokens": 3, "max_tokens": 90},
+        {"logprobs": None, "top_logprobs": None},
+        {"logprobs": False, "top_logprobs": 0},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"response_format": {"type": "text"}},
+    ],
+)
+def test_what_asks_for_nothing_more(server: Asker, fields: dict[str, Any]) -> None:
+    body = {"messages": USER, "max_tokens": 3}
+    plain, same = (server.post(PATHS[ChatRequest], each).json() for each in (body, body | fields))
+    assert plain["choices"] == same["choices"]
