@@ -30,13 +30,15 @@ def write_gguf(
     kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    tensors_per_part: int = 0,
 ) -> Path:
     """The model of a Hugging Face directory as a GGUF file, with a byte-level tokenizer.
 
-    Matrices are of one kind, those with a name in ``kinds`` of that one.
+    Matrices are of one kind, those with a name in ``kinds`` of that one. With ``tensors_per_part``
+    there are several files, the first of which is returned.
     """
     config = json.loads((directory / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     add_settings(writer, config)
     tokenizer = {
         "model": "gpt2",
@@ -53,6 +55,7 @@ def write_gguf(
     keys = {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
     for name, value in {**keys, **(metadata or {})}.items():
         add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
+        add[float] = writer.add_float32
         add.get(type(value), writer.add_array)(name, value)
     for name, tensor in load_file(directory / "model.safetensors").items():
         layer, part, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", name).groups()
@@ -73,4 +76,4 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if path.exists() else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))

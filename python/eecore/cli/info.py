@@ -186,7 +186,7 @@ def _file_facts(
     dtype = choose_dtype(None, device, stored_dtype(checkpoint, device))
     facts = {
         "stored_dtypes": sorted({checkpoint.kind(name) for name in names}),
-        "bytes_on_disk": path.stat().st_size,
+        "bytes_on_disk": sum(part.stat().st_size for part in checkpoint.file.paths),
         "device": "cpu",
         "weight_bytes": sum(sizes.values()),
         "bytes_per_token": sum(sizes.values()) - looked_up,

@@ -5,6 +5,7 @@ Names and shapes are checked against the config before anything is allocated. No
 
 from __future__ import annotations
 
+import re
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +22,7 @@ from eecore.errors import (
     UnsupportedModelError,
 )
 from eecore.json_fields import JsonFields
-from eecore.models.llama import LlamaWeights
+from eecore.models.llama import EMBEDDINGS, HEAD, NORM, LlamaWeights
 from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import (
     INT8_BLOCK_DEVICES,
@@ -37,8 +38,11 @@ from eecore.values import shown
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+OTHER_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors")
+"""Shards that an index may not name, and the weights that Mistral's own code reads."""
 MOST_INDEX_BYTES = 32 << 20
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+T5_NORM = "decoder.final_layer_norm.weight"
 T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # What checkpoints carry besides, and is not read: computed here, or held under another name.
 DERIVED = (
@@ -146,17 +150,32 @@ class Checkpoint:
         index, whole = self.directory / INDEX, self.directory / WHOLE
         if kind_of(index) != "nothing":
             self._open_shards(index)
+            if kind_of(whole) != "nothing" and whole not in self._paths:
+                raise CheckpointError(f"{self.directory}: expected {WHOLE} or {INDEX}, got both")
         elif kind_of(whole) != "nothing":
             file = self._open(whole)
             self._file_of = dict.fromkeys(sorted(file.names), file)
             if not file.names:
                 raise CheckpointError(f"{whole}: expected tensors, got none")
         else:
-            others = sorted(path.name for path in self.directory.glob("*.bin"))
-            hint = f" (only {others[0]}: convert it to safetensors)" if others else ""
+            others = [*sorted(self.directory.glob("*.bin")), *self._unused_weights()]
+            hint = f" (only {others[0].name}: convert it to safetensors)" if others else ""
             raise ModelNotFoundError(
                 f"{self.directory}: expected {WHOLE} or {INDEX}, got neither{hint}"
             )
+        for path in self._unused_weights():
+            warnings.warn(
+                f"{path}: expected no weights but the model's; they are not used", stacklevel=4
+            )
+
+    @property
+    def _paths(self) -> set[Path]:
+        return {file.path for file in self._file_of.values()}
+
+    def _unused_weights(self) -> list[Path]:
+        """Other weights of a model in the directory, or the same ones again."""
+        others = set(self.directory.glob("*.safetensors")) - self._paths
+        return sorted(path for path in others if OTHER_WEIGHTS.fullmatch(path.name))
 
     def _open_shards(self, index: Path) -> None:
         whole = JsonFields.read(index, CheckpointError, most=MOST_INDEX_BYTES)
@@ -186,11 +205,14 @@ class Checkpoint:
 
 
 def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:
-    """What a checkpoint calls the embeddings; T5's go by the name of any of their users."""
-    if not isinstance(config, T5Config):
-        return "model.embed_tokens.weight"
-    present = [name for name in T5_EMBEDDINGS if name in checkpoint.names]
-    return present[0] if present else T5_EMBEDDINGS[0]
+    """The name of the embeddings in a checkpoint: that of any of their users, a tied LM head
+    included."""
+    is_t5, there = isinstance(config, T5Config), checkpoint.names
+    names, norm = (T5_EMBEDDINGS, T5_NORM) if is_t5 else ((EMBEDDINGS,), NORM)
+    if config.tie_word_embeddings and norm in there:  # else it is a checkpoint of another kind
+        names = (*names, HEAD)
+    present = [name for name in names if name in there]
+    return present[0] if present else names[0]
 
 
 def with_stored_tying(config: Config, checkpoint: ReadTensors) -> Config:
@@ -199,16 +221,15 @@ def with_stored_tying(config: Config, checkpoint: ReadTensors) -> Config:
     So transformers reads a model that was tied once and then had its head trained alone. A T5
     without an LM head in its checkpoint is tied, whatever its config says.
     """
-    head = "lm_head.weight"
     if isinstance(config, T5Config):
         config = replace(config, tie_word_embeddings=True)
     embeddings = embeddings_name(config, checkpoint)
     check_tensors(checkpoint, config)
     if isinstance(config, T5Config):
         _refuse_embeddings_of_their_own(checkpoint, embeddings)
-    if not config.tie_word_embeddings or head not in checkpoint.names:
+    if not config.tie_word_embeddings or HEAD not in checkpoint.names or embeddings == HEAD:
         return config
-    tied = _hold_the_same(checkpoint, embeddings, head)
+    tied = _hold_the_same(checkpoint, embeddings, HEAD)
     return config if tied else replace(config, tie_word_embeddings=False)
 
 
@@ -272,7 +293,7 @@ def empty_weights(
         t5 = T5Weights.empty(config, new)
         return t5, t5.by_checkpoint_name(config, embeddings)
     llama = LlamaWeights.empty(config, new)
-    return llama, llama.by_checkpoint_name(config)
+    return llama, llama.by_checkpoint_name(config, embeddings)
 
 
 def check_tensors(stored: StoredTensors, config: AnyModelConfig) -> None:
@@ -326,7 +347,7 @@ def _refuse_unknown_layer_tensors(
     unused = [
         name
         for name in stored.names
-        if name not in expected and name != "lm_head.weight" and not name.endswith(DERIVED)
+        if name not in expected and name != HEAD and not name.endswith(DERIVED)
     ]
     layers = {_layer_of(name) for name in expected} - {None}
     wrong = [name for name in unused if _layer_of(name) in layers]

@@ -1,13 +1,14 @@
 """A Hugging Face ``config.json`` (and ``generation_config.json``) read into a model's config.
 
 Both spellings are understood: ``rope_theta``, ``rope_scaling``, ``torch_dtype`` of transformers 4
-and ``rope_parameters``, ``dtype`` of transformers 5. What is not understood is an error, not a
-default.
+and ``rope_parameters``, ``dtype`` of transformers 5. A field that is absent has the default of the
+architecture's class in transformers, or is an error. What is not understood is an error too.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,14 @@ from eecore.values import shown
 
 @dataclass(frozen=True)
 class _Family:
-    """What an architecture leaves out of its config.json because it is always so."""
+    """What an architecture's config.json may leave out: what is always so, and the defaults."""
 
     max_position: int
+    num_kv_heads: int | None = None
+    """None: one for each query head."""
     head_dim: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: str = "none"
@@ -52,11 +57,30 @@ class _Family:
 
 
 FAMILIES = {
-    "LlamaForCausalLM": _Family(max_position=2048),
-    "MistralForCausalLM": _Family(max_position=131072, windows="all"),
-    "Qwen2ForCausalLM": _Family(max_position=32768, qkv_bias=True, windows="some"),
-    "Qwen3ForCausalLM": _Family(max_position=32768, head_dim=128, qk_norm=True, windows="some"),
+    "LlamaForCausalLM": _Family(max_position=2048, bos_token_id=1, eos_token_id=2),
+    "MistralForCausalLM": _Family(
+        max_position=131072, num_kv_heads=8, bos_token_id=1, eos_token_id=2, windows="all"
+    ),
+    "Qwen2ForCausalLM": _Family(max_position=32768, num_kv_heads=32, qkv_bias=True, windows="some"),
+    "Qwen3ForCausalLM": _Family(
+        max_position=32768, num_kv_heads=32, head_dim=128, qk_norm=True, windows="some"
+    ),
 }
+WINDOW = 4096
+"""The sliding window of a config.json that has none; null is no window."""
+ROPE_FIELDS = {
+    "default": {"rope_theta", "rope_type", "type", "partial_rotary_factor"},
+    "linear": {"factor"},
+    "llama3": {
+        *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    },
+    "yarn": {
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+        *("attention_factor", "mscale", "mscale_all_dim", "finetuned"),
+    },
+}
+"""The fields that each type of rotary embedding reads; those of "default" are read for all."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 HEAD_DIMS = range(8, 256 + 1, 8)
 T5_ARCHITECTURES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
 THETAS = (1.0, 1e12)
@@ -66,6 +90,8 @@ T5_ACTIVATIONS: dict[str, Activation] = {
     "gated-gelu": "gelu_tanh",  # what the name has always meant in transformers
     "gated-silu": "silu",
 }
+T5_FUNCTIONS = {"relu": "relu", "gelu_tanh": "gelu_new", "silu": "silu"}
+"""The names of ``dense_act_fn``, which says again what ``feed_forward_proj`` says."""
 
 
 class ConfigFields(JsonFields):
@@ -85,6 +111,10 @@ class ConfigFields(JsonFields):
                 name, f"multiples of {HEAD_DIMS.step} up to {HEAD_DIMS[-1]}", size
             )
         return size
+
+    def default(self, name: str, value: Any, null: Any = None) -> Any:
+        """The default of a field: ``value`` where it is absent, ``null`` where it is null."""
+        return null if name in self.names else value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """An id or a list of them; none where the field is absent."""
@@ -111,9 +141,20 @@ def read_config_file(file: Path) -> AnyModelConfig:
     Raises:
         ModelError: says which file is missing or wrong, and how.
     """
+    _refuse_adapter(file.parent)
     beside = file.with_name("generation_config.json")
     fields = ConfigFields.read(file, CheckpointError, ModelNotFoundError)
     return model_config(fields, ConfigFields.read_if_there(beside, CheckpointError))
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Raise where an adapter lies beside the weights, which would change what they compute."""
+    for name in ADAPTER_FILES:
+        if kind_of(directory / name) != "nothing":
+            raise UnsupportedModelError(
+                f"{directory}: expected weights alone, got an adapter ({name}): merge it first, by "
+                "merge_and_unload()"
+            )
 
 
 def model_config(fields: ConfigFields, generation: ConfigFields) -> AnyModelConfig:
@@ -151,7 +192,12 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size", 1, MOST_INNER),
         num_q_heads=num_q_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", 1, num_q_heads, num_q_heads),
+        num_kv_heads=fields.integer(
+            "num_key_value_heads",
+            1,
+            num_q_heads,
+            fields.default("num_key_value_heads", family.num_kv_heads) or num_q_heads,
+        ),
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", 2, MOST_VOCAB),
         rms_norm_eps=fields.number("rms_norm_eps", 0.0, 1.0, 1e-6),
@@ -163,8 +209,8 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         layer_windows=_layer_windows(fields, family, num_layers),
-        bos_token_id=_bos_token_id(fields, generation),
-        eos_token_ids=generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        bos_token_id=_bos_token_id(fields, generation, family),
+        eos_token_ids=_eos_token_ids(fields, generation, family.eos_token_id),
         dtype=_dtype(fields),
     )
 
@@ -172,15 +218,17 @@ def _model_config(architecture: str, fields: ConfigFields, generation: ConfigFie
 def _architecture(fields: ConfigFields) -> str:
     known = (*FAMILIES, *T5_ARCHITECTURES)
     names = fields.texts("architectures", ())
-    if not names:
-        model_type = str(fields.text("model_type", None)).lower()
-        names = [name for name in known if name.lower() == f"{model_type}forcausallm"]
-        names += [n for n in known if n.lower() == f"{model_type}forconditionalgeneration"]
-        if not names:
-            raise fields.unsupported("architectures", ", ".join(known), model_type)
-    if names[0] not in known:
+    if names and names[0] not in known:
         raise fields.unsupported("architectures", ", ".join(known), list(names))
-    return str(names[0])
+    model_type = str(fields.text("model_type", None)).lower()
+    of_type = [name for name in known if name.lower().startswith(f"{model_type}for")]
+    if not (names or of_type):
+        raise fields.unsupported("architectures", ", ".join(known), model_type)
+    if names and "model_type" in fields and names[0] not in of_type:
+        raise fields.unsupported("model_type", f"that of {names[0]}", model_type)
+    if "per_layer_config" in fields:
+        raise fields.unsupported("per_layer_config", "one for all layers", "several")
+    return str([*names, *of_type][0])
 
 
 def refuse_quantised(fields: ConfigFields, supported: str) -> None:
@@ -196,10 +244,19 @@ def _dtype(fields: ConfigFields) -> str | None:
     return name.removeprefix("torch.") if isinstance(name, str) else None
 
 
-def _bos_token_id(fields: ConfigFields, generation: ConfigFields) -> int | None:
-    of_generation = generation.integer("bos_token_id", 0, MOST_VOCAB, None)
+def _bos_token_id(fields: ConfigFields, generation: ConfigFields, family: _Family) -> int | None:
+    default = fields.default("bos_token_id", family.bos_token_id)
+    of_generation = generation.integer("bos_token_id", 0, MOST_VOCAB, default)
     own: int | None = fields.integer("bos_token_id", 0, MOST_VOCAB, of_generation)
     return own
+
+
+def _eos_token_ids(
+    fields: ConfigFields, generation: ConfigFields, default: int | None
+) -> tuple[int, ...]:
+    given = generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id")
+    token = fields.default("eos_token_id", default)
+    return given if given or token is None else (token,)
 
 
 def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields) -> T5Config:
@@ -210,6 +267,11 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
     projection = fields.text("feed_forward_proj", default)
     if projection not in T5_ACTIVATIONS:
         raise fields.unsupported("feed_forward_proj", ", ".join(T5_ACTIVATIONS), projection)
+    activation = T5_ACTIVATIONS[projection]
+    fields.text("dense_act_fn", None, one_of=[T5_FUNCTIONS[activation]])
+    gated = activation != "relu"
+    if fields.flag("is_gated_act", gated) != gated:
+        raise fields.wrong("is_gated_act", f"{gated} for {projection}", not gated)
     num_encoder_layers = fields.integer("num_layers", 1, MOST_LAYERS)
     tied = fields.flag("tie_word_embeddings", True)
     vocab_size = fields.integer("vocab_size", 2, MOST_VOCAB)
@@ -228,7 +290,7 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
         head_dim=fields.head_dim("d_kv"),
         vocab_size=vocab_size,
         rms_norm_eps=fields.number("layer_norm_epsilon", 0.0, 1.0, 1e-6),
-        activation=T5_ACTIVATIONS[projection],
+        activation=activation,
         decoder_start_token_id=generation.integer("decoder_start_token_id", 0, last, start),
         max_input=fields.integer("n_positions", 1, MOST_POSITIONS, 512),
         num_buckets=num_buckets,
@@ -236,8 +298,9 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
             "relative_attention_max_distance", num_buckets // 2 + 1, MOST_DISTANCE, 128
         ),
         tie_word_embeddings=tied,
-        scale_outputs=fields.flag("scale_decoder_outputs", tied),
-        eos_token_ids=generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        scale_outputs=architecture == "T5ForConditionalGeneration"
+        and fields.flag("scale_decoder_outputs", tied),
+        eos_token_ids=_eos_token_ids(fields, generation, 1),
         dtype=_dtype(fields),
     )
 
@@ -248,29 +311,44 @@ def _layer_windows(fields: ConfigFields, family: _Family, num_layers: int) -> tu
         return ()
     some = family.windows == "some"
     uses = not some or fields.flag("use_sliding_window", False)
-    kinds = fields.texts("layer_types", None, most=MOST_LAYERS) if some else None
+    default = fields.default("sliding_window", WINDOW)
+    window = fields.integer("sliding_window", 1, MOST_POSITIONS, default) if uses else None
+    kinds = fields.texts("layer_types", None, most=MOST_LAYERS)
     if kinds is None:
         first = fields.integer("max_window_layers", default=28) if some else 0
-        slides = [uses and "sliding_window" in fields and i >= first for i in range(num_layers)]
-    else:
-        if len(kinds) != num_layers:
-            raise fields.wrong("layer_types", f"a list of {num_layers} kinds", list(kinds))
-        for kind in kinds:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise fields.unsupported("layer_types", "full_attention, sliding_attention", kind)
-        slides = [kind == "sliding_attention" for kind in kinds]
-    if not any(slides):
-        return (0,) * num_layers
-    if not uses:
+        return tuple((window or 0) if layer >= first else 0 for layer in range(num_layers))
+    if len(kinds) != num_layers:
+        raise fields.wrong("layer_types", f"a list of {num_layers} kinds", list(kinds))
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.unsupported("layer_types", "full_attention, sliding_attention", kind)
+    slides = [kind == "sliding_attention" for kind in kinds]
+    if any(slides) and not uses:
         raise fields.wrong("use_sliding_window", "true for its layers", False)
-    window = fields.integer("sliding_window", 1, MOST_POSITIONS)
-    return tuple(window if slide else 0 for slide in slides)
+    if any(slides) and window is None:
+        raise fields.wrong("sliding_window", "a size for its layers", None)
+    return tuple((window or 0) if slide else 0 for slide in slides)
 
 
 def _rope(fields: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
-    rope = fields.inner("rope_parameters") or fields.inner("rope_scaling")
-    if rope is None:
-        rope = ConfigFields({}, fields.where, fields.error, "rope_parameters.")
+    """The rotary embedding; where two fields describe it, that of ``rope_scaling``, as in
+    transformers."""
+    given = [fields.inner(name) for name in ("rope_scaling", "rope_parameters")]
+    none = ConfigFields({}, fields.where, fields.error, "rope_parameters.")
+    found = [rope for rope in given if rope is not None and rope.names] or [none]
+    ropes = [_rope_of(rope, fields, head_dim, max_position) for rope in found]
+    if ropes[0] != ropes[-1]:
+        warnings.warn(
+            f"{fields.where}: rope_parameters: expected what rope_scaling says, got another "
+            "rotary embedding; that of rope_scaling is used",
+            stacklevel=2,
+        )
+    return ropes[0]
+
+
+def _rope_of(
+    rope: ConfigFields, fields: ConfigFields, head_dim: int, max_position: int
+) -> RopeConfig:
     for name in rope.names:
         if rope.has_inner(name):
             raise fields.unsupported("rope_parameters", "one set for all layers", rope.names)
@@ -280,6 +358,15 @@ def _rope(fields: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
     if partial != 1:
         raise rope.unsupported("partial_rotary_factor", "1", partial)
     rope_type = rope.text("rope_type", rope.text("type", "default"))
+    if rope_type not in ROPE_FIELDS:
+        raise rope.unsupported("rope_type", ", ".join(ROPE_FIELDS), rope_type)
+    unread = set(rope.names) - ROPE_FIELDS["default"] - ROPE_FIELDS[rope_type]
+    for name in sorted(unread):
+        warnings.warn(
+            f"{rope.where}: {rope.prefix}{name}: expected no such field for a rope_type of "
+            f"{rope_type}; it is not used",
+            stacklevel=2,
+        )
     theta = rope.number("rope_theta", *THETAS, fields.number("rope_theta", *THETAS, 10000.0))
     original = fields.integer(
         "original_max_position_embeddings",
@@ -302,20 +389,18 @@ def _rope(fields: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
             low_freq_factor=rope.number("low_freq_factor", ABOVE_ZERO, FACTORS[1]),
             high_freq_factor=rope.number("high_freq_factor", ABOVE_ZERO, FACTORS[1]),
         )
-    if rope_type == "yarn":
-        factor = rope.number("factor", *FACTORS, max_position / original)
-        return RopeConfig(
-            "yarn",
-            theta=theta,
-            rotary_dim=head_dim,
-            factor=factor,
-            original_max_position=original,
-            beta_fast=rope.number("beta_fast", 0.0, FACTORS[1], 0.0) or 32.0,
-            beta_slow=rope.number("beta_slow", 0.0, FACTORS[1], 0.0) or 1.0,
-            truncate=rope.flag("truncate", True),
-            attention_factor=_yarn_attention_factor(rope, factor),
-        )
-    raise rope.unsupported("rope_type", "default, linear, llama3, yarn", rope_type)
+    factor = rope.number("factor", *FACTORS, max_position / original)
+    return RopeConfig(
+        "yarn",
+        theta=theta,
+        rotary_dim=head_dim,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 0.0, FACTORS[1], 0.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 0.0, FACTORS[1], 0.0) or 1.0,
+        truncate=rope.flag("truncate", True),
+        attention_factor=_yarn_attention_factor(rope, factor),
+    )
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:

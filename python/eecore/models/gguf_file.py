@@ -1,4 +1,5 @@
-"""A GGUF file: its metadata and tensors, all counts and lengths checked against the file's size.
+"""A GGUF file, or one in several parts: its metadata and tensors, all counts and lengths checked
+against the files' sizes.
 
 Nothing is allocated for a number that the file claims before it holds as many bytes.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from eecore.json_fields import JsonFields
 from eecore.readable import regular_file, shown_path
 from eecore.values import shown
 
-__all__ = ["GGUFFile"]
+__all__ = ["GGUFFile", "part_files"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -32,6 +35,9 @@ MOST_ITEMS = 1 << 24
 MOST_BYTES = 1 << 24
 """Of a string."""
 MOST_DIMENSIONS = 4
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""The name of a part: the model's, its own number from 1 on, and how many there are."""
+MAX_PARTS = 99_999
 STRING, ARRAY = 8, 9
 SCALARS = {
     0: "B",
@@ -57,7 +63,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self.at = 0
+        self.at, self.end = 0, len(data)
 
     def take(self, size: int, what: str) -> int:
         """Where the next ``size`` bytes are; goes behind them."""
@@ -125,87 +131,140 @@ class _StoredTensor:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One of the files that hold a model."""
+
+    path: Path
+    data: mmap.mmap
+    fields: JsonFields
+    tensors: dict[str, _StoredTensor]
+
+
 class GGUFFile:
     """Metadata and tensors of a GGUF file, mapped, with errors that name the file.
+
+    Args:
+        path: the file, or the first of several parts (``NAME-00001-of-0000N.gguf``), the others
+            beside it.
 
     Attributes:
         path: of the file.
         fields: its metadata.
         architecture: what kind of model it is.
+        paths: of all parts.
     """
 
     def __init__(self, path: Path) -> None:
         import gguf  # here: it takes 0.1 s, which other models need not wait for
 
-        self.path = regular_file(path, CheckpointError, ModelNotFoundError, "a GGUF file")
+        self.path = path
         self._quants = gguf.quants
         self._type = gguf.GGMLQuantizationType
         self._sizes = gguf.constants.GGML_QUANT_SIZES
-        self._data = self._mapped()
-        try:
-            metadata, self._tensors = self._read(_Cursor(self._data))
-        except _Wrong as error:
-            raise CheckpointError(
-                f"{shown_path(path)}: expected a whole GGUF file, got {len(self._data)} bytes: "
-                f"{error}"
-            ) from None
-        self.fields = JsonFields(metadata, shown_path(path), CheckpointError)
+        first = self._part(path)
+        self.fields = first.fields
         self.architecture: str = self.fields.text("general.architecture", "nothing")
+        parts = [first, *self._other_parts()]
+        self.paths = [part.path for part in parts]
+        self._part_of = {name: part for part in parts for name in part.tensors}
+        count = sum(len(part.tensors) for part in parts)
+        if count != len(self._part_of):
+            raise CheckpointError(f"{shown_path(path)}: expected each tensor in one part, got two")
+        if len(parts) > 1:
+            self.fields.integer("split.tensors.count", count, count)
 
     @property
     def names(self) -> list[str]:
         """Of all tensors."""
-        return list(self._tensors)
+        return list(self._part_of)
+
+    def path_of(self, name: str) -> Path:
+        """The file that a tensor is in."""
+        return self._part_of[name].path
+
+    def unread(self, prefix: str, known: Collection[str]) -> dict[str, Any]:
+        """The fields under a prefix that are neither known nor switched off (0, false, empty)."""
+        values = self.fields.values
+        names = {name for name in values if name.startswith(prefix) and values[name]}
+        return {name: values[name] for name in sorted(names - {prefix + name for name in known})}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, as torch counts dimensions: the one that changes fastest comes last."""
-        return self._tensors[name].shape
+        return self._stored(name).shape
 
     def kind(self, name: str) -> str:
         """What a tensor is stored in, "Q4_0" or "F16" for one."""
-        return str(self._type(self._tensors[name].kind).name)
+        return str(self._type(self._stored(name).kind).name)
 
     def num_bytes(self, name: str) -> int:
         """That a tensor takes."""
-        return self._tensors[name].num_bytes
+        return self._stored(name).num_bytes
 
     def blocks(self, name: str) -> Tensor:
         """uint8 [..., row_bytes]: a tensor as it is stored, in the file's own memory."""
-        stored = self._tensors[name]
-        flat = np.frombuffer(self._data, np.uint8, stored.num_bytes, stored.offset)
+        stored = self._stored(name)
+        data = self._part_of[name].data
+        flat = np.frombuffer(data, np.uint8, stored.num_bytes, stored.offset)
         return torch.from_numpy(flat.reshape(*stored.shape[:-1], -1))
 
     def read(self, name: str) -> Tensor:
         """A tensor, dequantised to float32."""
-        stored = self._tensors[name]
+        stored = self._stored(name)
         kind = self._type(stored.kind)
         try:
             with np.errstate(all="ignore"):
                 values = self._quants.dequantize(self.blocks(name).numpy(), kind)
         except NotImplementedError:
             raise UnsupportedModelError(
-                f"{self.path}: {name}: expected a type that gguf dequantises, got {kind.name}"
+                f"{self.path_of(name)}: {name}: expected a type that gguf dequantises, "
+                f"got {kind.name}"
             ) from None
         return torch.from_numpy(values.astype("float32")).reshape(stored.shape)
 
-    def _mapped(self) -> mmap.mmap:
-        try:
-            with self.path.open("rb") as file:
-                magic = file.read(len(MAGIC))
-                if magic != MAGIC:
-                    raise CheckpointError(
-                        f"{self.path}: expected a GGUF file (magic GGUF), got {magic!r}"
-                    )
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+    def _stored(self, name: str) -> _StoredTensor:
+        return self._part_of[name].tensors[name]
 
-    def _read(self, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
+    def _other_parts(self) -> list[_Part]:
+        """The parts after the first one, where ``split.count`` says that there are more."""
+        count = self.fields.integer("split.count", 0, MAX_PARTS, 0)
+        if count < 2:
+            return []
+        files = part_files(self.path)
+        if len(files) != count:
+            raise CheckpointError(
+                f"{shown_path(self.path)}: split.count: expected a name NAME-00001-of-{count:05}"
+                f".gguf for a model in {count} files, got {self.path.name}"
+            )
+        number = self.fields.integer("split.no", 0, count - 1)
+        if number != 0 or files[0] != self.path:
+            raise CheckpointError(
+                f"{shown_path(self.path)}: split.no: expected the first of {count} files, "
+                f"{files[0].name}, got number {number + 1}"
+            )
+        parts = []
+        for number, file in enumerate(files[1:], start=1):
+            parts.append(self._part(file))
+            parts[-1].fields.integer("split.no", number, number)
+            parts[-1].fields.integer("split.count", count, count)
+        return parts
+
+    def _part(self, path: Path) -> _Part:
+        data = _mapped(regular_file(path, CheckpointError, ModelNotFoundError, "a GGUF file"))
+        try:
+            metadata, tensors = self._read(path, _Cursor(data))
+        except _Wrong as error:
+            raise CheckpointError(
+                f"{shown_path(path)}: expected a whole GGUF file, got {len(data)} bytes: {error}"
+            ) from None
+        return _Part(path, data, JsonFields(metadata, shown_path(path), CheckpointError), tensors)
+
+    def _read(self, path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
         cursor.take(len(MAGIC), "magic")
         version = cursor.number("I", "version")
         if version not in VERSIONS:
             raise UnsupportedModelError(
-                f"{self.path}: version: supported are little-endian 2 and 3, got {version}"
+                f"{path}: version: supported are little-endian 2 and 3, got {version}"
             )
         num_tensors = cursor.count("Q", MOST_TENSORS, "the number of tensors", num_bytes=24)
         num_fields = cursor.count("Q", MOST_FIELDS, "the number of fields", num_bytes=13)
@@ -225,7 +284,7 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment not in (1 << power for power in range(21)):
             raise _Wrong(f"general.alignment: expected a power of two, got {shown(alignment)}")
         begin = -(-cursor.at // alignment) * alignment
-        return metadata, _placed(tensors, begin, alignment, len(self._data))
+        return metadata, _placed(tensors, begin, alignment, cursor.end)
 
     def _stored_tensor(self, cursor: _Cursor, name: str) -> _StoredTensor:
         count = cursor.count("I", MOST_DIMENSIONS, f"{name}: its dimensions", num_bytes=8)
@@ -239,6 +298,27 @@ class GGUFFile:
         if not shape or min(shape) < 1 or shape[-1] % block:
             raise _Wrong(f"{name}: expected sizes of 1 or more, rows of {block}, got {shape}")
         return _StoredTensor(kind, shape, offset, math.prod(shape) // block * num_bytes)
+
+
+def part_files(path: Path) -> list[Path]:
+    """All files of a model of which one part is at a path, by their names; that file alone, where
+    its name is not one of a part's."""
+    match = PART.fullmatch(path.name)
+    if match is None or int(match[3]) == 0:
+        return [path]
+    count = int(match[3])
+    return [path.with_name(f"{match[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+            if magic != MAGIC:
+                raise CheckpointError(f"{path}: expected a GGUF file (magic GGUF), got {magic!r}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
 
 
 def _placed(

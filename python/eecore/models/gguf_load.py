@@ -7,11 +7,13 @@ import warnings
 import torch
 
 from eecore import ops
-from eecore.errors import UnsupportedModelError
+from eecore.errors import CheckpointError, UnsupportedModelError
+from eecore.json_fields import JsonFields
 from eecore.models.gguf_checkpoint import GGUFCheckpoint
 from eecore.models.gguf_tokenizer import build_tokenizer
 from eecore.models.packed_load import field_of
 from eecore.models.tokenizer import Tokenizer
+from eecore.models.tokenizer_files import chat_settings
 
 __all__ = ["check_kinds", "gguf_tokenizer", "stored_dtype"]
 
@@ -49,8 +51,6 @@ def gguf_tokenizer(checkpoint: GGUFCheckpoint) -> Tokenizer | None:
     except UnsupportedModelError as error:
         warnings.warn(f"{error}; the model gets no tokenizer", stacklevel=4)
         return None
-    roles = {role: token for role, token in settings.items() if role.endswith("_token")}
-    template = settings.get("chat_template")
-    return Tokenizer(
-        backend, special_tokens=roles, chat_template=template, name=str(checkpoint.place)
-    )
+    place = str(checkpoint.place)
+    chat = chat_settings(JsonFields(settings, place, CheckpointError))
+    return Tokenizer.of(backend, chat, place)

@@ -6,6 +6,7 @@ SentencePiece ("llama"), whose merges follow from the scores of its tokens.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from eecore.config import MOST_VOCAB
 from eecore.errors import ModelError, UnsupportedModelError
 from eecore.models.tokenizer_files import library_error
 from eecore.tensor_files import shown_name
+from eecore.values import shown
 
 if TYPE_CHECKING:
     from eecore.models.gguf_file import GGUFFile
@@ -31,8 +33,36 @@ ROLES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
     "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
 }
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TOKENS = frozenset(
+    (
+        *("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
+        *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"),
+    )
+)
+"""Tokens that end a text or a turn by their names, as llama.cpp has it, where they are special."""
+TOKEN_IDS = (
+    *(*ROLES.values(), *ENDS),
+    # For filling gaps in a text, which nothing here does.
+    *(f"{name}_token_id" for name in ("prefix", "suffix", "middle")),
+    *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+)
+FIELDS = (
+    *("chat_template", "chat_templates"),
+    "huggingface.json",  # the same tokenizer in another format
+    *(f"ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "scores", "merges")),
+    *(f"ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix")),
+    *(f"ggml.{name}" for name in TOKEN_IDS),
+)
+"""The fields of ``tokenizer`` that are known."""
+TEMPLATE = "tokenizer.chat_template"
+TEMPLATES = "tokenizer.chat_templates"
 
 
 @dataclass(frozen=True)
@@ -85,10 +115,18 @@ SPLITS = {
 }
 
 
-def special_token_ids(file: GGUFFile) -> tuple[int | None, list[int]]:
-    """The beginning-of-sequence id, and the ids that end generation."""
-    ids = [_token_id(file, f"{name}_token_id") for name in ("bos", "eos", "eot")]
-    return ids[0], list(dict.fromkeys(token for token in ids[1:] if token is not None))
+def special_token_ids(file: GGUFFile, vocab_size: int) -> tuple[int | None, list[int]]:
+    """The beginning-of-sequence id, and the ids that end generation: those that the file names,
+    then those of special tokens that are known to end a turn."""
+    bos, *ends = (_token_id(file, name, vocab_size) for name in ("bos_token_id", *ENDS))
+    tokens = file.fields.texts("tokenizer.ggml.tokens", (), most=vocab_size)
+    types = file.fields.integers("tokenizer.ggml.token_type", default=(), most=vocab_size)
+    by_name = [
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind in (CONTROL, USER_DEFINED) and token in END_TOKENS
+    ]
+    return bos, list(dict.fromkeys(token for token in (*ends, *by_name) if token is not None))
 
 
 def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[str, Any]]:
@@ -104,6 +142,13 @@ def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[st
             f"{file.path}: tokenizer.ggml.model: supported are gpt2, llama, got {shown_name(kind)}"
         )
     vocabulary = _Vocabulary.of(file, kind, vocab_size)
+    for name, value in file.unread("tokenizer.", FIELDS).items():
+        if not name.startswith(f"{TEMPLATE}."):
+            warnings.warn(
+                f"{file.path}: {shown_name(name)}: expected a field that is read, got "
+                f"{shown(value)}; it is not used",
+                stacklevel=4,
+            )
     try:
         return _built(file, vocabulary)
     except ModelError:
@@ -149,10 +194,24 @@ def _built(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, dict[str
         "clean_up_tokenization_spaces": False,
         "model_max_length": file.fields.integer(f"{file.architecture}.context_length"),
     }
-    template = file.fields.text("tokenizer.chat_template", None)
-    if template is not None:
-        settings["chat_template"] = template
+    templates = _templates(file)
+    if list(templates) == ["default"]:
+        settings["chat_template"] = templates["default"]
+    elif templates:
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        settings["chat_template"] = listed
     return tokenizer, settings
+
+
+def _templates(file: GGUFFile) -> dict[str, str]:
+    """Chat templates by name, that of ``tokenizer.chat_template`` as "default"."""
+    prefix = f"{TEMPLATE}."
+    names = [name for name in file.fields.names if name.startswith(prefix)]
+    for name in file.fields.texts(TEMPLATES, ()):
+        if name != "default" and prefix + name not in names:
+            raise file.fields.wrong(TEMPLATES, f"a field {shown_name(prefix + name)}", "none")
+    templates = {"default": file.fields.text(TEMPLATE)} if TEMPLATE in file.fields else {}
+    return templates | {name.removeprefix(prefix): file.fields.text(name) for name in names}
 
 
 def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:

@@ -30,6 +30,11 @@ from eecore.ops import Matrix
 if TYPE_CHECKING:
     from eecore.models.draft_head import DraftHead
 
+# Names in a checkpoint.
+EMBEDDINGS = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class LlamaWeights:
@@ -98,8 +103,15 @@ class LlamaWeights:
         """Those of the layers."""
         return ops.DecoderWeights(*(getattr(self, name) for name in ops.DecoderWeights._fields))
 
-    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, WeightView]:
-        """What each tensor of a Hugging Face checkpoint fills, by the tensor's name."""
+    def by_checkpoint_name(
+        self, config: ModelConfig, embeddings: str = EMBEDDINGS
+    ) -> dict[str, WeightView]:
+        """What each tensor of a Hugging Face checkpoint fills, by the tensor's name.
+
+        Args:
+            config: whose weights these are.
+            embeddings: what the checkpoint calls them.
+        """
         q_size, kv_size, inner = config.q_size, config.kv_size, config.intermediate_size
         matrices = {
             "self_attn.q_proj": self.qkv.rows(slice(q_size)),
@@ -118,11 +130,11 @@ class LlamaWeights:
             "post_attention_layernorm": self.mlp_norm,
         }
         views = {
-            "model.embed_tokens.weight": WeightView.of(self.embed_tokens, "most"),
-            "model.norm.weight": WeightView(self.final_norm),
+            embeddings: WeightView.of(self.embed_tokens, "most"),
+            NORM: WeightView(self.final_norm),
         }
         if not config.tie_word_embeddings:
-            views["lm_head.weight"] = WeightView.of(self.lm_head, "most")
+            views[HEAD] = WeightView.of(self.lm_head, "most")
         by_layer: dict[str, list[WeightView]] = {}
         for name, matrix in matrices.items():
             care = cares.get(name, "usual")

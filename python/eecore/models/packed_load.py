@@ -15,7 +15,7 @@ from torch import Tensor
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.errors import ModelError
-from eecore.models.checkpoint import StoredTensors
+from eecore.models.checkpoint import StoredTensors, embeddings_name
 from eecore.models.llama import LlamaWeights
 from eecore.models.weights import Filling, Form, NewMatrix, NewWeights
 
@@ -77,7 +77,8 @@ def packed_weights(
             f"{str(error).splitlines()[0]}"
         ) from None
     filling = Filling()
-    for name, view in weights.by_checkpoint_name(config).items():
+    embeddings = embeddings_name(config, checkpoint)
+    for name, view in weights.by_checkpoint_name(config, embeddings).items():
         if view.table is not None:
             format = _block_format(checkpoint.forms(name))
             assert format is not None
@@ -98,7 +99,7 @@ def memory_of(
     floats = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     found = {}
     meta = LlamaWeights.empty(config, NewWeights("meta", dtype))
-    for name in meta.by_checkpoint_name(config):
+    for name in meta.by_checkpoint_name(config, embeddings_name(config, checkpoint)):
         size, field = math.prod(checkpoint.shape(name)), field_of(name)
         form = "floats" if field is None else forms[field]
         if form == "floats":
@@ -117,7 +118,9 @@ def runs_as(checkpoint: PackedTensors) -> dict[str, Form]:
     for name in checkpoint.names:
         if (field := field_of(name)) is not None:
             by_field.setdefault(field, []).append(checkpoint.forms(name))
-    return {field: _form(matrices) for field, matrices in by_field.items()}
+    # Embeddings of a tied model that was saved as its head become floats.
+    forms: dict[str, Form] = {"embed_tokens": "floats"}
+    return forms | {field: _form(matrices) for field, matrices in by_field.items()}
 
 
 def _form(matrices: list[tuple[str, ...]]) -> Form:

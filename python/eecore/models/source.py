@@ -10,6 +10,7 @@ from pathlib import Path
 
 from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
+from eecore.models.gguf_file import part_files
 from eecore.readable import regular_file
 
 __all__ = ["ModelSource", "exits_file", "model_digest"]
@@ -78,11 +79,14 @@ def _agreement(path: Path, num_layers: int) -> tuple[float, ...] | None:
 def model_digest(directory: Path) -> str:
     """The SHA-256 of a model directory's weight files, in the order of their names.
 
-    Of a GGUF file its own.
+    For a GGUF file it is its own, that of all its parts where it is the first of several.
     """
     digest = hashlib.sha256()
-    files = directory.glob("model*.safetensors") if directory.is_dir() else [directory]
-    for path in sorted(files):
+    if directory.is_dir():
+        files = sorted(directory.glob("model*.safetensors"))
+    else:
+        files = [directory, *(part for part in part_files(directory) if part.is_file())]
+    for path in dict.fromkeys(files):
         with regular_file(path, ModelError).open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)

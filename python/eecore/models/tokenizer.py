@@ -16,7 +16,12 @@ import tokenizers
 
 from eecore.errors import RequestError
 from eecore.models.chat_template import ChatTemplate, ChatTemplateError
-from eecore.models.tokenizer_files import library_error, read_chat_settings, read_tokenizer
+from eecore.models.tokenizer_files import (
+    ChatSettings,
+    library_error,
+    read_chat_settings,
+    read_tokenizer,
+)
 
 __all__ = ["ChatTemplateError", "IncrementalDecoder", "Tokenizer"]
 
@@ -79,12 +84,23 @@ class Tokenizer:
                 )
             return None
         backend, settings = read_tokenizer(path, vocab_size), read_chat_settings(directory)
+        return cls.of(backend, settings, str(directory))
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer, settings: ChatSettings, name: str) -> Tokenizer:
+        """A tokenizer with the special tokens and templates of its settings.
+
+        Args:
+            backend: of the tokenizers library.
+            settings: special tokens and templates.
+            name: what errors call it.
+        """
         return cls(
             backend,
             special_tokens=settings.special_tokens,
             chat_template=settings.templates.pop("default", None),
             named_templates=settings.templates,
-            name=str(directory),
+            name=name,
         )
 
     @property

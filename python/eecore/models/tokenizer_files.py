@@ -19,7 +19,13 @@ from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.json_fields import JsonFields, parse_json
 from eecore.readable import read_bytes, shown_path
 
-__all__ = ["ChatSettings", "library_error", "read_chat_settings", "read_tokenizer"]
+__all__ = [
+    "ChatSettings",
+    "chat_settings",
+    "library_error",
+    "read_chat_settings",
+    "read_tokenizer",
+]
 
 MOST_BYTES = 512 << 20
 """Of a tokenizer.json; large ones of today have 35 million."""
@@ -219,14 +225,27 @@ def read_chat_settings(directory: Path) -> ChatSettings:
         CheckpointError: a file cannot be read, or a field of it is of another kind.
     """
     path = directory / "tokenizer_config.json"
-    settings = JsonFields.read_if_there(path, CheckpointError)
-    templates = _listed_templates(settings)
+    fields = JsonFields.read_if_there(path, CheckpointError)
+    settings = chat_settings(fields)
+    if "added_tokens_decoder" not in fields.names:  # else transformers reads no older file
+        older = JsonFields.read_if_there(directory / "special_tokens_map.json", CheckpointError)
+        settings.special_tokens |= _special_tokens(older)
+    templates = settings.templates
     whole = directory / "chat_template.jinja"
     if whole.is_file():
         templates["default"] = _template_text(whole)
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         templates[file.stem] = _template_text(file)
-    return ChatSettings(_special_tokens(settings), templates)
+    return settings
+
+
+def chat_settings(fields: JsonFields) -> ChatSettings:
+    """The special tokens and chat templates in the fields of a tokenizer_config.json.
+
+    Raises:
+        CheckpointError: a field is of another kind.
+    """
+    return ChatSettings(_special_tokens(fields), _listed_templates(fields))
 
 
 def _listed_templates(settings: JsonFields) -> dict[str, str]:
@@ -249,12 +268,21 @@ def _template_text(path: Path) -> str:
 
 
 def _special_tokens(settings: JsonFields) -> dict[str, str]:
-    """Role to token of a tokenizer_config.json; a token may be a string or an object."""
+    """Role to token, roles of the model's own (``image_token``) too; a token may be a string or an
+    object."""
+    extra = "extra_special_tokens"
+    more = settings.inner(extra) if settings.has_inner(extra) else None
     tokens = {}
-    for role in ROLES:
-        token = settings.inner(role) if settings.has_inner(role) else None
-        if token is not None:
-            tokens[role] = token.text("content")
-        elif role in settings:
-            tokens[role] = settings.text(role)
+    for fields in (settings, *([more] if more is not None else [])):
+        for role, value in fields.values.items():
+            # A flag is another setting: add_bos_token.
+            own = role.endswith("_token") and isinstance(value, (str, dict))
+            if own or (role in ROLES and role in fields):
+                tokens[role] = _token(fields, role)
     return tokens
+
+
+def _token(fields: JsonFields, role: str) -> str:
+    inner = fields.inner(role) if fields.has_inner(role) else None
+    token: str = fields.text(role) if inner is None else inner.text("content")
+    return token
