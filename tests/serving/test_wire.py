@@ -31,7 +31,7 @@ from eecore.generation import load
 from eecore.models.chat_template import ChatTemplateError
 from eecore.models.source import ModelSource
 from eecore.output import PromptLogprob, StepOutput
-from eecore.serving.channel import Channel
+from eecore.channel import Channel
 from eecore.serving.wire import STEP_FIELDS, Start, Wire, error_of, plain_classifier, plain_error
 
 

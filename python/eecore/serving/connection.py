@@ -21,7 +21,7 @@ from eecore.engine.faults import LOGGER, described
 from eecore.engine.text import TextStream
 from eecore.errors import EngineLostError
 from eecore.output import StepOutput
-from eecore.serving.channel import Channel, Message
+from eecore.channel import Channel, Message
 from eecore.serving.wire import (
     STEP_FIELDS,
     Loaded,

@@ -21,7 +21,7 @@ import eecore
 from eecore.engine.async_engine import Prepared
 from eecore.engine.engine import Engine
 from eecore.output import StepOutput
-from eecore.serving.channel import Channel, Message
+from eecore.channel import Channel, Message
 from eecore.serving.ear import Ear
 from eecore.serving.wire import Loaded, Occupancy, Start, Wire, plain_error
 
