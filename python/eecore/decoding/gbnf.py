@@ -1,7 +1,7 @@
 """GBNF, the grammars of llama.cpp, as llguidance's Lark grammars that have the same texts.
 
-llama.cpp reads a grammar character by character and keeps every way to go on. llguidance cuts a text
-into lexemes first, each as long as it can be, which loses ways: ``[0-9]+ "0"`` in two lexemes never
+llama.cpp reads a text character by character and keeps every way to go on. llguidance cuts it into
+lexemes first, each as long as it can be, which loses ways: ``[0-9]+ "0"`` in two lexemes never
 ends. So a grammar whose rules do not contain themselves becomes one lexeme, a regular expression;
 in any other one every lexeme is a single character, none of which is the beginning of another.
 """
@@ -85,6 +85,12 @@ def lark_of(text: str) -> str:
     rules = _Reader(text).rules()
     if ROOT not in rules:
         raise ValueError(f"GBNF: expected a rule named {ROOT}, got {', '.join(rules)[:200]}")
+    needed = _needed(rules)
+    rules = _that_end({name: rules[name] for name in needed})
+    if ROOT not in rules:
+        raise ValueError(
+            f"GBNF: expected a rule {ROOT} that some text follows, got one without end"
+        )
     rules = {name: _without_tail_calls(name, node) for name, node in rules.items()}
     needed = _needed(rules)
     order = _from_the_leaves(rules, needed)
@@ -220,7 +226,7 @@ class _Reader:
         digits = self._text[self._at : self._at + HEX_DIGITS.get(kind, 0)]
         if not digits or not re.fullmatch(f"[0-9a-fA-F]{{{HEX_DIGITS[kind]}}}", digits):
             self._at -= 2
-            self._fail("an escape: \\x41, \\u0041, \\U00000041, \\t, \\r, \\n, \\\\, \\\", \\[, \\]")
+            self._fail('an escape: \\x41, \\u0041, \\U00000041, \\t, \\r, \\n, \\\\, \\", \\[, \\]')
         code = int(digits, 16)
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
             self._at -= 2
@@ -329,6 +335,34 @@ def _needed(rules: dict[str, Node]) -> list[str]:
                 found[name] = None
                 waiting.append(name)
     return list(found)
+
+
+def _that_end(rules: dict[str, Node]) -> dict[str, Node]:
+    """The rules without ways that never end: no text has them."""
+    ended: dict[str, Node] = {}
+    while True:
+        found = {name: kept for name, node in rules.items() if (kept := _kept(node, ended))}
+        if found.keys() == ended.keys():
+            return found
+        ended = found
+
+
+def _kept(node: Node, ended: dict[str, Node]) -> Node | None:
+    """A node without the ways that name other rules than some; None: nothing is left."""
+    if isinstance(node, Rule):
+        return node if node.name in ended else None
+    if isinstance(node, Sequence):
+        parts = [_kept(part, ended) for part in node.parts]
+        return None if None in parts else Sequence(tuple(part for part in parts if part))
+    if isinstance(node, Alternatives):
+        ways = [kept for way in node.ways if (kept := _kept(way, ended))]
+        return Alternatives(tuple(ways)) if ways else None
+    if isinstance(node, Repeated):
+        part = _kept(node.part, ended)
+        if part is None:
+            return EMPTY if node.least == 0 else None
+        return Repeated(part, node.least, node.most)
+    return node
 
 
 def _from_the_leaves(rules: dict[str, Node], needed: list[str]) -> list[str] | None:

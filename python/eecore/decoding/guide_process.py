@@ -27,14 +27,6 @@ __all__ = ["MAX_SHOWN", "main"]
 
 # Characters of an error that are shown.
 MAX_SHOWN = 300
-# Seconds of CPU time in which a guide is compiled and gives its first mask.
-COMPILE_SECONDS = 2.0
-# Seconds of CPU time that one call may take later.
-CALL_SECONDS = 1.0
-# Seconds of CPU time that a mask may take on average.
-MASK_SECONDS = 0.02
-# Bytes that a process may have beside the tokenizer.
-MEMORY = 256 << 20
 # Whitespace between the parts of JSON: models that are not sure could go on with it for ever.
 WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
 
@@ -89,16 +81,18 @@ class _Follower:
 
     def run(self) -> None:
         """Until the engine has gone, or a call takes too much."""
-        _limit_memory()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         message = self._channel.receive()
         if message is None:
             return
-        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
-        error = self._compile(*message)
+        *guide, bounds = message
+        compile_seconds, call_seconds, mask_seconds, memory = bounds
+        _limit_memory(memory)
+        signal.setitimer(signal.ITIMER_PROF, compile_seconds)
+        error = self._compile(*guide)
         signal.setitimer(signal.ITIMER_PROF, 0)
         self._channel.send((error,))
-        seconds = CALL_SECONDS
+        seconds = call_seconds
         while (message := self._channel.receive()) is not None:
             number, calls, forgotten = message
             for each in forgotten:
@@ -108,7 +102,7 @@ class _Follower:
             error = _error(self._matchers[number])
             left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
             masks = sum(call[0] == "compute_bitmask" for call in calls)
-            seconds = min(left + MASK_SECONDS * masks, CALL_SECONDS)
+            seconds = min(left + mask_seconds * masks, call_seconds)
             self._channel.send((error, answers))
 
     def _compile(self, kind: str, text: str, limits: dict[str, int]) -> str:
@@ -166,12 +160,10 @@ def _error(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:MAX_SHOWN]
 
 
-def _limit_memory() -> None:
-    """Have an allocation fail, and end the process, that goes beyond its share."""
+def _limit_memory(size: int) -> None:
+    """Have an allocation fail, and end the process, that goes beyond so many bytes more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(
-        resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2
-    )
+    most = pages * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 2)  # where Rust says how it failed
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says how it failed

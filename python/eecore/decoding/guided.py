@@ -24,8 +24,8 @@ from eecore.models import Tokenizer
 
 __all__ = ["FollowsGuides", "Guided", "Guides"]
 
-# Guides that stay compiled, or known to be none, when no request follows them.
-MOST_COMPILED = 32
+# Guides of which it stays known whether they can be followed.
+MAX_KNOWN = 256
 # Guides that are compiled at once.
 MAX_COMPILING = 8
 
@@ -36,12 +36,20 @@ class Guided:
     Args:
         guides: start its process once more, should it have ended.
         guide: what is followed.
+        process: of the guide.
         num_words: of a mask.
     """
 
-    def __init__(self, guides: Guides, guide: Guide, num_words: int) -> None:
+    def __init__(self, guides: Guides, guide: Guide, process: GuideProcess, num_words: int) -> None:
         self._guides, self._guide, self.num_words = guides, guide, num_words
-        self._begin()
+        self._start = Matcher(process)
+        self._matcher: Matcher | None = None
+        self._seen: list[int] = []  # by the matcher; an interrupted call may have left it elsewhere
+        self._looked: _Look | None = None
+        self._ahead: list[int] = []
+        """Tokens and drafts of the newest masks."""
+        self._over: dict[int, bool] = {}
+        """Whether nothing can follow so many of them."""
 
     def is_over(self, token_ids: list[int]) -> bool:
         """Whether nothing but an end can follow these tokens. Of a guide that cannot be followed
@@ -96,16 +104,6 @@ class Guided:
         for row, mask in zip(masks, answers[:-1:3], strict=False):
             row[:] = self._mask(mask)
 
-    def _begin(self) -> None:
-        self._start = Matcher(self._guides.process(self._guide))
-        self._matcher = self._start.deep_copy()
-        self._seen: list[int] = []  # by the matcher; an interrupted call may have left it elsewhere
-        self._looked: _Look | None = None
-        self._ahead: list[int] = []
-        """Tokens and drafts of the newest masks."""
-        self._over: dict[int, bool] = {}
-        """Whether nothing can follow so many of them."""
-
     def _look(self, token_ids: list[int]) -> _Look:
         """All that is asked behind tokens without drafts, in one message."""
         looked = self._looked
@@ -124,13 +122,13 @@ class Guided:
         again.
         """
         seen, self._seen, self._looked = self._seen, [], None
+        matcher = self._matcher
         if self._start.is_closed:
-            self._begin()
-            seen = []
-        elif not seen or token_ids[: len(seen)] != seen:
-            self._matcher = self._start.deep_copy()
-            seen = []
-        _, *answers = self._matcher.calls(("consume_tokens", token_ids[len(seen) :]), *calls)
+            self._start, matcher = Matcher(self._guides.process(self._guide)), None
+        if matcher is None or not seen or token_ids[: len(seen)] != seen:
+            seen, matcher = [], self._start.deep_copy()
+        self._matcher = matcher
+        _, *answers = matcher.calls(("consume_tokens", token_ids[len(seen) :]), *calls)
         self._seen = list(token_ids)
         return answers
 
@@ -179,7 +177,8 @@ class Guides:
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
-        return Guided(self, guide, -(-self._vocab_size // 32))
+        process = self.process(guide, restarts=False)
+        return Guided(self, guide, process, -(-self._vocab_size // 32))
 
     def knows(self, guide: Guide) -> bool:
         """Whether :meth:`follow` has its answer already."""
@@ -187,18 +186,22 @@ class Guides:
             known = self._compiled.get(guide)
             return known is not None and known.done()
 
-    def process(self, guide: Guide) -> GuideProcess:
+    def process(self, guide: Guide, *, restarts: bool = True) -> GuideProcess:
         """The process of a guide, compiled once for all who ask at the same time.
+
+        Args:
+            guide: what it follows.
+            restarts: whether one that has ended for others is started again.
 
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
         with self._lock:
             known = self._compiled.pop(guide, None)
-            is_new = known is None or _has_ended(known)
+            is_new = known is None or (restarts and _has_ended(known))
             found: Future[GuideProcess] = Future() if known is None or is_new else known
             self._compiled[guide] = found  # the newest
-            for oldest in list(self._compiled)[:-MOST_COMPILED]:
+            for oldest in list(self._compiled)[:-MAX_KNOWN]:
                 del self._compiled[oldest]
         if is_new:
             try:

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize
 
 from eecore.channel import Channel
 from eecore.errors import GuideError
 from eecore.guide import Guide
 
-__all__ = ["GuideFork", "GuideProcess", "Matcher"]
+__all__ = ["Bounds", "GuideFork", "GuideProcess", "Matcher"]
 
 # Looks for packages where this process does, not where it happens to be.
 PROGRAM = (
@@ -26,7 +26,7 @@ PROGRAM = (
     "from eecore.decoding.guide_process import main; main(end)"
 )
 # Processes of guides at once; the one that was asked least recently ends for another.
-MAX_PROCESSES = 64
+MAX_PROCESSES = 32
 # What a guide may cost: a few tens of milliseconds for a mask, where nothing is ambiguous.
 LIMITS = {
     "initial_lexer_fuel": 500_000,
@@ -35,6 +35,22 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }
+
+
+class Bounds(NamedTuple):
+    """What the process of a guide may take before the kernel ends it."""
+
+    compile_seconds: float = 2.0
+    """CPU time until the first mask is there."""
+    call_seconds: float = 1.0
+    """CPU time of a call."""
+    mask_seconds: float = 0.02
+    """CPU time of a mask on average."""
+    memory: int = 256 << 20
+    """Bytes beside the tokenizer."""
+
+
+BOUNDS = Bounds()
 
 
 class GuideFork:
@@ -138,7 +154,7 @@ class GuideProcess:
             GuideError: it cannot be compiled within bounds, or nothing can follow it.
         """
         what = f"guide: expected a {self._guide.kind} that"
-        answer = self._asked((self._guide.kind, self._guide.text, LIMITS))
+        answer = self._asked((self._guide.kind, self._guide.text, LIMITS, tuple(BOUNDS)))
         if answer is None:
             self.failure = GuideError(f"{what} can be compiled within bounds, got one too complex")
         elif answer[0]:

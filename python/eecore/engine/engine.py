@@ -201,6 +201,10 @@ class Engine:
         """
         self._intake.guides.follow(guide)
 
+    def is_compiled(self, guide: Guide) -> bool:
+        """Whether :meth:`compile` has its answer already."""
+        return self._intake.guides.knows(guide)
+
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
         """Queue what :meth:`prepare` made, once, and return its id.
 

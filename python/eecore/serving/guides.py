@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from eecore.errors import GuideError
-from eecore.guide import Guide
+from eecore.guide import Guide, without_unknown_formats
 from eecore.serving.protocol import ChatRequest, GenerationRequest
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ToolFormat
 from eecore.values import shown
 
-__all__ = ["Made", "forced_call", "guide_of", "refusal_of"]
+__all__ = ["Made", "forced_call", "guide_of", "has_guide", "refusal_of"]
 
 Made = tuple[str, Guide]
 """A guide, and the field that it is from."""
@@ -24,6 +24,7 @@ _KINDS: dict[str, Callable[[Any], Guide]] = {
     "choice": Guide.choice,
     "grammar": Guide.grammar,
 }
+_GUIDED = [f"guided_{name}" for name in _KINDS]
 AS_TEMPLATES_HAVE_IT = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -53,6 +54,12 @@ def guide_of(body: GenerationRequest, forced: Made | None = None) -> Made | None
         names = ", ".join(field for field, _ in found)
         raise invalid(f"{found[-1][0]}: expected at most one of {names}, got {len(found)}")
     return found[0] if found else None
+
+
+def has_guide(body: GenerationRequest) -> bool:
+    """Whether a request may have a guide; quick."""
+    fields = ("response_format", "structured_outputs", "tool_choice", *_GUIDED)
+    return any(getattr(body, name, None) not in (None, "", [], {}) for name in fields)
 
 
 def forced_call(body: ChatRequest, form: ToolFormat | None) -> Made | None:
@@ -100,6 +107,7 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
     """Of a call as the family writes it."""
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    parameters = without_unknown_formats(parameters)
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, form.arguments: parameters},
