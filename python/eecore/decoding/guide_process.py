@@ -105,7 +105,7 @@ class _Follower:
             seconds = min(left + mask_seconds * masks, call_seconds)
             self._channel.send((error, answers))
 
-    def _compile(self, kind: str, text: str, limits: dict[str, int]) -> str:
+    def _compile(self, kind: str, text: str, limits: dict[str, Any]) -> str:
         """Why a guide cannot be followed; empty if it can."""
         from llguidance import LLMatcher, LLParserLimits
 

@@ -32,6 +32,7 @@ LIMITS = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 500_000,
+    "max_items_in_row": 10_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
+from eecore.decoding.guided import Guides
 from eecore.decoding.iterate import Flight, Iterations
 from eecore.decoding.outcome import Outcome
 from eecore.engine.changes import Change, Changes
@@ -203,7 +204,8 @@ class Engine:
 
     def is_compiled(self, guide: Guide) -> bool:
         """Whether :meth:`compile` has its answer already."""
-        return self._intake.guides.knows(guide)
+        guides = self._intake.guides
+        return isinstance(guides, Guides) and guides.knows(guide)
 
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
         """Queue what :meth:`prepare` made, once, and return its id.
