@@ -207,6 +207,7 @@ FLOORS = {
     "tensor_files": "",
     "textfiles": "",
     "guide": "",
+    "channel": "",
     "config": "guide",
     "output": "",
     "depth_colours": "",
@@ -219,7 +220,7 @@ FLOORS = {
     "ops": "_C _cuda",
     "models": "ops config",
     "scheduling": "config",
-    "decoding": "scheduling models ops exits config guide output",
+    "decoding": "scheduling models ops exits config guide output channel",
     "engine": "decoding scheduling models exit_text exits config guide output",
     "training": "models exits config",
     "generation": "engine models exits builtin free_memory config output",
@@ -229,7 +230,7 @@ FLOORS = {
     "eecore": "headers integrations evaluation generation engine ops exits calibration_file "
     "builtin config guide output",
     "serving": "eecore evaluation generation engine models exit_text exits calibration_file config "
-    "guide output depth_colours",
+    "guide output depth_colours channel",
     "cli": "eecore serving evaluation answers generation training models exit_text exits "
     "calibration_file builtin config output depth_colours",
     "__main__": "cli",

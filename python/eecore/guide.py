@@ -13,12 +13,19 @@ from typing import Any, Literal, get_args
 from eecore.errors import GuideError
 from eecore.values import as_items, shown
 
-__all__ = ["Guide", "GuideKind"]
+__all__ = ["Guide", "GuideKind", "without_unknown_formats"]
 
 GuideKind = Literal["json", "regex", "choice", "grammar"]
 
 MOST_TEXT = 1 << 18
 MOST_CHOICES = 4096
+# Formats of strings that are enforced; JSON schema has any other one say nothing of the text.
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"}
+FORMATS |= {"uuid", "uri"}
+# Keywords of JSON schema whose values are no schemas.
+_VALUES = {"const", "enum", "default", "examples"}
+# Those whose values are schemas by name.
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Guide:
 
         Args:
             schema: as an object, or written out. Keywords that cannot be enforced are refused when
-                the request is made.
+                the request is made; formats that are not known are annotations.
         """
         if isinstance(schema, str):
             schema = _parsed(schema)
@@ -97,9 +104,31 @@ class Guide:
 
         Args:
             text: in Lark's syntax as llguidance has it, beginning at ``start``, or in the GBNF of
-                llama.cpp, beginning at ``root``.
+                llama.cpp, beginning at ``root``. A terminal of Lark's takes as much text as it can;
+                GBNF has no terminals.
         """
         return cls("grammar", text)
+
+
+def without_unknown_formats(schema: Any, *, is_named: bool = False) -> Any:
+    """A JSON schema without the formats that say nothing of a text.
+
+    Args:
+        schema: a JSON schema, or a part of one.
+        is_named: whether its keys are names of schemas.
+    """
+    if isinstance(schema, list):
+        return [without_unknown_formats(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if not is_named and key in _VALUES:
+            kept[key] = value
+        elif is_named or key != "format" or not isinstance(value, str) or value in FORMATS:
+            named = not is_named and key in _NAMED
+            kept[key] = without_unknown_formats(value, is_named=named)
+    return kept
 
 
 def _parsed(text: str) -> Any:

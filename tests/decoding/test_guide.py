@@ -32,6 +32,7 @@ from eecore import (
 from eecore.decoding.chooser import Chooser
 from eecore.decoding.guided import Guides
 from eecore.exits import Exit
+from eecore.guide import FORMATS
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
 from tiny_gguf import write_gguf
@@ -312,9 +313,8 @@ def test_a_way_is_where_the_tokens_are(tiny: eecore.Model) -> None:
     guided = guides.follow(GUIDES["regex"])
     for i in (0, 2, 3, 1, 5, 4, 2, 0):
         guided.is_over(texts[(i + 2) % 6])
-        if i % 2:
-            guided._seen = None
-            guided._matcher.consume_token(0)
+        if i % 2:  # as an interrupt leaves it
+            guided._matcher._process.close()
         assert mask(guided, texts[i]) == fresh[i]
 
 
@@ -369,6 +369,42 @@ def test_a_proposal_ends_where_it_may_not_go_on(tiny: eecore.Model) -> None:
 def test_guides_that_cannot_be(tiny: eecore.Model, guide: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         eecore.generate(tiny, [[1]], guide=guide())
+
+
+def test_formats_that_are_not_known_are_annotations(tiny: eecore.Model) -> None:
+    """Wherever a schema is; not where a value is, or the name of a property."""
+    schema = {
+        "properties": {"format": {"type": "string", "format": "int32"}, "b": {"$ref": "#/x/y"}},
+        "required": ["format", "b"],
+        "additionalProperties": False,
+        "type": "object",
+        "x": {"y": {"anyOf": [{"type": "string", "format": "binary", "maxLength": 2}]}},
+    }
+    for output in outputs_of(tiny, guide=Guide.json_schema(schema), logit_bias={0: 1.0}):
+        assert re.match(r'\{( |\n[ \t]*)?"format"', output.text or "")
+    guides = guides_of(tiny)
+    for name in FORMATS:
+        guides.follow(Guide.json_schema({"type": "string", "format": name}))
+    (output,) = outputs_of(tiny, guide=Guide.json_schema({"const": {"format": "x"}}))[:1]
+    assert json.loads(output.text or "") == {"format": "x"}
+    (output,) = outputs_of(tiny, guide=Guide.json_schema({"type": "string", "format": "date"}))[:1]
+    assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', output.text or "")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+        {"not": {"type": "string"}},
+        {"type": "array", "uniqueItems": True},
+        {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]},
+        {"type": "string", "format": 5},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_enforced_is_refused(tiny: eecore.Model, schema: Any) -> None:
+    with pytest.raises(GuideError, match="guide: expected a json that can be compiled, got"):
+        guides_of(tiny).follow(Guide.json_schema(schema))
 
 
 def test_what_a_guide_needs(tiny: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,31 @@ def anything(random: Random, depth: int = 0) -> Any:
     return random.choice(makers)()
 
 
+def guide(random: Random) -> Guide:
+    """A guide that a client may write to have others wait: it is refused, or followed."""
+    depth = random.choice((1, 3, 30, 3000))
+    times = random.choice(("", "*", "+", "?", "{3}", "{9,99}", "{0,999999}", "{100000}"))
+    part = random.choice(('"a"', "[a-z ]", "x", "(x x)", '("b" | x)', '"" ', "y", "root"))
+    rules = f"x ::= {part}{times} x?\ny ::= x{times} y | y y | [ ]+"
+    gbnf = f"root ::= {'x ' * random.choice((1, 2, 900))}{times}\n{rules}"
+    lark = gbnf.replace("root", "start").replace("::=", ":")
+    for class_ in ("[a-z ]", "[ ]"):
+        lark = lark.replace(class_, f"/{class_}/")
+    schema: dict[str, Any] = {"type": "string", "pattern": f"^([a-z]{times or '+'}x?){times}$"}
+    for _ in range(min(depth, 30)):
+        key = random.choice(("items", "additionalProperties", "anyOf", "allOf", "not"))
+        inner: Any = [schema, {"$ref": "#"}] if key.endswith("Of") else schema
+        schema = {key: inner, "minItems": random.choice((0, 9, 10**9))}
+    makers: tuple[Callable[[], Guide], ...] = (
+        lambda: Guide.grammar(gbnf),
+        lambda: Guide.grammar(lark),
+        lambda: Guide.regex("(" * depth + f"(a|aa|[a-z]b?){times}" + ")+" * depth),
+        lambda: Guide.json_schema(schema),
+        lambda: Guide.choice([text * depth for text in ("a", "ab", "é")]),
+    )
+    return random.choice(makers)()
+
+
 # Requests
 
 
@@ -205,7 +230,7 @@ class Maker:
             "presence_penalty": (0.0, -2.0, Fraction(1, 3)),
             "frequency_penalty": (0.0, 2, -0.5),
             "logit_bias": (None, {}, {3: -100, np.int64(9): 4.5}, ((319, 100.0),)),
-            "guide": (None, Guide.regex("[a-c]+"), Guide.json_object(), Guide.regex("(")),
+            "guide": (None, Guide.regex("[a-c]+"), Guide.json_object(), guide(self.random)),
             "seed": (None, 0, 2**64 - 1, np.uint64(2**63)),
             "logprobs": (None, 0, 3, 320),
             "prompt_logprobs": (None, 0, 3, 320),

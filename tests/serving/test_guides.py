@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import json
 import re
+import threading
 from typing import Annotated, Any
 
+import httpx
 import llguidance
 import openai
 import pydantic
@@ -14,7 +17,9 @@ import pytest
 
 import eecore
 from eecore import Guide
+from eecore.decoding import matchers
 from eecore.serving import guides
+from eecore.serving.answering import STUCK_SECONDS
 from eecore.serving.protocol import ChatRequest
 from eecore.serving.tool_calls import FORMATS
 from servers import Asker, asker, assert_idle, events
@@ -102,6 +107,53 @@ def test_what_says_nothing_asks_for_nothing(server: Asker) -> None:
     assert plain["choices"] == same["choices"]
 
 
+def test_guides_that_cost_too_much_keep_nobody_waiting(
+    server: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than there are threads that get requests ready."""
+    monkeypatch.setattr(matchers, "BOUNDS", matchers.Bounds(compile_seconds=0.1))
+    goes_on = threading.Event()
+    compile = matchers.GuideProcess.compile
+
+    def late(self: matchers.GuideProcess) -> None:
+        if "WS" in self._guide.text:
+            assert goes_on.wait(60)
+        compile(self)
+
+    monkeypatch.setattr(matchers.GuideProcess, "compile", late)
+
+    async def ask(client: httpx.AsyncClient) -> list[httpx.Response]:
+        def post(**fields: Any) -> Any:
+            return client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 3, **fields})
+
+        hostile = [
+            asyncio.create_task(post(guided_grammar=f'start: "{i}" WS WS "b"\nWS: / +/\n'))
+            for i in range(5)
+        ]
+        while len(server.service._waiting) < 5:
+            await asyncio.sleep(0)
+        try:
+            said = [await post(), await post(guided_regex="[a-c]{9}"), await client.get("/health")]
+            for key in server.service._waiting:
+                server.service._waiting[key] -= STUCK_SECONDS
+            said.append(await client.get("/health"))
+        finally:
+            goes_on.set()
+        return [*said, *await asyncio.gather(*hostile), await client.get("/health")]
+
+    plain, guided, well, ill, *refused, again = server.run(ask)
+    assert plain.status_code == guided.status_code == 200
+    assert re.fullmatch("[a-c]+", guided.json()["choices"][0]["text"])
+    assert (well.status_code, well.json()) == (200, {"status": "ok"})
+    assert (ill.status_code, ill.json()) == (503, {"status": "compiling no guides"})
+    for answer in refused:
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "guided_grammar"
+        assert "within bounds, got one too complex" in answer.json()["error"]["message"]
+    assert again.json() == {"status": "ok"}
+    assert_idle(server.service)
+
+
 def tool(name: str, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     parameters["additionalProperties"] = False
@@ -110,7 +162,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 TOOLS = [
     tool("lock", door={"enum": ["front", "garage"]}),
-    tool("light", level={"type": "integer", "minimum": 0, "maximum": 9}),
+    tool("light", level={"type": "integer", "format": "int32", "minimum": 0, "maximum": 9}),
     {"type": "function", "function": {"name": "off"}},
 ]
 LIGHT = {"type": "function", "function": {"name": "light"}}

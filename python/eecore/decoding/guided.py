@@ -1,51 +1,67 @@
 """Following a guide: which tokens may come next, and whether the text is whole.
 
-llguidance computes a mask on the host in microseconds, for each row of a run before it runs. A
-matcher is brought to where the tokens are, however often it is asked: nothing has to be undone
-after a failure, a preemption or a round of which little stands.
+llguidance computes a mask in microseconds, for each row of a run before it runs, in a process of
+the guide's own: what a hostile guide costs there harms nobody else. A matcher is brought to where
+the tokens are, however often it is asked: nothing has to be undone after a failure, a preemption or
+a round of which little stands.
 """
 
 from __future__ import annotations
 
-import json
+import threading
 from collections.abc import Sequence as Ordered
+from concurrent.futures import Future
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from eecore.decoding.matchers import GuideFork, GuideProcess, Matcher
 from eecore.decoding.memory import Array
 from eecore.errors import GuideError
 from eecore.guide import Guide
 from eecore.models import Tokenizer
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
 __all__ = ["FollowsGuides", "Guided", "Guides"]
 
-MOST_COMPILED = 32
-MOST_SHOWN = 300
-# Between the parts of JSON: models that are not sure could go on with it for ever.
-WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
+# Guides of which it stays known whether they can be followed.
+MAX_KNOWN = 256
+# Guides that are compiled at once.
+MAX_COMPILING = 8
 
 
 class Guided:
     """One request's way through its guide.
 
     Args:
-        start: a matcher that has seen nothing; it is copied.
+        guides: start its process once more, should it have ended.
+        guide: what is followed.
+        process: of the guide.
         num_words: of a mask.
     """
 
-    def __init__(self, start: LLMatcher, num_words: int) -> None:
-        self._start, self.num_words = start, num_words
-        self._matcher = start.deep_copy()
-        self._seen: list[int] | None = []  # by the matcher; None: an interrupted call knows
+    def __init__(self, guides: Guides, guide: Guide, process: GuideProcess, num_words: int) -> None:
+        self._guides, self._guide, self.num_words = guides, guide, num_words
+        self._start = Matcher(process)
+        self._matcher: Matcher | None = None
+        self._seen: list[int] = []  # by the matcher; an interrupted call may have left it elsewhere
+        self._looked: _Look | None = None
+        self._ahead: list[int] = []
+        """Tokens and drafts of the newest masks."""
+        self._over: dict[int, bool] = {}
+        """Whether nothing can follow so many of them."""
 
     def is_over(self, token_ids: list[int]) -> bool:
-        """Whether nothing but an end can follow these tokens."""
-        return self._at(token_ids).is_stopped()
+        """Whether nothing but an end can follow these tokens. Of a guide that cannot be followed
+        the next mask tells.
+        """
+        known = self._over.get(len(token_ids))
+        if known is not None and token_ids == self._ahead[: len(token_ids)]:
+            return known
+        try:
+            return self._look(token_ids).is_over
+        except GuideError:
+            return False
 
     def drafts(
         self, token_ids: list[int], proposed: Ordered[int], most: int, stops: frozenset[int]
@@ -58,16 +74,14 @@ class Guided:
             most: of them.
             stops: tokens that end the text, of which none is drafted.
         """
-        matcher = self._at(token_ids)
         kept = _before(stops, proposed[:most])
-        kept = kept[: matcher.validate_tokens(kept)]
+        if not kept:
+            return _before(stops, self._look(token_ids).forced[:most])
+        kept = kept[: self._at(token_ids, ("validate_tokens", kept))[0]]
         if len(kept) < most:
-            self._seen = None
-            matcher.consume_tokens(kept)
-            forced = _before(stops, matcher.compute_ff_tokens()[: most - len(kept)])
-            matcher.rollback(len(kept))
-            kept += forced
-            self._settle(token_ids)
+            calls = [("consume_tokens", kept), ("compute_ff_tokens",), ("rollback", len(kept))]
+            forced: list[int] = self._at(token_ids, *calls)[1]
+            kept += _before(stops, forced[: most - len(kept)])
         return kept
 
     def write_masks(self, masks: Array, token_ids: list[int], drafts: Ordered[int]) -> None:
@@ -78,34 +92,54 @@ class Guided:
             token_ids: of the text so far.
             drafts: of :meth:`drafts`.
         """
-        matcher = self._at(token_ids)
-        self._seen = None
-        masks[0] = self._mask()
-        for k, draft in enumerate(drafts, 1):
-            matcher.consume_token(draft)
-            masks[k] = self._mask()
-        matcher.rollback(len(drafts))
-        self._settle(token_ids)
+        if not drafts:
+            masks[0] = self._mask(self._look(token_ids).mask)
+            return
+        calls: list[tuple[Any, ...]] = [("compute_bitmask",)]
+        for draft in drafts:
+            calls += [("consume_token", draft), ("is_stopped",), ("compute_bitmask",)]
+        answers = self._at(token_ids, *calls, ("rollback", len(drafts)))
+        self._ahead = [*token_ids, *drafts]
+        self._over = dict(enumerate(answers[2::3], len(token_ids) + 1))
+        for row, mask in zip(masks, answers[:-1:3], strict=False):
+            row[:] = self._mask(mask)
 
-    def _mask(self) -> Array:
-        """Which tokens may come now: int32 [num_words]."""
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+    def _look(self, token_ids: list[int]) -> _Look:
+        """All that is asked behind tokens without drafts, in one message."""
+        looked = self._looked
+        if looked is None or self._seen != token_ids:
+            calls = [("is_stopped",), ("compute_ff_tokens",), ("compute_bitmask",)]
+            looked = self._looked = _Look(*self._at(token_ids, *calls))
+        return looked
+
+    def _mask(self, mask: bytes) -> Array:
+        """int32 [num_words]."""
+        words = np.frombuffer(mask, dtype=np.int32)
         return words[: self.num_words]  # there may be room for one token more
 
-    def _at(self, token_ids: list[int]) -> LLMatcher:
-        """The matcher, behind these tokens."""
-        seen, self._seen = self._seen, None
-        if seen is None or token_ids[: len(seen)] != seen:
-            self._matcher, seen = self._start.deep_copy(), []
-        self._matcher.consume_tokens(token_ids[len(seen) :])
-        self._settle(token_ids)
-        return self._matcher
-
-    def _settle(self, token_ids: list[int]) -> None:
-        """What the matcher has seen is known."""
-        if self._matcher.is_error():
-            raise GuideError(f"guide: expected to follow it, got: {_error(self._matcher)}")
+    def _at(self, token_ids: list[int], *calls: tuple[Any, ...]) -> list[Any]:
+        """What calls of the matcher return, behind these tokens; behind the calls it is there
+        again.
+        """
+        seen, self._seen, self._looked = self._seen, [], None
+        matcher = self._matcher
+        if self._start.is_closed:
+            self._start, matcher = Matcher(self._guides.process(self._guide)), None
+        if matcher is None or not seen or token_ids[: len(seen)] != seen:
+            seen, matcher = [], self._start.deep_copy()
+        self._matcher = matcher
+        _, *answers = matcher.calls(("consume_tokens", token_ids[len(seen) :]), *calls)
         self._seen = list(token_ids)
+        return answers
+
+
+class _Look(NamedTuple):
+    """What there is to know behind a text."""
+
+    is_over: bool
+    forced: list[int]
+    """Tokens that alone can come."""
+    mask: bytes
 
 
 class FollowsGuides(Protocol):
@@ -133,7 +167,9 @@ class Guides:
     ) -> None:
         self._source, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._compiled: dict[Guide, LLMatcher] = {}
+        self._lock = threading.Lock()
+        self._compiled: dict[Guide, Future[GuideProcess]] = {}
+        self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
 
     def follow(self, guide: Guide) -> Guided:
         """A guide, at its beginning.
@@ -141,76 +177,61 @@ class Guides:
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
-        start = self._compiled.pop(guide, None) or self._compile(guide)
-        self._compiled[guide] = start  # the newest
-        for oldest in list(self._compiled)[:-MOST_COMPILED]:
-            self._compiled.pop(oldest, None)
-        return Guided(start, -(-self._vocab_size // 32))
+        process = self.process(guide, restarts=False)
+        return Guided(self, guide, process, -(-self._vocab_size // 32))
 
-    def _compile(self, guide: Guide) -> LLMatcher:
-        tokenizer, what = self._tokenizer, f"guide: expected a {guide.kind} that"
-        from llguidance import LLMatcher, grammar_from
+    def knows(self, guide: Guide) -> bool:
+        """Whether :meth:`follow` has its answer already."""
+        with self._lock:
+            known = self._compiled.get(guide)
+            return known is not None and known.done()
 
-        try:
-            if guide.kind == "json":
-                text = LLMatcher.grammar_from_json_schema(
-                    guide.text, defaults={"whitespace_pattern": WHITESPACE}
-                )
-            elif guide.kind == "choice":
-                choices = map(_escaped, json.loads(guide.text))
-                text = LLMatcher.grammar_from_regex("|".join(choices))
-            else:
-                text = grammar_from(guide.kind, guide.text)
-            matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
-        except (ValueError, RecursionError) as error:
-            raise GuideError(f"{what} can be compiled, got: {str(error)[:MOST_SHOWN]}") from None
-        if matcher.is_error():
-            raise GuideError(f"{what} can be compiled, got: {_error(matcher)}")
-        first = matcher.deep_copy()
-        if not any(first.compute_bitmask()) or first.is_error():
-            raise GuideError(f"{what} some text follows, got: {_error(first) or guide.text}")
-        return matcher
+    def process(self, guide: Guide, *, restarts: bool = True) -> GuideProcess:
+        """The process of a guide, compiled once for all who ask at the same time.
+
+        Args:
+            guide: what it follows.
+            restarts: whether one that has ended for others is started again.
+
+        Raises:
+            GuideError: it cannot be compiled, or nothing can follow it.
+        """
+        with self._lock:
+            known = self._compiled.pop(guide, None)
+            is_new = known is None or (restarts and _has_ended(known))
+            found: Future[GuideProcess] = Future() if known is None or is_new else known
+            self._compiled[guide] = found  # the newest
+            for oldest in list(self._compiled)[:-MAX_KNOWN]:
+                del self._compiled[oldest]
+        if is_new:
+            try:
+                with self._compiling:
+                    found.set_result(self._fork.process(guide))
+            except GuideError as error:
+                found.set_exception(error)
+            except BaseException:
+                with self._lock:
+                    self._compiled.pop(guide, None)
+                found.set_exception(GuideError("guide: expected to compile it, got an interrupt"))
+                raise
+        process = found.result()
+        if process.failure is not None:
+            raise process.failure
+        return process
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        """The model's, as llguidance reads it."""
+    def _fork(self) -> GuideFork:
         if self._source is None:
             raise GuideError("guide: expected a model with a tokenizer, got one without")
-        try:
-            from llguidance import LLTokenizer
-        except ImportError:
-            raise GuideError(
-                "guide: expected llguidance to be there: pip install 'eecore[guided]'"
-            ) from None
-        try:
-            return LLTokenizer(
-                self._source.to_json(),
-                n_vocab=self._vocab_size,
-                eos_token=self._eos_token_ids or None,
-            )
-        except ValueError as error:
-            raise GuideError(
-                f"guide: expected a tokenizer that llguidance reads, got: {str(error)[:MOST_SHOWN]}"
-            ) from error
+        return GuideFork(self._source.to_json(), self._vocab_size, self._eos_token_ids)
 
 
-def _limits() -> LLParserLimits:
-    """What hostile guides may cost: a few tens of milliseconds at a time."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=500_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )
-
-
-def _escaped(text: str) -> str:
-    """As Rust's regular expressions have it."""
-    return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02x}" for c in text)
+def _has_ended(known: Future[GuideProcess]) -> bool:
+    """Whether there was a process, which ended through no fault of its guide."""
+    if not known.done() or known.exception() is not None:
+        return False
+    process = known.result()
+    return process.is_closed and process.failure is None
 
 
 def _before(stops: frozenset[int], tokens: Ordered[int]) -> list[int]:
@@ -221,7 +242,3 @@ def _before(stops: frozenset[int], tokens: Ordered[int]) -> list[int]:
             break
         kept.append(token)
     return kept
-
-
-def _error(matcher: LLMatcher) -> str:
-    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:MOST_SHOWN]

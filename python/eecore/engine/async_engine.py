@@ -17,6 +17,7 @@ from eecore.engine.shared import SharedEngine
 from eecore.engine.sharing import EngineView, Sharing
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
+from eecore.guide import Guide
 from eecore.output import Output, RequestFailedError, StepOutput
 from eecore.scheduling.sequence import Sequence
 
@@ -83,6 +84,14 @@ class AsyncEngine:
             RequestError: for a request that cannot be served.
         """
         return self.engine.prepare(prompt, exit=exit, sampling=sampling)
+
+    def compile(self, guide: Guide) -> None:
+        """Compile a guide in the thread that calls, before a request that follows it.
+
+        Raises:
+            GuideError: it cannot be compiled within bounds, or nothing can follow it.
+        """
+        self.engine.compile(guide)
 
     def stream(
         self,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
+from eecore.decoding.guided import Guides
 from eecore.decoding.iterate import Flight, Iterations
 from eecore.decoding.outcome import Outcome
 from eecore.engine.changes import Change, Changes
@@ -200,6 +201,11 @@ class Engine:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
         self._intake.guides.follow(guide)
+
+    def is_compiled(self, guide: Guide) -> bool:
+        """Whether :meth:`compile` has its answer already."""
+        guides = self._intake.guides
+        return isinstance(guides, Guides) and guides.knows(guide)
 
     def enqueue(self, sequence: Sequence, request_id: str | None = None) -> str:
         """Queue what :meth:`prepare` made, once, and return its id.

@@ -12,6 +12,7 @@ import torch
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.client import Client
 from eecore.exits import Exit
+from eecore.guide import Guide
 from eecore.models.source import ModelSource
 from eecore.output import StepOutput
 from eecore.scheduling.sequence import Sequence
@@ -72,6 +73,13 @@ class EngineView(Protocol):
 
         Raises:
             RequestError: for a prompt, setting or length that the engine can never serve.
+        """
+
+    def compile(self, guide: Guide) -> None:
+        """Compile a guide before a request that follows it; from any thread.
+
+        Raises:
+            GuideError: it cannot be compiled, or nothing can follow it.
         """
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -22,8 +24,9 @@ from starlette.types import Receive, Scope, Send
 from eecore.engine.async_engine import AsyncStream
 from eecore.output import Output, StepOutput
 from eecore.serving.admission import Admission, Seats
-from eecore.serving.asking import Asked
+from eecore.serving.asking import Asked, compile_guide
 from eecore.serving.bodies import ClientGoneError, gone, read_body
+from eecore.serving.guides import has_guide
 from eecore.serving.metrics import Metrics
 from eecore.serving.protocol import GenerationRequest, Request, read
 from eecore.serving.refusals import ApiError, as_api_error
@@ -36,6 +39,10 @@ __all__ = ["Answer", "Generation", "Service", "refusal"]
 LOGGER = logging.getLogger("eecore")
 # Threads that read bodies and tokenize.
 PREPARING = 2
+# Threads that wait for guides to be compiled, each in a process of its own.
+COMPILING = 64
+# A guide that takes longer is one that none is compiled after: seconds.
+STUCK_SECONDS = 30.0
 # For the last words to a client that may not be reading.
 FAREWELL_SECONDS = 1.0
 STREAM_HEADERS = [
@@ -71,6 +78,26 @@ class Service:
     timeout: float | None
     tracing: Tracing | None = None
     _preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PREPARING))
+    _compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(COMPILING))
+    _waiting: dict[object, float] = field(default_factory=dict)
+    """When requests began to wait for their guides."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a request has waited for its guide for too long."""
+        return time.monotonic() - min(self._waiting.values(), default=math.inf) > STUCK_SECONDS
+
+    async def compiled(self, body: GenerationRequest) -> None:
+        """Wait until the guide of a request has been compiled, if it has one: not in a thread that
+        others need to get ready.
+        """
+        key = object()
+        self._waiting[key] = time.monotonic()
+        try:
+            work = partial(compile_guide, self.served, body)
+            await anyio.to_thread.run_sync(work, limiter=self._compiling)
+        finally:
+            del self._waiting[key]
 
     async def beside(self, work: Callable[[], Result]) -> Result:
         """Something that takes its time, in a thread."""
@@ -151,7 +178,10 @@ class Generation(Response, Generic[Asking]):
         self, body: bytes, seats: Seats, scope: Scope, receive: Receive, send: Send
     ) -> None:
         service = self._service
-        asked = await service.beside(lambda: self._ask(service.served, read(self._kind, body)))
+        said = await service.beside(lambda: read(self._kind, body))
+        if has_guide(said):
+            await service.compiled(said)
+        asked = await service.beside(lambda: self._ask(service.served, said))
         seats.take(len(asked.choices))
         tracing = service.tracing
         span = None if tracing is None else tracing.begin(scope, asked, self._began)

@@ -85,10 +85,14 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     async def file_of_page(name: str) -> Response:
         return page_file(name)
 
-    @app.get("/health", responses={503: {"description": "It is closing."}})
+    @app.get("/health", responses={503: {"description": "Not all requests are taken."}})
     async def health() -> Response:
-        """200 while requests are taken, 503 when the server is closing or has no engine."""
+        """200 while requests are taken, 503 when the server is closing, has no engine, or compiles
+        no guides.
+        """
         up = "ok" if served.engine.is_up else "without an engine"
+        if up == "ok" and service.is_stuck:
+            up = "compiling no guides"
         status = "closing" if service.admission.is_closing else up
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 

@@ -6,6 +6,7 @@ All of it happens in a thread beside the event loop: a long text takes its time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,12 +21,12 @@ from eecore.serving.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from eecore.serving.refusals import invalid
+from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ExpectedCalls
 from eecore.values import MIN_POSITIVE, shown
 
-__all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "tokens_of"]
+__all__ = ["Asked", "Choice", "ask_chat", "ask_completion", "compile_guide", "tokens_of"]
 
 # Of a completion; OpenAI's. A chat may go on until the context is full.
 MAX_TOKENS = 16
@@ -105,6 +106,15 @@ def ask_chat(served: ServedModel, body: ChatRequest) -> Asked:
     most = body.max_completion_tokens or body.max_tokens
     asked = _asked(served, body, [(encoded, "")], most, logprobs, calls)
     return asked if calls is None else _with_calls(served, asked, calls)
+
+
+def compile_guide(served: ServedModel, body: GenerationRequest) -> None:
+    """Compile what the answer has to follow. What is wrong with it is said when it is asked for."""
+    form = served.tool_format
+    with suppress(ApiError, GuideError):
+        forced = forced_call(body, form) if isinstance(body, ChatRequest) else None
+        if (made := guide_of(body, forced)) is not None:
+            served.engine.compile(made[1])
 
 
 def tokens_of(served: ServedModel, body: TokenizeRequest) -> list[int]:

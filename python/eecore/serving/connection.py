@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from eecore.channel import Channel, Message
 from eecore.engine.async_engine import Prepared
 from eecore.engine.client import Client
 from eecore.engine.faults import LOGGER, described
 from eecore.engine.text import TextStream
 from eecore.errors import EngineLostError
 from eecore.output import StepOutput
-from eecore.serving.channel import Channel, Message
 from eecore.serving.wire import (
     STEP_FIELDS,
     Loaded,

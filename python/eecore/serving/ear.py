@@ -6,7 +6,7 @@ import os
 import queue
 from collections.abc import Callable
 
-from eecore.serving.channel import Channel, Message
+from eecore.channel import Channel, Message
 
 __all__ = ["Ear"]
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 
-from eecore.serving.channel import Channel
+from eecore.channel import Channel
 from eecore.serving.ear import Ear
 
 __all__ = ["main"]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from eecore.errors import GuideError
-from eecore.guide import Guide
+from eecore.guide import Guide, without_unknown_formats
 from eecore.serving.protocol import ChatRequest, GenerationRequest
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ExpectedCalls, ToolFormat
 from eecore.values import shown
 
-__all__ = ["Made", "expected_calls", "guide_of", "refusal_of"]
+__all__ = ["Made", "expected_calls", "guide_of", "has_guide", "refusal_of"]
 
 Made = tuple[str, Guide]
 """A guide, and the field that it is from."""
@@ -24,6 +24,7 @@ _KINDS: dict[str, Callable[[Any], Guide]] = {
     "choice": Guide.choice,
     "grammar": Guide.grammar,
 }
+_GUIDED = [f"guided_{name}" for name in _KINDS]
 AS_TEMPLATES_HAVE_IT = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -54,6 +55,12 @@ def guide_of(body: GenerationRequest, calls: ExpectedCalls | None = None) -> Mad
         names = ", ".join(field for field, _ in found)
         raise invalid(f"{found[-1][0]}: expected at most one of {names}, got {len(found)}")
     return found[0] if found else None
+
+
+def has_guide(body: GenerationRequest) -> bool:
+    """Whether a request may have a guide; quick."""
+    fields = ("response_format", "structured_outputs", "tool_choice", *_GUIDED)
+    return any(getattr(body, name, None) not in (None, "", [], {}) for name in fields)
 
 
 def expected_calls(body: ChatRequest, form: ToolFormat | None) -> ExpectedCalls | None:
@@ -154,7 +161,8 @@ def _call(calls: ExpectedCalls, parameters: Iterable[Mapping[str, Any]]) -> str:
 
 def _on_one_line(schema: Mapping[str, Any]) -> str:
     """JSON of a schema, in a grammar."""
-    return f"%json {json.dumps({**schema, 'x-guidance': AS_TEMPLATES_HAVE_IT})}"
+    known = without_unknown_formats(schema)
+    return f"%json {json.dumps({**known, 'x-guidance': AS_TEMPLATES_HAVE_IT})}"
 
 
 def refusal_of(field: str, error: GuideError) -> ApiError:

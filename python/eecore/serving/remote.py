@@ -297,6 +297,15 @@ class RemoteView:
         _ = self._remote.connection
         return self._intake.sequence(prompt, exit, sampling)
 
+    def compile(self, guide: Guide) -> None:
+        """Have a guide compiled before a request that follows it.
+
+        Raises:
+            GuideError: it cannot be, or nothing can follow it.
+            EngineLostError: there is no engine just now.
+        """
+        self._intake.guides.follow(guide)
+
 
 class RemoteGuides:
     """Guides, compiled where they are followed."""

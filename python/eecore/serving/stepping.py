@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 import eecore
+from eecore.channel import Channel, Message
 from eecore.engine.async_engine import Prepared
 from eecore.engine.engine import Engine
 from eecore.engine.intake import ASKED
 from eecore.output import StepOutput
-from eecore.serving.channel import Channel, Message
 from eecore.serving.ear import Ear
 from eecore.serving.wire import Loaded, Occupancy, Start, Wire, plain_error
 
@@ -30,8 +30,8 @@ __all__ = ["run_engine"]
 
 # How often it says how full the engine is while nobody comes or goes.
 SAYS_SECONDS = 0.1
-# Threads that compile guides; requests whose guides are compiled already do not wait for them.
-COMPILING = 2
+# Threads that wait for guides to be compiled; who asks for one that is known does not need one.
+COMPILING = 64
 
 
 def run_engine(ear: Ear) -> None:
@@ -101,7 +101,11 @@ class _Listening:
         if what == "add":
             self._add(*values)
         elif what == "guide":
-            self._compiling.submit(self._compile, *values)
+            number, guide = values[0], self._wire.value(values[1])
+            if self._engine.is_compiled(guide):
+                self._compile(number, guide)
+            else:
+                self._compiling.submit(self._compile, number, guide)
         elif what == "classifier":
             self._wire.keep(*values)
         else:
@@ -130,7 +134,7 @@ class _Listening:
     def _compile(self, number: int, guide: Any) -> None:
         error = None
         try:
-            self._engine.compile(self._wire.value(guide))
+            self._engine.compile(guide)
         except Exception as its:
             error = plain_error(its)
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A socket between two processes of one server, for messages of plain values.
+"""A socket between two processes of one program, for messages of plain values.
 
 They are written with marshal: numbers, strings and containers of them, nothing that could be run.
 Needs no import of weight, so that a process can listen before it has loaded anything.

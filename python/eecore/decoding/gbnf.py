@@ -1,0 +1,417 @@
+"""GBNF, the grammars of llama.cpp, as llguidance's Lark grammars that have the same texts.
+
+llama.cpp reads a text character by character and keeps every way to go on. llguidance cuts it into
+lexemes first, each as long as it can be, which loses ways: ``[0-9]+ "0"`` in two lexemes never
+ends. So a grammar whose rules do not contain themselves becomes one lexeme, a regular expression;
+in any other one every lexeme is a single character, none of which is the beginning of another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["is_gbnf", "lark_of"]
+
+# Times that a part of a rule may be repeated at least or at most, as a number.
+MAX_REPETITIONS = 100_000
+# Brackets within brackets.
+MAX_DEPTH = 100
+ROOT = "root"
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]"}
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+COMMENTS = re.compile(r"(?:\s+|#[^\r\n]*|//[^\r\n]*)*")
+
+
+@dataclass(frozen=True)
+class Characters:
+    """One character of a set."""
+
+    inverted: bool
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a rule stands for."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Parts, one after the other."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """One of some ways."""
+
+    ways: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A part, at least and at most so often; None: as often as it likes."""
+
+    part: Node
+    least: int
+    most: int | None
+
+
+Node = Characters | Rule | Sequence | Alternatives | Repeated
+EMPTY = Sequence(())
+ANY = Characters(True, ())
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar begins with a rule of GBNF: in Lark none has ``::=``."""
+    start = COMMENTS.match(text)
+    assert start is not None
+    name = NAME.match(text, start.end())
+    return name is not None and text[name.end() :].lstrip().startswith("::=")
+
+
+def lark_of(text: str) -> str:
+    """A Lark grammar for llguidance, of the same texts as a grammar in GBNF.
+
+    Raises:
+        ValueError: it is no GBNF.
+    """
+    rules = _Reader(text).rules()
+    if ROOT not in rules:
+        raise ValueError(f"GBNF: expected a rule named {ROOT}, got {', '.join(rules)[:200]}")
+    needed = _needed(rules)
+    rules = _that_end({name: rules[name] for name in needed})
+    if ROOT not in rules:
+        raise ValueError(
+            f"GBNF: expected a rule {ROOT} that some text follows, got one without end"
+        )
+    rules = {name: _without_tail_calls(name, node) for name, node in rules.items()}
+    needed = _needed(rules)
+    order = _from_the_leaves(rules, needed)
+    is_regular = order is not None
+    written = _Writer(needed, is_regular)
+    lines = [f"start: {written.names[ROOT]}"]
+    lines += [f"{written.names[name]}: {written.of(rules[name])}" for name in order or needed]
+    return "\n".join(lines) + "\n"
+
+
+class _Reader:
+    """Reads rules from a text, from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._depth = text, 0, 0
+
+    def rules(self) -> dict[str, Node]:
+        """All rules by name; of two with one name the second, as in llama.cpp."""
+        found: dict[str, Node] = {}
+        self._skip(lines=True)
+        while self._at < len(self._text):
+            name = self._name()
+            self._skip()
+            if not self._takes("::="):
+                self._fail("::=")
+            self._skip(lines=True)
+            found[name] = self._alternatives(nested=False)
+            if self._at < len(self._text) and self._here not in "\r\n":
+                self._fail("the end of a line")
+            self._skip(lines=True)
+        return found
+
+    @property
+    def _here(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _fail(self, expected: str) -> None:
+        line = self._text.count("\n", 0, self._at) + 1
+        got = self._text[self._at : self._at + 20] or "the end"
+        raise ValueError(f"GBNF, line {line}: expected {expected}, got {got!r}")
+
+    def _takes(self, token: str) -> bool:
+        is_there = self._text.startswith(token, self._at)
+        self._at += len(token) * is_there
+        return is_there
+
+    def _skip(self, *, lines: bool = False) -> None:
+        """Go past spaces and comments, and past ends of lines too."""
+        spaces = " \t\r\n" if lines else " \t"
+        while self._at < len(self._text):
+            if self._here == "#":
+                while self._at < len(self._text) and self._here not in "\r\n":
+                    self._at += 1
+            elif self._here in spaces:
+                self._at += 1
+            else:
+                return
+
+    def _name(self) -> str:
+        found = NAME.match(self._text, self._at)
+        if found is None:
+            self._fail("the name of a rule")
+        assert found is not None
+        self._at = found.end()
+        return found[0]
+
+    def _alternatives(self, *, nested: bool) -> Node:
+        ways = [self._sequence(nested=nested)]
+        while self._goes_on(nested=nested):
+            self._skip(lines=True)
+            ways.append(self._sequence(nested=nested))
+        return ways[0] if len(ways) == 1 else Alternatives(tuple(ways))
+
+    def _goes_on(self, *, nested: bool) -> bool:
+        """Whether another way follows, on this line or the next."""
+        before = self._at
+        self._skip(lines=True)
+        if self._takes("|"):
+            return True
+        if not nested:
+            self._at = before
+        return False
+
+    def _sequence(self, *, nested: bool) -> Node:
+        parts: list[Node] = []
+        while True:
+            self._skip(lines=nested)
+            part = self._part()
+            if part is None:
+                break
+            self._skip(lines=nested)
+            parts.append(self._repeated(part))
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _part(self) -> Node | None:
+        """A literal, a set, brackets or a rule; None: the sequence is over."""
+        if self._takes('"'):
+            text = list(self._characters('"'))
+            return Sequence(tuple(Characters(False, ((c, c),)) for c in text))
+        if self._takes("["):
+            return self._set()
+        if self._takes("("):
+            self._depth += 1
+            if self._depth > MAX_DEPTH:
+                raise ValueError(f"GBNF: expected at most {MAX_DEPTH} brackets in one another")
+            inner = self._alternatives(nested=True)
+            self._skip(lines=True)
+            if not self._takes(")"):
+                self._fail(")")
+            self._depth -= 1
+            return inner
+        if self._takes("."):
+            return ANY
+        if self._here in ("<", "!"):
+            self._fail("characters (tokens by name or number are not supported)")
+        return Rule(self._name()) if NAME.match(self._text, self._at) else None
+
+    def _characters(self, end: str) -> Iterator[int]:
+        """The characters of a literal."""
+        while not self._takes(end):
+            yield self._character()
+
+    def _character(self) -> int:
+        if self._at >= len(self._text):
+            self._fail("a character")
+        if not self._takes("\\"):
+            self._at += 1
+            return ord(self._text[self._at - 1])
+        kind = self._here
+        self._at += 1
+        if kind in ESCAPES and kind:
+            return ord(ESCAPES[kind])
+        digits = self._text[self._at : self._at + HEX_DIGITS.get(kind, 0)]
+        if not digits or not re.fullmatch(f"[0-9a-fA-F]{{{HEX_DIGITS[kind]}}}", digits):
+            self._at -= 2
+            self._fail('an escape: \\x41, \\u0041, \\U00000041, \\t, \\r, \\n, \\\\, \\", \\[, \\]')
+        code = int(digits, 16)
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            self._at -= 2
+            self._fail("a character of Unicode")
+        self._at += len(digits)
+        return code
+
+    def _set(self) -> Node:
+        inverted = self._takes("^")
+        ranges: list[tuple[int, int]] = []
+        while not self._takes("]"):
+            first = last = self._character()
+            if self._here == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
+                self._at += 1
+                last = self._character()
+                if last < first:
+                    self._fail(f"a range of characters that ends behind {chr(first)!r}")
+            ranges.append((first, last))
+        if not ranges and not inverted:
+            self._fail("a set with a character in it")
+        return Characters(inverted, tuple(ranges))
+
+    def _repeated(self, part: Node) -> Node:
+        """A part with all that is said of how often it comes."""
+        while True:
+            if self._takes("*"):
+                part = Repeated(part, 0, None)
+            elif self._takes("+"):
+                part = Repeated(part, 1, None)
+            elif self._takes("?"):
+                part = Repeated(part, 0, 1)
+            elif self._takes("{"):
+                least, most = self._times()
+                part = Repeated(part, least, most)
+            else:
+                return part
+
+    def _times(self) -> tuple[int, int | None]:
+        self._skip(lines=True)
+        least = self._number()
+        self._skip(lines=True)
+        most: int | None = least
+        if self._takes(","):
+            self._skip(lines=True)
+            most = None if self._here == "}" else self._number()
+            self._skip(lines=True)
+        if not self._takes("}"):
+            self._fail("}")
+        if most is not None and most < least:
+            raise ValueError(f"GBNF: expected {{least,most}}, got {{{least},{most}}}")
+        return least, most
+
+    def _number(self) -> int:
+        found = re.compile(r"[0-9]{1,9}").match(self._text, self._at)
+        if found is None or int(found[0]) > MAX_REPETITIONS:
+            self._fail(f"a number of at most {MAX_REPETITIONS}")
+        assert found is not None
+        self._at = found.end()
+        return int(found[0])
+
+
+def _without_tail_calls(name: str, node: Node) -> Node:
+    """A rule that calls itself at the end of some ways, as a repetition: ``x ::= a x | b`` is
+    ``x ::= a* b``. A parser that keeps a row a character has more to do for each call.
+    """
+    ways = node.ways if isinstance(node, Alternatives) else (node,)
+    again: list[Node] = []
+    others: list[Node] = []
+    for way in ways:
+        parts = way.parts if isinstance(way, Sequence) else (way,)
+        if parts and parts[-1] == Rule(name):
+            again.append(Sequence(parts[:-1]))
+        else:
+            others.append(way)
+    again = [way for way in again if way != EMPTY]
+    if len(others) == len(ways):
+        return node
+    last = Alternatives(tuple(others))
+    return Sequence((Repeated(Alternatives(tuple(again)), 0, None), last)) if again else last
+
+
+def _called(node: Node) -> Iterator[str]:
+    """The rules that a node names."""
+    waiting = [node]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, Rule):
+            yield here.name
+        elif isinstance(here, Sequence):
+            waiting += here.parts
+        elif isinstance(here, Alternatives):
+            waiting += here.ways
+        elif isinstance(here, Repeated):
+            waiting.append(here.part)
+
+
+def _needed(rules: dict[str, Node]) -> list[str]:
+    """The rules that the root reaches."""
+    found = {ROOT: None}
+    waiting = [ROOT]
+    while waiting:
+        for name in _called(rules[waiting.pop()]):
+            if name not in rules:
+                raise ValueError(f"GBNF: expected a rule named {name}, got none")
+            if name not in found:
+                found[name] = None
+                waiting.append(name)
+    return list(found)
+
+
+def _that_end(rules: dict[str, Node]) -> dict[str, Node]:
+    """The rules without ways that never end: no text has them."""
+    ended: dict[str, Node] = {}
+    while True:
+        found = {name: kept for name, node in rules.items() if (kept := _kept(node, ended))}
+        if found.keys() == ended.keys():
+            return found
+        ended = found
+
+
+def _kept(node: Node, ended: dict[str, Node]) -> Node | None:
+    """A node without the ways that name other rules than some; None: nothing is left."""
+    if isinstance(node, Rule):
+        return node if node.name in ended else None
+    if isinstance(node, Sequence):
+        parts = [_kept(part, ended) for part in node.parts]
+        return None if None in parts else Sequence(tuple(part for part in parts if part))
+    if isinstance(node, Alternatives):
+        ways = [kept for way in node.ways if (kept := _kept(way, ended))]
+        return Alternatives(tuple(ways)) if ways else None
+    if isinstance(node, Repeated):
+        part = _kept(node.part, ended)
+        if part is None:
+            return EMPTY if node.least == 0 else None
+        return Repeated(part, node.least, node.most)
+    return node
+
+
+def _from_the_leaves(rules: dict[str, Node], needed: list[str]) -> list[str] | None:
+    """The rules, each behind those that it names; None: some contain themselves."""
+    missing = {name: set(_called(rules[name])) for name in needed}
+    callers: dict[str, list[str]] = {name: [] for name in needed}
+    for name, called in missing.items():
+        for each in called:
+            callers[each].append(name)
+    order = [name for name, called in missing.items() if not called]
+    for name in order:
+        for caller in callers[name]:
+            missing[caller].discard(name)
+            if not missing[caller]:
+                order.append(caller)
+    return order if len(order) == len(needed) else None
+
+
+class _Writer:
+    """Writes rules in Lark: as parts of one lexeme, or with a lexeme for each character."""
+
+    def __init__(self, names: list[str], is_regular: bool) -> None:
+        letter = "R" if is_regular else "r"
+        self.names = {name: f"{letter}{number}" for number, name in enumerate(names)}
+        self._is_regular = is_regular
+
+    def of(self, node: Node) -> str:
+        """The right side of a rule."""
+        if isinstance(node, Characters):
+            return _pattern(node)
+        if isinstance(node, Rule):
+            return self.names[node.name]
+        if isinstance(node, Sequence):
+            return " ".join(self._inner(part) for part in node.parts) or '""'
+        if isinstance(node, Alternatives):
+            return " | ".join(self._inner(way) for way in node.ways)
+        if node.most == 0:
+            return '""'
+        times = f"{{{node.least},{'' if node.most is None else node.most}}}"
+        return self._inner(node.part) + {"{0,}": "*", "{1,}": "+", "{0,1}": "?"}.get(times, times)
+
+    def _inner(self, node: Node) -> str:
+        text = self.of(node)
+        return text if isinstance(node, Characters | Rule) else f"({text})"
+
+
+def _pattern(characters: Characters) -> str:
+    """A set as a regular expression of Rust's."""
+    if characters == ANY:
+        return "/(?s:.)/"
+    ranges = "".join(f"\\x{{{a:X}}}-\\x{{{b:X}}}" for a, b in characters.ranges)
+    return f"/[{'^' if characters.inverted else ''}{ranges}]/"
