@@ -112,8 +112,8 @@ def compile_guide(served: ServedModel, body: GenerationRequest) -> None:
     """Compile what the answer has to follow. What is wrong with it is said when it is asked for."""
     form = served.tool_format
     with suppress(ApiError, GuideError):
-        forced = forced_call(body, form) if isinstance(body, ChatRequest) else None
-        if (made := guide_of(body, forced)) is not None:
+        calls = expected_calls(body, form) if isinstance(body, ChatRequest) else None
+        if (made := guide_of(body, calls)) is not None:
             served.engine.compile(made[1])
 
 
