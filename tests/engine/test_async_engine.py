@@ -32,6 +32,7 @@ from eecore.engine.async_engine import AsyncStream
 from eecore.engine.client import READ_AHEAD
 from eecore.errors import EngineClosedError
 from tiny_models import random_prompts
+from tripwire import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,7 +194,7 @@ def test_a_failing_step_reaches_every_consumer_and_the_engine_lives_on(
     iterate = Iterations.iterate
 
     def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("broken")
+        raise Fault("broken")
 
     async def main() -> list[Any]:
         monkeypatch.setattr(Iterations, "iterate", broken)
@@ -205,7 +206,7 @@ def test_a_failing_step_reaches_every_consumer_and_the_engine_lives_on(
         return [*failed, await engine.generate(PROMPTS[0], sampling=SAMPLING)]
 
     first, second, good = run(main())
-    assert [str(first), str(second)] == ["RuntimeError: broken"] * 2
+    assert [str(first), str(second)] == ["Fault: broken"] * 2
     assert good.token_ids == expected[0].token_ids
     assert_idle(engine)
 

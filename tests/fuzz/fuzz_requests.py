@@ -33,6 +33,7 @@ from eecore import (
 )
 from eecore.exits import Exit
 from tiny_models import scale_layers, write_model
+from tripwire import nothing_done_again
 from workloads import Request, check_books, serve
 
 CONFIG = EngineConfig(kv_cache_tokens=192, page_size=4, max_num_seqs=4, max_prefill_chunk=16)
@@ -253,6 +254,7 @@ class Maker:
         return ExitClassifier(self.some(weight, weight.bfloat16()), self.some(None))
 
 
+@nothing_done_again()
 def one(random: Random) -> bool:
     """A request among two neighbours."""
     engine = ENGINE[0]
