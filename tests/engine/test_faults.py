@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from eecore.exits import Exit
 from eecore.scheduling.scheduler import Scheduler, Work
 from eecore.scheduling.sequence import Sequence
 from tiny_models import scale_layers, write_model
-from tripwire import Fault
+from tripwire import Fault, nothing_done_again
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,6 +157,26 @@ def test_generate_gives_an_output_with_the_error(
     assert (good.text, good.finish_reason) == (expected.text, "length")
     assert (bad.finish_reason, bad.error) == ("error", "Fault: of this request")
     assert bad.token_ids == expected.token_ids[: len(bad.token_ids)]
+
+
+@pytest.mark.parametrize("error", [Fault, ZeroDivisionError])
+def test_what_nobody_planted_is_found(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Outputs do not show that an iteration was done again."""
+    whole, left = Iterations.iterate, [error("here")]
+
+    def broken(iterations: Iterations, works: list[Work]) -> list[Outcome]:
+        if left:
+            raise RuntimeError from left.pop()
+        return whole(iterations, works)
+
+    monkeypatch.setattr(Iterations, "iterate", broken)
+    monkeypatch.setattr(eecore.Engine, "_failed", lambda *_: None)  # no other watches
+    planted = nullcontext() if error is Fault else pytest.raises(AssertionError, match="here")
+    with planted, nothing_done_again():
+        (output,) = run_all(engine_of(agreeing, CONFIG), [(PROMPTS[0], Full(), GREEDY)])
+    assert output.finish_reason == "length"
 
 
 # Halving
