@@ -22,6 +22,7 @@ from eecore.engine import intake
 from get_smollm2 import get_smollm2
 from reference_decoding import ReferenceModel
 from tiny_models import scale_layers, write_model
+from tripwire import nothing_done_again
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: a core for each, and for what it starts
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,6 +58,13 @@ def threads_as_before() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails_inside() -> Iterator[None]:
+    """A test fails where an engine has to do an iteration again for which it planted no fault."""
+    with nothing_done_again():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,23 +1,31 @@
-"""Faults at any line of the engine: an exception where a call begins its n-th line.
+"""Faults at any line of the engine, and what fails without one.
 
-Lines are counted in the folders that keep the books of requests, whatever is called from there.
+A fault is an exception where a call begins its n-th line. Lines are counted in the folders that
+keep the books of requests, whatever is called from there. What fails without a planted fault is
+done again by the engine, so that outputs never show it: it is watched for here.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import pytest
+
 import eecore
+from eecore.errors import GuideError
 
 PACKAGE = Path(eecore.__file__).parent
 WATCHED = tuple(str(PACKAGE / folder) for folder in ("engine", "scheduling", "decoding"))
 
 
 class Fault(Exception):
-    """What a faulty program raises."""
+    """What a faulty program raises: the only error for which an engine may do work again."""
 
 
 class Interrupt(BaseException):
@@ -64,3 +72,34 @@ class Tripwire:
                 where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise self._error(where)
         return self._on_line
+
+
+@contextmanager
+def nothing_done_again() -> Iterator[None]:
+    """Fails where an engine of this process does an iteration again that no :class:`Fault` broke.
+
+    Raises:
+        AssertionError: with the traceback of each failure.
+    """
+    found: list[str] = []
+    counted = eecore.Engine._failed
+
+    def failed(engine: eecore.Engine, what: str) -> None:
+        if not _is_planted(sys.exc_info()[1]):
+            found.append(f"{what}\n{traceback.format_exc()}")
+        counted(engine, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eecore.Engine, "_failed", failed)
+        yield
+    assert not found, "an engine did work again:\n" + "\n".join(found)
+
+
+def _is_planted(error: BaseException | None) -> bool:
+    """Whether an error, or one that it comes from, is a planted fault, or a guide that explodes.
+
+    A matcher finds out that a hostile guide is one in the middle of an iteration.
+    """
+    while error is not None and not isinstance(error, (Fault, GuideError)):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -37,6 +37,7 @@ from eecore.cli.failures import UsageError
 from eecore.decoding.prefill import Prefill
 from eecore.scheduling.scheduler import Work
 from tiny_models import write_model
+from tripwire import Fault
 
 SKIPS = [
     {
@@ -581,14 +582,14 @@ def test_a_prompt_that_fails_is_reported_and_the_others_are_served(
 
     def broken(prefill: Prefill, work: Work) -> Any:
         if work.sequence.request_id == "request-1":
-            raise ValueError("no b today")
+            raise Fault("no b today")
         return chunk(prefill, work)
 
     monkeypatch.setattr(Prefill, "_chunk", broken)
     file = lines("prompts.txt", "a\nb\nc\n")
     assert run(["generate", model, "-f", file, "-n", "3", "--ignore-eos", "--json"]) == 1
     captured = capsys.readouterr()
-    assert captured.err == "error: prompt 2: ValueError: no b today\n"
+    assert captured.err == "error: prompt 2: Fault: no b today\n"
     records = [json.loads(line) for line in captured.out.splitlines()]
     assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
-    assert [record.get("error") for record in records] == [None, "ValueError: no b today", None]
+    assert [record.get("error") for record in records] == [None, "Fault: no b today", None]

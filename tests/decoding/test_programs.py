@@ -28,6 +28,7 @@ from eecore.decoding.memory import HostSide
 from eecore.decoding.step import Step
 from eecore.exits import Exit
 from tiny_models import random_prompts
+from tripwire import Fault
 from workloads import Request, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -352,7 +353,7 @@ def test_a_failure_with_a_run_out_changes_no_request(
     def broken(*args: Any) -> Any:
         left[0] -= 1
         if left[0] == -1:
-            raise RuntimeError("the device is out of memory")
+            raise Fault("the device is out of memory")
         return whole(*args)
 
     monkeypatch.setattr(owner, where, broken)

@@ -36,6 +36,7 @@ from eecore.models.llama import LlamaModel
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
 from tiny_t5 import write_t5
+from tripwire import Fault
 from workloads import check_books
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -306,7 +307,7 @@ def test_a_step_that_fails_once_is_made_again(
     def fails(*given: Any) -> Any:
         calls.append(given)
         if len(calls) % 3 == 2:
-            raise ZeroDivisionError
+            raise Fault
         return whole(*given)
 
     monkeypatch.setattr(prompt_logprobs, "_of_slice", fails)
@@ -326,14 +327,14 @@ def test_a_prompt_that_cannot_be_scored_ends_alone(
 
     def fails(model: Any, hidden: Tensor, scored: Any) -> Any:
         if any(part.token_ids == bad[1 + 2 * CHUNK :] for part in scored):
-            raise ZeroDivisionError("of this prompt")
+            raise Fault("of this prompt")
         return whole(model, hidden, scored)
 
     monkeypatch.setattr(prefill, "prompt_logprobs", fails)
     first, ended, second = run_all(
         engine_of(tiny, CONFIG), [good[0], (bad, Full(), sampling), good[1]]
     )
-    assert ended.error == "ZeroDivisionError: of this prompt"
+    assert ended.error == "Fault: of this prompt"
     assert len(of(ended)) == 1 + 2 * CHUNK  # as far as it came
     check_alike([first, second], expected)
 

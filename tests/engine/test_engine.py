@@ -32,6 +32,7 @@ from eecore.decoding.prefill import Prefill
 from eecore.engine.engine import Engine
 from eecore.exits import Exit
 from tiny_models import random_prompts, write_model
+from tripwire import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -768,7 +769,7 @@ def test_generate_after_an_interrupt(
     assert [output.token_ids for output in outputs] == expected
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [Fault("broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("passes", [1, 2, 5, 9, 14])
 def test_a_step_that_fails_once_changes_no_request(
     agreeing: eecore.Model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from eecore.exits import Exit
 from eecore.scheduling.scheduler import Scheduler, Work
 from eecore.scheduling.sequence import Sequence
 from tiny_models import scale_layers, write_model
+from tripwire import Fault, nothing_done_again
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,7 +66,7 @@ def break_for_the_bad(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) ->
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         if any(map(names_the_bad, args)):
-            raise ZeroDivisionError("of this request")
+            raise Fault("of this request")
         return whole(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, broken)
@@ -110,7 +112,7 @@ def test_whatever_fails_for_a_request_ends_it_alone(
     outputs = {step.request_id: step.output for step in engine.run() if step.output is not None}
     assert_idle(engine)
     bad = outputs.pop(BAD)
-    assert (bad.finish_reason, bad.error) == ("error", "ZeroDivisionError: of this request")
+    assert (bad.finish_reason, bad.error) == ("error", "Fault: of this request")
     assert bad.stats.generated_tokens == len(bad.token_ids) < 18
     for request_id, output in zip(ids, expected, strict=True):
         got = outputs[request_id]
@@ -128,7 +130,7 @@ def test_a_device_that_is_broken_ends_everybody(
 
     def broken(_: Iterations, works: list[Work]) -> list[Outcome]:
         calls.append(len(works))
-        raise RuntimeError("the device is gone")
+        raise Fault("the device is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(Iterations, "iterate", broken)
@@ -136,7 +138,7 @@ def test_a_device_that_is_broken_ends_everybody(
     assert [step.request_id for step in steps] == ids
     for step in steps:
         assert step.output is not None
-        assert step.output.error == "RuntimeError: the device is gone"
+        assert step.output.error == "Fault: the device is gone"
         assert len(step.output.token_ids) <= 1
     assert len(calls) <= 2 * len(ids)
     assert len([r for r in caplog.records if r.exc_info and r.levelname == "ERROR"]) == len(ids)
@@ -153,8 +155,28 @@ def test_generate_gives_an_output_with_the_error(
         stop = SamplingParams(max_tokens=18, ignore_eos=True, stop=("\0never",))
         good, bad = eecore.generate(agreeing, [PROMPTS[0]] * 2, sampling=[GREEDY, stop])
     assert (good.text, good.finish_reason) == (expected.text, "length")
-    assert (bad.finish_reason, bad.error) == ("error", "ZeroDivisionError: of this request")
+    assert (bad.finish_reason, bad.error) == ("error", "Fault: of this request")
     assert bad.token_ids == expected.token_ids[: len(bad.token_ids)]
+
+
+@pytest.mark.parametrize("error", [Fault, ZeroDivisionError])
+def test_what_nobody_planted_is_found(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Outputs do not show that an iteration was done again."""
+    whole, left = Iterations.iterate, [error("here")]
+
+    def broken(iterations: Iterations, works: list[Work]) -> list[Outcome]:
+        if left:
+            raise RuntimeError from left.pop()
+        return whole(iterations, works)
+
+    monkeypatch.setattr(Iterations, "iterate", broken)
+    monkeypatch.setattr(eecore.Engine, "_failed", lambda *_: None)  # no other watches
+    planted = nullcontext() if error is Fault else pytest.raises(AssertionError, match="here")
+    with planted, nothing_done_again():
+        (output,) = run_all(engine_of(agreeing, CONFIG), [(PROMPTS[0], Full(), GREEDY)])
+    assert output.finish_reason == "length"
 
 
 # Halving
@@ -182,7 +204,8 @@ def test_all_that_fail_are_found_and_the_rest_runs_together(bad: set[str]) -> No
         return [Outcome(work.sequence, len(works)) for work in works]
 
     works = works_of(7)
-    outcomes = isolated(run, works)
+    failed: list[str] = []
+    outcomes = isolated(run, works, failed.append)
     assert [outcome.sequence for outcome in outcomes] == [work.sequence for work in works]
     for outcome in outcomes:
         name = outcome.sequence.request_id
@@ -192,6 +215,7 @@ def test_all_that_fail_are_found_and_the_rest_runs_together(bad: set[str]) -> No
     good = [name for name in names(works) if name not in bad]
     assert not good or runs[-1] == good
     assert len(runs) <= 1 + 2 * len(works)
+    assert failed == (["an iteration of 7 requests failed: once more"] if bad else [])
 
 
 def test_what_does_not_come_back_is_nobodys_fault() -> None:
@@ -203,7 +227,7 @@ def test_what_does_not_come_back_is_nobodys_fault() -> None:
             raise MemoryError
         return [Outcome(work.sequence, 1) for work in works]
 
-    assert all(outcome.error is None for outcome in isolated(run, works_of(1)))
+    assert all(outcome.error is None for outcome in isolated(run, works_of(1), print))
 
 
 def test_interrupts_are_not_kept_back() -> None:
@@ -211,7 +235,7 @@ def test_interrupts_are_not_kept_back() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        isolated(run, works_of(3))
+        isolated(run, works_of(3), print)
 
 
 class Unspeakable(Exception):

@@ -34,6 +34,7 @@ from eecore.engine.engine import Engine
 from eecore.engine.shared import SharedEngine
 from eecore.models import KVCache
 from tiny_models import random_prompts
+from tripwire import Fault
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -512,7 +513,7 @@ def test_a_failing_step_reaches_every_caller(
     gate = threading.Barrier(3)
 
     def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("broken")
+        raise Fault("broken")
 
     def one(index: int) -> str:
         stream = eecore.stream(model, [PROMPTS[index]], sampling=LONG)
@@ -524,7 +525,7 @@ def test_a_failing_step_reaches_every_caller(
         gate.wait()
         (*_, last) = stream
         assert last.output is not None
-        assert last.output.error == "RuntimeError: broken"
+        assert last.output.error == "Fault: broken"
         return last.output.finish_reason
 
     with ThreadPoolExecutor(3) as pool:

@@ -42,6 +42,7 @@ from eecore.engine import shared as driver
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
 from tiny_models import random_prompts, scale_layers, write_model
+from tripwire import nothing_done_again
 
 SHARE = 60
 LIMIT_S = 60.0
@@ -355,6 +356,7 @@ def check_idle(shared: driver.SharedEngine, engines: list[AsyncEngine]) -> None:
     assert not any(engine.num_streams for engine in engines)
 
 
+@nothing_done_again()
 def one(random: Random) -> bool:
     """One crowd of callers."""
     try:

@@ -46,6 +46,7 @@ from eecore.serving.refusals import ApiError
 from eecore.serving.tool_calls import FORMATS, ToolCall
 from mutate import mutated_json, wild
 from tiny_models import scale_layers, write_model
+from tripwire import nothing_done_again
 from workloads import Request, check_books, serve
 
 CONFIG = EngineConfig(kv_cache_tokens=192, page_size=4, max_num_seqs=4, max_prefill_chunk=16)
@@ -380,6 +381,7 @@ def chat(random: Random) -> bool:
     return True
 
 
+@nothing_done_again()
 def one(random: Random) -> bool:
     """A chat, or a request among two neighbours."""
     if random.random() < 0.4:

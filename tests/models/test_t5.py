@@ -27,6 +27,7 @@ from eecore.models.linear import MAX_SKINNY_ROWS
 from reference_t5 import ReferenceT5
 from tiny_models import random_prompts, write_model
 from tiny_t5 import FAMILIES, write_t5
+from tripwire import Fault
 from workloads import tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -337,12 +338,12 @@ def test_cancelled_and_failing_requests_leave_no_pages_behind(
     encode = T5Model.encode
 
     def fail(*_args: object) -> None:
-        raise RuntimeError("no encoder today")
+        raise Fault("no encoder today")
 
     monkeypatch.setattr(T5Model, "encode", fail)
     failed = [s.output for s in engine.step() if s.output is not None]
     assert [output.request_id for output in failed] == names
-    assert {output.error for output in failed} == {"RuntimeError: no encoder today"}
+    assert {output.error for output in failed} == {"Fault: no encoder today"}
     assert pages_free(engine)
     monkeypatch.setattr(T5Model, "encode", encode)
     names = [engine.add_request(given) for given in INPUTS]

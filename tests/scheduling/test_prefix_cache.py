@@ -490,7 +490,7 @@ def test_of_a_failed_request_nothing_is_left(
         outcomes = whole(self, works)  # keys and values are written by now
         bad = [work.sequence for work in works if work.sequence.request_id == "bad"]
         if bad and bad[0].num_computed >= 16 * chunks:
-            raise ZeroDivisionError
+            raise Fault
         return outcomes
 
     monkeypatch.setattr(Iterations, "iterate", fails)

@@ -7,8 +7,13 @@ import re
 import pytest
 
 import eecore
+from eecore.decoding.iterate import Iterations
+from eecore.decoding.outcome import Outcome
+from eecore.scheduling.scheduler import Work
 from eecore.serving import metrics
 from eecore.serving.metrics import Metrics
+from servers import asker
+from tripwire import Fault
 
 PROMPT = "turn the kitchen lights down to 20 percent"
 
@@ -82,3 +87,24 @@ def test_what_is_cancelled_is_counted_with_what_there_is(counts: Metrics) -> Non
     assert 'eecore_requests_total{outcome="cancelled"} 1.0' in text
     aborted = 'vllm:request_success_total{finished_reason="abort",model_name="intent"} 1.0'
     assert aborted in text
+
+
+def test_iterations_that_fail_inside_are_counted(
+    intent: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request never notices one; whoever runs the server does."""
+    server = asker(eecore.Model(intent.network, intent.tokenizer, intent.engine_config))
+    whole, left = Iterations.iterate, [Fault()]
+
+    def broken(iterations: Iterations, works: list[Work]) -> list[Outcome]:
+        if left:
+            raise left.pop()
+        return whole(iterations, works)
+
+    monkeypatch.setattr(Iterations, "iterate", broken)
+    texts = []
+    for _ in range(2):
+        body = {"prompt": PROMPT, "max_tokens": 8}
+        texts.append(server.post("/v1/completions", body).json()["choices"][0]["text"])
+        assert "eecore_failed_iterations_total 1.0" in server.get("/metrics").text
+    assert texts[0] == texts[1]

@@ -16,6 +16,7 @@ from eecore.decoding.iterate import Iterations
 from eecore.engine.async_engine import AsyncEngine
 from eecore.serving import bodies
 from servers import LONG, Asker, asker, assert_idle, events
+from tripwire import Fault
 
 PROMPT = "lock the front door"
 JSON = {"content-type": "application/json"}
@@ -343,7 +344,7 @@ def test_a_request_that_fails_on_the_way(
     intent: eecore.Model, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("broken")
+        raise Fault("broken")
 
     server = asker(intent)
     with monkeypatch.context() as patch:

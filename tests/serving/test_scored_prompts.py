@@ -34,8 +34,8 @@ def choices_of(server: Asker, body: dict[str, Any]) -> list[dict[str, Any]]:
     return choices
 
 
-def text_of(server: Asker, *tokens: int) -> str:
-    text: str = server.service.served.token_text(*tokens)
+def text_of(server: Asker, token: int) -> str:
+    text: str = server.service.served.token_text(token)
     return text
 
 

@@ -49,6 +49,7 @@ from eecore.decoding.sampling import (
     DRAWS_DRAFT,
     DRAWS_TOKEN,
     NO_TOKEN,
+    head_sizes,
     sampling_rows,
     top_logprobs,
 )
@@ -220,8 +221,12 @@ class DraftStep(Step):
         """Whether these rows are those that were loaded last, and need this very program again."""
         if rows[0].route.path is not self.kind.path or self._written is None:
             return False
-        if self._written[1] != [row.work.sequence for row in rows]:
+        sequences = [row.work.sequence for row in rows]
+        if self._written[1] != sequences:
             return False
+        heads = self.sizes.heads
+        if heads.logits and head_sizes(sequences, self.kind.num_steps + 1) != heads:
+            return False  # tokens that penalties count have become more than there is memory for
         num_pages = self.sizes.num_pages
         most = num_pages * self._page_size - self.kind.num_steps
         for row in rows:

@@ -90,15 +90,12 @@ def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
     needing = [s.sampling for s in sequences if needs_logits(s.sampling)]
     if not needing:
         return HeadSizes()
-    seen = max(
-        (len(seen_tokens(s)) for s in sequences if s.sampling.repetition_penalty != 1.0), default=0
-    )
     words = max((s.guided.num_words for s in sequences if s.guided is not None), default=0)
     counted = [len(s.output_ids) for s in sequences if s.sampling.counts_tokens]
     return HeadSizes(
         greedy=len(needing) < len(sequences),
         logits=True,
-        seen=_rounded(seen),
+        seen=_rounded(max(len(_seen(sequence)) for sequence in sequences)),
         generated=power_of_two(max(MIN_GENERATED, *counted)) if counted else 0,
         biases=_rounded(max(len(sampling.biases) for sampling in needing)),
         masks=(positions, words) if words else (0, 0),
@@ -111,9 +108,11 @@ def _rounded(count: int) -> int:
     return power_of_two(count) if count else 0
 
 
-def seen_tokens(sequence: Sequence) -> list[int]:
+def _seen(sequence: Sequence) -> set[int]:
     """What a repetition penalty counts, the prompt included, as in transformers."""
-    return sorted({*sequence.prompt_ids, *sequence.output_ids})
+    if sequence.sampling.repetition_penalty == 1.0:
+        return set()
+    return {*sequence.prompt_ids, *sequence.output_ids}
 
 
 def sampling_fields(num_rows: int, sizes: HeadSizes) -> dict[str, Field]:
@@ -170,10 +169,7 @@ def write_sampling(
         np.int64
     )
     if host.arrays["seen"].shape[1]:
-        _write_ids(
-            host.arrays["seen"],
-            (seen_tokens(s) if s.sampling.repetition_penalty != 1.0 else [] for s in sequences),
-        )
+        _write_ids(host.arrays["seen"], (sorted(_seen(s)) for s in sequences))
     if "generated" in host.arrays:
         host.write(
             presence_penalty=[s.presence_penalty for s in settings],

@@ -55,6 +55,10 @@ class Engine:
         run: how decoding programs run; what suits the device when None.
         ahead: whether a program's next run is launched before the outcome of this one is known;
             where the device works on its own when None.
+
+    Attributes:
+        num_failed_iterations: iterations, or parts of one, that raised and were done again. From
+            any thread.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Engine:
         )
         self._intake = Intake(network, tokenizer, self.config)
         self._changes = Changes(network.config.num_layers, self.config.page_size)
+        self.num_failed_iterations = 0
         self._arrivals = 0
         self._flight: Flight | None = None
         self._plan: Plan | None = None
@@ -315,7 +320,7 @@ class Engine:
                 works = [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
             behind = None
             self.iterations.planner.others_wait = bool(self.scheduler.waiting)
-            outcomes = isolated(self.iterations.iterate, works) if works else []
+            outcomes = isolated(self.iterations.iterate, works, self._failed) if works else []
         self._take_over(outcomes, behind)
 
     def _schedule(self) -> list[Work]:
@@ -327,7 +332,7 @@ class Engine:
             except ScheduleError as error:
                 self.scheduler.reconcile()
                 sequence, cause = error.sequence, error.__cause__
-                LOGGER.warning("%s", error, exc_info=True)
+                self._failed(str(error))
                 if suspect is sequence and isinstance(cause, Exception):
                     self._take_over([Outcome(sequence, sequence.num_computed, error=cause)], None)
                 suspect = sequence
@@ -337,7 +342,7 @@ class Engine:
         try:
             return self.iterations.launch(works, after)
         except Exception:
-            LOGGER.warning("an iteration could not be launched", exc_info=True)
+            self._failed("an iteration could not be launched")
             return None
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
@@ -345,7 +350,7 @@ class Engine:
         try:
             works = self.scheduler.schedule_ahead(flight.works)
         except Exception:
-            LOGGER.warning("an iteration could not be scheduled ahead", exc_info=True)
+            self._failed("an iteration could not be scheduled ahead")
             return None
         return self._launch(works, flight) if works else None
 
@@ -354,7 +359,7 @@ class Engine:
         try:
             outcomes = self.iterations.land(flight)
         except Exception:
-            LOGGER.warning("an iteration that was under way failed", exc_info=True)
+            self._failed("an iteration that was under way failed")
             return None
         fails = any(outcome.error is not None or outcome.is_cut for outcome in outcomes)
         return None if fails else outcomes
@@ -387,8 +392,14 @@ class Engine:
                     return self._changes.of(outcome, now, going_on)
                 except Exception as its:
                     error = its
+                    self._failed(f"what came of request {sequence.request_id!r} was not taken over")
         LOGGER.error("request %r ends by an error", sequence.request_id, exc_info=error)
         return self._changes.ending(sequence, now, error)
+
+    def _failed(self, what: str) -> None:
+        """Count and log what has just raised and is done again."""
+        self.num_failed_iterations += 1
+        LOGGER.warning("%s", what, exc_info=True)
 
     # Plans
 

@@ -19,15 +19,17 @@ LOGGER = logging.getLogger("eecore")
 MOST_DESCRIBED = 2000
 
 Run = Callable[[list[Work]], list[Outcome]]
+Failed = Callable[[str], None]
+"""Told what has just raised and is done again, where the exception is caught."""
 
 
-def isolated(run: Run, works: list[Work]) -> list[Outcome]:
+def isolated(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
     """What ``run`` makes of works, one outcome for each, in order.
 
     A work that makes it raise, alone too, has an outcome with the error; so has one whose outcome
     says so itself. The others have what a run without those gives.
     """
-    outcomes = _attempted(run, works)
+    outcomes = _attempted(run, works, failed)
     for outcome in outcomes:
         if outcome.error is not None:
             break
@@ -36,7 +38,7 @@ def isolated(run: Run, works: list[Work]) -> list[Outcome]:
     good = [work for work, outcome in zip(works, outcomes, strict=True) if outcome.error is None]
     if not good:
         return outcomes
-    others = iter(isolated(run, good))
+    others = iter(isolated(run, good, failed))
     return [outcome if outcome.error is not None else next(others) for outcome in outcomes]
 
 
@@ -51,12 +53,12 @@ def described(error: BaseException) -> str:
     return text[:MOST_DESCRIBED]
 
 
-def _attempted(run: Run, works: list[Work]) -> list[Outcome]:
+def _attempted(run: Run, works: list[Work], failed: Failed) -> list[Outcome]:
     """Twice as it is, then in halves."""
     try:
         return run(works)
     except Exception:
-        LOGGER.warning("an iteration of %d requests failed: once more", len(works), exc_info=True)
+        failed(f"an iteration of {len(works)} requests failed: once more")
     return _in_halves(run, works)
 
 

@@ -6,6 +6,7 @@ post-processor, as in transformers. Streaming goes through :class:`IncrementalDe
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -26,6 +27,12 @@ from eecore.models.tokenizer_files import (
 __all__ = ["ChatTemplateError", "IncrementalDecoder", "Tokenizer"]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# How a vocabulary writes a byte that is no character: SentencePiece's way, and GPT-2's letters.
+BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED}
+BYTE_LEVEL |= {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 # Files of tokenizers that are not read.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 # How many tokens of a prompt are decoded with what follows it, for spaces between the two.
@@ -119,6 +126,23 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def spelled_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token whose vocabulary spells bytes, ``<0xF0>`` or a letter for each.
+
+        None for a token that is not written like that.
+        """
+        written = self._backend.id_to_token(token_id) or ""
+        if found := BYTE_FALLBACK.fullmatch(written):
+            return bytes.fromhex(found[1])
+        if not written or not BYTE_LEVEL.keys() >= set(written):
+            return None
+        return bytes(BYTE_LEVEL[letter] for letter in written)
+
+    @cached_property
+    def replaces_each_byte(self) -> bool:
+        """Whether every byte of half a character is U+FFFD in a text; otherwise all together."""
+        return self.token_id("<0x00>") is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, within the special tokens of the model unless told otherwise.

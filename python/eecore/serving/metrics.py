@@ -251,8 +251,19 @@ class _State(Collector):
             ("kv_pages_cached", "Pages that a prompt may begin with.", engine.num_cached_pages),
         ):
             yield GaugeMetricFamily(f"eecore_{name}", what, value=value)
-        what = "How often the engine's process had to be started again."
-        yield CounterMetricFamily("eecore_engine_restarts", what, value=self._restarts())
+        for name, what, count in (
+            (
+                "engine_restarts",
+                "How often the engine's process had to be started again.",
+                self._restarts(),
+            ),
+            (
+                "failed_iterations",
+                "Iterations, or parts of one, that raised and were done again.",
+                engine.num_failed_iterations,
+            ),
+        ):
+            yield CounterMetricFamily(f"eecore_{name}", what, value=count)
         for name, share in (
             ("num_requests_running", float(engine.num_running)),
             ("num_requests_waiting", float(engine.num_waiting)),

@@ -281,6 +281,10 @@ class RemoteView:
     def num_cached_pages(self) -> int:
         return self._remote._connection.occupancy.num_cached_pages
 
+    @property
+    def num_failed_iterations(self) -> int:
+        return self._remote._connection.occupancy.num_failed_iterations
+
     def prepare(
         self,
         prompt: str | list[int],

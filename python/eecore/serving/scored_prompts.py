@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eecore.output import PromptLogprob
+from eecore.serving.offsets import TextOffsets
 from eecore.serving.served import ServedModel
 
 __all__ = ["echoed", "finite", "in_vllms_words", "tops_by_text"]
 
 LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON cannot say."""
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 Entries = Sequence[PromptLogprob | None]
 
@@ -61,7 +60,7 @@ def echoed(
         "tokens": texts,
         "token_logprobs": logprobs,
         "top_logprobs": tops if num_top else None,
-        "text_offset": _offsets(served, token_ids, texts, text),
+        "text_offset": list(map(TextOffsets(served, text=text).add, token_ids)),
     }
 
 
@@ -90,32 +89,3 @@ def _ranked(served: ServedModel, entry: PromptLogprob, num_top: int) -> dict[str
 
 def _first(entry: PromptLogprob, num_top: int) -> dict[int, float]:
     return dict(list(entry.top_logprobs.items())[:num_top])
-
-
-def _offsets(
-    served: ServedModel, token_ids: Sequence[int], texts: Sequence[str], text: str
-) -> list[int]:
-    """Where each token begins in the text of the prompt. Special tokens may have no place there,
-    nor a space before the first word; parts of a character all begin where it does.
-    """
-    offsets: list[int] = []
-    at = 0
-    parts: list[int] = []
-    for token, own in zip(token_ids, texts, strict=True):
-        if parts and REPLACEMENT not in own:
-            at += len(served.token_text(*parts))
-            parts = []
-        offsets.append(min(at, len(text)))
-        if REPLACEMENT in own:
-            parts.append(token)
-            whole = served.token_text(*parts)
-            if not whole.endswith(REPLACEMENT) or len(parts) == LONGEST_CHARACTER:
-                at += len(whole)
-                parts = []
-        elif text.startswith(own, at):
-            at += len(own)
-        elif not at and own[:1] == " " and text.startswith(own[1:]):
-            at = len(own) - 1
-        elif served.tokenizer.decode([token]):
-            at += len(own)
-    return offsets

@@ -11,6 +11,7 @@ from eecore.config import AnyModelConfig, EngineConfig, T5Config
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.sharing import ModelFacts
 from eecore.models import Tokenizer
+from eecore.models.tokenizer import REPLACEMENT
 from eecore.serving.depth import Depths
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ToolFormat
@@ -61,6 +62,8 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.token_text = lru_cache(MOST_KNOWN_TOKENS)(self._token_text)
+        self.token_bytes = lru_cache(MOST_KNOWN_TOKENS)(self._token_bytes)
+        self.shown_bytes = lru_cache(MOST_KNOWN_TOKENS)(self._shown_bytes)
 
     @property
     def num_layers(self) -> int:
@@ -166,9 +169,21 @@ class ServedModel:
             "num_layers": self.num_layers,
         }
 
-    def _token_text(self, *tokens: int) -> str:
-        """Of tokens in the middle of a text: a decoder drops a leading space at the start."""
-        if self.model.tokenizer is None:
-            return "".join(f"token_id:{token}" for token in tokens)
-        before = self.model.tokenizer.encode("a", add_special_tokens=False)[-1:]
-        return self.model.tokenizer.decode_after(before, list(tokens), skip_special_tokens=False)
+    def _token_text(self, token: int, *, shows_special: bool = True) -> str:
+        """A token's text in the middle of one: a decoder drops a leading space at the start."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            return f"token_id:{token}"
+        before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        return tokenizer.decode_after(before, [token], skip_special_tokens=not shows_special)
+
+    def _token_bytes(self, token: int) -> bytes:
+        """A token's text in UTF-8; the bytes themselves where they are parts of characters."""
+        text, tokenizer = self.token_text(token), self.model.tokenizer
+        if tokenizer is None or REPLACEMENT not in text:
+            return text.encode()
+        return tokenizer.spelled_bytes(token) or text.encode()
+
+    def _shown_bytes(self, token: int) -> bytes:
+        """What a token adds to a text; nothing where it is special."""
+        return self.token_bytes(token) if self._token_text(token, shows_special=False) else b""

@@ -12,6 +12,7 @@ from typing import Any
 
 from eecore.output import Output, StepOutput
 from eecore.serving.asking import Asked
+from eecore.serving.offsets import TextOffsets
 from eecore.serving.scored_prompts import echoed, finite, in_vllms_words, tops_by_text
 from eecore.serving.served import ServedModel
 from eecore.serving.tool_calls import ToolCall
@@ -217,10 +218,8 @@ class ChatShape(Shape):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.served.token_text(token)
-        # A part of a character has no text.
-        spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": finite(logprob), "bytes": spelled}
+        text, spelled = self.served.token_text(token), self.served.token_bytes(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(spelled)}
 
 
 class CompletionShape(Shape):
@@ -228,7 +227,8 @@ class CompletionShape(Shape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._offsets = [len(choice.echo) for choice in self.asked.choices]
+        self._offsets: dict[int, TextOffsets] = {}
+        """Of each choice whose tokens have begun."""
 
     def first(self, index: int, step: StepOutput) -> dict[str, Any] | None:
         echo, logprobs = self.asked.choices[index].echo, self._echoed(index, step)
@@ -271,16 +271,20 @@ class CompletionShape(Shape):
             tops_by_text(self.served, text, own, top)
             for text, own, top in zip(texts, logprobs, tokens.top_logprobs or (), strict=False)
         ]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
         return {
             "tokens": texts,
             "token_logprobs": logprobs,
             "top_logprobs": tops or None,
-            "text_offset": offsets,
+            "text_offset": list(map(self._offsets_of(index).add, tokens.token_ids)),
         }
+
+    def _offsets_of(self, index: int) -> TextOffsets:
+        """Where the tokens of a choice begin, after its prompt where that is echoed."""
+        if index not in self._offsets:
+            choice = self.asked.choices[index]
+            prompt_ids = choice.prepared.prompt_ids
+            self._offsets[index] = TextOffsets(self.served, prompt_ids, len(choice.echo))
+        return self._offsets[index]
 
 
 def event(content: Any) -> str:

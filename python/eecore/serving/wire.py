@@ -66,13 +66,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How full its engine is."""
+    """How full its engine is, and how often an iteration of it failed."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_held: int = 0
     num_used_pages: int = 0
     num_cached_pages: int = 0
+    num_failed_iterations: int = 0
 
 
 _OURS: dict[str, type[Any]] = {

@@ -1,0 +1,72 @@
+"""Where tokens begin in a text, in characters."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from eecore.models.tokenizer import CONTEXT_TOKENS
+from eecore.serving.served import ServedModel
+
+__all__ = ["TextOffsets"]
+
+
+class TextOffsets:
+    """Counts the characters of a text as its tokens come.
+
+    A token begins at the character that its first byte belongs to: parts of a character all begin
+    where it does. Special tokens have no place in a text unless it has them written out, nor does
+    the space that a decoder drops before the first word.
+
+    Args:
+        served: the model.
+        before: tokens that the first one follows, of which the last may be half a character.
+        begin: characters before the first token.
+        text: what the tokens are the text of, where it is known.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        before: Sequence[int] = (),
+        begin: int = 0,
+        text: str | None = None,
+    ) -> None:
+        self._served, self._at, self._text = served, begin, text
+        tokenizer = served.model.tokenizer
+        each_byte = tokenizer is not None and tokenizer.replaces_each_byte
+        # One character for each byte of half a character, or one for all of them.
+        errors = "surrogateescape" if each_byte else "replace"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        spelled = b"".join(map(served.shown_bytes, before[-CONTEXT_TOKENS:]))
+        self._is_first = not spelled
+        self._utf8.decode(spelled)
+
+    def add(self, token: int) -> int:
+        """Where the next token begins."""
+        spelled = self._bytes(token)
+        if not spelled:
+            return self._capped(self._at)
+        # A byte that no character goes on with ends the half that is pending before it.
+        ended = len(self._utf8.decode(spelled[:1]))
+        is_pending = bool(self._utf8.getstate()[0])
+        begins = self._at + ended - (not is_pending)
+        self._at += ended + len(self._utf8.decode(spelled[1:]))
+        return self._capped(begins)
+
+    def _bytes(self, token: int) -> bytes:
+        """What a token adds to the text."""
+        served, shown = self._served, self._served.shown_bytes(token)
+        if not shown and self._text is not None:
+            written = served.token_text(token)
+            shown = written.encode() if self._text.startswith(written, self._at) else b""
+        if not shown or not self._is_first:
+            return shown
+        self._is_first = False
+        if shown[:1] != b" ":
+            return shown
+        text = served.tokenizer.decode([token]) if self._text is None else self._text
+        return shown if text.startswith(" ") else shown[1:]
+
+    def _capped(self, at: int) -> int:
+        return at if self._text is None else min(at, len(self._text))
