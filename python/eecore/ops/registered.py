@@ -59,6 +59,9 @@ def missing_cuda_ops() -> tuple[str, ...]:
 def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
     """The op as it is registered: every argument in its place, outputs among them.
 
+    It has no gradients, so that it refuses tensors that require some wherever autograd records. An
+    autograd kernel in Python would do the same at twice the cost of a small op.
+
     Args:
         op: its name.
         cpu_only: it is not to have a CUDA kernel.
@@ -66,7 +69,19 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
     if cpu_only:
         _cpu_only.add(op)
     overload: Callable[..., None] = getattr(torch.ops.eecore, op).default
-    return overload
+
+    def call(*arguments: Any) -> None:
+        if torch.is_grad_enabled():
+            for index, argument in enumerate(arguments):
+                if isinstance(argument, Tensor) and argument.requires_grad:
+                    name = overload._schema.arguments[index].name  # type: ignore[attr-defined]
+                    raise RuntimeError(
+                        f"{op}: {name}: expected a tensor without gradients, or torch.no_grad(), "
+                        "got one that requires grad"
+                    )
+        overload(*arguments)
+
+    return call
 
 
 def cpu_only_ops() -> tuple[str, ...]:
