@@ -69,17 +69,17 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
     if cpu_only:
         _cpu_only.add(op)
     overload: Callable[..., None] = getattr(torch.ops.eecore, op).default
+    names = _argument_names(op)
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any, **by_name: Any) -> None:
         if torch.is_grad_enabled():
-            for index, argument in enumerate(arguments):
-                if isinstance(argument, Tensor) and argument.requires_grad:
-                    name = overload._schema.arguments[index].name  # type: ignore[attr-defined]
+            for name, value in (*zip(names, arguments, strict=False), *by_name.items()):
+                if isinstance(value, Tensor) and value.requires_grad:
                     raise RuntimeError(
                         f"{op}: {name}: expected a tensor without gradients, or torch.no_grad(), "
                         "got one that requires grad"
                     )
-        overload(*arguments)
+        overload(*arguments, **by_name)
 
     return call
 
@@ -89,12 +89,16 @@ def cpu_only_ops() -> tuple[str, ...]:
     return tuple(sorted(_cpu_only))
 
 
+def _argument_names(op: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.eecore, op).default._schema.arguments]
+
+
 def _fake_of(op: str) -> Callable[..., None]:
     """The fake kernel of an op, which only writes into its arguments: there is nothing to do.
 
     Torch calls it for tensors of whatever devices as soon as one of them is on ``meta``.
     """
-    names = [argument.name for argument in getattr(torch.ops.eecore, op).default._schema.arguments]
+    names = _argument_names(op)
 
     def fake(*arguments: Any, **by_name: Any) -> None:
         given = {**dict(zip(names, arguments, strict=False)), **by_name}
