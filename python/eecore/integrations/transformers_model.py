@@ -16,8 +16,8 @@ from torch import Tensor
 from eecore.config import AnyModelConfig, EngineConfig, ModelConfig, RopeConfig
 from eecore.errors import CheckpointError, ModelError
 from eecore.generation import Model, engine_limits
-from eecore.json_fields import parse_json
 from eecore.integrations.transformers_modules import check_modules, look
+from eecore.json_fields import parse_json
 from eecore.models import ModelSource, Network, Tokenizer, adopt, find_head
 from eecore.models.checkpoint import Checkpoint
 from eecore.models.config_json import ConfigFields, model_config
