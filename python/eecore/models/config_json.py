@@ -236,7 +236,9 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
             "relative_attention_max_distance", num_buckets // 2 + 1, MOST_DISTANCE, 128
         ),
         tie_word_embeddings=tied,
-        scale_outputs=fields.flag("scale_decoder_outputs", tied),
+        # An mT5 never does, whatever transformers writes about its embeddings.
+        scale_outputs=architecture != T5_ARCHITECTURES[1]
+        and fields.flag("scale_decoder_outputs", tied),
         eos_token_ids=generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
         dtype=_dtype(fields),
     )
