@@ -67,9 +67,9 @@ def tied(model: PreTrainedModel) -> None:
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
-def transposed(model: PreTrainedModel) -> None:
+def other_data(model: PreTrainedModel) -> None:
     weight = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
-    weight.data = weight.data.t()
+    weight.data = weight.data.flip(0)
 
 
 def config_of_rope(model: PreTrainedModel) -> None:
@@ -100,7 +100,7 @@ def hidden_states(model: PreTrainedModel) -> None:
         assigned,
         fewer_layers,
         tied,
-        transposed,
+        other_data,
         config_of_rope,
         frequencies,
         there_and_back,
@@ -245,6 +245,15 @@ def test_eecores_model_says_that_it_has_become_another(directory: Path) -> None:
     forward_hook(model)
     with pytest.raises(ModelError, match="expected no hooks"):
         eecore.generate(ours, prompt, max_tokens=2)
+
+
+def test_autocast_is_refused(directory: Path) -> None:
+    model = loaded(directory / "llama")
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(eecore.RequestError, match="autocast: expected none"),
+    ):
+        model.generate(IDS, **CALL, **EARLY)
 
 
 def test_settings_are_kept_where_a_model_is_adopted_anew(directory: Path) -> None:

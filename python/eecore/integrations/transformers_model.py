@@ -149,7 +149,8 @@ def from_transformers(
     text = _tokenizer(tokenizer, owner)
     with _LOCK:
         held = _HELD.get(model)
-        adopted = adopt.Adopted(config, tensors, owner, held and held.watch.adopted)
+        before = None if held is None else held.watch.adopted
+        adopted = adopt.Adopted(config, tensors, owner, before)
         network = adopted.network(config, source)
         network.draft_head = find_head(network, directory if known else Path(owner), exits)
         limits = engine_limits(network, engine, kv_cache_tokens, prefix_cache)

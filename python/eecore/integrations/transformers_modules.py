@@ -155,7 +155,7 @@ def _check_forward(where: str, module: nn.Module) -> None:
         if getattr(value, "__func__", None) is not own:
             raise ModelError(f"{where}: {name}: expected that of {_name(module)}, got another")
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-    code = inspect.unwrap(owner.forward).__module__
+    code = inspect.unwrap(vars(owner)["forward"]).__module__
     if code != owner.__module__ and not code.startswith(OWN_CODE):
         raise ModelError(f"{where}: forward: expected that of {_name(module)}, got one of {code}")
 

@@ -20,10 +20,12 @@ from eecore.models.checkpoint import (
     empty_weights,
     expected_shapes,
 )
+from eecore.models.llama import LlamaWeights
 from eecore.models.load import choose_device, choose_model_dtype, network_of
 from eecore.models.network import Network
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
+from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import NewWeights
 
 __all__ = ["Adopted", "HeldTensors"]
@@ -135,6 +137,8 @@ class Adopted:
         choose_model_dtype(dtype, device, dtype, config)
         self._shapes = expected_shapes(held, config)
         held.check_apart(list(self._shapes), embeddings)
+        self._weights: LlamaWeights | T5Weights
+        self._views: dict[str, Tensor]
         if before is not None and before._shapes == self._shapes and not before.moved(tensors):
             self._weights, self._views = before._weights, before._views
         else:
@@ -147,7 +151,7 @@ class Adopted:
             for name, view in self._views.items():
                 if tensors[name].dtype == view.dtype:
                     tensors[name].data = view
-        self._tensors = {name: tensors[name] for name in self._views}
+        self._tensors: dict[str, Tensor] = {name: tensors[name] for name in self._views}
         self._layouts = {name: _layout(tensor) for name, tensor in self._tensors.items()}
 
     def network(self, config: AnyModelConfig, source: ModelSource | None) -> Network:
