@@ -262,3 +262,23 @@ def test_settings_are_kept_where_a_model_is_adopted_anew(directory: Path) -> Non
     other_weight(model)
     with pytest.raises(eecore.RequestError, match="the size of the KV cache"):
         model.generate(IDS, **{**CALL, "max_new_tokens": 32}, **EARLY)
+
+
+def test_an_mt5_in_memory_is_not_scaled(directory: Path) -> None:
+    """Transformers writes into its config that embeddings are tied, and scales nothing."""
+    ours = eecore.from_transformers(loaded(directory / "mt5"))
+    assert isinstance(ours.config, eecore.config.T5Config)
+    assert ours.config.output_scale == 1.0
+
+
+def test_a_calibration_ends_where_data_is_written() -> None:
+    """Merging an adapter writes through ``.data``, which autograd does not count."""
+    where = eecore.default_model()
+    model = loaded(where)
+    policy = eecore.ConfidentExit.calibrated(where / "calibration-softmax.json")
+    given: dict[str, Any] = {**CALL, "custom_generate": EARLY["custom_generate"], "exit": policy}
+    ids = torch.tensor([[5, 6, 7]])
+    model.generate(ids, **given)
+    model.get_parameter("model.layers.0.mlp.down_proj.weight").data *= 1.01
+    with pytest.raises(eecore.ExitError, match="calibrate again"):
+        model.generate(ids, **given)
