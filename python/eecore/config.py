@@ -62,7 +62,9 @@ class RopeConfig:
     truncate: bool = True
     """yarn: round the correction range to whole dimensions."""
     attention_factor: float = 1.0
-    """yarn: multiplies cosines and sines."""
+    """Multiplies cosines and sines; 1 but for yarn."""
+    frequencies: tuple[float, ...] = ()
+    """[rotary_dim / 2], where they are not those of the type."""
 
     def __post_init__(self) -> None:
         check = Fields(self, ModelError, "rope.")
@@ -77,6 +79,11 @@ class RopeConfig:
         check.whole("original_max_position", int(learnt), MOST_POSITIONS)
         for name, ok, expected in (
             ("rotary_dim", self.rotary_dim % 2 == 0, "an even size"),
+            (
+                "frequencies",
+                len(self.frequencies) in (0, self.rotary_dim // 2),
+                f"none or {self.rotary_dim // 2}",
+            ),
             ("factor", self.type == "default" or self.factor >= 1, "at least 1"),
             ("theta", self.type != "yarn" or self.theta > 1, "more than 1 for yarn"),
             (

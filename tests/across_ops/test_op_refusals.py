@@ -1,4 +1,6 @@
-"""What every op refuses alike: tensors of several devices, and memory that it writes shared."""
+"""What every op refuses alike: tensors of several devices or with gradients, and memory that it
+writes shared.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 import fuzz_ops
 import op_calls
 from eecore import ops
+from eecore.ops.registered import compiled
 from op_calls import Call
 
 WRITTEN = [(op, name) for op in ops.OP_NAMES for name in op_calls.written(op)]
@@ -62,6 +65,31 @@ def test_tensors_of_several_devices_are_refused(op: str) -> None:
             seen.add(name)
     assert seen <= set(names)
     assert len(seen) > 1
+
+
+@pytest.mark.parametrize("op", ops.OP_NAMES)
+def test_tensors_with_gradients_are_refused(op: str) -> None:
+    call = op_calls.random_call(op, Random(3))
+    schema = op_calls.overload(op)._schema.arguments
+    for name, tensor in call.tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        given = {**call.arguments, name: tensor.detach().requires_grad_()}
+        arguments = [given.get(each.name, each.default_value) for each in schema]
+        memory = fuzz_ops.Memory(call.arguments.values())
+        with pytest.raises(RuntimeError, match=f"{op}: {name}: expected a tensor without gradient"):
+            compiled(op)(*arguments)
+        memory.assert_unchanged()
+        with torch.no_grad():
+            compiled(op)(*arguments)
+
+
+def test_weights_to_train_are_refused() -> None:
+    x, layer = torch.randn(3, 8), torch.nn.Linear(8, 4)
+    with pytest.raises(RuntimeError, match="skinny_linear: weight: expected a tensor without gr"):
+        ops.skinny_linear(x, layer.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(ops.skinny_linear(x, layer.weight, bias=layer.bias), layer(x))
 
 
 @pytest.mark.parametrize("op", ops.OP_NAMES)

@@ -180,8 +180,19 @@ class Engine:
         Raises:
             RequestError: for a prompt, setting or length that this engine can never serve.
             ExitError: for an exit policy that the model cannot run.
+            ModelError: the model that the weights are shared with has changed.
         """
+        self.check_held()
         return self.enqueue(self.prepare(prompt, exit=exit, sampling=sampling), request_id)
+
+    def check_held(self) -> None:
+        """See to it that weights which are shared with another model are still that model.
+
+        Raises:
+            ModelError: they are not; see :func:`eecore.from_transformers`.
+        """
+        if self.network.check_held is not None:
+            self.network.check_held(self.network)
 
     def prepare(
         self,

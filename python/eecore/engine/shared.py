@@ -94,9 +94,11 @@ class SharedEngine:
 
         Raises:
             RequestError: the name is in use.
+            ModelError: the model that the weights are shared with has changed.
             RuntimeError: in another process than the engine's.
         """
         self._check_process()
+        self.engine.check_held()
         for request in client.requests:
             request.request_id = self._claim(client, name)
         if client.closed:  # meanwhile, by another thread: it may have missed a name

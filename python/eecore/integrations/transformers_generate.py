@@ -118,7 +118,8 @@ def generate_for_transformers(
 
     Prompts may be padded on the left, with an attention mask. Greedy answers are those of
     transformers, sampled ones have its distribution, and follow ``torch.manual_seed``. The first
-    call makes the model one of eecore's, see :func:`eecore.from_transformers`.
+    call makes the model one of eecore's, see :func:`eecore.from_transformers`; each looks at what
+    it is by then, and one that has become another is made so again.
 
     Args:
         model: given by transformers, as are those up to ``generation_config``.
@@ -140,11 +141,14 @@ def generate_for_transformers(
 
     Raises:
         RequestError: for an argument that is not honoured.
-        ModelError: the model cannot be one of eecore's.
+        ModelError: the model cannot be one of eecore's: adapters that are not merged, hooks, code
+            of its own.
         RequestFailedError: one answer failed; the others' work is lost with it, as a tensor has no
             place to say so.
     """
     _refuse(logits_processor, generation_config, prepared)
+    if torch.is_autocast_enabled(model.device.type):
+        raise RequestError("autocast: expected none with eecore, got it enabled")
     criteria = [each for each in stopping_criteria if type(each).__name__ not in CRITERIA]
     ours = model_behind(model)
     policy = parse_exit(exit) if isinstance(exit, str) else exit

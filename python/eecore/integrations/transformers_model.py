@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,13 +13,15 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from eecore.config import EngineConfig
+from eecore.config import AnyModelConfig, EngineConfig, ModelConfig, RopeConfig
 from eecore.errors import CheckpointError, ModelError
 from eecore.generation import Model, engine_limits
+from eecore.integrations.transformers_modules import check_modules, look
 from eecore.json_fields import parse_json
-from eecore.models import ModelSource, Tokenizer, adopt, find_head
+from eecore.models import ModelSource, Network, Tokenizer, adopt, find_head
 from eecore.models.checkpoint import Checkpoint
 from eecore.models.config_json import ConfigFields, model_config
+from eecore.models.rope import frequencies
 from eecore.models.source import model_digest
 from eecore.values import shown
 
@@ -27,20 +30,77 @@ if TYPE_CHECKING:
 
 __all__ = ["from_transformers", "model_behind"]
 
-# What adapters call what they are in, or are.
-ADAPTERS = ("lora_", "base_layer", "modules_to_save")
+SAMPLED = 64
+"""Numbers of each weight that are looked at for whether it has changed."""
 
 
+class _Watch:
+    """Whether a model of transformers is still the one whose weights were adopted.
+
+    Args:
+        model: that one; not held.
+        config: as it was read.
+        adopted: its weights.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: AnyModelConfig, adopted: adopt.Adopted
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._config, self.adopted = config, adopted
+        self._seen = look(model)
+
+    def change(self) -> str | None:
+        """What is another now, by name, if anything.
+
+        Raises:
+            ModelError: for what eecore does not follow.
+        """
+        model = self._model()
+        if model is None:
+            return None
+        seen = look(model)
+        if seen == self._seen:
+            return None
+        config, tensors = _read(model)
+        if config != self._config:
+            return "config"
+        moved = self.adopted.moved(tensors)
+        if moved is None:
+            self._seen = seen
+        return moved
+
+    def check(self, network: Network) -> None:
+        """Bring a network of these weights up to date, or raise.
+
+        Raises:
+            ModelError: it cannot be, as the model is another one.
+        """
+        changed = self.change()
+        if changed is not None:
+            raise ModelError(
+                f"{changed}: expected the model that from_transformers was given, got a change: "
+                "call it again"
+            )
+        self.adopted.refresh(network)
+
+
+@dataclass(frozen=True)
 class _Held:
     """What belongs to one model of transformers."""
 
-    def __init__(self, adopted: adopt.Adopted, model: Model) -> None:
-        self.adopted, self.model = adopted, model
+    watch: _Watch
+    model: Model
+    settings: dict[str, Any]
+    """Of :func:`from_transformers`."""
 
 
 _HELD: weakref.WeakKeyDictionary[torch.nn.Module, _Held] = weakref.WeakKeyDictionary()
+_LOCK = threading.RLock()
 
 
+@torch.inference_mode(False)  # a model's parameters are not made tensors of inference
+@torch.no_grad()
 def from_transformers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | Tokenizer | None = None,
@@ -52,10 +112,11 @@ def from_transformers(
 ) -> Model:
     """A model of transformers, as :func:`eecore.load` would give it, on the weights that it has.
 
-    Its parameters become views of eecore's weights, which hold all layers one behind the other: it
+    Its parameters become views of eecore's weights, which hold all layers one after the other: it
     goes on working, there is no second copy, and what is written into them, by training or by
-    merging an adapter, is eecore's at once. Where other tensors are put in their place, as by
-    ``model.to(...)``, it has to be called again.
+    merging an adapter, is eecore's at once. Each request looks at the model. Where it has become
+    another, as by ``model.to(...)`` or a new LM head, the request is a ModelError, and this has to
+    be called again.
 
     Args:
         model: of the Llama, Mistral, Qwen2, Qwen3, T5 or mT5 family, in float32 or bfloat16, on a
@@ -68,40 +129,68 @@ def from_transformers(
             one that ships with eecore for it.
 
     Raises:
-        ModelError: the model is of another kind, is quantised or has weights that are not in
-            memory; nothing has changed then.
+        ModelError: the model is of another kind, is quantised, has weights that are not in
+            memory, or adapters, hooks or other code in the way; nothing has changed then.
     """
     _check_kind(model)
+    settings = {
+        "tokenizer": tokenizer,
+        "kv_cache_tokens": kv_cache_tokens,
+        "engine": engine,
+        "prefix_cache": prefix_cache,
+        "exits": exits,
+    }
     owner = type(model).__name__
-    tensors = dict(model.named_parameters())
-    for name in tensors:
-        if any(part in name for part in ADAPTERS):
-            raise ModelError(
-                f"{owner}: expected weights alone, got an adapter ({name}): merge it first, by "
-                "merge_and_unload()"
-            )
-    config = model_config(_fields(model.config, owner), _fields(model.generation_config, owner))
+    config, tensors = _read(model)
     directory = Path(str(getattr(model.config, "_name_or_path", "") or ""))
     known = directory.name != "" and directory.is_dir()
     dtype = str(model.dtype).removeprefix("torch.")
     source = _Source(directory, dtype, None, tensors) if known else None
     text = _tokenizer(tokenizer, owner)
-    adopted = adopt.adopt(config, tensors, owner, source)
-    adopted.network.draft_head = find_head(
-        adopted.network, directory if known else Path(owner), exits
-    )
-    limits = engine_limits(adopted.network, engine, kv_cache_tokens, prefix_cache)
-    made = Model(adopted.network, text, limits)
-    _HELD[model] = _Held(adopted, made)
+    with _LOCK:
+        held = _HELD.get(model)
+        before = None if held is None else held.watch.adopted
+        adopted = adopt.Adopted(config, tensors, owner, before)
+        network = adopted.network(config, source)
+        network.draft_head = find_head(network, directory if known else Path(owner), exits)
+        limits = engine_limits(network, engine, kv_cache_tokens, prefix_cache)
+        watch = _Watch(model, config, adopted)
+        network.check_held = watch.check
+        made = Model(network, text, limits)
+        _HELD[model] = _Held(watch, made, settings)
     return made
 
 
 def model_behind(model: PreTrainedModel) -> Model:
-    """What :func:`from_transformers` made of a model last, or makes of it now."""
-    held = _HELD.get(model)
-    if held is None or not held.adopted.is_shared:
-        return from_transformers(model)
-    return held.model
+    """What :func:`from_transformers` made of a model last, or makes now of what it has become."""
+    with _LOCK:
+        held = _HELD.get(model)
+        if held is None:
+            return from_transformers(model)
+        if held.watch.change() is None:
+            return held.model
+        return from_transformers(model, **held.settings)
+
+
+def _read(model: PreTrainedModel) -> tuple[AnyModelConfig, dict[str, Tensor]]:
+    """What a model is now: its config and its parameters, a tied one by each of its names."""
+    owner = type(model).__name__
+    config = model_config(_fields(model.config, owner), _fields(model.generation_config, owner))
+    check_modules(model)
+    if isinstance(config, ModelConfig):
+        config = replace(config, rope=_rope(config.rope, model.get_submodule("model.rotary_emb")))
+    return config, dict(model.named_parameters(remove_duplicate=False))
+
+
+def _rope(rope: RopeConfig, module: Any) -> RopeConfig:
+    """The rotary embedding of a module, which keeps what it was made with."""
+    given: Tensor = module.inv_freq
+    if given.is_meta:
+        return rope
+    given, factor = given.float().cpu(), float(module.attention_scaling)
+    if torch.equal(given, frequencies(rope)) and factor == rope.attention_factor:
+        return rope
+    return replace(rope, frequencies=tuple(given.tolist()), attention_factor=factor)
 
 
 @dataclass(frozen=True)
@@ -109,15 +198,27 @@ class _Source(ModelSource):
     """The directory that a model came from; what is in memory may have changed since."""
 
     tensors: Mapping[str, Tensor] = field(repr=False, compare=False)
-    _seen: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _seen: dict[tuple[int, bytes], str] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def sha256(self) -> str:
         """Of the weight files, as long as the weights in memory are theirs."""
-        version = sum(tensor._version for tensor in self.tensors.values())
+        version = self._version()
         if version not in self._seen:
             self._seen[version] = self._digest()
         return self._seen[version]
+
+    def _version(self) -> tuple[int, bytes]:
+        """How often autograd has seen the weights written, and a sample of their numbers.
+
+        What is written through ``.data``, as merging an adapter does, autograd does not see.
+        """
+        tensors = [tensor.detach() for tensor in self.tensors.values()]
+        count = sum(t._version for t in tensors if not t.is_inference())
+        sample = torch.cat([t.reshape(-1)[:: max(1, t.numel() // SAMPLED)] for t in tensors])
+        return count, bytes(sample.view(torch.uint8).cpu().numpy())
 
     def _digest(self) -> str:
         with Checkpoint(self.directory) as files:

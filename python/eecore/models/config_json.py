@@ -298,7 +298,8 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
             "relative_attention_max_distance", num_buckets // 2 + 1, MOST_DISTANCE, 128
         ),
         tie_word_embeddings=tied,
-        scale_outputs=architecture == "T5ForConditionalGeneration"
+        # An mT5 never does, whatever transformers writes about its embeddings.
+        scale_outputs=architecture != T5_ARCHITECTURES[1]
         and fields.flag("scale_decoder_outputs", tied),
         eos_token_ids=_eos_token_ids(fields, generation, 1),
         dtype=_dtype(fields),

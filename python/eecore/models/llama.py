@@ -9,6 +9,7 @@ float8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,9 @@ class LlamaModel:
         """What drafts behind the last layer, where there is one."""
         self.learnt: dict[object, Any] = {}
         """What decoding learnt of passes over it, by what they depend on."""
+        self.check_held: Callable[[Any], None] | None = None
+        """Takes this over from the model that the weights are shared with, if there is one, or
+        raises where that has become another."""
         self.calls_single_ops = self.device.type != "cpu"
         """Whether layers run op by op, not a stretch of them in one call."""
         self.linear = Linear(self.device, config.rms_norm_eps)

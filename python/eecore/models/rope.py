@@ -57,6 +57,8 @@ def cos_sin_table(rope: RopeConfig, max_position: int, device: torch.device) -> 
 
 def frequencies(rope: RopeConfig) -> Tensor:
     """Float32 [rotary_dim / 2]: the angle in radians that each pair turns per position."""
+    if rope.frequencies:
+        return torch.tensor(rope.frequencies, dtype=torch.float32)
     return _FREQUENCIES[rope.type](rope)
 
 

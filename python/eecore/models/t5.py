@@ -8,6 +8,7 @@ self attention alone, and no score is scaled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,9 @@ class T5Model:
         """None is trained for a T5."""
         self.learnt: dict[object, Any] = {}
         """What decoding learnt of passes over it, by what they depend on."""
+        self.check_held: Callable[[Any], None] | None = None
+        """Takes this over from the model that the weights are shared with, if there is one, or
+        raises where that has become another."""
         self.calls_single_ops = self.device.type != "cpu"
         """Whether layers run op by op, not a stretch of them in one call."""
         self.linear = Linear(self.device, config.rms_norm_eps)
@@ -58,12 +62,17 @@ class T5Model:
         self._decoder = self._stacked.unbind()
         self._cross = weights.cross
         self._cross_q, self._cross_o = weights.cross.q.unbind(), weights.cross.o.unbind()
-        decoder = weights.decoder
         # The encoder's last norm is the one before every layer's keys and values.
-        self._encoder_norms = weights.encoder.final_norm.repeat(config.num_layers, 1)
-        self._head_norm = (decoder.final_norm.float() * config.output_scale).to(self.dtype)
-        self._kv = decoder.qkv.rows(slice(config.q_size, None))
+        self._encoder_norms = weights.encoder.final_norm.expand(config.num_layers, -1)
+        self._head_norm = torch.empty_like(weights.decoder.final_norm)
+        self.refresh()
+        self._kv = weights.decoder.qkv.rows(slice(config.q_size, None))
         self._flags = LayerFlags(config.num_layers)
+
+    def refresh(self) -> None:
+        """Compute again what is made of weights, which may have been written."""
+        norm = self.weights.decoder.final_norm.float()
+        self._head_norm.copy_(norm * self.config.output_scale)
 
     def prepare(self, kv: KVCache) -> None:
         """Nothing: see :meth:`eecore.models.LlamaModel.prepare`."""

@@ -59,6 +59,9 @@ def missing_cuda_ops() -> tuple[str, ...]:
 def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
     """The op as it is registered: every argument in its place, outputs among them.
 
+    It has no gradients, so that it refuses tensors that require some wherever autograd records. An
+    autograd kernel in Python would do the same at twice the cost of a small op.
+
     Args:
         op: its name.
         cpu_only: it is not to have a CUDA kernel.
@@ -66,7 +69,19 @@ def compiled(op: str, *, cpu_only: bool = False) -> Callable[..., None]:
     if cpu_only:
         _cpu_only.add(op)
     overload: Callable[..., None] = getattr(torch.ops.eecore, op).default
-    return overload
+    names = _argument_names(op)
+
+    def call(*arguments: Any, **by_name: Any) -> None:
+        if torch.is_grad_enabled():
+            for name, value in (*zip(names, arguments, strict=False), *by_name.items()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    raise RuntimeError(
+                        f"{op}: {name}: expected a tensor without gradients, or torch.no_grad(), "
+                        "got one that requires grad"
+                    )
+        overload(*arguments, **by_name)
+
+    return call
 
 
 def cpu_only_ops() -> tuple[str, ...]:
@@ -74,12 +89,16 @@ def cpu_only_ops() -> tuple[str, ...]:
     return tuple(sorted(_cpu_only))
 
 
+def _argument_names(op: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.eecore, op).default._schema.arguments]
+
+
 def _fake_of(op: str) -> Callable[..., None]:
     """The fake kernel of an op, which only writes into its arguments: there is nothing to do.
 
     Torch calls it for tensors of whatever devices as soon as one of them is on ``meta``.
     """
-    names = [argument.name for argument in getattr(torch.ops.eecore, op).default._schema.arguments]
+    names = _argument_names(op)
 
     def fake(*arguments: Any, **by_name: Any) -> None:
         given = {**dict(zip(names, arguments, strict=False)), **by_name}
