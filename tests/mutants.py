@@ -269,7 +269,7 @@ CUDA_KERNELS = (
         "tests/ops/test_embed_tokens.py -k emulated",
     ),
     Mutant(
-        "state-behind-the-last-row",
+        "state-after-the-last-row",
         "include/eecore/gather_states.cuh",
         "if (token >= *params.num_tokens) {",
         "if (token > *params.num_tokens) {",
@@ -345,7 +345,7 @@ CHECKS = (
         "tests/ops/test_paged_attention.py -k 'not emulated and not avx'",
     ),
     Mutant(
-        "slot-behind-the-cache",
+        "slot-after-the-cache",
         "csrc/ops/kv_fill.cpp",
         'check["num_pages"] * params.page_size);',
         'check["num_pages"] * params.page_size + 1);',
@@ -359,7 +359,7 @@ CHECKS = (
         "tests/ops/test_sample_tokens.py tests/across_ops/test_op_refusals.py -k 'not emulated'",
     ),
     Mutant(
-        "packed-rows-behind-the-bytes",
+        "packed-rows-after-the-bytes",
         "csrc/packed_check.cpp",
         "check.require(end <= num_bytes, table_name,",
         "check.require(place.offset <= num_bytes, table_name,",
@@ -599,7 +599,7 @@ ENGINE = (
         "tests/engine/test_engine.py",
     ),
     Mutant(
-        "tokens-behind-the-end-kept",
+        "tokens-after-the-end-kept",
         "python/eecore/engine/changes.py",
         "records = records[:added]",
         "records = records[: added + 1]",
@@ -620,7 +620,7 @@ ENGINE = (
         "tests/engine/test_engine.py tests/decoding/test_speculation.py",
     ),
     Mutant(
-        "token-behind-the-vocabulary-taken",
+        "token-after-the-vocabulary-taken",
         "python/eecore/engine/intake.py",
         "not 0 <= number < vocab_size:",
         "not 0 <= number <= vocab_size:",

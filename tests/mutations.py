@@ -241,7 +241,7 @@ class Results:
 
 
 def fingerprint(mutant: Mutant) -> str:
-    """Of all that a result depends on, but for the working tree."""
+    """A fingerprint of all that a result depends on, but for the working tree."""
     return digest(mutant.file, mutant.old, mutant.new, mutant.tests)
 
 

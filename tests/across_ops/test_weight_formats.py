@@ -49,7 +49,7 @@ each_format = pytest.mark.parametrize("format", FORMATS)
 def test_softmax_confidence_matches_the_reference(
     form: str, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Its measures are those of the logits that the stored weight gives."""
+    """The measures are those of the logits that the stored weight gives."""
     call = test_exit_confidence_softmax.random_case(9, hidden_size, vocab_size, dtype, device)
     call = coded({**call, "eps": 1e-5}, form, "lm_head")
     got = ops.exit_confidence_softmax(**call)
@@ -96,7 +96,7 @@ def test_packed_fill_matches_the_reference(
 def test_what_is_filled_of_a_row_does_not_depend_on_the_others(
     format: str, device: torch.device
 ) -> None:
-    """Of each layer other rows are filled, in blocks of which the last has few."""
+    """Each layer fills other rows, in blocks of which the last has few."""
     case = KvFillCase(53, hidden_size=256, num_kv_heads=1, head_dim=24, rotary_dim=24)
     call = test_kv_fill.random_call(case, device=device)
     matrix = on_device(packed_layers([[(format, 48)]] * case.num_layers, 256, size=1 / 16), device)

@@ -323,7 +323,7 @@ def test_stop_strings(agreeing: eecore.Model, mode: str) -> None:
             assert output.text == pieces == text[: text.find(stop)]
             assert len(output.token_ids) == len(output.exit_layers) <= 18
             if MODES[mode].max_drafts:
-                # Of a run of drafts nothing behind the string is kept.
+                # Drafts after the string are not kept.
                 full = alone(agreeing, prompt, Full(), sampling)
                 assert output.token_ids == full.token_ids
 

@@ -100,7 +100,7 @@ def test_the_command_line_says_it_in_a_line(
 
 
 def test_a_server_says_it_for_its_model(directory: Path) -> None:
-    """Its requests are checked beside what is known of the model in another process."""
+    """The server checks requests by what it knows of the model in another process."""
     config = loaded(directory).config
     facts = _Facts(config, torch.device("cpu"), ModelSource(directory, "float32", None), None)
     with warnings.catch_warnings(record=True) as caught:

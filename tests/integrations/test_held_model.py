@@ -87,7 +87,7 @@ def there_and_back(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel) -> None:
-    """Transformers leaves hooks behind it that change nothing."""
+    """Transformers leaves hooks in place that change nothing."""
     model(IDS, output_hidden_states=True)
 
 

@@ -138,7 +138,7 @@ def test_packed_products_match_the_reference(
 
 @each_format
 def test_packed_rows_of_any_width_and_view(form: str, device: torch.device) -> None:
-    """Of an odd number of blocks, too; rows of a view begin and end inside panels."""
+    """An odd number of blocks, too; rows of a view begin and end inside panels."""
     for columns in sorted(
         {whole_blocks(each, form) for each in (32, 96, 256, 576, 768, 1536, 4864)}
     ):
@@ -274,7 +274,7 @@ def test_a_row_does_not_depend_on_the_others(
 def test_what_is_not_finite_stays_in_its_row(
     value: float, product: Product, device: torch.device
 ) -> None:
-    """Its own row is NaN throughout, or at least nowhere finite."""
+    """The row itself is NaN throughout, or at least nowhere finite."""
     rounds = product.form != "floats" and not emulated.is_cuda_kernel(device)
     for options in OPTIONS:
         call = product.call(5, 70, 33, options, device=device)

@@ -243,7 +243,7 @@ class _Reader:
                 self._at += 1
                 last = self._character()
                 if last < first:
-                    self._fail(f"a range of characters that ends behind {chr(first)!r}")
+                    self._fail(f"a range of characters that ends after {chr(first)!r}")
             ranges.append((first, last))
         if not ranges and not inverted:
             self._fail("a set with a character in it")
@@ -366,7 +366,7 @@ def _kept(node: Node, ended: dict[str, Node]) -> Node | None:
 
 
 def _from_the_leaves(rules: dict[str, Node], needed: list[str]) -> list[str] | None:
-    """The rules, each behind those that it names; None: some contain themselves."""
+    """The rules, each after those that it names; None: some contain themselves."""
     missing = {name: set(_called(rules[name])) for name in needed}
     callers: dict[str, list[str]] = {name: [] for name in needed}
     for name, called in missing.items():

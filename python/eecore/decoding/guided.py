@@ -105,7 +105,7 @@ class Guided:
             row[:] = self._mask(mask)
 
     def _look(self, token_ids: list[int]) -> _Look:
-        """All that is asked behind tokens without drafts, in one message."""
+        """What is asked after tokens without drafts, in one message."""
         looked = self._looked
         if looked is None or self._seen != token_ids:
             calls = [("is_stopped",), ("compute_ff_tokens",), ("compute_bitmask",)]
@@ -118,9 +118,7 @@ class Guided:
         return words[: self.num_words]  # there may be room for one token more
 
     def _at(self, token_ids: list[int], *calls: tuple[Any, ...]) -> list[Any]:
-        """What calls of the matcher return, behind these tokens; behind the calls it is there
-        again.
-        """
+        """What calls of the matcher return after these tokens; afterwards it is there again."""
         seen, self._seen, self._looked = self._seen, [], None
         matcher = self._matcher
         if self._start.is_closed:
@@ -134,7 +132,7 @@ class Guided:
 
 
 class _Look(NamedTuple):
-    """What there is to know behind a text."""
+    """What there is to know after a text."""
 
     is_over: bool
     forced: list[int]

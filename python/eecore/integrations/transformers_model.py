@@ -92,7 +92,7 @@ class _Held:
     watch: _Watch
     model: Model
     settings: dict[str, Any]
-    """Of :func:`from_transformers`."""
+    """The arguments of :func:`from_transformers`."""
 
 
 _HELD: weakref.WeakKeyDictionary[torch.nn.Module, _Held] = weakref.WeakKeyDictionary()

@@ -213,7 +213,7 @@ def _yarn_rope(
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """The settings behind a file's table of frequency divisors, found by making the table again.
+    """The settings of a file's table of frequency divisors, found by making the table again.
 
     GGUF keeps only the table; of Llama 3.1's settings all but the factor are the same everywhere.
     """

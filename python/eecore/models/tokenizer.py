@@ -274,7 +274,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def template_for(self, variables: Mapping[str, Any]) -> str:
-        """Of several named templates that for tools where there are some, as in transformers.
+        """The template for tools where there are several by name and tools, as in transformers.
 
         Raises:
             ChatTemplateError: there is none.

@@ -228,7 +228,7 @@ class CompletionShape(Shape):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._offsets: dict[int, TextOffsets] = {}
-        """Of each choice whose tokens have begun."""
+        """Offsets of each choice whose tokens have begun."""
 
     def first(self, index: int, step: StepOutput) -> dict[str, Any] | None:
         echo, logprobs = self.asked.choices[index].echo, self._echoed(index, step)
