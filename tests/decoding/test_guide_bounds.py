@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import eecore
 from eecore import Guide, GuideError, RequestError, SamplingParams
 from eecore.decoding import matchers
 from eecore.decoding.guided import Guided, Guides
+from tripwire import Interrupt, Tripwire
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -167,13 +169,31 @@ def test_an_interrupt_leaves_a_way_that_can_be_gone(
     with pytest.raises(KeyboardInterrupt):
         walk(way, 9)
     assert walk(way, 9) == 4
+
+
+def test_what_failed_once_is_compiled_another_time(
+    guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
-        matchers.GuideProcess, "compile", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+        matchers.GuideProcess, "compile", lambda _: (_ for _ in ()).throw(MemoryError)
     )
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(MemoryError):
         guides.follow(Guide.regex("b"))
     monkeypatch.undo()
     assert walk(guides.follow(Guide.regex("b")), 9) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_leaves_guides_that_can_be_compiled(guides: Guides) -> None:
+    guides.follow(Guide.regex("a"))
+    with Tripwire() as wire:
+        guides.follow(Guide.regex("b"))
+    assert wire.lines > 20
+    for at in range(1, wire.lines + 1):
+        guide = Guide.regex(f"[a-c]{{{at}}}")
+        with suppress(Interrupt), Tripwire(at):
+            guides.follow(guide)
+        assert walk(guides.follow(guide), at + 1) == at
 
 
 def test_processes_end_with_their_guides(tiny: eecore.Model) -> None:

@@ -180,9 +180,8 @@ class Guides:
 
     def knows(self, guide: Guide) -> bool:
         """Whether :meth:`follow` has its answer already."""
-        with self._lock:
-            known = self._compiled.get(guide)
-            return known is not None and known.done()
+        known = self._compiled.get(guide)
+        return known is not None and known.done()
 
     def process(self, guide: Guide, *, restarts: bool = True) -> GuideProcess:
         """The process of a guide, compiled once for all who ask at the same time.
@@ -194,28 +193,34 @@ class Guides:
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
-        with self._lock:
-            known = self._compiled.pop(guide, None)
-            is_new = known is None or (restarts and _has_ended(known))
-            found: Future[GuideProcess] = Future() if known is None or is_new else known
-            self._compiled[guide] = found  # the newest
-            for oldest in list(self._compiled)[:-MAX_KNOWN]:
-                del self._compiled[oldest]
-        if is_new:
-            try:
-                with self._compiling:
-                    found.set_result(self._fork.process(guide))
-            except GuideError as error:
-                found.set_exception(error)
-            except BaseException:
-                with self._lock:
-                    self._compiled.pop(guide, None)
-                found.set_exception(GuideError("guide: expected to compile it, got an interrupt"))
-                raise
-        process = found.result()
+        known = self._compiled.setdefault(guide, Future())
+        if restarts and _has_ended(known):
+            known = self._compiled[guide] = Future()
+        if not (known.running() or known.done()):
+            # In a thread of its own, which no interrupt reaches: all who wait hear of it.
+            threading.Thread(target=self._compile, args=(guide, known), daemon=True).start()
+        for oldest in list(self._compiled)[:-MAX_KNOWN]:
+            self._compiled.pop(oldest, None)
+        process = known.result()
         if process.failure is not None:
             raise process.failure
         return process
+
+    def _compile(self, guide: Guide, found: Future[GuideProcess]) -> None:
+        """Start the process of a guide, as one of a few at a time, unless another thread does."""
+        with self._lock:
+            if found.running() or found.done():
+                return
+            found.set_running_or_notify_cancel()
+        try:
+            with self._lock:
+                fork = self._fork
+            with self._compiling:
+                found.set_result(fork.process(guide))
+        except BaseException as error:
+            if not isinstance(error, GuideError):  # another time it may be compiled
+                self._compiled.pop(guide, None)
+            found.set_exception(error)
 
     @cached_property
     def _fork(self) -> GuideFork:

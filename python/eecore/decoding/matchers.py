@@ -133,7 +133,7 @@ class GuideProcess:
 
     def __init__(self, guide: Guide, channel: Channel) -> None:
         self._guide, self._channel = guide, channel
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a thread that was interrupted may still hold it
         self.numbers = itertools.count(1)
         """Numbers for copies of its matcher."""
         self.forgotten: list[int] = []
@@ -219,6 +219,8 @@ class Matcher:
         process: of the guide.
         number: of the matcher there; the first has seen nothing, and stays.
     """
+
+    _number = 0  # until it is made
 
     def __init__(self, process: GuideProcess, number: int = 0) -> None:
         self._process, self._number = process, number
