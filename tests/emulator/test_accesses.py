@@ -31,6 +31,7 @@ from cases import CUDA_OPS, AppendKvCase, AttentionCase, KvFillCase
 from eecore import ops
 from eecore.models.int8 import quantise_rows
 from packed_blocks import SMALL_FORMATS, random_blocks
+from tiers import in_all
 
 DEVICE = Device(num_multiprocessors=3, shared_bytes=232448)  # the emulator's
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_nothing_is_counted_unasked() -> None:
 # Kernels and grids
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_all(torch.float32)], ids=str)
 def test_every_op_launches_what_its_plan_says(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +147,7 @@ def packed_weight(format: str, rows: int, columns: int) -> ops.Matrix:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 9, 33])
+@pytest.mark.parametrize("num_tokens", [1, 9, *in_all(33)])
 @pytest.mark.parametrize(
     ("in_features", "format"),
     [*((576, format) for format in SMALL_FORMATS), *((512, f) for f in ops.BLOCK_FORMATS)],

@@ -507,6 +507,7 @@ def test_a_question_that_cannot_be_asked_is_named(
     assert "error: question 2: " in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_questions_about_texts_that_fit_the_model(folder: Path, tmp_path: Path) -> None:
     """The tokenizer's tokens are bytes, so that the longer half does not fit 2048 positions."""
     texts = tmp_path / "texts"
