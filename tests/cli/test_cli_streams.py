@@ -31,6 +31,7 @@ from command_line import (
 )
 from eecore.cli import signals
 from eecore.cli.app import run
+from tiers import in_all
 
 # Streams that are closed, full, or cannot say a letter
 
