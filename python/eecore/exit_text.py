@@ -88,7 +88,7 @@ def parse_exit(text: str) -> Exit:
         ExitTextError: it says none.
         ExitError: it says one that contradicts itself.
     """
-    name, _, rest = str.partition(text, ":")
+    name, _, rest = str.__str__(text).partition(":")  # of any class of str
     form = POLICIES.get(name)
     if form is None:
         raise ExitTextError(f"exit: expected {', '.join(POLICIES)}, got {shown(text)}")

@@ -411,7 +411,8 @@ def one(random: Random) -> bool:
         assert 0 < len(refusal) < 5000
         return False
     output = outputs[wild]
-    assert output.error is None, output
+    if output.error is not None:  # a guide that costs too much in the middle of a text
+        assert output.error.startswith("guide: "), output
     assert type(wild) is str
     assert {type(token) for token in (*output.prompt_token_ids, *output.token_ids)} == {int}
     numbers = [*output.confidences, *(output.logprobs or ())]
