@@ -243,6 +243,7 @@ def test_same_seed_same_text(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.filterwarnings("always:.*trained for early exit")
 def test_depth_comes_as_numbers_where_there_are_no_colours(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_the_model_that_ships_is_known() -> None:
     assert warnings_of(model, "fixed:3", "confident:0.9") == []
 
 
+@pytest.mark.filterwarnings("always:.*trained for early exit")
 def test_the_command_line_says_it_in_a_line(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
