@@ -16,7 +16,7 @@ import tiers
 def test_nothing_falls_over(name: str, request: pytest.FixtureRequest) -> None:
     share = getattr(fuzzing.module_of(name), "SHARE", fuzzing.SHARE)
     if not tiers.runs_all(request.config):
-        share = share // 5 + 1
+        share = share // 8 + 1
     tally = fuzzing.run(name, inputs=share)
     assert not tally.findings, "\n".join(map(str, tally.findings))
     assert tally.inputs == share
