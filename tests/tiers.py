@@ -5,6 +5,7 @@ Both run every test function on the backends of this machine. The short suite le
 - tests marked ``long``: they start a compiler, build a wheel, or run a program for minutes;
 - on CPU capabilities other than portable and the best of this machine, what does not compare with
   the reference;
+- on the emulator, what does not compare with the reference but for a case of each value;
 - on the emulator, of bfloat16 and float16 the one or the other, by turns: they share a kernel;
 - cases of a function which hold no value, and no pair of values, that another case does not hold:
   what is left is a covering array of strength 2 (Cohen et al., The AETG system, 1997).
@@ -166,13 +167,15 @@ def short(items: Iterable[pytest.Item]) -> tuple[set[pytest.Item], dict[str, int
             kept.add(item)
     for key, of_one in functions.items():
         every = len(of_one)
+        strength = 2
         if "emulated" in key:
             of_one = one_of_16_bits(of_one)
+            strength = 2 if compares_with_the_reference(str(of_one[0].originalname)) else 1
         rows = [  # the values of a parameter are the same objects in every case
             [id(value) for name, value in item.callspec.params.items() if name != "device"]
             for item in of_one
         ]
-        chosen = covering(rows)
+        chosen = covering(rows, strength)
         kept.update(of_one[i] for i in chosen)
         left_out["cases whose pairs of values others hold"] += every - len(chosen)
     return kept, left_out
