@@ -1,8 +1,8 @@
 """The short suite, which ``make test`` runs, beside all tests, which ``make test-all`` runs.
 
-Both run every test function on the backends of this machine. The short suite leaves out
+Both run on the backends of this machine. The short suite leaves out
 
-- tests marked ``long``: they start a compiler, build a wheel, or run a program for minutes;
+- tests and single cases marked ``long``: compilers, sanitizers, what takes minutes;
 - on CPU capabilities other than portable and the best of this machine, what does not compare with
   the reference;
 - on the emulator, what does not compare with the reference but for a case of each value;
