@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.harness.results import Figures
 from bench.harness.rows import Row, find
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 BATCHES = (1, 8, 32)
 BITS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}

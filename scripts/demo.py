@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eecore
-from eecore.cli.depth import DepthPainter, depth_legend, has_colours, runs
+from eecore.console.depth import DepthPainter, depth_legend, has_colours, runs
 from eecore.exits import Exit
 from get_smollm2 import get_smollm2
 

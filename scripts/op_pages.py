@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eecore import ops
-from eecore.evaluation.tables import markdown_table
 from eecore.files import write_text
+from eecore.lab.evaluation.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "ops"

@@ -26,8 +26,8 @@ from tokenizers import (
     trainers,
 )
 
-from eecore.cli.train import ProgressLine
-from eecore.training import (
+from eecore.lab.commands.train import ProgressLine
+from eecore.lab.training import (
     CalmLoss,
     EarlyExitLoss,
     LastLayerLoss,
@@ -42,7 +42,7 @@ from eecore.training import (
     stop_on_signals,
     train,
 )
-from eecore.training.run_state import read_state
+from eecore.lab.training.run_state import read_state
 
 END = "<|end|>"
 # 8.8M parameters with a vocabulary of 2048.

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load, save_file
 
 import eecore
-from eecore.evaluation.skip_search import SkipSearch, SkipStep
-from eecore.evaluation.sweep import Sweep, SweepCell
+from eecore.calibration.skip_search import SkipSearch, SkipStep
 from eecore.files import appearing, filling, replacing, write_text
-from eecore.training.calm import save_classifier
-from eecore.training.run_log import CsvLog
+from eecore.lab.evaluation.sweep import Sweep, SweepCell
+from eecore.lab.training.calm import save_classifier
+from eecore.lab.training.run_log import CsvLog
 
 PACKAGE = Path(eecore.__file__).parent
 

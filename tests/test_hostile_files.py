@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 import eecore
 from eecore.builtin import default_model
+from eecore.calibration.examples import read_examples
+from eecore.calibration.similarity import SIMILARITIES
+from eecore.calibration.skip_search import SkipSearch
 from eecore.calibration_file import SIMILARITY_NAMES, Calibration
 from eecore.errors import EecoreError, ExitError, RequestError
-from eecore.evaluation.examples import read_examples
-from eecore.evaluation.similarity import SIMILARITIES
-from eecore.evaluation.skip_search import SkipSearch
 from eecore.exits import ExitClassifier
 from eecore.json_fields import JsonFields, parse_json
 from eecore.textfiles import json_lines, read_text

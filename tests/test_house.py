@@ -220,23 +220,25 @@ FLOORS = {
     "ops": "_C _cuda",
     "models": "ops config",
     "scheduling": "config",
-    "decoding": "scheduling models ops exits config guide output channel",
-    "engine": "decoding scheduling models exit_text exits config guide output",
-    "training": "models exits config",
+    "planning": "scheduling models exits config guide output channel",
+    "decoding": "planning scheduling models ops exits config guide output",
+    "engine": "decoding planning scheduling models exit_text exits config guide output",
     "generation": "engine models exits builtin free_memory config output",
-    "answers": "generation engine config output",
-    "evaluation": "generation decoding models exits calibration_file config output depth_colours",
+    "calibration": "generation models exits calibration_file config output",
     "integrations": "generation models ops exit_text exits config output",
-    "eecore": "headers integrations evaluation generation engine ops exits calibration_file "
+    "eecore": "headers integrations calibration generation engine ops exits calibration_file "
     "builtin config guide output",
-    "serving": "eecore evaluation generation engine models exit_text exits calibration_file config "
+    "serving": "eecore generation engine models exit_text exits calibration_file config "
     "guide output depth_colours channel",
-    "cli": "eecore serving evaluation answers generation training models exit_text exits "
+    "console": "eecore generation models exit_text exits builtin depth_colours",
+    "lab": "console eecore calibration generation engine decoding planning models exits "
     "calibration_file builtin config output depth_colours",
+    "cli": "eecore lab console serving calibration generation models exit_text exits "
+    "calibration_file builtin config output",
     "__main__": "cli",
 }
 # What a floor may name in annotations alone.
-FOR_TYPES = {"scheduling": {"exits", "output"}, "answers": {"models"}}
+FOR_TYPES = {"scheduling": {"exits", "output"}}
 
 
 def floor(name: str) -> str:
@@ -285,6 +287,11 @@ def test_scheduling_knows_no_torch() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_planning_knows_no_tensors() -> None:
+    for module in on_floor("planning"):
+        assert "torch" not in {name.split(".")[0] for name in imports(module)}, module
+
+
 def test_vllm_is_known_to_its_own_integration_alone() -> None:
     for module in modules():
         if "vllm" in {name.split(".")[0] for name in imports(module)}:
@@ -298,14 +305,14 @@ def test_models_are_read_without_an_extra() -> None:
     plain = set(re.findall(r'^  "([\w-]+)', text.partition("]\n\n")[0], re.MULTILINE))
     assert "torch" in plain
     known = {*plain, *sys.stdlib_module_names, "eecore"}
-    for row in ("models", "scheduling", "decoding", "engine", "generation"):
+    for row in ("models", "scheduling", "planning", "decoding", "engine", "generation"):
         for module in on_floor(row):
             strangers = {name.partition(".")[0] for name in imports(module)} - known
             assert strangers <= {"llguidance"}, f"{module} imports {strangers}"
 
 
 def test_training_never_imports_its_extra_outright() -> None:
-    for module in on_floor("training"):
+    for module in (name for name in on_floor("lab") if name.startswith("eecore.lab.training")):
         lazy = {name for name in imports(module) if name.split(".")[0] in ("transformers", "peft")}
         assert not lazy, f"{module} imports {lazy}: they come with an extra"
 
@@ -313,7 +320,7 @@ def test_training_never_imports_its_extra_outright() -> None:
 def test_the_command_line_needs_nothing_of_the_server() -> None:
     """Its packages come with an extra; ``eecore serve`` says so where they are not there."""
     extra = {"fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic", "anyio"}
-    for module in ["eecore.serving", *on_floor("cli")]:
+    for module in ["eecore.serving", *on_floor("console"), *on_floor("lab"), *on_floor("cli")]:
         names = {name.split(".")[0] for name in imports(module)}
         assert not names & extra, f"{module} imports {names & extra}"
 
@@ -371,7 +378,8 @@ def test_no_op_file_is_left_without_a_schema() -> None:
 
 
 def test_tests_lie_as_the_package_does() -> None:
-    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")} - {"tests"}
+    tests = ROOT / "tests"
+    folders = {path.relative_to(tests).parts[0] for path in tests.glob("*/**/test_*.py")}
     of_none = {"across_ops", "bench", "docs", "emulator", "fuzz"}
     assert folders <= {*FLOORS, *of_none}
 

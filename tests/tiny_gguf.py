@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
 from bench.decode.models import add_settings, interleave_rotary
-from eecore.models.gguf_checkpoint import TENSOR_NAMES
+from eecore.models.readers.gguf_checkpoint import TENSOR_NAMES
 
 GGUF_NAMES = {hf: name for name, hf in TENSOR_NAMES.items()}
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -21,7 +21,7 @@ import eecore
 from eecore.errors import GuideError
 
 PACKAGE = Path(eecore.__file__).parent
-WATCHED = tuple(str(PACKAGE / folder) for folder in ("engine", "scheduling", "decoding"))
+WATCHED = tuple(str(PACKAGE / folder) for folder in ("engine", "scheduling", "planning", "decoding"))
 
 
 class Fault(Exception):

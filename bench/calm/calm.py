@@ -25,11 +25,12 @@ from bench.calm.tables import page_of
 from bench.harness.command import parser
 from bench.harness.machine import machine
 from bench.harness.results import Figures
-from eecore.cli.evaluate import show_turn
-from eecore.cli.evaluate_calm import confident_policies
-from eecore.cli.exit_options import parse_layers
-from eecore.cli.failures import UsageError
-from eecore.evaluation import Example, evaluate_calm, read_examples
+from eecore.calibration import Example, read_examples
+from eecore.console.exit_options import parse_layers
+from eecore.console.failures import UsageError
+from eecore.lab.commands.evaluate import show_turn
+from eecore.lab.commands.evaluate_calm import confident_policies
+from eecore.lab.evaluation import evaluate_calm
 from eecore.models.source import model_digest
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from bench.harness.machine import in_words
 from bench.harness.places import PAGES, RESULTS
 from bench.harness.results import Figures, Report
-from eecore.evaluation import CalmReport
-from eecore.evaluation.calm_report import CalmRow, Speed
-from eecore.evaluation.tables import markdown_table
 from eecore.files import write_text
+from eecore.lab.evaluation import CalmReport
+from eecore.lab.evaluation.calm_report import CalmRow, Speed
+from eecore.lab.evaluation.tables import markdown_table
 
 
 @dataclass(frozen=True)

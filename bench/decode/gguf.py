@@ -24,7 +24,7 @@ from bench.harness.processes import EngineError
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import smollm2_file
 from bench.harness.turns import median_ratio
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 PAUSE_S = 0.3
 Seconds = dict[tuple[str, int], list[float]]

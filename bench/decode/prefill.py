@@ -23,7 +23,7 @@ from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import get_smollm2
 from bench.harness.turns import Turn, median_ratio, seconds_of, take_turns, timed
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.harness.machine import in_words
 from bench.harness.rows import find, unique
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 BITS = ("f32", "bf16", "int8", "int4")
 

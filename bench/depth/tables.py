@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.harness.machine import in_words
 from bench.harness.rows import Row, find, is_at, unique
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 
 def full(result: Row) -> str:

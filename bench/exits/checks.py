@@ -23,8 +23,8 @@ from bench.harness.outputs import decoding_seconds
 from bench.harness.prompts import prompts_of
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import chat, loaded, smollm2_file
-from eecore.evaluation.tables import markdown_table
 from eecore.exits import ConfidentExit, Exit, FixedExit, Full, Measure
+from eecore.lab.evaluation.tables import markdown_table
 
 MEASURES: tuple[Measure, ...] = ("softmax", "cut", "state")
 

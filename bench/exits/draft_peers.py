@@ -37,8 +37,8 @@ from bench.harness.prompts import KINDS, prompts_of
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, get_smollm2, loaded, smollm2_file
 from bench.harness.turns import rotated
-from eecore.evaluation.tables import markdown_table
 from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
+from eecore.lab.evaluation.tables import markdown_table
 
 EARLY_EXIT = 6  # of 30 layers
 DRAFTS, THRESHOLD = 5, 0.6  # where early exits draft, no further than they are sure

@@ -32,8 +32,8 @@ from bench.harness.prompts import KINDS, prompts_of
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
 from bench.harness.turns import median_ratio, rotated
-from eecore.evaluation.tables import markdown_table
 from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
+from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import DraftHead, LlamaModel
 from tests.head_packs import write_pack
 

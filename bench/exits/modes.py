@@ -26,7 +26,7 @@ from bench.harness.places import ROOT
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import chat, get_smollm2
 from bench.harness.turns import Turn, median_ratio, seconds_of, take_turns, timed
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 QUESTIONS = (
     "What is photosynthesis, in simple words?",

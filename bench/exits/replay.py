@@ -30,14 +30,14 @@ from bench.harness.prompts import KINDS, prompts_of
 from bench.harness.replay import Answer, RoundTimes, new_planner, play
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
-from eecore.decoding.budget import Budget
-from eecore.decoding.chooser import FULL, Choice, Chooser
-from eecore.decoding.history import History
-from eecore.decoding.plan import Planner
-from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
-from eecore.decoding.round_costs import RoundCosts
-from eecore.evaluation.tables import markdown_table
 from eecore.exits import Auto
+from eecore.lab.evaluation.tables import markdown_table
+from eecore.planning.budget import Budget
+from eecore.planning.chooser import FULL, Choice, Chooser
+from eecore.planning.history import History
+from eecore.planning.planner import Planner
+from eecore.planning.proposal import MOST_AHEAD, NOTHING, Proposal
+from eecore.planning.round_costs import RoundCosts
 
 REQUESTS = (1, 2, 4, 8)
 """Of the rounds that are timed."""

@@ -26,12 +26,12 @@ from bench.harness.command import parser, say
 from bench.harness.prompts import KINDS, prompts_of
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
-from eecore.evaluation.tables import markdown_table
 from eecore.exits import Full
+from eecore.lab.evaluation.tables import markdown_table
+from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.models import KVCache, LlamaModel
-from eecore.models.head_file import HeadFile
-from eecore.training.draft_head import DraftHead, HeadSizes, tensor_names
-from eecore.training.head_keys import TextKeys, keys_at
+from eecore.models.readers.head_file import HeadFile
 
 MOST_ROWS = 8
 CHOICES = 3

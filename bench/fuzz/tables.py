@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.harness.results import Figures, Report
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 FINDINGS = {
     "crash": "crashes",

@@ -27,7 +27,7 @@ from bench.gpu.trace import META, iteration, model_without_memory, nodes_of, wit
 from bench.harness import command
 from bench.harness.results import Figures, Report
 from bench.harness.rows import Row
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 BATCHES = (1, 8, 32)
 SEQ_LEN = PROMPT + 32  # half way through 64 more

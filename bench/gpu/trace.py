@@ -22,12 +22,12 @@ from eecore.config import ModelConfig
 from eecore.decoding.control import OnHost
 from eecore.decoding.exit_step import ExitKind, ExitStep
 from eecore.decoding.memory import power_of_two
-from eecore.decoding.route import Check
 from eecore.decoding.sampling import HeadSizes
 from eecore.decoding.step import Sizes
 from eecore.models import KVCache, LlamaModel
 from eecore.models.llama import LlamaWeights
 from eecore.models.weights import NewWeights
+from eecore.planning.route import Check
 
 META = torch.device("meta")
 PAGE_SIZE = 16

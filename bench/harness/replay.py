@@ -17,14 +17,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from eecore.config import SamplingParams
-from eecore.decoding import plan
-from eecore.decoding.chooser import Chooser
-from eecore.decoding.head_drafts import Ahead
-from eecore.decoding.outcome import Outcome
-from eecore.decoding.plan import Planned, Planner
-from eecore.decoding.proposal import Proposal
 from eecore.exits import Auto
 from eecore.models import Network
+from eecore.planning import planner as plan
+from eecore.planning.chooser import Chooser
+from eecore.planning.outcome import Outcome
+from eecore.planning.planner import Planned, Planner
+from eecore.planning.proposal import Ahead, Proposal
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import MAX_DRAFTS, Counters, TokenRecord
 from eecore.scheduling.sequence import Sequence as Request
@@ -158,7 +157,7 @@ def new_planner(
     learnt = {} if chooser is None else {(torch.get_num_threads(), head): chooser}
     config = SimpleNamespace(num_layers=num_layers)
     model = Nothing(config=config, draft_head=head, source=None, learnt=learnt)
-    return Planner(cast(Network, model))
+    return Planner(cast(Network, model), torch.get_num_threads())
 
 
 @contextmanager

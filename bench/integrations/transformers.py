@@ -21,7 +21,7 @@ from bench.harness.results import Figures, Report
 from bench.harness.turns import Turn, batches_of, take_turns, timed
 from bench.harness.utterances import LONGEST_PARSE, utterances
 from bench.integrations.beside import rows_beside
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,7 +29,7 @@ from bench.harness.results import Figures, Report
 from bench.harness.turns import Turn, batches_of, take_turns
 from bench.harness.utterances import LONGEST_PARSE, utterances
 from bench.integrations.beside import rows_beside
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 PLAIN = "vLLM"
 EXIT_LAYERS, NUM_DRAFTS = (2, 3), (4, 6)

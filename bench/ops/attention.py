@@ -23,7 +23,7 @@ from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.turns import in_turn_and_again
 from eecore import ops
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 from tests.cases import LLAMA_8B, SMOLLM2_135M
 
 MODELS = {"SmolLM2-135M": SMOLLM2_135M.heads, "Llama-8B": LLAMA_8B.heads}

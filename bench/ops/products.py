@@ -24,7 +24,7 @@ from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
 from bench.harness.turns import in_turn_and_again
 from eecore import ops
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 from eecore.ops import Matrix
 
 FEATURES = 1536

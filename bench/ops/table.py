@@ -20,7 +20,7 @@ from bench.harness.ceilings import describe_ceilings
 from bench.harness.command import parser
 from bench.harness.machine import in_words, machine
 from bench.harness.results import Figures, Report
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 RATES = ("GB/s", "GFLOP/s", "of ceiling")
 

@@ -15,7 +15,7 @@ import eecore
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import WEIGHTS, get_smollm2
 from bench.quality.weights import QUALITY, figures_of, parsed, quality_cells
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import KVCache, cache_dtype
 
 KINDS: dict[str, dict[str, Any]] = {

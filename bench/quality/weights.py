@@ -27,7 +27,7 @@ from bench.harness.machine import machine
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import get_smollm2
 from bench.quality.perplexity import states_of
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 from eecore.models import LlamaModel, cache_dtype
 
 TOPICS = ("objects", "execmodel", "exceptions", "operator-summary", "class", "try", "strings")

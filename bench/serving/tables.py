@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 from bench.harness.results import Figures, Report
-from eecore.evaluation.tables import markdown_table
+from eecore.lab.evaluation.tables import markdown_table
 
 ENGINE, SERVER = "engine alone", "eecore serve"
 MOST_GROWTH_MB = 8.0

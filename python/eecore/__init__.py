@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eecore import ops
     from eecore.builtin import default_model
+    from eecore.calibration.procedure import calibrate
+    from eecore.calibration.skip_search import SkipSearch, search_skipped_sublayers
     from eecore.calibration_file import Calibration
     from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
     from eecore.engine.async_engine import AsyncEngine
     from eecore.engine.engine import Engine
     from eecore.errors import EecoreError, ExitError, GuideError, ModelError, RequestError
-    from eecore.evaluation.calibration import calibrate
-    from eecore.evaluation.skip_search import SkipSearch, search_skipped_sublayers
     from eecore.exits import (
         Auto,
         ConfidentExit,
@@ -49,8 +49,8 @@ _NAMES = {
     "eecore.engine.async_engine": ("AsyncEngine",),
     "eecore.engine.engine": ("Engine",),
     "eecore.errors": ("EecoreError", "ExitError", "GuideError", "ModelError", "RequestError"),
-    "eecore.evaluation.calibration": ("calibrate",),
-    "eecore.evaluation.skip_search": ("SkipSearch", "search_skipped_sublayers"),
+    "eecore.calibration.procedure": ("calibrate",),
+    "eecore.calibration.skip_search": ("SkipSearch", "search_skipped_sublayers"),
     "eecore.exits": (
         "Auto",
         "ConfidentExit",

@@ -12,7 +12,7 @@ import eecore
 import tiny_models
 from bench.quality import perplexity
 from eecore.models import LlamaModel
-from eecore.models.gguf_checkpoint import GGUFCheckpoint
+from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 12

@@ -10,7 +10,7 @@ import pytest
 import eecore
 from bench.exits import replay as bench_replay
 from bench.harness.replay import Answer, RoundTimes, new_planner, play
-from eecore.decoding.proposal import MOST_AHEAD, NOTHING, Proposal
+from eecore.planning.proposal import MOST_AHEAD, NOTHING, Proposal
 from head_packs import write_pack
 from tiny_models import random_prompts, write_model
 

@@ -31,9 +31,9 @@ from command_line import (
     start,
 )
 from eecore.cli.app import run
-from eecore.cli.depth import DepthPainter, depth_style, runs
-from eecore.cli.exit_options import ExitOptions, parse_layers
-from eecore.cli.failures import UsageError
+from eecore.console.depth import DepthPainter, depth_style, runs
+from eecore.console.exit_options import ExitOptions, parse_layers
+from eecore.console.failures import UsageError
 from eecore.decoding.prefill import Prefill
 from eecore.scheduling.scheduler import Work
 from tiny_models import write_model

@@ -13,7 +13,8 @@ from test_confident_exit import MAX_TOKENS, PROMPTS, SETTINGS, check_against_ref
 import eecore
 from devices import load
 from eecore import Calibration, ConfidentExit, ExitError, FixedExit
-from eecore.evaluation import Example, calibrate, map_exits
+from eecore.calibration import Example, calibrate
+from eecore.lab.evaluation import map_exits
 from head_packs import write_pack
 from reference_decoding import ReferenceModel
 from tiny_models import write_model

@@ -26,8 +26,8 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.decoding.iterate import Iterations
-from eecore.decoding.proposal import MOST_AHEAD
 from eecore.models import DraftHead, KVCache, draft_head
+from eecore.planning.proposal import MOST_AHEAD
 from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5

@@ -11,8 +11,8 @@ import eecore
 from devices import Traced, cpu_only, engine_of, load
 from eecore import DraftAndVerify, EngineConfig, SamplingParams, SelfSpeculative
 from eecore.decoding.capture import RunProgram
-from eecore.decoding.draft_stop import AdaptiveDraftStop
 from eecore.exits import Exit
+from eecore.planning.draft_stop import AdaptiveDraftStop
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
 

@@ -25,13 +25,13 @@ from eecore import (
 from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitStep
 from eecore.decoding.iterate import Iterations
-from eecore.decoding.outcome import Outcome
 from eecore.decoding.prefill import Prefill
 from eecore.engine.changes import Changes
 from eecore.engine.faults import described, isolated
 from eecore.engine.text import TextStream
 from eecore.errors import ModelError
 from eecore.exits import Exit
+from eecore.planning.outcome import Outcome
 from eecore.scheduling.scheduler import Scheduler, Work
 from eecore.scheduling.sequence import Sequence
 from tiny_models import scale_layers, write_model

@@ -29,22 +29,22 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 import eecore
+from eecore.calibration.examples import read_examples
+from eecore.calibration.skip_search import SkipSearch
 from eecore.calibration_file import Calibration
 from eecore.cli.info import model_facts
 from eecore.config import EngineConfig
 from eecore.errors import EecoreError
-from eecore.evaluation.examples import read_examples
-from eecore.evaluation.skip_search import SkipSearch
 from eecore.exits import ConfidentExit, Exit, ExitClassifier, Full
+from eecore.lab.training.data import read_data
+from eecore.lab.training.loading import load_starting_point
+from eecore.lab.training.recipe import TrainingConfig
+from eecore.lab.training.run_log import read_log
+from eecore.lab.training.run_state import RunState, load_state, read_state, save_state
 from eecore.models import Tokenizer, load_model
-from eecore.models.gguf_checkpoint import TENSOR_NAMES
-from eecore.models.gguf_convert import convert_gguf
+from eecore.models.readers.gguf_checkpoint import TENSOR_NAMES
+from eecore.models.readers.gguf_convert import convert_gguf
 from eecore.models.source import model_digest
-from eecore.training.data import read_data
-from eecore.training.loading import load_starting_point
-from eecore.training.recipe import TrainingConfig
-from eecore.training.run_log import read_log
-from eecore.training.run_state import RunState, load_state, read_state, save_state
 from mutate import mutated_bytes, mutated_json, wild
 from packed_blocks import SCALES, random_blocks
 from quantised_models import Quantisation, write_quantised

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from chat_templates import CONVERSATIONS, FEATURES, HOSTILE, TEMPLATES, TOOLS
 from eecore.errors import ModelError, RequestError
 from eecore.models import template_work
-from eecore.models.chat_template import ChatTemplate, MessagesRefused, _GenerationBlock
+from eecore.models.text.chat_template import ChatTemplate, MessagesRefused, _GenerationBlock
 from mutate import WILD, mutated_bytes, mutated_json
 
 LIMIT_S = 15.0

@@ -13,7 +13,7 @@ import pytest
 
 from chat_templates import CONVERSATIONS, FEATURES, HOSTILE, TEMPLATES, TOOLS, long_conversation
 from eecore.errors import EecoreError, ModelError, RequestError
-from eecore.models.chat_template import ChatTemplate, ChatTemplateError, MessagesRefused
+from eecore.models.text.chat_template import ChatTemplate, ChatTemplateError, MessagesRefused
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 # More than without counting: about a millisecond.

@@ -23,8 +23,8 @@ from eecore.errors import (
     UnsupportedModelError,
 )
 from eecore.models import LlamaWeights, load_model
-from eecore.models.config_json import read_model_config
-from eecore.models.load import choose_device, choose_dtype
+from eecore.models.readers.config_json import read_model_config
+from eecore.models.readers.load import choose_device, choose_dtype
 from eecore.models.rope import cos_sin_table
 from eecore.models.weights import NewWeights, WeightView
 from tiny_models import FAMILIES, write_model

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from eecore.config import RopeConfig
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.models import Tokenizer, load_model
-from eecore.models.gguf_convert import convert_gguf
+from eecore.models.readers.gguf_convert import convert_gguf
 from eecore.models.rope import frequencies
 from get_smollm2 import find_installed
 from tiny_gguf import ALPHABET, write_gguf
@@ -60,7 +60,7 @@ def test_quantised_tensors_are_dequantised(quantization: str, tmp_path: Path) ->
 def test_large_models_are_sharded_and_bfloat16_is_written_on_demand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eecore.models.gguf_convert.BYTES_PER_SHARD", 100_000)
+    monkeypatch.setattr("eecore.models.readers.gguf_convert.BYTES_PER_SHARD", 100_000)
     original = write_model(tmp_path / "original", "llama")
     out = convert_gguf(write_gguf(tmp_path / "t.gguf", original), tmp_path / "out", "bfloat16")
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
@@ -224,7 +224,7 @@ def test_what_is_interrupted_takes_the_folders_that_it_made(
     def interrupted(*_args: Any, **_options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eecore.models.gguf_convert.save_file", interrupted)
+    monkeypatch.setattr("eecore.models.readers.gguf_convert.save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_gguf(file, tmp_path / target)
     assert sorted(tmp_path.rglob("*")) == before

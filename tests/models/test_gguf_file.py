@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
-from eecore.models.gguf_convert import convert_gguf
-from eecore.models.gguf_file import GGUFFile
+from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models.readers.gguf_file import GGUFFile
 from tiny_gguf import ALPHABET, SPECIAL, write_gguf
 from tiny_models import write_model
 

@@ -17,7 +17,7 @@ from eecore.cli.app import run
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.exits import Exit
 from eecore.models import load_model
-from eecore.models.gguf_convert import convert_gguf
+from eecore.models.readers.gguf_convert import convert_gguf
 from get_smollm2 import find_installed
 from real_prompts import real_prompts
 from tiny_gguf import write_gguf

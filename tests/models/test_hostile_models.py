@@ -25,7 +25,7 @@ from eecore.errors import (
     UnsupportedModelError,
 )
 from eecore.models import load_model
-from eecore.models.config_json import read_model_config
+from eecore.models.readers.config_json import read_model_config
 from eecore.models.rope import RopeTable, cos_sin_table, frequencies
 from tiny_models import FAMILIES, write_model
 from tiny_t5 import write_t5

@@ -15,7 +15,7 @@ import eecore
 from eecore.config import ModelConfig, RopeConfig, T5Config
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.models import Tokenizer, load_model
-from eecore.models.config_json import ConfigFields, model_config, read_model_config
+from eecore.models.readers.config_json import ConfigFields, model_config, read_model_config
 from tiny_models import write_byte_tokenizer, write_model
 from tiny_t5 import write_t5
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eecore.models.find_head import SHIPPED
-from eecore.models.head_file import HeadFile, HeadSettings
+from eecore.models.readers.find_head import SHIPPED
+from eecore.models.readers.head_file import HeadFile, HeadSettings
 
 PACKS = sorted(SHIPPED.iterdir())
 MOST_BYTES = {"smollm2-135m-instruct": 20_000_000, "qwen2.5-coder-0.5b-instruct": 25_000_000}

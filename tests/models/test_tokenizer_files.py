@@ -13,7 +13,7 @@ import pytest
 import eecore
 from eecore.errors import CheckpointError, ModelError, RequestError
 from eecore.models import Tokenizer
-from eecore.models.tokenizer_files import MOST_GROWTH
+from eecore.models.text.tokenizer_files import MOST_GROWTH
 from tiny_models import write_byte_tokenizer, write_model
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -21,7 +21,7 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.cli.exit_options import KINDS, ExitOptions
+from eecore.console.exit_options import KINDS, ExitOptions
 from eecore.exits import Exit
 from eecore.serving.depth import MODES, Depths, Policies
 from servers import Asker, asker, assert_idle, events

@@ -17,7 +17,7 @@ import pytest
 
 import eecore
 from eecore import Guide
-from eecore.decoding import matchers
+from eecore.planning import matchers
 from eecore.serving import guides
 from eecore.serving.answering import STUCK_SECONDS
 from eecore.serving.protocol import ChatRequest

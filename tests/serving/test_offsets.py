@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 import eecore
 from eecore.models import Tokenizer
-from eecore.models.tokenizer import BYTE_LEVEL
+from eecore.models.text.tokenizer import BYTE_LEVEL
 from eecore.serving.offsets import TextOffsets
 from eecore.serving.served import ServedModel
 from servers import Asker, asker, events

@@ -9,22 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from eecore.cli import (
-    calibrate,
-    convert,
+from eecore.cli import calibrate, convert, generate, info, search, serve
+from eecore.console.failures import EXIT_CODES, UsageError, failure, reports_failures
+from eecore.console.streams import say
+from eecore.lab.commands import (
     evaluate,
     evaluate_calm,
     exits,
-    generate,
-    info,
-    search,
-    serve,
     train,
     train_classifier,
     train_exits,
 )
-from eecore.cli.failures import EXIT_CODES, UsageError, failure, reports_failures
-from eecore.cli.streams import say
 
 __all__ = ["run"]
 

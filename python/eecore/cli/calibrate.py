@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.exit_options import (
+from eecore.console.exit_options import (
     ClassifierFile,
     DecayTau,
     ExitPoints,
@@ -16,9 +16,9 @@ from eecore.cli.exit_options import (
     MinExitLayer,
     parse_exit_points,
 )
-from eecore.cli.failures import UsageError
-from eecore.cli.files import check_out
-from eecore.cli.loading import (
+from eecore.console.failures import UsageError
+from eecore.console.files import check_out
+from eecore.console.loading import (
     Debug,
     Device,
     Dtype,
@@ -28,7 +28,7 @@ from eecore.cli.loading import (
     check_path,
     load,
 )
-from eecore.cli.model_files import load_classifier
+from eecore.console.model_files import load_classifier
 
 if TYPE_CHECKING:
     from eecore.calibration_file import CalibrationStep
@@ -79,9 +79,9 @@ def calibrate(
     directory = check_path(model)
     check_out("--out", out)
 
-    from eecore.evaluation import read_examples
-    from eecore.evaluation.calibration import DEFAULT_GRID, check_number, check_settings
-    from eecore.evaluation.calibration import calibrate as run
+    from eecore.calibration import read_examples
+    from eecore.calibration.procedure import DEFAULT_GRID, check_number, check_settings
+    from eecore.calibration.procedure import calibrate as run
 
     thresholds = DEFAULT_GRID if grid is None else _numbers("--grid", grid)
     examples = read_examples(data, limit=limit, needs_target=loss == "risk")

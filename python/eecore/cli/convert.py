@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from eecore.cli.failures import UsageError
-from eecore.cli.loading import Debug, spinner
+from eecore.console.failures import UsageError
+from eecore.console.loading import Debug, spinner
 from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.readable import kind_of, regular_file, shown_path
 
@@ -28,7 +28,7 @@ def convert(
     if found != "nothing" and (found != "a directory" or any(directory.iterdir())):
         raise UsageError(f"{shown_path(directory)}: expected a new or empty directory")
     with spinner(f"converting {file}"):
-        from eecore.models.gguf_convert import convert_gguf
+        from eecore.models.readers.gguf_convert import convert_gguf
 
         convert_gguf(file, directory, dtype)
     print(f"wrote {directory}", file=sys.stderr)

@@ -13,7 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eecore.cli.exit_options import (
+from eecore.cli.prompts import Prompt, read_prompts
+from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
+from eecore.console.exit_options import (
     EXIT_HELP,
     PANEL,
     USUAL_EXIT,
@@ -27,8 +29,8 @@ from eecore.cli.exit_options import (
     MinExitLayer,
     SkipsFile,
 )
-from eecore.cli.failures import FAILED, UsageError
-from eecore.cli.loading import (
+from eecore.console.failures import FAILED, UsageError
+from eecore.console.loading import (
     Debug,
     Device,
     Dtype,
@@ -41,10 +43,8 @@ from eecore.cli.loading import (
     load,
     model_and_prompt,
 )
-from eecore.cli.prompts import Prompt, read_prompts
-from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
-from eecore.cli.signals import INTERRUPTED, SIGNALS
-from eecore.cli.streams import say
+from eecore.console.signals import INTERRUPTED, SIGNALS
+from eecore.console.streams import say
 
 if TYPE_CHECKING:
     from eecore.config import SamplingParams

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from eecore.builtin import BUILTIN
-from eecore.cli.loading import Debug, ModelPath, check_path, spinner
-from eecore.cli.streams import says_all
+from eecore.console.loading import Debug, ModelPath, check_path, spinner
+from eecore.console.streams import says_all
 
 if TYPE_CHECKING:
     import torch
 
     from eecore.config import AnyModelConfig, ModelConfig
-    from eecore.models.quantised_layout import Layout
-    from eecore.models.tokenizer import Tokenizer
+    from eecore.models.readers.quantised_layout import Layout
+    from eecore.models.text.tokenizer import Tokenizer
 
 FORMATS = ("float32", "bfloat16", "float16")
 
@@ -78,8 +78,8 @@ def model_facts(directory: Path) -> dict[str, Any]:
 
 def _head_facts(directory: Path) -> dict[str, Any] | None:
     """Of the draft head beside the model, where there is one."""
-    from eecore.models.find_head import pack_beside
-    from eecore.models.head_file import HeadSettings
+    from eecore.models.readers.find_head import pack_beside
+    from eecore.models.readers.head_file import HeadSettings
 
     pack = pack_beside(directory)
     if pack is None:
@@ -101,11 +101,11 @@ def _directory_facts(
     import torch
 
     from eecore.config import ModelConfig
-    from eecore.models.checkpoint import Checkpoint
-    from eecore.models.config_json import read_model_config
-    from eecore.models.load import choose_device, choose_model_dtype
-    from eecore.models.quantised_checkpoint import read_layout
-    from eecore.models.tokenizer import Tokenizer
+    from eecore.models.readers.checkpoint import Checkpoint
+    from eecore.models.readers.config_json import read_model_config
+    from eecore.models.readers.load import choose_device, choose_model_dtype
+    from eecore.models.readers.quantised_checkpoint import read_layout
+    from eecore.models.text.tokenizer import Tokenizer
 
     config = read_model_config(directory)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
@@ -133,10 +133,10 @@ def _quantised_facts(
     """Of a directory with quantised layers: what each runs as besides, and what a token reads."""
     import torch
 
-    from eecore.models.checkpoint import Checkpoint, with_stored_tying
-    from eecore.models.load import choose_dtype, stored_model_dtype
-    from eecore.models.packed_load import memory_of
-    from eecore.models.quantised_checkpoint import QuantisedCheckpoint
+    from eecore.models.readers.checkpoint import Checkpoint, with_stored_tying
+    from eecore.models.readers.load import choose_dtype, stored_model_dtype
+    from eecore.models.readers.packed_load import memory_of
+    from eecore.models.readers.quantised_checkpoint import QuantisedCheckpoint
 
     with Checkpoint(directory) as files:
         checkpoint = QuantisedCheckpoint(files, layout, config)
@@ -172,9 +172,9 @@ def _file_facts(
     """Of a GGUF file: besides the bits of each tensor, and what a token reads of them."""
     import torch
 
-    from eecore.models.gguf_checkpoint import GGUFCheckpoint
-    from eecore.models.gguf_load import check_kinds, gguf_tokenizer, stored_dtype
-    from eecore.models.load import choose_dtype
+    from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+    from eecore.models.readers.gguf_load import check_kinds, gguf_tokenizer, stored_dtype
+    from eecore.models.readers.load import choose_dtype
 
     checkpoint = GGUFCheckpoint(path)
     check_kinds(checkpoint)

@@ -9,8 +9,8 @@ import sys
 import threading
 from typing import Any
 
-from eecore.cli.signals import INTERRUPTED, SIGNALS
-from eecore.cli.streams import finish_output, prepare_streams, say
+from eecore.console.signals import INTERRUPTED, SIGNALS
+from eecore.console.streams import finish_output, prepare_streams, say
 
 __all__ = ["run_process"]
 

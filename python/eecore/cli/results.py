@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eecore.cli.depth import DepthPainter, has_colours, runs
 from eecore.cli.prompts import Prompt
-from eecore.cli.streams import says_all
+from eecore.console.depth import DepthPainter, has_colours, runs
+from eecore.console.streams import says_all
 
 if TYPE_CHECKING:
     from eecore.generation import Model

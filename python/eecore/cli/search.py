@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eecore.cli.files import check_out
-from eecore.cli.loading import (
+from eecore.console.files import check_out
+from eecore.console.loading import (
     Debug,
     Device,
     Dtype,
@@ -20,11 +20,11 @@ from eecore.cli.loading import (
     load,
     spinner,
 )
-from eecore.cli.signals import INTERRUPTED, SIGNALS
+from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.textfiles import read_text
 
 if TYPE_CHECKING:
-    from eecore.evaluation.skip_search import SkipStep
+    from eecore.calibration.skip_search import SkipStep
 
 # A token is hardly ever longer than this: more of a long file need not go to the tokenizer.
 MOST_CHARACTERS_A_TOKEN = 32

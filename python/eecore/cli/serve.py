@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from eecore.builtin import BUILTIN
-from eecore.cli.exit_options import PANEL, USUAL_EXIT, DraftHeadDirectory
-from eecore.cli.failures import UsageError
-from eecore.cli.loading import (
+from eecore.console.exit_options import PANEL, USUAL_EXIT, DraftHeadDirectory
+from eecore.console.failures import UsageError
+from eecore.console.loading import (
     Debug,
     Device,
     Dtype,
@@ -26,8 +26,8 @@ from eecore.cli.loading import (
     options_for,
     spinner,
 )
-from eecore.cli.signals import INTERRUPTED, TERMINATED
-from eecore.cli.streams import say
+from eecore.console.signals import INTERRUPTED, TERMINATED
+from eecore.console.streams import say
 
 HTTP = "HTTP"
 LOAD = "Under load"

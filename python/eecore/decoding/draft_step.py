@@ -25,7 +25,6 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.decoding.control import Control
-from eecore.decoding.draft_stop import stop_rule
 from eecore.decoding.head_drafts import (
     HeadDrafting,
     drafted_ahead,
@@ -43,8 +42,6 @@ from eecore.decoding.memory import (
     numbers_of,
     power_of_two,
 )
-from eecore.decoding.outcome import Outcome
-from eecore.decoding.route import DraftPath
 from eecore.decoding.sampling import (
     DRAWS_DRAFT,
     DRAWS_TOKEN,
@@ -56,6 +53,9 @@ from eecore.decoding.sampling import (
 from eecore.decoding.step import Row, Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, LlamaModel, Network
+from eecore.planning.draft_stop import stop_rule
+from eecore.planning.outcome import Outcome
+from eecore.planning.route import DraftPath
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["DraftKind", "DraftStep", "Row", "draft_kind"]

@@ -32,8 +32,6 @@ from eecore.decoding.memory import (
     cross_batch,
     numbers_of,
 )
-from eecore.decoding.outcome import Outcome
-from eecore.decoding.route import Check
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
     NO_TOKEN,
@@ -43,6 +41,8 @@ from eecore.decoding.sampling import (
 from eecore.decoding.step import Row, Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, Network
+from eecore.planning.outcome import Outcome
+from eecore.planning.route import Check
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 

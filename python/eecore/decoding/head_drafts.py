@@ -8,7 +8,7 @@ those that are worth verifying, as it does with drafts that were looked up.
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +16,17 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.memory import Cells, Field
-from eecore.decoding.proposal import MOST_AHEAD
 from eecore.decoding.step import Row, Step
 from eecore.models import KVCache, LlamaModel, SeenKeys
+from eecore.planning.proposal import MOST_AHEAD, Ahead
 
 __all__ = [
-    "Ahead",
     "HeadDrafting",
     "drafted_ahead",
     "head_drafting_fields",
     "head_results",
     "new_round",
 ]
-
-
-class Ahead(NamedTuple):
-    """What a head drafted behind a text of so many tokens, the last of which is ``after``."""
-
-    num_tokens: int
-    after: int
-    tokens: list[int]
-    probabilities: list[float]
-    """That the head gives to them, among the tokens that it knows."""
 
 
 def head_drafting_fields(num_rows: int) -> dict[str, Field]:

@@ -18,13 +18,13 @@ from eecore.decoding.capture import Capture, RunProgram
 from eecore.decoding.draft_step import DraftKind, DraftStep, draft_kind
 from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import HostSide
-from eecore.decoding.outcome import Outcome
-from eecore.decoding.plan import Planned, Planner
 from eecore.decoding.prefill import Prefill, encode
-from eecore.decoding.route import GIVEN, DraftPath
 from eecore.decoding.sampling import follows_text, needs_logits
 from eecore.decoding.step import Row
 from eecore.models import KVCache, Network
+from eecore.planning.outcome import Outcome
+from eecore.planning.planner import Planned, Planner
+from eecore.planning.route import GIVEN, DraftPath
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 
@@ -87,7 +87,7 @@ class Iterations:
         model.prepare(kv)
         self.ahead = run.returns_early if ahead is None else ahead
         self.run = run
-        self.planner = Planner(model)
+        self.planner = Planner(model, torch.get_num_threads())
         self._last: ExitStep | None = None
         # The last rounds of drafts behind which a draft head drafted, and behind which none did.
         self._drafted: dict[bool, DraftStep] = {}
@@ -103,6 +103,7 @@ class Iterations:
 
     def iterate(self, works: list[Work]) -> list[Outcome]:
         """Run all works; one outcome for each, in order. No sequence has changed yet."""
+        self.planner.num_threads = torch.get_num_threads()
         last, self._ended = self._ended, None
         if last is not None and last[1] == [work.sequence for work in works]:
             self.planner.went_between(time.perf_counter() - last[0])

@@ -24,9 +24,7 @@ from eecore.decoding.memory import (
     fill_page_table,
     slots_of,
 )
-from eecore.decoding.outcome import Outcome
 from eecore.decoding.prompt_logprobs import Scored, prompt_logprobs
-from eecore.decoding.route import route_of
 from eecore.decoding.sampling import (
     DRAWS_TOKEN,
     NO_TOKEN,
@@ -39,6 +37,8 @@ from eecore.decoding.sampling import (
 )
 from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
+from eecore.planning.outcome import Outcome
+from eecore.planning.route import route_of
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 

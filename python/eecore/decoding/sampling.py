@@ -18,8 +18,8 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.config import SamplingParams
-from eecore.decoding.guided import Guided
 from eecore.decoding.memory import Array, Field, HostSide, power_of_two
+from eecore.planning.guided import Guided
 from eecore.scheduling.sequence import Sequence
 
 __all__ = [

@@ -18,7 +18,6 @@ from eecore.decoding.memory import (
     input_pages,
     power_of_two,
 )
-from eecore.decoding.route import Route
 from eecore.decoding.sampling import (
     HeadSizes,
     head_sizes,
@@ -27,6 +26,7 @@ from eecore.decoding.sampling import (
     write_sampling,
 )
 from eecore.models import KVCache, Network
+from eecore.planning.route import Route
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence as Ordered
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from eecore.decoding.guided import Guided
-from eecore.decoding.outcome import Outcome
-from eecore.decoding.route import route_of
 from eecore.engine.faults import described
 from eecore.engine.text import Decoded, TextStream
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
+from eecore.planning.guided import Guided
+from eecore.planning.outcome import Outcome
+from eecore.planning.route import route_of
 from eecore.scheduling.sequence import Counters, Sequence, SequenceStatus, TokenRecord
 
 __all__ = ["Change", "Changes"]

@@ -14,9 +14,7 @@ from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
-from eecore.decoding.guided import Guides
 from eecore.decoding.iterate import Flight, Iterations
-from eecore.decoding.outcome import Outcome
 from eecore.engine.changes import Change, Changes
 from eecore.engine.faults import LOGGER, isolated
 from eecore.engine.intake import Intake
@@ -25,6 +23,8 @@ from eecore.exits import Exit
 from eecore.guide import Guide
 from eecore.models import KVCache, Network, Tokenizer, cache_dtype
 from eecore.output import Output, StepOutput
+from eecore.planning.guided import Guides
+from eecore.planning.outcome import Outcome
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.scheduler import ScheduleError, Scheduler, Work

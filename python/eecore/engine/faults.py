@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from eecore.decoding.outcome import Outcome
 from eecore.errors import EecoreError
+from eecore.planning.outcome import Outcome
 from eecore.scheduling.scheduler import Work
 
 __all__ = ["LOGGER", "described", "isolated"]

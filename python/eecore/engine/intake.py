@@ -8,14 +8,14 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
-from eecore.decoding.guided import FollowsGuides, Guides
-from eecore.decoding.layer_chooser import best_exit_layers
 from eecore.engine.sharing import ModelFacts
 from eecore.engine.text import TextStream
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Exit
 from eecore.models import Tokenizer
+from eecore.planning.guided import FollowsGuides, Guides
+from eecore.planning.layer_chooser import best_exit_layers
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 

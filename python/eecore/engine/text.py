@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from eecore.models import Tokenizer
-from eecore.models.tokenizer import IncrementalDecoder
+from eecore.models.text.tokenizer import IncrementalDecoder
 
 __all__ = ["Decoded", "TextStream"]
 

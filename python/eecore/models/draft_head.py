@@ -23,9 +23,9 @@ from torch import Tensor
 
 from eecore import ops
 from eecore.errors import ModelError
-from eecore.models.head_file import CONFIG_NAME, HeadFile, HeadSettings
 from eecore.models.head_vocabulary import NUM_SPARE, HeadVocabulary, matrix_rows
 from eecore.models.network_digest import network_digest
+from eecore.models.readers.head_file import CONFIG_NAME, HeadFile, HeadSettings
 from eecore.ops import Matrix
 from eecore.readable import path_of, shown_path
 

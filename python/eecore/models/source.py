@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
-from eecore.models.gguf_file import part_files
+from eecore.models.readers.gguf_file import part_files
 from eecore.readable import regular_file
 
 __all__ = ["ModelSource", "exits_file", "model_digest"]

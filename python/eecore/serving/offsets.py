@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from eecore.models.tokenizer import CONTEXT_TOKENS
+from eecore.models.text.tokenizer import CONTEXT_TOKENS
 from eecore.serving.served import ServedModel
 
 __all__ = ["TextOffsets"]

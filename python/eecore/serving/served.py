@@ -11,7 +11,7 @@ from eecore.config import AnyModelConfig, EngineConfig, T5Config
 from eecore.engine.async_engine import AsyncEngine
 from eecore.engine.sharing import ModelFacts
 from eecore.models import Tokenizer
-from eecore.models.tokenizer import REPLACEMENT
+from eecore.models.text.tokenizer import REPLACEMENT
 from eecore.serving.depth import Depths
 from eecore.serving.refusals import ApiError, invalid
 from eecore.serving.tool_calls import ToolFormat

@@ -1,0 +1,111 @@
+"""From what went wrong to one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec
+
+import typer
+
+from eecore.console.signals import INTERRUPTED, SIGNALS
+from eecore.console.streams import OUTPUT_LOST, flush_output, say
+from eecore.errors import EecoreError, ModelError, RequestError
+
+__all__ = ["EXIT_CODES", "FAILED", "UsageError", "failure", "reports_failures"]
+
+FAILED, USAGE, MODEL, REQUEST, NO_READER = 1, 2, 3, 4, 141
+MOST_LETTERS = 2000
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed while running, 2 wrong usage, 3 the model cannot be loaded, 4 "
+    "the request cannot be served (exit layer out of range, empty or too long prompt, ...), 130 "
+    "interrupted with Ctrl-C (what was written stays), 141 the reader of the output went away, 143 "
+    "terminated."
+)
+
+UsageError = typer.BadParameter
+# Typer carries its own copy of click in some releases: take the base class from what it exports.
+_AnyUsageError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
+
+P = ParamSpec("P")
+
+
+def reports_failures(command: Callable[P, int]) -> Callable[P, int]:
+    """The command, with exceptions but usage errors turned into a message and an exit code."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            code = command(*args, **kwargs)
+            sys.stdout.flush()
+            return code
+        except (_AnyUsageError, typer.Exit):
+            raise
+        except BaseException as error:
+            return failure(error, debug=bool(kwargs.get("debug")))
+
+    return guarded
+
+
+def failure(error: BaseException, *, debug: bool = False) -> int:
+    """Say what went wrong; returns the exit code. What asks the process to end is raised again."""
+    if isinstance(error, (SystemExit, GeneratorExit)):
+        raise error
+    interrupted = SIGNALS.waiting  # a library may make something else of it
+    SIGNALS.arrived()
+    lost = flush_output()
+    if interrupted or isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        say("interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return NO_READER
+    if debug:
+        say(traceback.format_exc().rstrip())
+    if isinstance(error, _AnyUsageError):
+        message = _usage_message(error)
+        if message:
+            say(message)
+        return USAGE
+    if lost is not None and isinstance(error, OSError) and error.filename is None:
+        say(f"error: stdout: {lost.strerror}")
+        return OUTPUT_LOST
+    say(f"error: {_one_line(error)}")
+    return _code(error)
+
+
+def _usage_message(error: Exception) -> str:
+    """The message of a usage error, empty where help has been shown."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "eecore"
+    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    message = _short(message.removeprefix("Invalid value: "))
+    return f"error: {message} (see {command} --help)" if message else ""
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, ModelError):
+        return MODEL
+    return REQUEST if isinstance(error, RequestError) else FAILED
+
+
+def _one_line(error: BaseException) -> str:
+    """Our own messages whole; of others the kind and the first line."""
+    text = str(error).strip()
+    if isinstance(error, EecoreError):
+        return _short(" ".join(text.split()))
+    if isinstance(error, OSError) and error.strerror:
+        return _short(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+    first = textwrap.shorten(text.splitlines()[0], 200, placeholder=" ...") if text else ""
+    return f"{type(error).__name__}: {first} (--debug shows where)"
+
+
+def _short(message: str) -> str:
+    """Arguments may be as long as they like, what is said of them not."""
+    half = MOST_LETTERS // 2
+    return message if len(message) <= MOST_LETTERS else f"{message[:half]} ... {message[-half:]}"

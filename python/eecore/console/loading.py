@@ -1,0 +1,153 @@
+"""Loading a model for a command: cheap checks first, then a spinner while weights come."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from eecore.builtin import BUILTIN, model_directory
+from eecore.console.streams import says_all
+from eecore.errors import ModelError, ModelNotFoundError
+from eecore.readable import kind_of
+
+if TYPE_CHECKING:
+    from eecore.exits import Exit
+    from eecore.generation import Model
+
+__all__ = [
+    "SEEDS",
+    "Debug",
+    "Device",
+    "Dtype",
+    "KVCacheDtype",
+    "KVCacheTokens",
+    "ModelPath",
+    "OptionalModel",
+    "Threads",
+    "Weights",
+    "check_path",
+    "load",
+    "model_and_prompt",
+    "options_for",
+    "spinner",
+]
+
+SEEDS = 2**63 - 1
+"""The largest."""
+MODEL_HELP = (
+    "A model directory in Hugging Face layout, or a GGUF file; intent: the model that ships with "
+    "eecore."
+)
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+# Of the commands that go on with a prompt.
+OptionalModel = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default=BUILTIN)
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or (CUDA) float16.",
+        show_default="from the checkpoint and the device",
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="int8, int4: quantised as they are read.", show_default="those of the dtype"),
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="torch's choice")
+]
+KVCacheTokens = Annotated[int | None, typer.Option(min=1, help="Positions in the KV cache.")]
+KVCacheDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="fp8: a byte for each key and value; bfloat16; float32; auto.",
+        show_default="that of the model, or bfloat16 beside weights of few bits",
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def check_path(path: str, *, takes_gguf: bool = True) -> Path:
+    """The directory, or file, or a ModelError that says what to do; needs no heavy import."""
+    directory = model_directory(path)
+    found = kind_of(directory)
+    if found == "a directory":
+        return directory
+    if found == "a file" and directory.suffix == ".gguf":
+        if takes_gguf:
+            return directory
+        raise ModelError(f"{path}: expected a model directory, got a GGUF file: convert it first")
+    if found == "nothing" and path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        raise ModelNotFoundError(
+            f"{path}: expected a model directory, got nothing (eecore downloads nothing: fetch a "
+            "model of that name first)"
+        )
+    file = ", a GGUF file (*.gguf)" if takes_gguf else ""
+    raise ModelNotFoundError(
+        f"{path}: expected a model directory (config.json, *.safetensors){file} or {BUILTIN}, got "
+        f"{found}"
+    )
+
+
+def model_and_prompt(
+    model: str | None, prompt: str | None, *, has_file: bool = False
+) -> tuple[str, str | None]:
+    """MODEL and PROMPT of a command line, of which the first may be left out.
+
+    One alone is the model where a file or directory is called so, where prompts come from a file,
+    and where it is one word.
+    """
+    if model is None:
+        return BUILTIN, None
+    words = len(model.split()) > 1
+    if prompt is None and (model == "-" or (words and not has_file and not os.path.exists(model))):
+        return BUILTIN, model
+    return model, prompt
+
+
+def load(path: str, *, threads: int | None, policy: Exit | None = None, **options: Any) -> Model:
+    """The model; its shape is checked against the exit policy before weights are read."""
+    directory = check_path(path)
+    with spinner(f"loading {path}"):
+        import torch
+
+        import eecore
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return eecore.load(directory, **options_for(directory, policy, options))
+
+
+def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of :func:`eecore.load` for a policy, which is checked against the model's shape."""
+    if policy is None:
+        return options
+    from eecore.models.readers.load import read_config
+
+    config = read_config(directory)
+    policy.check(config.num_layers, config.hidden_size)
+    calibration = getattr(policy, "calibration", None)
+    if calibration is None:
+        return options
+    # Its guarantee holds in no other.
+    own = {name: getattr(calibration, name) for name in ("dtype", "weights")}
+    return {**options, **{n: value for n, value in own.items() if options.get(n) is None}}
+
+
+def spinner(what: str) -> AbstractContextManager[Any]:
+    """A spinner on stderr; nothing where that is not a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return nullcontext()
+    return console.status(escape(what), spinner="dots" if says_all(sys.stderr) else "line")

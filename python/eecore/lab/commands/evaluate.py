@@ -1,0 +1,236 @@
+"""``eecore evaluate layerskip`` and ``eecore sweep``: what exits and speculation are worth."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eecore.builtin import BUILTIN
+from eecore.console.exit_options import ExitOptions, SkipsFile, parse_layers
+from eecore.console.failures import UsageError
+from eecore.console.files import beside, check_out
+from eecore.console.loading import (
+    Debug,
+    Device,
+    Dtype,
+    ModelPath,
+    Threads,
+    Weights,
+    check_path,
+    load,
+)
+from eecore.console.signals import INTERRUPTED
+from eecore.files import write_text
+from eecore.lab.commands.train import ProgressLine
+
+if TYPE_CHECKING:
+    from eecore.lab.evaluation import TimedRun
+
+Data = Annotated[Path, typer.Option(help='JSON lines of {"input": prompt, "target": label}.')]
+MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens a prompt.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Examples to use.", show_default="all")]
+Batch = Annotated[int, typer.Option(min=1, help="Prompts that run together.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often all take their turn.")]
+
+
+def layerskip(
+    model: ModelPath,
+    data: Data,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="fixed:E, speculative:E,D or draft-verify; may be given several times.",
+            show_default="exits after a quarter, half and three quarters of the layers",
+        ),
+    ] = None,
+    skips: SkipsFile = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Exits to score: 4,8,12 or none.", show_default="all")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="rouge2, rougeL or exact.")] = "rouge2",
+    max_tokens: MaxTokens = 64,
+    limit: Limit = None,
+    batch_size: Batch = 1,
+    rounds: Rounds = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write NAME.json and NAME.md.", metavar="NAME")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """LayerSkip's tables: exits one by one, modes side by side, what reuse saves."""
+    directory = check_path(model)
+    check_out("--out", out, is_stem=True)
+
+    from eecore.calibration import read_examples
+    from eecore.lab.evaluation import evaluate_layerskip
+    from eecore.models.readers.load import read_config
+
+    examples = read_examples(data, limit=limit)
+    config = read_config(directory)
+    words = mode or _default_modes(config.num_layers)
+    policies = [
+        ExitOptions(word, skips=skips if word.startswith("draft-verify") else None).policy()
+        for word in words
+    ]
+    for policy in policies:
+        policy.check(config.num_layers, config.hidden_size)
+    chosen = None
+    if layers is not None:
+        chosen = () if layers == "none" else parse_layers("--layers", layers)
+    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
+    report = evaluate_layerskip(
+        loaded,
+        examples,
+        policies,  # type: ignore[arg-type]
+        layers=chosen,
+        metric=metric,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        rounds=rounds,
+        progress=show_turn,
+    )
+    print(report.markdown())
+    if out is not None:
+        write_text(beside(out, "json"), json.dumps(report.to_dict(), indent=2) + "\n")
+        write_text(beside(out, "md"), report.markdown() + "\n")
+    return 0
+
+
+def sweep(
+    model: ModelPath,
+    data: Data,
+    exit_layers: Annotated[
+        str | None,
+        typer.Option(help="Of the draft: 4,8,12.", show_default="eighths, to three quarters"),
+    ] = None,
+    num_drafts: Annotated[str, typer.Option(help="Most drafts a round.")] = "2,4,6,8",
+    max_tokens: MaxTokens = 64,
+    limit: Limit = None,
+    batch_size: Batch = 1,
+    rounds: Rounds = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write NAME.json, NAME.md and a heat map, NAME.svg.", metavar="NAME"
+        ),
+    ] = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="Record in exits.json beside the model how its exits agree with its last layer, "
+            "by which --exit auto drafts with its first layers.",
+        ),
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    threads: Threads = None,
+    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+) -> int:
+    """Time self-speculation over exit layers and drafts on your prompts; answer with the best.
+
+    Ctrl-C keeps what was measured so far.
+    """
+    directory = check_path(model)
+    check_out("--out", out, is_stem=True)
+
+    from eecore.calibration import read_examples
+    from eecore.exits import SelfSpeculative
+    from eecore.lab.evaluation import default_exit_layers, known_exits, plots, sweep_speculation
+    from eecore.lab.training import stop_on_signals
+    from eecore.models.readers.load import read_config
+    from eecore.models.source import exits_file
+
+    prompts = [example.prompt for example in read_examples(data, limit=limit)]
+    drafts = parse_layers("--num-drafts", num_drafts, what="numbers")
+    config = read_config(directory)
+    layers = default_exit_layers(config.num_layers)
+    if exit_layers is not None:
+        layers = list(parse_layers("--exit-layers", exit_layers))
+    for flag, given in (("--exit-layers", layers), ("--num-drafts", drafts)):
+        if not given:
+            raise UsageError(f"{flag}: expected one or more, got none")
+    for layer in layers:
+        for count in drafts:
+            SelfSpeculative(layer, count).check(config.num_layers, config.hidden_size)
+    if out is not None:
+        plots.figure((1, 1))  # raises where matplotlib is missing
+    if write:
+        if model == BUILTIN:
+            raise UsageError(f"--write: expected a model of your own, got {BUILTIN}")
+        known_exits(directory, config.num_layers)
+        check_out("--write", exits_file(directory))
+    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
+    answers = len(prompts) * rounds * (2 + len(layers) * len(drafts))
+    with stop_on_signals() as stop, ProgressLine() as line:
+        line.count("sweep", 0, answers, "answers")
+        groups, asked = -(-len(prompts) // batch_size), 0
+
+        def stops() -> bool:
+            nonlocal asked
+            asked += 1
+            turns, group = divmod(asked, groups)
+            answered = turns * len(prompts) + group * batch_size
+            line.count("sweep", answered, answers, "answers")
+            return stop()
+
+        found = sweep_speculation(
+            loaded,
+            prompts,
+            exit_layers=layers,
+            num_drafts=drafts,
+            max_tokens=max_tokens,
+            batch_size=batch_size,
+            rounds=rounds,
+            measures_agreement=write,
+            progress=lambda number, run: line.keep(described_turn(number, run)),
+            should_stop=stops,
+        )
+    if not found.cells:
+        print("interrupted before the first pair was measured", file=sys.stderr)
+        return INTERRUPTED
+    print(found.markdown())
+    best = found.best
+    print(
+        f"\nbest: --exit speculative:{best.exit_layer},{best.num_drafts}, {best.speedup:.2f} times "
+        f"full depth ({best.tokens_per_s:.1f} against {found.full_tokens_per_s:.1f} tokens/s)"
+    )
+    print(f"--exit auto: {found.auto_speedup:.2f} times full depth")
+    if best.speedup <= 1.0:
+        print("no pair is faster than full depth on these prompts")
+    if out is not None:
+        found.save(beside(out, "json"))
+        write_text(beside(out, "md"), found.markdown() + "\n")
+        found.plot(beside(out, "svg"))
+    if not found.finished:
+        kept = f"; wrote {out}.json, .md and .svg of what was measured" if out is not None else ""
+        print(f"interrupted at {line.last}{kept}", file=sys.stderr)
+        return INTERRUPTED
+    if write:
+        drafting = " or ".join(map(str, found.drafting_layers)) or "none of its"
+        print(f"wrote {found.record(directory)}: auto drafts with {drafting} first layers")
+    return 0
+
+
+def _default_modes(num_layers: int) -> list[str]:
+    exits = sorted({max(1, min(num_layers - 1, num_layers * i // 4)) for i in (1, 2, 3)})
+    return [f"fixed:{e}" for e in exits] + [f"speculative:{e},6" for e in exits]
+
+
+def show_turn(number: int, run: TimedRun, where: str = "") -> None:
+    """A line on stderr about a run that has had its turn in a round."""
+    print(f"{where}{described_turn(number, run)}", file=sys.stderr, flush=True)
+
+
+def described_turn(number: int, run: TimedRun) -> str:
+    """How fast a run was in a round."""
+    return f"round {number + 1}: {run.name}: {run.tokens / run.seconds[-1]:.1f} tokens/s"

@@ -1,0 +1,314 @@
+"""The early-exit framework's evaluation for any model and data: quality, throughput, latency.
+
+Full depth, half of the layers, and confident exit by each measure, row by row and all together:
+score and exit rate (Table 1 of the paper), token generation throughput (Figure 1) and inner-token
+latency (Figure 2), each beside what it would be if time were proportional to the layers that ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eecore.calibration.examples import Example
+from eecore.calibration.similarity import SIMILARITIES, Similarity, exact_match
+from eecore.errors import RequestError
+from eecore.exits import BatchMode, ConfidentExit, Exit, FixedExit, Full, Measure
+from eecore.generation import Model
+from eecore.lab.evaluation.calm_report import CalmReport, CalmRow, Speed
+from eecore.lab.evaluation.timed import TimedRun, median_ratio, time_policies
+from eecore.output import Output
+
+__all__ = ["PAPER_THRESHOLDS", "evaluate_calm", "exit_rate", "inner_token_latency", "throughput"]
+
+PAPER_THRESHOLDS: dict[Measure, float] = {"softmax": 0.85, "classifier": 0.9, "state": 0.95}
+"""What the early-exit framework's Table 1 has for a T5 v1.1."""
+
+
+def evaluate_calm(
+    model: Model,
+    examples: Sequence[Example],
+    policies: Sequence[ConfidentExit],
+    *,
+    batch_modes: Sequence[BatchMode] = ("each", "all"),
+    batch_sizes: Sequence[int] = (8, 32),
+    metric: str = "rougeL",
+    max_tokens: int = 64,
+    rounds: int = 3,
+    progress: Callable[[int, int, TimedRun], None] | None = None,
+) -> CalmReport:
+    """Measure full depth, half of the layers, and confident exits.
+
+    At each size of batch all of them take turns in the same rounds.
+
+    Args:
+        model: from :func:`eecore.load`, with a tokenizer.
+        examples: prompts, with targets where texts are to be held against labels.
+        policies: at most one of each measure, in whichever batch mode: each is run in all of
+            ``batch_modes``. A calibrated one keeps its promise in its own, ``each``.
+        batch_modes: ``each`` and ``all`` of :class:`eecore.ConfidentExit`.
+        batch_sizes: how many prompts run together.
+        metric: ``rougeL``, ``rouge2`` or ``exact``.
+        max_tokens: new tokens a prompt.
+        rounds: how often all take their turn.
+        progress: called with the batch size, the round and a run when it has had its turn.
+
+    Raises:
+        RequestError: for settings or examples that cannot be used; nothing has run then.
+    """
+    _check(model, policies, batch_modes, batch_sizes, metric)
+    num_layers = model.config.num_layers
+    techniques: list[Exit] = [FixedExit(max(1, num_layers // 2))]
+    techniques += [_in_mode(policy, mode) for policy in policies for mode in batch_modes]
+    rows: list[CalmRow] = []
+    for size in batch_sizes:
+        runs = time_policies(
+            model,
+            [example.prompt for example in examples],
+            techniques,
+            max_tokens=max_tokens,
+            batch_size=size,
+            rounds=rounds,
+            progress=_at_size(progress, size),
+        )
+        rows += [_row(run, runs[0], runs[1], size, examples, metric) for run in runs]
+    return CalmReport(
+        num_layers=num_layers,
+        num_examples=len(examples),
+        num_targets=sum(example.target is not None for example in examples),
+        metric=metric,
+        max_tokens=max_tokens,
+        rounds=rounds,
+        batch_modes=tuple(batch_modes),
+        batch_sizes=tuple(batch_sizes),
+        rows=tuple(rows),
+    )
+
+
+def _check(
+    model: Model,
+    policies: Sequence[ConfidentExit],
+    batch_modes: Sequence[BatchMode],
+    batch_sizes: Sequence[int],
+    metric: str,
+) -> None:
+    if model.tokenizer is None:
+        raise RequestError("evaluate: expected a model with a tokenizer, got one without")
+    measures = [policy.measure for policy in policies]
+    if len(set(measures)) < len(measures):
+        raise RequestError(f"policies: expected one of each measure, got {', '.join(measures)}")
+    if not batch_modes or not set(batch_modes) <= {"each", "all"}:
+        raise RequestError(f"batch_modes: expected some of each and all, got {list(batch_modes)}")
+    most = model.engine_config.max_num_seqs
+    if not batch_sizes or not all(1 <= size <= most for size in batch_sizes):
+        raise RequestError(
+            f"batch_sizes: expected some of 1..{most}, the engine's max_num_seqs, got "
+            f"{list(batch_sizes)}"
+        )
+    if metric not in SIMILARITIES:
+        raise RequestError(f"metric: expected {' or '.join(SIMILARITIES)}, got {metric!r}")
+    for policy in policies:
+        if policy.calibration is not None:
+            policy.calibration.check_model(model.network.source)
+    SIMILARITIES[metric]("", "")  # raises where its package is missing
+
+
+def _in_mode(policy: ConfidentExit, mode: BatchMode) -> ConfidentExit:
+    """The policy in a batch mode; one that it was not calibrated in has no guarantee."""
+    if policy.batch == mode:
+        return policy
+    return dataclasses.replace(policy, batch=mode, calibration=None)
+
+
+def _at_size(
+    progress: Callable[[int, int, TimedRun], None] | None, size: int
+) -> Callable[[int, TimedRun], None] | None:
+    if progress is None:
+        return None
+    return lambda number, run: progress(size, number, run)
+
+
+# Rows
+
+
+def _row(
+    run: TimedRun,
+    full: TimedRun,
+    half: TimedRun,
+    size: int,
+    examples: Sequence[Example],
+    metric: str,
+) -> CalmRow:
+    policy, texts = run.policy, [output.text or "" for output in run.outputs]
+    pairs = list(zip(texts, (output.text or "" for output in full.outputs), strict=True))
+    labelled = [
+        (text, example.target)
+        for text, example in zip(texts, examples, strict=True)
+        if example.target is not None
+    ]
+    alike = SIMILARITIES[metric]
+    confident = policy if isinstance(policy, ConfidentExit) else None
+    return CalmRow(
+        technique=_technique(policy),
+        batch=None if confident is None else confident.batch,
+        batch_size=size,
+        contract=policy.contract,
+        settings=None if confident is None else _settings(confident),
+        score_to_full=_mean(alike, pairs) or 0.0,
+        exact_to_full=_mean(exact_match, pairs) or 0.0,
+        score_to_label=_mean(alike, labelled),
+        exact_to_label=_mean(exact_match, labelled),
+        exit_rate=exit_rate(run.outputs),
+        mean_exit_layer=run.mean_exit_layer,
+        tokens=run.tokens,
+        throughput=throughput(run, full, half),
+        latency=inner_token_latency(run, full, half),
+    )
+
+
+def _technique(policy: Exit) -> str:
+    if isinstance(policy, ConfidentExit):
+        return policy.measure
+    return "full" if isinstance(policy, Full) else "static-half"
+
+
+def _settings(policy: ConfidentExit) -> dict[str, Any]:
+    return {
+        "threshold": policy.threshold,
+        "thresholds": dict(policy.thresholds),
+        "decay_tau": policy.decay_tau,
+        "exit_points": policy.exit_points,
+        "min_exit_layer": policy.min_exit_layer,
+    }
+
+
+def _mean(alike: Similarity, pairs: Sequence[tuple[str, str]]) -> float | None:
+    return statistics.fmean(alike(*pair) for pair in pairs) if pairs else None
+
+
+# The work of a run, in layers
+
+
+def exit_rate(outputs: Sequence[Output]) -> float | None:
+    """Skipped layer executions / all, of the tokens after the first of each output.
+
+    The first token comes from the prompt's pass, which confident exits run in full. None where
+    there is no other.
+    """
+    layers = sum(output.stats.num_layers * len(_after_first(output)) for output in outputs)
+    return 1.0 - _decode_layers(outputs) / layers if layers else None
+
+
+def _after_first(output: Output) -> list[int]:
+    """Exit layers of the tokens that decoding gave."""
+    return output.exit_layers[1:]
+
+
+def _decode_layers(outputs: Sequence[Output]) -> int:
+    """Layers run for the tokens after the first."""
+    return sum(sum(_after_first(output)) for output in outputs)
+
+
+def _prompt_share(outputs: Sequence[Output], full: Sequence[Output]) -> float:
+    """Layers run for prompts / the same of full depth; 1 where prompts go through an encoder."""
+    layers, all_layers = (
+        sum(output.stats.prompt_layers_run for output in of) for of in (outputs, full)
+    )
+    decoded = sum(output.stats.num_layers * output.stats.prompt_tokens for output in full)
+    return layers / all_layers if all_layers >= decoded else 1.0
+
+
+# Speeds, and what they would be
+
+
+def throughput(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed:
+    """Token generation throughput: generated tokens / total time (early-exit framework §5.1).
+
+    In a round in which full depth takes ``F`` seconds until its batches have their first tokens and
+    ``D`` seconds after that, two bounds:
+
+    Ideal: the run's tokens in ``F * p / p_full + D * d / d_full`` seconds, where ``p`` are the
+    layer executions for prompts and ``d`` those for tokens after the first. A confident exit runs
+    prompts in full, p = p_full; with as many tokens as full depth, its d / d_full is 1 -
+    :func:`exit_rate`. Prompts that go through an encoder, which nobody leaves early, have p /
+    p_full = 1. All that full depth does beside layers, the head of each token above all, is scaled
+    like them.
+
+    As of a cut model: the seconds for each token are on the line, over the layers run for it,
+    through full depth and half of the layers (a model without checks and without keys and values to
+    fill). What a token costs beside layers, its head above all, is not scaled here.
+    """
+    layers, all_layers = _decode_layers(run.outputs), _decode_layers(full.outputs)
+    to_full = run.speedup_over(full)
+    if not all_layers:
+        return Speed(run.tokens_per_s, to_full, None, None, None, None)
+    prompt = _prompt_share(run.outputs, full.outputs)
+    firsts = [first * prompt for first in full.first_seconds]
+    ideal_seconds = [
+        first + (seconds - begin) * layers / all_layers
+        for first, seconds, begin in zip(firsts, full.seconds, full.first_seconds, strict=True)
+    ]
+    decoding = [
+        [
+            (all_ - begin) / of.tokens
+            for all_, begin in zip(of.seconds, of.first_seconds, strict=True)
+        ]
+        for of in (full, half)
+    ]
+    cut = _on_line(run, full, half, *decoding)
+    as_cut = None
+    if cut is not None:
+        cut_seconds = [f + run.tokens * each for f, each in zip(firsts, cut, strict=True)]
+        as_cut = median_ratio(cut_seconds, run.seconds)
+    more_tokens = run.tokens / full.tokens
+    return Speed(
+        value=run.tokens_per_s,
+        to_full=to_full,
+        ideal=run.tokens / min(ideal_seconds),
+        ideal_to_full=more_tokens * median_ratio(full.seconds, ideal_seconds),
+        share_of_ideal=median_ratio(ideal_seconds, run.seconds),
+        share_of_cut=as_cut,
+    )
+
+
+def inner_token_latency(run: TimedRun, full: TimedRun, half: TimedRun) -> Speed | None:
+    """Sum over sequences of (finish - first token) / generated tokens (early-exit framework §5.2).
+
+    Ideal: full depth's of the same round, times the layers run after the first tokens for each
+    generated token over the same of full depth. As of a cut model: as for :func:`throughput`. None
+    where full depth or the run has no token after the first.
+    """
+    layers = _decode_layers(run.outputs) / run.tokens
+    all_layers = _decode_layers(full.outputs) / full.tokens
+    if not layers or not all_layers:
+        return None
+    to_full = median_ratio(full.latencies, run.latencies)
+    cut = _on_line(run, full, half, full.latencies, half.latencies)
+    return Speed(
+        value=min(run.latencies),
+        to_full=to_full,
+        ideal=min(full.latencies) * layers / all_layers,
+        ideal_to_full=all_layers / layers,
+        share_of_ideal=to_full * layers / all_layers,
+        share_of_cut=None if cut is None else median_ratio(cut, run.latencies),
+    )
+
+
+def _on_line(
+    run: TimedRun,
+    full: TimedRun,
+    half: TimedRun,
+    full_seconds: Sequence[float],
+    half_seconds: Sequence[float],
+) -> list[float] | None:
+    """Seconds a token, by round, at the run's layers a token; None where there is no line."""
+    x, high, low = (_decode_layers(of.outputs) / of.tokens for of in (run, full, half))
+    if high <= low:
+        return None
+    share = (x - low) / (high - low)
+    return [
+        at_half + (at_full - at_half) * share
+        for at_full, at_half in zip(full_seconds, half_seconds, strict=True)
+    ]

@@ -1,0 +1,165 @@
+"""Exit policies on the same prompts, in turns: what they write, how fast, at what depth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from eecore.calibration.generated import generated
+from eecore.errors import RequestError
+from eecore.exits import (
+    ConfidentExit,
+    DraftAndVerify,
+    Exit,
+    FixedExit,
+    Full,
+    HeadDrafts,
+    PromptLookup,
+    SelfSpeculative,
+)
+from eecore.generation import Model
+from eecore.output import Output
+
+__all__ = ["TimedRun", "median_ratio", "time_policies"]
+
+
+@dataclass
+class TimedRun:
+    """One policy's outputs, and its times in each round."""
+
+    policy: Exit
+    outputs: list[Output] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    first_seconds: list[float] = field(default_factory=list)
+    """Of ``seconds``, those until every prompt that ran together had its first token."""
+    latencies: list[float] = field(default_factory=list)
+    """Inner-token latency: the sum over sequences of (finish - first token) / generated tokens
+    (early-exit framework §5.2)."""
+
+    @property
+    def name(self) -> str:
+        """The policy as a row of a table is called."""
+        return _name_of(self.policy)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the fastest round."""
+        return self.tokens / min(self.seconds)
+
+    @property
+    def mean_exit_layer(self) -> float:
+        layers = [layer for output in self.outputs for layer in output.exit_layers]
+        return sum(layers) / len(layers)
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts / drafted tokens; None when nothing was drafted."""
+        drafted = sum(output.stats.drafted for output in self.outputs)
+        accepted = sum(output.stats.accepted for output in self.outputs)
+        return accepted / drafted if drafted else None
+
+    def speedup_over(self, other: TimedRun) -> float:
+        """tokens/s over another run's, the median of the rounds' ratios: both ran in turns."""
+        return self.tokens / other.tokens * median_ratio(other.seconds, self.seconds)
+
+    def same_tokens(self, other: TimedRun) -> bool:
+        """Whether both wrote the same, token for token."""
+        return [o.token_ids for o in self.outputs] == [o.token_ids for o in other.outputs]
+
+    def record(self, outputs: Sequence[list[Output]], seconds: float) -> None:
+        """One more round: what each group of prompts gave, in place of the round before."""
+        self.outputs = [output for group in outputs for output in group]
+        self.seconds.append(seconds)
+        first = (max(o.stats.time_to_first_token_s for o in group) for group in outputs)
+        self.first_seconds.append(sum(first))
+        stats = [output.stats for output in self.outputs]
+        after_first = sum(each.total_s - each.time_to_first_token_s for each in stats)
+        self.latencies.append(after_first / self.tokens)
+
+
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of the rounds' ratios, of two runs that took turns; a run that was stopped has had
+    fewer than another.
+    """
+    return statistics.median(a / b for a, b in zip(over, under, strict=False))
+
+
+def time_policies(
+    model: Model,
+    prompts: Sequence[str],
+    policies: Sequence[Exit],
+    *,
+    max_tokens: int,
+    batch_size: int = 1,
+    rounds: int = 1,
+    progress: Callable[[int, TimedRun], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[TimedRun]:
+    """Generate greedily with each policy, and with :class:`eecore.Full`, which is the first of what
+    is returned. In each round another one begins. Every prompt is computed each time: there is no
+    prefix cache.
+
+    Args:
+        model: from :func:`eecore.load`.
+        prompts: texts.
+        policies: beside ``Full()``.
+        max_tokens: new tokens a prompt.
+        batch_size: prompts that run together.
+        rounds: how often all policies take their turn.
+        progress: called with the round and a run when it has had its turn.
+        should_stop: asked after each group of prompts; when it says True the runs have the turns
+            that were finished, some of them one less than others, or none.
+    """
+    for name, value in (("max_tokens", max_tokens), ("batch_size", batch_size), ("rounds", rounds)):
+        if value < 1:
+            raise RequestError(f"{name}: expected 1 or more, got {value}")
+    if not prompts:
+        raise RequestError("prompts: expected at least one, got none")
+    for policy in policies:
+        policy.check(model.config.num_layers, model.config.hidden_size)
+    groups = [
+        list(prompts[first : first + batch_size]) for first in range(0, len(prompts), batch_size)
+    ]
+    model = model.without_prefix_cache()
+    runs = [TimedRun(policy) for policy in (Full(), *policies)]
+    generated(model, groups[0], max_tokens=1)
+    for number in range(rounds):
+        first = number % len(runs)
+        for run in [*runs[first:], *runs[:first]]:
+            outputs: list[list[Output]] = []
+            begin = time.perf_counter()
+            for group in groups:
+                outputs.append(generated(model, group, exit=run.policy, max_tokens=max_tokens))
+                stops = should_stop is not None and should_stop()
+                if stops and len(outputs) < len(groups):
+                    return runs
+            run.record(outputs, time.perf_counter() - begin)
+            if progress is not None:
+                progress(number, run)
+            if stops:
+                return runs
+    return runs
+
+
+def _name_of(policy: Exit) -> str:
+    if isinstance(policy, FixedExit):
+        return f"FixedExit({policy.exit_layer})"
+    if isinstance(policy, SelfSpeculative):
+        reuse = "" if policy.reuse else ", reuse=False"
+        return f"SelfSpeculative({policy.exit_layer}, {policy.num_drafts}{reuse})"
+    if isinstance(policy, HeadDrafts):
+        return f"HeadDrafts({policy.num_drafts}, {policy.threshold:g})"
+    if isinstance(policy, PromptLookup):
+        return f"PromptLookup({policy.num_drafts})"
+    if isinstance(policy, DraftAndVerify):
+        skipped = len(policy.skip_attention) + len(policy.skip_mlp)
+        return f"DraftAndVerify({skipped} skipped, {policy.num_drafts})"
+    if isinstance(policy, ConfidentExit):
+        return f"ConfidentExit({policy.threshold:g}, {policy.measure}, {policy.batch})"
+    return type(policy).__name__ + "()"

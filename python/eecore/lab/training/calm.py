@@ -1,0 +1,166 @@
+"""CALM's training (Schuster et al. 2022, §3.2 and §3.3): all layers' loss, and the exit classifier.
+
+The loss is a mean over layers i = 1..L weighted by i. The classifier is one linear layer to two
+classes, shared by all layers, that learns on a frozen model whether exiting there would give the
+last layer's token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from eecore.errors import TrainingError
+from eecore.exits import ExitClassifier
+from eecore.files import replacing
+from eecore.lab.training.data import Batch
+from eecore.lab.training.early_exit_loss import Head, Targets
+from eecore.lab.training.frozen_model import FrozenModel
+from eecore.values import is_whole, is_within
+
+__all__ = [
+    "CalmLoss",
+    "ClassifierConfig",
+    "agreement_labels",
+    "classifier_loss",
+    "save_classifier",
+    "train_exit_classifier",
+]
+
+
+@dataclass(frozen=True)
+class CalmLoss:
+    """``sum_i w_i CE(head(h[i]), y)``, ``w_i = i / (1 + ... + L)`` (CALM §3.2)."""
+
+    def weights(self, step: int, num_steps: int, num_layers: int) -> tuple[float, ...]:  # noqa: ARG002
+        """w_i for i = 1..num_layers, whatever the step."""
+        total = num_layers * (num_layers + 1) / 2
+        return tuple(i / total for i in range(1, num_layers + 1))
+
+
+def agreement_labels(head: Head, states: Sequence[Tensor], targets: Targets) -> Tensor:
+    """For each layer below the last: does its argmax equal the last layer's?
+
+    Args:
+        head: final norm and LM head.
+        states: h[1..L], each [batch, length, hidden_size].
+        targets: whose positions are looked at.
+
+    Returns:
+        int64 [L-1, n], 1 where the exit gives the last layer's token.
+    """
+    last = targets.logits(head, states[-1]).argmax(-1)
+    rows = [(targets.logits(head, state).argmax(-1) == last).long() for state in states[:-1]]
+    return torch.stack(rows)
+
+
+def classifier_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Class-weighted cross entropy, mean over tokens, then over layers (CALM's independent one).
+
+    A layer's classes weigh ``1 - n_pos/n`` (exit) and ``1 - n_neg/n`` (go on), so that both count
+    alike there; a layer at which all tokens are of one class adds nothing.
+
+    Args:
+        scores: float32 [L-1, n, 2], of going on and of exiting.
+        labels: int64 [L-1, n], 1 where the exit is right.
+    """
+    positive = labels.float().mean(1, keepdim=True)  # n_pos / n of each layer
+    weight = torch.where(labels == 1, 1 - positive, positive)
+    losses = cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses.view_as(weight) * weight).mean()
+
+
+@dataclass(frozen=True)
+class ClassifierConfig:
+    """How the exit classifier is trained."""
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_within(self.learning_rate, 1e-12, 1e3):
+            raise TrainingError(
+                f"ClassifierConfig.learning_rate: expected above 0, got {self.learning_rate!r}"
+            )
+        if not is_within(self.weight_decay, 0.0, 1e3):
+            raise TrainingError(
+                f"ClassifierConfig.weight_decay: expected 0 or more, got {self.weight_decay!r}"
+            )
+        if not is_whole(self.seed, 0, 2**63 - 1):
+            raise TrainingError(f"ClassifierConfig.seed: expected 0 or more, got {self.seed!r}")
+
+
+def train_exit_classifier(
+    model: FrozenModel,
+    batches: Iterable[Batch],
+    config: ClassifierConfig | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> ExitClassifier:
+    """Train M on the un-normed states of a frozen model: one step a batch (CALM §3.3).
+
+    Args:
+        model: is not changed: an :class:`ExitModel`, or a :class:`RunningModel` in its own bits.
+        batches: like those that the model was trained on.
+        config: learning rate and seed.
+        progress: called with the number of steps done and the step's loss.
+    """
+    config = config or ClassifierConfig()
+    generator = torch.Generator().manual_seed(config.seed)
+    scale = model.hidden_size**-0.5
+    weight = scale * (2 * torch.rand(2, model.hidden_size, generator=generator) - 1)
+    weight = weight.to(model.device).requires_grad_()
+    bias = torch.zeros(2, device=model.device, requires_grad=True)
+    optimizer = torch.optim.AdamW(
+        [weight, bias], lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    steps = 0
+    with model.frozen():
+        for batch in batches:
+            states, labels = _frozen_pass(model, batch.to(model.device))
+            loss = classifier_loss(states @ weight.T + bias, labels)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            steps += 1
+            if progress is not None:
+                progress(steps, loss.item())
+    if not steps:
+        raise TrainingError("batches: expected at least one, got none")
+    return ExitClassifier(weight.detach().cpu(), bias.detach().cpu())
+
+
+@torch.no_grad()
+def _frozen_pass(model: FrozenModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """float32 [L-1, n, hidden_size], the targets' states below the last layer; their labels."""
+    states = model.states(batch.inputs)
+    labels = agreement_labels(model.head, states, batch.targets)
+    rows = [s.flatten(0, 1).index_select(0, batch.targets.positions) for s in states[:-1]]
+    return torch.stack(rows).float(), labels
+
+
+def save_classifier(
+    classifier: ExitClassifier, path: str | Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write the safetensors file that :meth:`eecore.ExitClassifier.load` reads.
+
+    Args:
+        classifier: what :func:`train_exit_classifier` returned.
+        path: of the file.
+        metadata: goes into the file's header; say there which model it belongs to
+            (``{"model_sha256": model_digest(directory)}``).
+    """
+    from safetensors.torch import save_file
+
+    tensors = {
+        name: tensor.contiguous()
+        for name in ("weight1", "bias1", "weight2", "bias2")
+        if (tensor := getattr(classifier, name)) is not None
+    }
+    with replacing(path) as partial:
+        save_file(tensors, partial, {"format": "pt", **(metadata or {})})

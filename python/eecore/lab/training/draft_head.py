@@ -1,0 +1,173 @@
+"""A draft head: from the states of a frozen model to tokens that may come next, one after another.
+
+It is recurrent, as in Hydra (Ankner et al. 2024) and ReDrafter (Zhang et al. 2024), and starts from
+states of several layers, as EAGLE-3 does (Li et al. 2025). ``norm`` is RMSNorm with the model's
+eps::
+
+    s = sum_i W_tap[i] norm(h_tap[i]; g_tap[i])           at the last position that the model saw
+    u = W_state norm(s; g_state) + W_token norm(embed(t); g_token)          for each next token t
+    u = u + sum_a W_out[a] attention(W_query[a] norm(u; g_attention))       to keys a of the model
+    u = u + W_down (silu(W_gate norm(u; g_mlp)) * W_up norm(u; g_mlp))      for each block
+    logits = W_head norm(u; g),  s = u
+
+with ``W_head`` the rows of the model's own LM head of the tokens that can be drafted. Attention is
+that of some of the model's own key heads, over the keys that it has computed (GLIDE, Du et al.
+2024): those of drafts are not among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eecore.lab.training.head_keys import TextKeys
+
+__all__ = ["DraftHead", "HeadSizes", "tensor_names"]
+
+TENSOR_NAMES = {
+    "tap_norm": "taps.norm",
+    "tap_weight": "taps.weight",
+    "state_norm": "state.norm",
+    "state_weight": "state.weight",
+    "token_norm": "token.norm",
+    "token_weight": "token.weight",
+    "mlp_norm": "mlp.norm",
+    "mlp_gate": "mlp.gate",
+    "mlp_up": "mlp.up",
+    "mlp_down": "mlp.down",
+    "norm": "norm",
+}
+"""Of a parameter in the file that holds a head."""
+ATTENTION_NAMES = {
+    "attention_norm": "attention.norm",
+    "attention_query": "attention.query",
+    "attention_output": "attention.output",
+}
+"""Likewise, of a head that attends."""
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Of a head's tensors."""
+
+    hidden_size: int
+    num_taps: int
+    intermediate_size: int
+    num_blocks: int
+    num_attended: int = 0
+    """Key heads of the model that it attends to."""
+    queries: int = 0
+    """Features of the queries to each."""
+
+
+def tensor_names(sizes: HeadSizes) -> dict[str, str]:
+    """In the file that holds a head, by parameter."""
+    return TENSOR_NAMES | (ATTENTION_NAMES if sizes.num_attended else {})
+
+
+class DraftHead(nn.Module):
+    """The weights of a head, in float32, and its two moves.
+
+    Args:
+        sizes: of the tensors.
+        eps: of the model's norms.
+        final_norm: the model's, [hidden_size], which the output's begins with.
+        seed: of the random beginning.
+    """
+
+    def __init__(self, sizes: HeadSizes, eps: float, final_norm: Tensor, seed: int = 0) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self._eps = eps
+        hidden, taps = sizes.hidden_size, sizes.num_taps
+        inner, blocks = sizes.intermediate_size, sizes.num_blocks
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int, gain: float = 1.0) -> nn.Parameter:
+            values = torch.randn(*shape, generator=generator)
+            return nn.Parameter(values * (gain * shape[-1] ** -0.5))
+
+        def ones(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.ones(*shape))
+
+        # The last tap and the state begin as they are, what else there is adds a little to them.
+        tap_weight, state_weight = random(taps, hidden, hidden, gain=0.1), random(hidden, hidden)
+        with torch.no_grad():
+            tap_weight[-1] = torch.eye(hidden)
+            state_weight.copy_(torch.eye(hidden))
+        self.tap_norm = ones(taps, hidden)
+        self.tap_weight = tap_weight
+        self.state_norm = ones(hidden)
+        self.state_weight = state_weight
+        self.token_norm = ones(hidden)
+        self.token_weight = random(hidden, hidden, gain=0.3)
+        self.mlp_norm = ones(blocks, hidden)
+        self.mlp_gate = random(blocks, inner, hidden)
+        self.mlp_up = random(blocks, inner, hidden)
+        self.mlp_down = nn.Parameter(torch.zeros(blocks, hidden, inner))
+        self.norm = nn.Parameter(final_norm.detach().float().clone())
+        if sizes.num_attended:
+            count, queries = sizes.num_attended, sizes.queries
+            self.attention_norm = ones(hidden)
+            self.attention_query = random(count, queries, hidden)
+            self.attention_output = nn.Parameter(torch.zeros(count, hidden, queries))
+
+    def begin(self, states: Tensor) -> Tensor:
+        """s [n, hidden_size] of the taps' states, float32 [n, num_taps, hidden_size]."""
+        total = torch.zeros_like(states[:, 0])
+        for tap in range(self.sizes.num_taps):
+            normed = self._normed(states[:, tap], self.tap_norm[tap])
+            total = total + _product(normed, self.tap_weight[tap])
+        return total
+
+    def step(self, state: Tensor, embedded: Tensor, seen: TextKeys | None = None) -> Tensor:
+        """The next s [n, hidden_size] of s and the next token's embedding, both [n, hidden_size].
+
+        It is what :meth:`output` reads, too. A head that attends is told what the rows see.
+        """
+        u = self.asked(state, embedded)
+        if self.sizes.num_attended:
+            assert seen is not None
+            queries = self.queries(u)
+            weight = self.attention_output.transpose(0, 1).flatten(1)
+            u = u + _product(seen.found(queries).flatten(1), weight)
+        for block in range(self.sizes.num_blocks):
+            normed = self._normed(u, self.mlp_norm[block])
+            gate = functional.silu(_product(normed, self.mlp_gate[block]))
+            up = _product(normed, self.mlp_up[block])
+            u = u + _product(gate * up, self.mlp_down[block])
+        return u
+
+    def asked(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """u as it is before it attends to anything: [n, hidden_size]."""
+        u = _product(self._normed(state, self.state_norm), self.state_weight)
+        return u + _product(self._normed(embedded, self.token_norm), self.token_weight)
+
+    def queries(self, asked: Tensor) -> Tensor:
+        """Not rotated, of :meth:`asked`: [n, num_attended, queries]."""
+        normed = self._normed(asked, self.attention_norm)
+        asked = _product(normed, self.attention_query.flatten(0, 1))
+        return asked.view(len(asked), self.sizes.num_attended, -1)
+
+    def output(self, state: Tensor) -> Tensor:
+        """What the rows of the LM head are multiplied with: [n, hidden_size]."""
+        return self._normed(state, self.norm)
+
+    def tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+        """By the names that the file of a head has."""
+        return {
+            stored: cast(Tensor, getattr(self, name)).detach().to(dtype).contiguous()
+            for name, stored in tensor_names(self.sizes).items()
+        }
+
+    def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(values, weight.shape, weight, self._eps)
+
+
+def _product(values: Tensor, weight: Tensor) -> Tensor:
+    """In float32, whatever autocast multiplies in."""
+    return functional.linear(values, weight).float()

@@ -1,0 +1,139 @@
+"""Models that training leaves as they are: their states and head are all that is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eecore.errors import TrainingError
+from eecore.models import AttentionBatch, KVCache, LlamaModel, Tokenizer, load_model
+from eecore.models.readers.quantised_checkpoint import read_layout
+from eecore.readable import kind_of
+
+__all__ = ["FrozenModel", "RunningModel", "is_quantised", "load_running_model"]
+
+
+class FrozenModel(Protocol):
+    """What an exit classifier learns from, see :class:`ExitModel`."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def decoder_start(self) -> int | None: ...
+
+    def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """``[h[1], ..., h[L]]``, each [batch, length, hidden_size]."""
+        ...
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """``head(h)``: states [..., hidden_size] to logits [..., vocab_size]."""
+        ...
+
+    def frozen(self) -> AbstractContextManager[object]:
+        """While this is entered nothing but the inputs decides on the states."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RunningModel:
+    """A model as eecore runs it, in its own bits where it has them."""
+
+    network: LlamaModel
+    tokenizer: Tokenizer
+    eos_token_id: int
+    """Ends a text."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.network.config.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.network.config.hidden_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.device
+
+    @property
+    def decoder_start(self) -> None:
+        return None
+
+    def states(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """``[h[1], ..., h[L]]``, each [batch, length, hidden_size].
+
+        Args:
+            inputs: ``input_ids`` int64 [batch, length], padded on the right.
+        """
+        ids, network = inputs["input_ids"], self.network
+        batch_size, length = ids.shape
+        if length > network.config.max_position:
+            raise TrainingError(
+                f"input_ids: expected at most the model's {network.config.max_position} tokens, "
+                f"got {length}"
+            )
+        kv = KVCache.allocate(
+            network.config, batch_size, length, device=self.device, dtype=network.dtype
+        )
+        batch = _side_by_side(batch_size, length, self.device)
+        hidden = network.embed(ids.flatten())
+        states = []
+        for layer in range(self.num_layers):
+            hidden = network.layers(layer, layer + 1, hidden, kv, batch)
+            states.append(hidden.view(batch_size, length, -1))
+        return states
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """``head(h)``: states [n, hidden_size] to logits [n, vocab_size]."""
+        return self.network.logits
+
+    def frozen(self) -> AbstractContextManager[object]:
+        """It always is."""
+        return nullcontext()
+
+
+def is_quantised(path: Path) -> bool:
+    """Whether a model is a GGUF file, or a directory whose layers are quantised."""
+    return kind_of(path) == "a file" or read_layout(path) is not None
+
+
+def load_running_model(path: Path, device: str | None = None) -> RunningModel:
+    """Load a model of :func:`is_quantised` as eecore runs it.
+
+    Raises:
+        ModelError: it cannot be read, or the device is not the CPU.
+        TrainingError: it has no tokenizer, or nothing that ends a text.
+    """
+    config, network, tokenizer = load_model(path, device)
+    if tokenizer is None:
+        raise TrainingError(f"{path}: expected a model with a tokenizer, got none")
+    if not config.eos_token_ids:
+        raise TrainingError(f"{path}: expected an eos_token_id, which ends texts, got none")
+    assert isinstance(network, LlamaModel)  # nothing else is quantised
+    return RunningModel(network, tokenizer, config.eos_token_ids[0])
+
+
+def _side_by_side(batch_size: int, length: int, device: torch.device) -> AttentionBatch:
+    """Sequences of one length, each in a page of its own."""
+    return AttentionBatch(
+        positions=torch.arange(length, device=device).repeat(batch_size),
+        slot_mapping=torch.arange(batch_size * length, device=device),
+        page_table=torch.arange(batch_size, dtype=torch.int32, device=device)[:, None],
+        seq_lens=torch.full((batch_size,), length, dtype=torch.int32, device=device),
+        query_start_loc=length * torch.arange(batch_size + 1, dtype=torch.int32, device=device),
+    )

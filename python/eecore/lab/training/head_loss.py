@@ -1,0 +1,211 @@
+"""How a draft head learns, and how often it is right: over stretches of the model's own texts.
+
+A stretch is some rows that follow one another in one text. From each of them the head drafts, given
+the text's own tokens and its own states, and draft k is held against what the model said k rows
+later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eecore.lab.training.draft_head import DraftHead
+from eecore.lab.training.head_states import HeadStates, ends_of
+
+__all__ = ["FrozenSide", "StretchOrder", "agreement_by_position", "draft_loss", "starts_of"]
+
+LATER_ROWS = 2
+"""One row in so many goes on behind the first draft, which nothing else stands without."""
+STEP_WEIGHTS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenSide:
+    """What a head uses of its model, in float32."""
+
+    embeddings: Tensor
+    """[vocab_size, hidden_size]"""
+    head_rows: Tensor
+    """[vocabulary_size, hidden_size], the LM head's of the tokens that can be drafted."""
+    vocabulary: Tensor
+    """int64 [vocabulary_size], these tokens, ascending."""
+    final_norm: Tensor
+    """[hidden_size]"""
+    eps: float
+    cos_sin: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    """float32 [num_positions, rotary_dim], of positions that are attended from, if any are."""
+    rows_of: Callable[[Tensor], Tensor] | None = None
+    """Rows of the LM head, float32 [n, hidden_size], of any tokens, int64 [n]."""
+
+    def with_tokens(self, tokens: Tensor) -> FrozenSide:
+        """With other tokens in its vocabulary, too, int64 [n]; the same one where there is none."""
+        if self.rows_of is None:
+            return self
+        new = torch.unique(tokens[self.place(tokens) < 0])
+        if not len(new):
+            return self
+        vocabulary, order = torch.cat((self.vocabulary, new)).sort()
+        rows = torch.cat((self.head_rows, self.rows_of(new)))[order]
+        return replace(self, vocabulary=vocabulary, head_rows=rows)
+
+    @cached_property
+    def short_rows(self) -> Tensor:
+        """``head_rows`` in bfloat16, which autocast would make anew for every product."""
+        return self.head_rows.bfloat16()
+
+    def logits(self, values: Tensor) -> Tensor:
+        """float32 [n, vocabulary_size] of normed states, [n, hidden_size]."""
+        short = torch.is_autocast_enabled("cpu")
+        rows = self.short_rows if short else self.head_rows
+        return functional.linear(values, rows).float()
+
+    def place(self, tokens: Tensor) -> Tensor:
+        """Where tokens are in the vocabulary; -1 for those outside."""
+        places = torch.searchsorted(self.vocabulary, tokens)
+        places = places.clamp_(max=len(self.vocabulary) - 1)
+        return torch.where(self.vocabulary[places] == tokens, places, -1)
+
+    def distribution(self, last_states: Tensor) -> Tensor:
+        """The model's own over the vocabulary, [n, vocabulary_size], of its last states [n, H]."""
+        normed = functional.rms_norm(
+            last_states.float(), self.final_norm.shape, self.final_norm, self.eps
+        )
+        return self.logits(normed).softmax(-1)
+
+
+class StretchOrder:
+    """Stretches of ``length`` rows, shuffled for each epoch; the same for the same seed.
+
+    Args:
+        text: int64 [n], of each row.
+        length: rows that drafts start from; a text's last stretch may be shorter.
+        batch_size: stretches of a step.
+        seed: of the order.
+    """
+
+    def __init__(self, text: Tensor, length: int, batch_size: int, seed: int) -> None:
+        ends = ends_of(text)
+        rows = torch.arange(len(text))
+        starts_text = torch.ones_like(text, dtype=torch.bool)
+        starts_text[1:] = text[1:] != text[:-1]
+        first = torch.where(starts_text, rows, 0).cummax(0).values
+        begins = rows[((rows - first) % length == 0) & (rows + 1 < ends)]
+        self._begins, self._ends = begins, torch.minimum(begins + length, ends[begins] - 1)
+        self._batch_size, self._seed = batch_size, seed
+        self._shuffled: tuple[int, Tensor] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, len(self._begins) // self._batch_size)
+
+    def starts(self, step: int) -> Tensor:
+        """int64 [n], the rows that the drafts of a step start from, stretch by stretch."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._shuffled = epoch, torch.randperm(len(self._begins), generator=generator)
+        chosen = self._shuffled[1][place * self._batch_size : (place + 1) * self._batch_size]
+        pairs = zip(self._begins[chosen].tolist(), self._ends[chosen].tolist(), strict=True)
+        return torch.cat([torch.arange(begin, end) for begin, end in pairs])
+
+
+def starts_of(text: Tensor) -> Tensor:
+    """Rows that a draft can start from: all but the last of each text."""
+    rows = torch.arange(len(text))
+    return rows[rows + 1 < ends_of(text)]
+
+
+def draft_loss(
+    head: DraftHead, frozen: FrozenSide, data: HeadStates, starts: Tensor, num_steps: int
+) -> tuple[Tensor, float]:
+    """Cross entropy with the model's distribution, weighted over steps; the first step's agreement.
+
+    What the model says at these positions can be drafted beside the vocabulary, as tokens of a text
+    at hand can be. Without the model's rows for them, positions that want others add nothing.
+
+    Args:
+        head: what learns.
+        frozen: of the model.
+        data: states and tokens.
+        starts: int64 [n], the rows that drafts start from.
+        num_steps: tokens of a draft.
+    """
+    ends = data.ends[starts]
+    kept = [starts, *[starts[::LATER_ROWS]] * (num_steps - 1)]
+    kept_ends = [ends, *[ends[::LATER_ROWS]] * (num_steps - 1)]
+    targets = [rows + k + 1 for k, rows in enumerate(kept)]
+    inside = [target < end for target, end in zip(targets, kept_ends, strict=True)]
+    wanted = torch.unique(torch.cat([t[i] for t, i in zip(targets, inside, strict=True)]))
+    frozen = frozen.with_tokens(data.greedy[wanted])
+    with torch.no_grad():
+        teacher = frozen.distribution(data.states.last(wanted))
+    state = head.begin(data.states[starts].float())
+    seen = data.seen(starts, frozen.cos_sin)
+    total = torch.zeros(())
+    agreement = 0.0
+    for k, target in enumerate(targets):
+        if k == 1:
+            state = state[::LATER_ROWS]
+            seen = seen and seen.rows(torch.arange(0, len(starts), LATER_ROWS))
+        given = data.token[(target - 1).clamp(max=len(data) - 1)]
+        state = head.step(state, frozen.embeddings[given], seen)
+        seen = seen and seen.behind()
+        there = target[inside[k]]
+        place = frozen.place(data.greedy[there])
+        can_draft = place >= 0
+        logits = frozen.logits(head.output(state[inside[k]][can_draft]))
+        truth = teacher[torch.searchsorted(wanted, there[can_draft])]
+        count = max(1, len(truth))
+        loss = functional.cross_entropy(logits, truth, reduction="sum") / count
+        total = total + STEP_WEIGHTS[k] * loss
+        if k == 0:
+            agreement = int((logits.argmax(-1) == place[can_draft]).sum()) / count
+    return total / sum(STEP_WEIGHTS[:num_steps]), agreement
+
+
+@torch.inference_mode()
+def agreement_by_position(
+    head: DraftHead, frozen: FrozenSide, data: HeadStates, starts: Tensor, num_steps: int
+) -> list[float]:
+    """How often each draft is the model's own greedy token, where all drafts before it were.
+
+    The tokens are those of the text, and a draft goes on only while they are the greedy ones. What
+    is not in the vocabulary counts as wrong: which others a text at hand has is not known here.
+    """
+    place = frozen.place(data.greedy)
+    ends = data.ends[starts]
+    right = [0] * num_steps
+    tried = [0] * num_steps
+    for begin in range(0, len(starts), ROWS_AT_ONCE):
+        rows = starts[begin : begin + ROWS_AT_ONCE]
+        row_ends = ends[begin : begin + ROWS_AT_ONCE]
+        state = head.begin(data.states[rows].float())
+        seen = data.seen(rows, frozen.cos_sin)
+        for k in range(num_steps):
+            there = rows + k + 1 < row_ends
+            rows, row_ends, state = rows[there], row_ends[there], state[there]
+            seen = seen and seen.rows(there)
+            if not len(rows):
+                break
+            target = rows + k + 1
+            state = head.step(state, frozen.embeddings[data.token[target - 1]], seen)
+            seen = seen and seen.behind()
+            drafts = frozen.logits(head.output(state)).argmax(-1)
+            hits = drafts == place[target]
+            tried[k] += len(hits)
+            right[k] += int(hits.sum())
+            on = hits & (data.token[target] == data.greedy[target])
+            rows, row_ends, state = rows[on], row_ends[on], state[on]
+            seen = seen and seen.rows(on)
+    return _shares(right, tried)
+
+
+def _shares(right: Sequence[int], tried: Sequence[int]) -> list[float]:
+    return [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]

@@ -1,0 +1,136 @@
+"""What a run writes down as it goes: a row a step and a row an evaluation, as CSV and TensorBoard.
+
+Rows hold nothing of the clock, and numbers in full: two runs that learn alike write the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from eecore.errors import TrainingError
+from eecore.files import replacing
+from eecore.lab.training.evaluation import ExitScores
+from eecore.lab.training.libraries import library
+from eecore.readable import regular_file
+from eecore.values import shown
+
+__all__ = ["CsvLog", "RunLog", "read_log"]
+
+STEPS_FILE = "steps.csv"
+EVALUATIONS_FILE = "evaluations.csv"
+
+
+class CsvLog:
+    """A CSV file whose first column counts steps; rows past ``resume_at`` are cut off first."""
+
+    def __init__(self, path: Path, columns: Sequence[str], resume_at: int) -> None:
+        kept = _rows_until(path, columns, resume_at) if path.is_file() else []
+        with replacing(path) as partial, partial.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([columns, *kept])
+        self._file = path.open("a", newline="")
+        self._writer = csv.writer(self._file, lineterminator="\n")
+
+    def write(self, row: Sequence[int | float | None]) -> None:
+        """Append a row, on disk when this returns; None leaves a field empty."""
+        self._writer.writerow(["" if value is None else repr(value) for value in row])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _rows_until(path: Path, columns: Sequence[str], step: int) -> list[list[str]]:
+    header, *rows = _read_rows(path) or [[]]
+    if header and header != list(columns):
+        raise TrainingError(
+            f"{path}: expected columns {','.join(columns)}, got {shown(','.join(header))}"
+        )
+    # A run that was killed may leave half a row: of a step that will be done again.
+    whole = [row for row in rows if len(row) == len(columns)]
+    for row in whole:
+        if not (row[0].isdecimal() and len(row[0]) < 20):
+            raise TrainingError(f"{path}: step: expected a number, got {shown(row[0])}")
+    return [row for row in whole if int(row[0]) <= step]
+
+
+def _read_rows(path: Path) -> list[list[str]]:
+    regular_file(path, TrainingError)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        raise TrainingError(f"{path}: expected the log of a run, got: {error}") from None
+
+
+class RunLog:
+    """All logs of a run, in a directory."""
+
+    def __init__(self, directory: Path, num_layers: int, resume_at: int) -> None:
+        exits = range(1, num_layers + 1)
+        self._steps = CsvLog(
+            directory / STEPS_FILE,
+            (
+                *("step", "tokens", "learning_rate", "gradient_norm", "loss"),
+                *(f"loss_exit_{exit_layer}" for exit_layer in exits),
+            ),
+            resume_at,
+        )
+        measures = ("loss", "accuracy", "agreement")
+        self._evaluations = CsvLog(
+            directory / EVALUATIONS_FILE,
+            (
+                "step",
+                "tokens",
+                *(f"{m}_exit_{exit_layer}" for m in measures for exit_layer in exits),
+            ),
+            resume_at,
+        )
+        self._board = _board(directory, resume_at)
+
+    def step(self, row: Sequence[int | float | None], exit_losses: Mapping[int, float]) -> None:
+        """A training step: ``row`` as the columns say."""
+        self._steps.write(row)
+        if self._board is not None:
+            step, _, rate, norm, loss = row[:5]
+            values = {"loss/total": loss, "learning_rate": rate, "gradient_norm": norm}
+            values |= {f"loss/exit_{layer + 1}": value for layer, value in exit_losses.items()}
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def evaluation(self, step: int, tokens: int, scores: ExitScores) -> None:
+        """Scores after ``step`` steps."""
+        self._evaluations.write((step, tokens, *scores.loss, *scores.accuracy, *scores.agreement))
+        if self._board is not None:
+            for measure in ("loss", "accuracy", "agreement"):
+                for index, value in enumerate(getattr(scores, measure)):
+                    self._board.add_scalar(f"held_out_{measure}/exit_{index + 1}", value, step)
+
+    def close(self) -> None:
+        self._steps.close()
+        self._evaluations.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _board(directory: Path, resume_at: int) -> Any:
+    """TensorBoard's writer where it is installed; None where it is not."""
+    if find_spec("tensorboard") is None:
+        return None
+    writer = library("torch.utils.tensorboard").SummaryWriter
+    return writer(str(directory / "tensorboard"), purge_step=resume_at or None)
+
+
+def read_log(path: Path) -> dict[str, list[float | None]]:
+    """The columns of a log by name; None where a field is empty."""
+    try:
+        header, *rows = _read_rows(path)
+        return {
+            name: [float(row[column]) if row[column] else None for row in rows]
+            for column, name in enumerate(header)
+        }
+    except (ValueError, IndexError) as error:
+        raise TrainingError(f"{path}: expected the log of a run, got: {error}") from None

@@ -1,0 +1,214 @@
+"""A run's state in one safetensors file: weights, optimizer, random numbers, how far it has come.
+
+The file is complete or not there (:mod:`eecore.files`).
+Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from eecore.errors import TrainingError
+from eecore.files import replacing
+from eecore.json_fields import JsonFields, parse_json
+from eecore.lab.training.recipe import TrainingConfig
+from eecore.tensor_files import TensorFile, shown_name
+from eecore.values import shown
+
+__all__ = ["RunState", "load_state", "read_state", "save_state"]
+
+FORMAT = "eecore training state 1"
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+OPTIMIZER_PARTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run has come.
+
+    Attributes:
+        step: steps done; also the position in the data, whose order follows from the seed.
+        tokens: tokens read.
+        data_digest: of the training data.
+        config: its settings.
+    """
+
+    step: int
+    tokens: int
+    data_digest: str
+    config: TrainingConfig
+
+
+def save_state(
+    path: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Write the state, in place of the one before."""
+    tensors = {f"parameter.{name}": p.detach() for name, p in _trained(model)}
+    for name, parameter in _trained(model):
+        for part, value in optimizer.state.get(parameter, {}).items():
+            tensors[_part(part, name)] = value
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    about = {
+        "step": state.step,
+        "tokens": state.tokens,
+        "data_digest": state.data_digest,
+        "config": state.config.to_dict(),
+    }
+    with replacing(path) as partial:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            partial,
+            {"format": FORMAT, "state": json.dumps(about)},
+        )
+
+
+def read_state(path: Path) -> RunState:
+    """How far the run of a state file has come; reads no tensors."""
+    with _opened(path) as file:
+        metadata = file.metadata
+    if metadata.get("format") != FORMAT or "state" not in metadata:
+        raise TrainingError(
+            f"{path}: expected the state of a run, {FORMAT!r}, got {shown(metadata.get('format'))}"
+        )
+    about = parse_json(metadata["state"], str(path), TrainingError)
+    fields = JsonFields.of(about, str(path), TrainingError)
+    fields.only("step", "tokens", "data_digest", "config")
+    try:
+        config = TrainingConfig.from_dict(about["config"])
+    except TrainingError as error:
+        raise TrainingError(f"{path}: config: {error}") from None
+    return RunState(
+        step=fields.integer("step", 0, config.steps),
+        tokens=fields.integer("tokens", 0),
+        data_digest=fields.text("data_digest"),
+        config=config,
+    )
+
+
+def load_state(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put weights, optimizer and random numbers back as they were saved after ``step`` steps.
+
+    Raises:
+        TrainingError: something is missing, too much, or not what this model has; nothing has
+            changed then.
+    """
+    trained = dict(_trained(model))
+    device = next(model.parameters()).device
+    with _opened(path) as file:
+        _check_names(file, trained)
+        _check_tensors(file, trained)
+        states = {name: _optimizer_state(file, name, p) for name, p in trained.items()}
+        _check_steps(file, states, step)
+        of_cpu = _random_state(file, "random.cpu", torch.get_rng_state())
+        of_cuda = None
+        if device.type == "cuda":
+            of_cuda = _random_state(file, "random.cuda", torch.cuda.get_rng_state(device))
+        for name, parameter in trained.items():
+            parameter.data.copy_(file.tensor(f"parameter.{name}"))
+            optimizer.state[parameter] = states[name]
+    torch.set_rng_state(of_cpu)
+    if of_cuda is not None:
+        torch.cuda.set_rng_state(of_cuda, device)
+
+
+def _opened(path: Path) -> TensorFile:
+    return TensorFile(path, TrainingError, what="the state of a run")
+
+
+def _check_names(file: TensorFile, trained: Mapping[str, nn.Parameter]) -> None:
+    """The weights of this model, each with all of AdamW's numbers or none, and nothing else."""
+    wanted = {f"parameter.{name}" for name in trained}
+    held = {name for name in file.names if name.startswith("parameter.")}
+    if wanted != held:
+        stranger = min(wanted ^ held).removeprefix("parameter.")
+        raise TrainingError(
+            f"{file.path}: expected the trained weights of this model, got others: "
+            f"{shown_name(stranger)} is in one of them alone"
+        )
+    parts = {_part(part, name) for name in trained for part in OPTIMIZER_PARTS}
+    strangers = file.names - wanted - parts - {"random.cpu", "random.cuda"}
+    if strangers:
+        raise file.wrong(min(strangers), "no such tensor in the state of this run", "one")
+    for name in trained:
+        there = [part for part in OPTIMIZER_PARTS if _part(part, name) in file.names]
+        if there and len(there) < len(OPTIMIZER_PARTS):
+            raise TrainingError(
+                f"{file.path}: optimizer of {name}: expected {', '.join(OPTIMIZER_PARTS)}, got "
+                f"{', '.join(there)}"
+            )
+
+
+def _check_tensors(file: TensorFile, trained: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in trained.items():
+        like = DTYPES.get(parameter.dtype, "none"), tuple(parameter.shape)
+        expected = {f"parameter.{name}": like}
+        expected |= {_part(part, name): like for part in OPTIMIZER_PARTS[1:]}
+        expected[_part("step", name)] = ("F32", ())
+        for tensor, (dtype, shape) in expected.items():
+            if tensor not in file.names:
+                continue
+            got = file.stored_dtype(tensor), file.shape(tensor)
+            if got != (dtype, shape):
+                raise file.wrong(
+                    tensor, f"{dtype} {list(shape)}", f"{got[0]} {shown(list(got[1]))}"
+                )
+
+
+def _optimizer_state(file: TensorFile, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """AdamW's numbers of one parameter; none when it has had no gradient yet."""
+    return {
+        part: file.tensor(_part(part, name)).to(parameter.device)
+        for part in OPTIMIZER_PARTS
+        if _part(part, name) in file.names
+    }
+
+
+def _check_steps(file: TensorFile, states: Mapping[str, dict[str, Tensor]], step: int) -> None:
+    """Some weights have had a gradient in every step of the run, and none in more."""
+    most = 0.0
+    for name, state in states.items():
+        if not state:
+            continue
+        count = float(state["step"])
+        if not (1 <= count <= step and count.is_integer()):
+            raise file.wrong(_part("step", name), f"1..{step}, the run's steps", f"{count:g}")
+        most = max(most, count)
+    if most != step:
+        raise TrainingError(
+            f"{file.path}: expected an optimizer that has done the run's {step} steps, got one "
+            f"that has done {most:g}"
+        )
+
+
+def _random_state(file: TensorFile, name: str, like: Tensor) -> Tensor:
+    """The state of a generator of random numbers like the one that there is."""
+    if name not in file.names:
+        raise file.wrong(name, "the state of the random numbers", "none")
+    got = file.stored_dtype(name), file.shape(name)
+    if got != ("U8", tuple(like.shape)):
+        raise file.wrong(name, f"U8 {list(like.shape)}", f"{got[0]} {shown(list(got[1]))}")
+    state = file.tensor(name)
+    if name == "random.cpu":
+        try:
+            torch.Generator().set_state(state)
+        except RuntimeError as error:
+            raise file.wrong(name, "the state of a generator", str(error).splitlines()[0]) from None
+    return state
+
+
+def _part(part: str, name: str) -> str:
+    """What a part of the optimizer's state of a parameter is called in the file."""
+    return f"optimizer.{part}.{name}"
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -1,0 +1,187 @@
+"""Weights that somebody else holds, made those of a model: the tensors become views of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eecore.config import AnyModelConfig
+from eecore.errors import ModelError
+from eecore.models.llama import LlamaWeights
+from eecore.models.network import Network
+from eecore.models.readers.checkpoint import (
+    FLOAT_DTYPES,
+    T5_EMBEDDINGS,
+    check_tensors,
+    embeddings_name,
+    empty_weights,
+    expected_shapes,
+)
+from eecore.models.readers.load import choose_device, choose_model_dtype, network_of
+from eecore.models.source import ModelSource
+from eecore.models.t5 import T5Model
+from eecore.models.t5_weights import T5Weights
+from eecore.models.weights import NewWeights
+
+__all__ = ["Adopted", "HeldTensors"]
+
+LM_HEAD = "lm_head.weight"
+
+
+class HeldTensors:
+    """Named tensors in memory, as a checkpoint's are told about.
+
+    Args:
+        tensors: by the names that a Hugging Face checkpoint gives them, one perhaps by several.
+        owner: what errors call who holds them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], owner: str) -> None:
+        self._tensors = dict(tensors)
+        self.place = Path(owner)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def path_of(self, name: str) -> Path:  # noqa: ARG002
+        return self.place
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A ModelError when it is not one of floats."""
+        dtype = self._tensors[name].dtype
+        if dtype not in FLOAT_DTYPES.values():
+            known = ", ".join(str(each) for each in FLOAT_DTYPES.values())
+            raise ModelError(f"{self.place}: {name}: supported are {known}, got {dtype}")
+        return dtype
+
+    def home(self, embeddings: str) -> tuple[torch.device, torch.dtype]:
+        """The one device and dtype of all of them."""
+        first = self._tensors[embeddings]
+        for name, tensor in self._tensors.items():
+            if tensor.device.type == "meta":
+                raise ModelError(
+                    f"{self.place}: {name}: expected weights in memory, got the meta device"
+                )
+            if tensor.device != first.device or tensor.dtype != first.dtype:
+                raise ModelError(
+                    f"{self.place}: {name}: expected {first.dtype} on {first.device} as "
+                    f"{embeddings} is, got {tensor.dtype} on {tensor.device}"
+                )
+        return first.device, first.dtype
+
+    def is_tied(self, name: str, embeddings: str) -> bool:
+        """Whether a tensor, where there is one, is the embeddings' memory."""
+        if name not in self._tensors or embeddings not in self._tensors:
+            return True
+        return _layout(self._tensors[name]) == _layout(self._tensors[embeddings])
+
+    def check_apart(self, names: list[str], embeddings: str) -> None:
+        """Raise where tensors share memory that a model does not share."""
+        owners: dict[int, str] = {}
+        for name in names:
+            other = owners.setdefault(self._tensors[name].data_ptr(), name)
+            if other != name:
+                raise ModelError(
+                    f"{self.place}: {name}: expected memory of its own, got that of {other}"
+                )
+        for name in T5_EMBEDDINGS:
+            if not self.is_tied(name, embeddings):
+                raise ModelError(
+                    f"{self.place}: {name}: expected the memory of {embeddings}, got its own"
+                )
+
+
+class Adopted:
+    """Weights of a model over tensors that somebody else holds too.
+
+    Each tensor becomes a view of the weights, and what is written into it afterwards is theirs at
+    once. Where a dtype differs, as for the position biases of a T5 in bfloat16, there is a copy,
+    which :meth:`refresh` brings up to date.
+
+    Args:
+        config: of the model.
+        tensors: parameters by the names of a Hugging Face checkpoint, on one device, in one dtype.
+            The LM head is tied where it is the embeddings' memory, whatever the config says.
+        owner: what errors call who holds them.
+        before: weights of the same owner, which go on where all tensors are still their views.
+
+    Raises:
+        ModelError: they are not those of the config, or there is no kernel for their dtype and
+            device; nothing has changed then.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        config: AnyModelConfig,
+        tensors: Mapping[str, Tensor],
+        owner: str,
+        before: Adopted | None = None,
+    ) -> None:
+        held = HeldTensors(tensors, owner)
+        embeddings = embeddings_name(config, held)
+        self._is_tied = held.is_tied(LM_HEAD, embeddings)
+        config = replace(config, tie_word_embeddings=self._is_tied)
+        check_tensors(held, config)
+        device, dtype = held.home(embeddings)
+        choose_device(device)
+        choose_model_dtype(dtype, device, dtype, config)
+        self._shapes = expected_shapes(held, config)
+        held.check_apart(list(self._shapes), embeddings)
+        self._weights: LlamaWeights | T5Weights
+        self._views: dict[str, Tensor]
+        if before is not None and before._shapes == self._shapes and not before.moved(tensors):
+            self._weights, self._views = before._weights, before._views
+        else:
+            self._weights, views = empty_weights(config, embeddings, NewWeights(device, dtype))
+            self._views = {name: view.weight for name, view in views.items()}
+            aliases = {LM_HEAD, *T5_EMBEDDINGS} & set(tensors) - set(views)
+            self._views |= dict.fromkeys(aliases, self._views[embeddings])
+            for name, view in self._views.items():
+                view.copy_(tensors[name])
+            for name, view in self._views.items():
+                if tensors[name].dtype == view.dtype:
+                    tensors[name].data = view
+        self._tensors: dict[str, Tensor] = {name: tensors[name] for name in self._views}
+        self._layouts = {name: _layout(tensor) for name, tensor in self._tensors.items()}
+
+    def network(self, config: AnyModelConfig, source: ModelSource | None) -> Network:
+        """A model of these weights.
+
+        Args:
+            config: that the weights were made for, or one that differs in no tensor's shape.
+            source: which model it is, where that is known.
+        """
+        config = replace(config, tie_word_embeddings=self._is_tied)
+        return network_of(config, self._weights, source)
+
+    def moved(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """The first name of a tensor that is no longer the one that was adopted, if any."""
+        for name, mine in self._tensors.items():
+            if tensors.get(name) is not mine or _layout(mine) != self._layouts[name]:
+                return name
+        return None
+
+    @torch.no_grad()
+    def refresh(self, network: Network) -> None:
+        """Bring up to date what is a copy of tensors, or computed of them."""
+        for name, tensor in self._tensors.items():
+            view = self._views[name]
+            if tensor.dtype != view.dtype:
+                view.copy_(tensor)
+        if isinstance(network, T5Model):
+            network.refresh()
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Which memory a tensor is, and as what."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

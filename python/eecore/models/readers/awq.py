@@ -1,0 +1,85 @@
+"""Layers that AWQ made, as AutoAWQ stores them (``gemm``).
+
+``qweight`` int32 [in, out / 8]: the 4-bit numbers of a word are, the lowest first, outputs 0, 2, 4,
+6, 1, 3, 5, 7 of eight; ``qzeros`` int32 [groups, out / 8] alike; ``scales`` [groups, out].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from eecore.models.readers.config_json import ConfigFields
+from eecore.models.readers.quantised_layout import FLOATS, StoredModule, num_groups
+from eecore.models.readers.quantised_matrix import QuantisedMatrix, unpacked
+
+__all__ = ["AWQ"]
+
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of outputs 0..7 in a word."""
+MOST_GROUP_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class AWQ:
+    """A directory's settings."""
+
+    group_size: int
+
+    method: Literal["awq"] = "awq"
+    parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
+
+    @classmethod
+    def of(cls, fields: ConfigFields) -> AWQ:
+        """Of a config.json's ``quantization_config``."""
+        bits = fields.integer("bits", default=fields.integer("w_bit", default=4))
+        if bits != 4:
+            raise fields.unsupported("bits", "4", bits)
+        named = fields.text("checkpoint_format", fields.text("format", "gemm"))
+        if (version := fields.text("version", named).lower()) != "gemm":
+            raise fields.unsupported("version", "gemm", version)
+        if fields.text("backend", None) == "llm-awq":
+            raise fields.unsupported("backend", "the layout of autoawq", "llm-awq")
+        if not fields.flag("zero_point", True):
+            raise fields.unsupported("zero_point", "true", False)
+        size = fields.integer(
+            "group_size",
+            -1,
+            MOST_GROUP_SIZE,
+            fields.integer("q_group_size", -1, MOST_GROUP_SIZE, 128),
+        )
+        if size == 0:
+            raise fields.wrong("group_size", "-1 or 1 and more", size)
+        return cls(size)
+
+    def check(self, module: StoredModule) -> None:
+        """Raise unless its tensors are there, and fit together."""
+        if module.num_rows % 8:
+            raise module.unsupported("rows by the 8", f"{module.num_rows} rows")
+        count = num_groups(module, self.group_size)
+        module.check("qweight", ("I32",), (module.num_columns, module.num_rows // 8))
+        module.check("scales", FLOATS, (count, module.num_rows))
+        module.check("qzeros", ("I32",), (count, module.num_rows // 8))
+
+    def matrix(self, module: StoredModule) -> QuantisedMatrix:
+        """Of a layer that has been checked."""
+        qweight, scales = module.tensor("qweight"), module.tensor("scales")
+
+        def quants(begin: int, end: int) -> Tensor:
+            return _in_order(qweight[:, begin // 8 : end // 8]).T.contiguous()
+
+        return QuantisedMatrix(
+            4,
+            quants,
+            scales.T,
+            _in_order(module.tensor("qzeros")).T,
+            module.groups_in_order(len(scales)),
+        )
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """uint8 [n, out] of words [n, out / 8]."""
+    numbers = unpacked(words, 4)
+    return numbers.view(len(words), -1, 8)[..., PLACES].view_as(numbers)

@@ -1,0 +1,130 @@
+"""A GGUF file as a checkpoint: its config, and its tensors under a checkpoint's names."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eecore import ops
+from eecore.config import ModelConfig
+from eecore.errors import CheckpointError, UnsupportedModelError
+from eecore.models.readers.checkpoint import check_tensors
+from eecore.models.readers.config_json import ConfigFields, model_config
+from eecore.models.readers.gguf_config import ROPE_FACTORS, config_values
+from eecore.models.readers.gguf_file import GGUFFile
+from eecore.readable import shown_path
+from eecore.tensor_files import shown_name
+
+__all__ = ["TENSOR_NAMES", "GGUFCheckpoint"]
+
+TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class GGUFCheckpoint:
+    """The config of a GGUF file, and its tensors under the names that a checkpoint gives them.
+
+    Attributes:
+        file: the file.
+        values: its config.json.
+        config: of the model; the tensors have been held to it.
+
+    Raises:
+        ModelError: the file is missing, not GGUF, truncated or of an unsupported kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = GGUFFile(path)
+        self.values = config_values(self.file)
+        self.stored_as = {
+            _checkpoint_name(self.file, name): name
+            for name in self.file.names
+            if name != ROPE_FACTORS
+        }
+        where = shown_path(path)
+        fields = ConfigFields(self.values, where, CheckpointError)
+        config = model_config(fields, ConfigFields({}, where, CheckpointError))
+        assert isinstance(config, ModelConfig)
+        self.config = config
+        check_tensors(self, config)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.stored_as)
+
+    @property
+    def place(self) -> Path:
+        return self.file.path
+
+    def path_of(self, name: str) -> Path:
+        return self.file.path_of(self.stored_as[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.file.shape(self.stored_as[name])
+
+    def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 (all are dequantised)
+        return torch.float32
+
+    def kind(self, name: str) -> str:
+        """What a tensor is stored in, "Q4_0" or "F16" for one."""
+        return self.file.kind(self.stored_as[name])
+
+    def forms(self, name: str) -> tuple[str, ...]:
+        """Its kind, where that is one of blocks."""
+        kind = self.kind(name)
+        return (kind,) if kind in ops.BLOCK_FORMATS else ()
+
+    def num_bytes(self, name: str) -> int:
+        """That a tensor takes in the file."""
+        return self.file.num_bytes(self.stored_as[name])
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in float32, with its rows in the order of a checkpoint."""
+        return self._reordered(name, self.file.read(self.stored_as[name]))
+
+    def blocks(self, name: str) -> Tensor:
+        """uint8 [num_rows, row_bytes]: a matrix as it is stored, its rows in that order."""
+        return self._reordered(name, self.file.blocks(self.stored_as[name]))
+
+    def _reordered(self, name: str, rows: Tensor) -> Tensor:
+        """Llama's Q and K rows are stored for a rotary embedding of neighbouring pairs (2i, 2i+1).
+
+        In a checkpoint pairs are (i, i + head_dim/2).
+        """
+        part = name.split(".")[-2]
+        if self.file.architecture != "llama" or part not in self._num_heads:
+            return rows
+        pairs = rows.reshape(self._num_heads[part], self.config.head_dim // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
+
+    @cached_property
+    def _num_heads(self) -> dict[str, int]:
+        return {"q_proj": self.config.num_q_heads, "k_proj": self.config.num_kv_heads}
+
+
+def _checkpoint_name(file: GGUFFile, name: str) -> str:
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in TENSOR_NAMES:
+        raise UnsupportedModelError(
+            f"{file.path}: expected the tensors of a decoder, got {shown_name(name)}"
+        )
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"

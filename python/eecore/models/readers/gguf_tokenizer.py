@@ -1,0 +1,328 @@
+"""The tokenizer that a GGUF file describes, rebuilt for the ``tokenizers`` library.
+
+Two kinds exist: byte-level BPE ("gpt2"), which names how text is split before merging, and
+SentencePiece ("llama"), whose merges follow from the scores of its tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from eecore.config import MOST_VOCAB
+from eecore.errors import ModelError, UnsupportedModelError
+from eecore.models.text.tokenizer_files import library_error
+from eecore.tensor_files import shown_name
+from eecore.values import shown
+
+if TYPE_CHECKING:
+    from eecore.models.readers.gguf_file import GGUFFile
+
+MOST_MERGES = 1 << 22
+MOST_CHARACTERS = 1024
+"""Of a SentencePiece token, all of whose halves are looked up."""
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+ROLES = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TOKENS = frozenset(
+    (
+        *("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
+        *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]"),
+    )
+)
+"""Tokens that end a text or a turn by their names, as llama.cpp has it, where they are special."""
+TOKEN_IDS = (
+    *(*ROLES.values(), *ENDS),
+    # For filling gaps in a text, which nothing here does.
+    *(f"{name}_token_id" for name in ("prefix", "suffix", "middle")),
+    *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+)
+FIELDS = (
+    *("chat_template", "chat_templates"),
+    "huggingface.json",  # the same tokenizer in another format
+    *(f"ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "scores", "merges")),
+    *(f"ggml.{name}" for name in ("add_bos_token", "add_eos_token", "add_space_prefix")),
+    *(f"ggml.{name}" for name in TOKEN_IDS),
+)
+"""The fields of ``tokenizer`` that are known."""
+TEMPLATE = "tokenizer.chat_template"
+TEMPLATES = "tokenizer.chat_templates"
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a byte-level vocabulary expects text to be cut before merging."""
+
+    pattern: str | None = None
+    """None for GPT-2's own."""
+    single_digits: bool = False
+    """Digits are cut off one by one first."""
+    ignore_merges: bool = False
+    """A piece that is a token is taken whole, whatever the merges say."""
+    add_bos: bool = False
+    """The model starts with a beginning-of-sequence token unless the file says otherwise."""
+    composes: bool = False
+    """Text is put in Unicode's NFC form."""
+
+
+def _words(digits: str) -> str:
+    """The splitting pattern of the GPT-4 kind, with numbers of so many digits."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = _Split()
+_SINGLE_DIGITS = _Split(single_digits=True)
+_LLAMA3 = _Split(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_QWEN2 = _Split(_words(r"\p{N}"), composes=True)
+
+# The kinds of tokenizer.ggml.pre.
+SPLITS = {
+    "gpt-2": _GPT2,
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "tekken": _Split(_TEKKEN, ignore_merges=True, add_bos=True),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def special_token_ids(file: GGUFFile, vocab_size: int) -> tuple[int | None, list[int]]:
+    """The beginning-of-sequence id, and the ids that end generation: those that the file names,
+    then those of special tokens that are known to end a turn."""
+    bos, *ends = (_token_id(file, name, vocab_size) for name in ("bos_token_id", *ENDS))
+    tokens = file.fields.texts("tokenizer.ggml.tokens", (), most=vocab_size)
+    types = file.fields.integers("tokenizer.ggml.token_type", default=(), most=vocab_size)
+    by_name = [
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind in (CONTROL, USER_DEFINED) and token in END_TOKENS
+    ]
+    return bos, list(dict.fromkeys(token for token in (*ends, *by_name) if token is not None))
+
+
+def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer and its tokenizer_config.json.
+
+    Raises:
+        UnsupportedModelError: it is of another kind.
+        CheckpointError: it is not whole, or has more than ``vocab_size`` tokens.
+    """
+    kind = file.fields.text("tokenizer.ggml.model", "nothing")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModelError(
+            f"{file.path}: tokenizer.ggml.model: supported are gpt2, llama, got {shown_name(kind)}"
+        )
+    vocabulary = _Vocabulary.of(file, kind, vocab_size)
+    for name, value in file.unread("tokenizer.", FIELDS).items():
+        if not name.startswith(f"{TEMPLATE}."):
+            warnings.warn(
+                f"{file.path}: {shown_name(name)}: expected a field that is read, got "
+                f"{shown(value)}; it is not used",
+                stacklevel=4,
+            )
+    try:
+        return _built(file, vocabulary)
+    except ModelError:
+        raise
+    except BaseException as error:  # the library raises plain Exception, or panics
+        said = f"{file.path}: tokenizer.ggml: expected a tokenizer"
+        raise library_error(error, said) from None
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The tokens of a file, each list as long as the other."""
+
+    kind: str
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    """None, or one a token."""
+    unknown: int | None
+
+    @classmethod
+    def of(cls, file: GGUFFile, kind: str, vocab_size: int) -> _Vocabulary:
+        """Of the fields of a file; a CheckpointError when they do not go together."""
+        tokens = file.fields.texts("tokenizer.ggml.tokens", most=vocab_size)
+        types = file.fields.integers("tokenizer.ggml.token_type", default=(), most=vocab_size)
+        if types and len(types) != len(tokens):
+            raise file.fields.wrong(
+                "tokenizer.ggml.token_type", f"{len(tokens)}, one a token", len(types)
+            )
+        return cls(kind, tokens, types, _token_id(file, "unknown_token_id", len(tokens)))
+
+
+def _built(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, dict[str, Any]]:
+    if vocabulary.kind == "gpt2":
+        tokenizer, add_bos = _byte_level(file, vocabulary)
+    else:
+        tokenizer, add_bos = _sentencepiece(file, vocabulary), True
+    _add_whole_tokens(vocabulary, tokenizer)
+    roles = _role_tokens(file, vocabulary.tokens)
+    _surround(file, tokenizer, roles, add_bos)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **roles,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": file.fields.integer(f"{file.architecture}.context_length"),
+    }
+    templates = _templates(file)
+    if list(templates) == ["default"]:
+        settings["chat_template"] = templates["default"]
+    elif templates:
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        settings["chat_template"] = listed
+    return tokenizer, settings
+
+
+def _templates(file: GGUFFile) -> dict[str, str]:
+    """Chat templates by name, that of ``tokenizer.chat_template`` as "default"."""
+    prefix = f"{TEMPLATE}."
+    names = [name for name in file.fields.names if name.startswith(prefix)]
+    for name in file.fields.texts(TEMPLATES, ()):
+        if name != "default" and prefix + name not in names:
+            raise file.fields.wrong(TEMPLATES, f"a field {shown_name(prefix + name)}", "none")
+    templates = {"default": file.fields.text(TEMPLATE)} if TEMPLATE in file.fields else {}
+    return templates | {name.removeprefix(prefix): file.fields.text(name) for name in names}
+
+
+def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    kind = file.fields.text("tokenizer.ggml.pre", "nothing")
+    split = SPLITS.get(kind)
+    if split is None:
+        raise UnsupportedModelError(
+            f"{file.path}: tokenizer.ggml.pre: supported are {', '.join(SPLITS)}, "
+            f"got {shown_name(kind)}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in _merges(file)]
+    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=split.ignore_merges))
+    if split.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.add_bos
+
+
+def _sentencepiece(file: GGUFFile, vocabulary: _Vocabulary) -> Tokenizer:
+    """BPE over characters, with bytes for what the vocabulary lacks, as Llama 2 has it."""
+    tokens, unknown = vocabulary.tokens, vocabulary.unknown
+    scores = file.fields.numbers("tokenizer.ggml.scores", most=len(tokens))
+    if len(scores) != len(tokens):
+        raise file.fields.wrong("tokenizer.ggml.scores", f"{len(tokens)}, one a token", len(scores))
+    longest = max(map(len, tokens), default=0)
+    if longest > MOST_CHARACTERS:
+        raise file.fields.wrong(
+            "tokenizer.ggml.tokens", f"tokens of at most {MOST_CHARACTERS} characters", longest
+        )
+    tokenizer = Tokenizer(
+        _bpe(
+            vocabulary,
+            _merges_of_scores(tokens, scores),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = [normalizers.Replace(" ", SPACE)]
+    prefixed = file.fields.flag("tokenizer.ggml.add_space_prefix", True)
+    prefix = [normalizers.Prepend(SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, *spaces])
+    strip = [decoders.Strip(" ", left=1)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the best-scored token first."""
+    ids = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                merges.append((-score, ids[left], ids[right], (left, right)))
+    return [pair for *_, pair in sorted(merges)]
+
+
+def _merges(file: GGUFFile) -> tuple[str, ...]:
+    merges: tuple[str, ...] = file.fields.texts("tokenizer.ggml.merges", most=MOST_MERGES)
+    for merge in merges:
+        if " " not in merge:
+            raise file.fields.wrong("tokenizer.ggml.merges", "pairs with a space between", merge)
+    return merges
+
+
+def _bpe(vocabulary: _Vocabulary, merges: list[Any], **options: Any) -> BPE:
+    return BPE({token: index for index, token in enumerate(vocabulary.tokens)}, merges, **options)
+
+
+def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
+    """Tokens that are never cut: control tokens, which are special, and user-defined ones."""
+    unknown = UNKNOWN if vocabulary.kind == "llama" else CONTROL
+    for token, token_type in zip(vocabulary.tokens, vocabulary.types, strict=False):
+        if token_type in (CONTROL, unknown):
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+
+
+def _role_tokens(file: GGUFFile, tokens: tuple[str, ...]) -> dict[str, str]:
+    ids = {role: _token_id(file, name, len(tokens)) for role, name in ROLES.items()}
+    return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
+
+
+def _token_id(file: GGUFFile, name: str, count: int = MOST_VOCAB) -> int | None:
+    """An id below ``count``, where the file has one."""
+    token_id: int | None = file.fields.integer(f"tokenizer.ggml.{name}", 0, count - 1, None)
+    return token_id
+
+
+def _surround(file: GGUFFile, tokenizer: Tokenizer, roles: dict[str, str], add_bos: bool) -> None:
+    """Beginning and end tokens around a text, where the file asks for them."""
+    wanted = {
+        "bos_token": file.fields.flag("tokenizer.ggml.add_bos_token", add_bos),
+        "eos_token": file.fields.flag("tokenizer.ggml.add_eos_token", False),
+    }
+    around = {role: [roles[role]] if add and role in roles else [] for role, add in wanted.items()}
+    if any(around.values()):
+        special = {token for tokens in around.values() for token in tokens}
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*around["bos_token"], "$A", *around["eos_token"]],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in special],
+        )

@@ -1,0 +1,270 @@
+"""From a model directory to a model that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from eecore import ops
+from eecore.config import AnyModelConfig, ModelConfig, T5Config
+from eecore.errors import ModelError
+from eecore.models.llama import LlamaModel, LlamaWeights
+from eecore.models.network import Network
+from eecore.models.readers.checkpoint import (
+    Checkpoint,
+    StoredTensors,
+    embeddings_name,
+    load_weights,
+    with_stored_tying,
+)
+from eecore.models.readers.config_json import read_model_config
+from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+from eecore.models.readers.gguf_load import check_kinds, gguf_tokenizer, stored_dtype
+from eecore.models.readers.packed_load import packed_weights
+from eecore.models.readers.quantised_checkpoint import (
+    QuantisedCheckpoint,
+    read_layout,
+    warn_of_floats,
+)
+from eecore.models.readers.quantised_layout import Layout
+from eecore.models.source import ModelSource
+from eecore.models.t5 import T5Model
+from eecore.models.t5_weights import T5Weights
+from eecore.models.text.tokenizer import Tokenizer
+from eecore.models.weights import Coding
+from eecore.readable import kind_of, path_of
+
+CODINGS: dict[str, Coding] = {"int8": "int8", "int4": "int4"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    weights: str | None = None,
+) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
+    """Load a model; the tokenizer is None when there is none.
+
+    Args:
+        path: a directory with config.json and safetensors files, or a GGUF file. A GGUF file, and a
+            directory that GPTQ, AWQ or compressed-tensors quantised, runs as it is: its matrices
+            in their own bits.
+        device: by default the current GPU where there is one and the build has CUDA, else the CPU.
+        dtype: by default that of the checkpoint on a GPU, of a GGUF file in blocks bfloat16. On the
+            CPU a bfloat16 checkpoint stays so only where the CPU multiplies bfloat16 (AVX-512
+            BF16), and everything else is float32.
+        weights: ``int8`` and ``int4`` quantise the linear layers' weights as they are read, to
+            blocks of 32 numbers, see :func:`eecore.ops.quantise_weight`: of 8 bits, or of 4 but for
+            keys of 5, and values and an LM head of 8. Rows that are no multiple of 32 become int8
+            with a scale of their own, and on a GPU so does all of ``int8``. States, the KV cache
+            and norms stay in ``dtype``.
+
+    Raises:
+        ModelError: a file is missing, corrupt or of another model, the architecture or a setting is
+            not supported, or the device has no such dtype or weights. Raised before anything is
+            allocated; the weights' numbers themselves are not looked at.
+    """
+    directory = path_of(path, ModelError)
+    if kind_of(directory) == "a file":
+        return _load_gguf(directory, device, dtype, weights)
+    config = read_model_config(directory)
+    if isinstance(config, ModelConfig) and (layout := read_layout(directory)) is not None:
+        return _load_quantised(directory, config, layout, device, dtype, weights)
+    where = choose_device(device)
+    coding = choose_coding(weights)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    with Checkpoint(directory) as checkpoint:
+        config = with_stored_tying(config, checkpoint)
+        what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, config), config)
+        loaded = load_weights(checkpoint, config, where, what, coding=coding)
+    source = ModelSource(directory, str(what).removeprefix("torch."), coding)
+    return config, network_of(config, loaded, source), tokenizer
+
+
+def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+    """That of a model directory or GGUF file, without the weights; None when there is none.
+
+    Raises:
+        ModelError: a file of it cannot be used, or has other ids than the model.
+    """
+    if kind_of(path) == "a file":
+        return gguf_tokenizer(GGUFCheckpoint(path))
+    return Tokenizer.from_directory(path, vocab_size)
+
+
+def load_first_layers(
+    path: str | Path,
+    num_layers: int,
+    dtype: str | torch.dtype | None = None,
+    weights: str | None = None,
+) -> LlamaModel:
+    """The first layers of a Llama on the CPU, with its embeddings, final norm and LM head.
+
+    Args:
+        path: as for :func:`load_model`; so are ``dtype`` and ``weights``. Of a directory in floats
+            no more than those layers takes memory; a model that is quantised is loaded as it is.
+        num_layers: 1 up to one less than the model has.
+
+    Raises:
+        ModelError: as for :func:`load_model`, or for a model that has no such layers.
+    """
+    directory = path_of(path, ModelError)
+    config = read_config(directory)
+    if not isinstance(config, ModelConfig):
+        raise ModelError(f"{directory}: expected a decoder alone, got a {config.architecture}")
+    if not 1 <= num_layers < config.num_layers:
+        raise ModelError(
+            f"num_layers: expected 1 to {config.num_layers - 1} of the {config.num_layers} layers, "
+            f"got {num_layers}"
+        )
+    if kind_of(directory) == "a file" or read_layout(directory) is not None:
+        whole = load_model(directory, "cpu", dtype, weights)[1]
+        assert isinstance(whole, LlamaModel)
+        return whole
+    where = choose_device("cpu")
+    coding = choose_coding(weights)
+    with Checkpoint(directory) as checkpoint:
+        tied = with_stored_tying(config, checkpoint)
+        what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, tied), tied)
+        loaded = load_weights(checkpoint, tied, where, what, coding=coding, num_layers=num_layers)
+    assert isinstance(loaded, LlamaWeights)
+    return LlamaModel(tied.first_layers(num_layers), loaded)
+
+
+def _load_gguf(
+    path: Path,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    weights: str | None,
+) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
+    _refuse_coding("a GGUF file", weights)
+    where = choose_device(device)
+    checkpoint = GGUFCheckpoint(path)
+    check_kinds(checkpoint)
+    what = choose_dtype(dtype, where, stored_dtype(checkpoint, where))
+    tokenizer = gguf_tokenizer(checkpoint)
+    loaded = packed_weights(checkpoint, checkpoint.config, where, what)
+    source = ModelSource(path, str(what).removeprefix("torch."), None)
+    return checkpoint.config, LlamaModel(checkpoint.config, loaded, source), tokenizer
+
+
+def _load_quantised(
+    directory: Path,
+    config: ModelConfig,
+    layout: Layout,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    weights: str | None,
+) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
+    _refuse_coding(f"a directory of {layout.method}", weights)
+    where = choose_device(device)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    with Checkpoint(directory) as files:
+        checkpoint = QuantisedCheckpoint(files, layout, config)
+        tied = with_stored_tying(config, checkpoint)
+        what = choose_dtype(dtype, where, stored_model_dtype(checkpoint, tied))
+        warn_of_floats(checkpoint, what)
+        loaded = packed_weights(checkpoint, tied, where, what)
+    source = ModelSource(directory, str(what).removeprefix("torch."), None)
+    return tied, LlamaModel(tied, loaded, source), tokenizer
+
+
+def _refuse_coding(what: str, weights: str | None) -> None:
+    """A model that has quantised weights of its own takes no others."""
+    if weights is not None:
+        raise ModelError(f"weights: expected None with {what}, which has its own, got {weights!r}")
+
+
+def read_config(path: Path) -> AnyModelConfig:
+    """Of a model directory, or of a GGUF file."""
+    return GGUFCheckpoint(path).config if kind_of(path) == "a file" else read_model_config(path)
+
+
+def network_of(
+    config: AnyModelConfig, weights: LlamaWeights | T5Weights, source: ModelSource | None
+) -> Network:
+    """The model of a config and its weights."""
+    if isinstance(config, T5Config):
+        assert isinstance(weights, T5Weights)
+        return T5Model(config, weights, source)
+    assert isinstance(weights, LlamaWeights)
+    return LlamaModel(config, weights, source)
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the best that this build and machine have."""
+    missing = ops.missing_cuda_ops()
+    if device is None:
+        device = "cuda" if not missing else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device: expected cpu or cuda, got {device!r}") from None
+    if str(chosen) == "cpu":
+        return chosen
+    if not str(chosen).startswith("cuda"):
+        raise ModelError(f"device: expected cpu or cuda, got {chosen}")
+    if not torch.cuda.is_available():
+        raise ModelError(f"device: expected cpu, got {chosen} on a machine without a GPU")
+    if missing:
+        raise ModelError(
+            f"device: expected cpu, got {chosen}: this build has no CUDA kernel for "
+            f"{', '.join(missing)}"
+        )
+    return torch.device(
+        "cuda", torch.cuda.current_device() if chosen.index is None else chosen.index
+    )
+
+
+def choose_dtype(
+    dtype: str | torch.dtype | None, device: torch.device, stored: torch.dtype
+) -> torch.dtype:
+    """The dtype asked for, or the one that suits the checkpoint and the device."""
+    if dtype is None:
+        if device.type == "cuda":
+            return stored
+        fast = "avx512_bf16" in ops.build_info()["cpu_capabilities"]
+        return torch.bfloat16 if stored == torch.bfloat16 and fast else torch.float32
+    name = str(dtype).removeprefix("torch.")
+    chosen = DTYPES.get(name)
+    if chosen is None:
+        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {name}")
+    if chosen == torch.float16 and device.type == "cpu":
+        raise ModelError("dtype: expected float32 or bfloat16 on the CPU, got float16")
+    return chosen
+
+
+def choose_model_dtype(
+    dtype: str | torch.dtype | None,
+    device: torch.device,
+    stored: torch.dtype,
+    config: AnyModelConfig,
+) -> torch.dtype:
+    """:func:`choose_dtype` for a model: T5's states overflow float16."""
+    chosen = choose_dtype(dtype, device, stored)
+    if chosen != torch.float16 or not isinstance(config, T5Config):
+        return chosen
+    if dtype is not None:
+        raise ModelError("dtype: expected float32 or bfloat16 for T5, got float16, which overflows")
+    return torch.bfloat16
+
+
+def choose_coding(weights: str | None) -> Coding | None:
+    """What the matrices are to be quantised to."""
+    if weights is None:
+        return None
+    if weights not in CODINGS:
+        raise ModelError(
+            f"weights: expected {', '.join(CODINGS)} or None (those of the dtype), got {weights!r}"
+        )
+    return CODINGS[weights]
+
+
+def stored_model_dtype(checkpoint: StoredTensors, config: AnyModelConfig) -> torch.dtype:
+    """What a directory says that its model is in, else what its embeddings are."""
+    if config.dtype in DTYPES:
+        return DTYPES[config.dtype]
+    name = embeddings_name(config, checkpoint)
+    return checkpoint.dtype(name) if name in checkpoint.names else torch.float32

@@ -1,0 +1,115 @@
+"""What methods of quantisation say of a linear layer's tensors: how they are stored and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eecore.errors import CheckpointError, UnsupportedModelError
+from eecore.models.readers.checkpoint import FLOAT_DTYPES, Checkpoint
+from eecore.models.readers.quantised_matrix import QuantisedMatrix
+from eecore.values import shown
+
+__all__ = ["BITS", "FLOATS", "Layout", "StoredModule", "num_groups"]
+
+BITS = (4, 8)
+FLOATS = tuple(FLOAT_DTYPES)
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredModule:
+    """The tensors of one linear layer, called after it: what they are held to, and read."""
+
+    checkpoint: Checkpoint
+    name: str
+    num_rows: int
+    num_columns: int
+
+    def __contains__(self, part: str) -> bool:
+        return f"{self.name}.{part}" in self.checkpoint
+
+    def shape(self, part: str) -> Shape:
+        """Of a tensor that is there."""
+        return self.checkpoint.shape(f"{self.name}.{part}")
+
+    def tensor(self, part: str) -> Tensor:
+        """As it is stored."""
+        return self.checkpoint.tensor(f"{self.name}.{part}")
+
+    def dtype(self, part: str) -> str:
+        """What the file calls it."""
+        return self.checkpoint.stored_dtype(f"{self.name}.{part}")
+
+    def check(self, part: str, dtypes: Sequence[str], *shapes: Shape) -> None:
+        """Raise unless a tensor is there, in one of the dtypes and shapes."""
+        wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}"
+        if part not in self:
+            raise CheckpointError(
+                f"{self.checkpoint.place}: expected tensor {self.name}.{part}, {wanted}, got none"
+            )
+        dtype, shape = self.dtype(part), self.shape(part)
+        if dtype not in dtypes or shape not in shapes:
+            raise self.wrong(part, wanted, f"{dtype} {shown(list(shape))}")
+
+    def groups(self, part: str, count: int) -> Tensor:
+        """int64 [num_columns], in 0..count-1, of a tensor that says it for every column."""
+        groups = self.tensor(part).long()
+        low, high = int(groups.min()), int(groups.max())
+        if low < 0 or high >= count:
+            raise self.wrong(part, f"groups of 0..{count - 1}", f"{low}..{high}")
+        return groups
+
+    def groups_in_order(self, count: int) -> Tensor:
+        """int64 [num_columns]: one group of columns after another."""
+        return torch.arange(self.num_columns) // (self.num_columns // count)
+
+    def wrong(self, part: str, expected: str, got: str) -> CheckpointError:
+        """The error of a tensor."""
+        name = f"{self.name}.{part}"
+        return CheckpointError(
+            f"{self.checkpoint.path_of(name)}: {name}: expected {expected}, got {got}"
+        )
+
+    def unsupported(self, expected: str, got: str) -> UnsupportedModelError:
+        """The error of a layer that its method cannot store, or that is not read."""
+        return UnsupportedModelError(
+            f"{self.checkpoint.place}: {self.name}: supported are {expected}, got {got}"
+        )
+
+
+class Layout(Protocol):
+    """How a method stores linear layers."""
+
+    @property
+    def method(self) -> str:
+        """What config.json calls it."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of tensors that only a quantised layer has."""
+        ...
+
+    def check(self, module: StoredModule) -> None:
+        """Raise unless the tensors are there and go together; of small ones the numbers too."""
+        ...
+
+    def matrix(self, module: StoredModule) -> QuantisedMatrix:
+        """Of a layer that has been checked."""
+        ...
+
+
+def num_groups(module: StoredModule, group_size: int) -> int:
+    """Groups of ``group_size`` columns, which they must fill; -1 makes one of all columns."""
+    if group_size == -1:
+        return 1
+    if module.num_columns % group_size:
+        raise module.unsupported(
+            f"groups that fill {module.num_columns} columns", f"groups of {group_size}"
+        )
+    return module.num_columns // group_size

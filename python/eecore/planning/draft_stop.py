@@ -1,0 +1,37 @@
+"""When a draft with left-out sublayers stops: a threshold that follows the acceptance rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eecore.planning.route import Route
+from eecore.scheduling.sequence import Sequence
+
+__all__ = ["AdaptiveDraftStop", "stop_rule"]
+
+
+@dataclass(frozen=True)
+class AdaptiveDraftStop:
+    """The draft threshold of Zhang et al., which follows the acceptance rate."""
+
+    threshold: float
+    acceptance: float = 0.9
+
+    def after(self, drafted: int, accepted: int, num_drafts: int) -> AdaptiveDraftStop:
+        """The one behind a verification: a step towards more or fewer drafts."""
+        if drafted == 0:
+            return self
+        acceptance = 0.5 * self.acceptance + 0.5 * accepted / drafted
+        easy = 0.0 if drafted == num_drafts else -0.01
+        step = 0.01 if acceptance < 0.9 else easy
+        threshold = 0.9 * self.threshold + 0.1 * (self.threshold + step)
+        return AdaptiveDraftStop(threshold, acceptance)
+
+
+def stop_rule(sequence: Sequence, route: Route) -> AdaptiveDraftStop:
+    """The stop rule of a request as it stands; a committed round puts the next in its place."""
+    if sequence.draft_stop is None:
+        assert route.draft_threshold is not None
+        return AdaptiveDraftStop(route.draft_threshold)
+    rule: AdaptiveDraftStop = sequence.draft_stop
+    return rule

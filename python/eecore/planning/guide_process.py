@@ -1,0 +1,169 @@
+"""The processes in which guides are compiled and followed: llguidance runs in them alone.
+
+A guide is written by a client, and there is one for any amount of work: in compiling it, or in the
+mask of any later token. So each has a process of its own, which the kernel ends when a call takes
+more time or memory than it may. All are forked from one that has read the tokenizer.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eecore.channel import Channel
+from eecore.guide import without_unknown_formats
+from eecore.planning.gbnf import is_gbnf, lark_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["MAX_SHOWN", "main"]
+
+# Characters of an error that are shown.
+MAX_SHOWN = 300
+# Whitespace between the parts of JSON: models that are not sure could go on with it for ever.
+WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
+
+
+def main(end: int) -> None:
+    """Fork a process for each guide, until the engine has gone.
+
+    Args:
+        end: a file descriptor, of a socket to the engine.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # Ctrl-C reaches all processes
+        signal.signal(number, signal.SIG_IGN)
+    server = socket.socket(fileno=end)
+    channel = Channel(server)
+    message = channel.receive()
+    if message is None:
+        return
+    from llguidance import LLTokenizer
+
+    text, vocab_size, eos_token_ids = message
+    try:
+        tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    except ValueError as error:
+        channel.send((str(error)[:MAX_SHOWN],))
+        return
+    channel.send(("",))
+    gc.freeze()  # what is forked then shares it
+    while True:
+        said, ends, _, _ = socket.recv_fds(server, 1, 1)
+        if not said:
+            return
+        if os.fork() == 0:
+            try:
+                server.close()
+                _Follower(tokenizer, Channel(socket.socket(fileno=ends[0]))).run()
+            finally:
+                os._exit(0)
+        os.close(ends[0])
+
+
+class _Follower:
+    """Compiles one guide, and calls its matchers.
+
+    Args:
+        tokenizer: of the model.
+        channel: to the engine.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, channel: Channel) -> None:
+        self._tokenizer, self._channel = tokenizer, channel
+        self._matchers: dict[int, LLMatcher] = {}
+
+    def run(self) -> None:
+        """Until the engine has gone, or a call takes too much."""
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        message = self._channel.receive()
+        if message is None:
+            return
+        *guide, bounds = message
+        compile_seconds, call_seconds, mask_seconds, memory = bounds
+        _limit_memory(memory)
+        signal.setitimer(signal.ITIMER_PROF, compile_seconds)
+        error = self._compile(*guide)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._channel.send((error,))
+        seconds = call_seconds
+        while (message := self._channel.receive()) is not None:
+            number, calls, forgotten = message
+            for each in forgotten:
+                self._matchers.pop(each, None)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            answers = [self._call(number, *call) for call in calls]
+            error = _error(self._matchers[number])
+            left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+            masks = sum(call[0] == "compute_bitmask" for call in calls)
+            seconds = min(left + mask_seconds * masks, call_seconds)
+            self._channel.send((error, answers))
+
+    def _compile(self, kind: str, text: str, limits: dict[str, Any]) -> str:
+        """Why a guide cannot be followed; empty if it can."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        can = "can be compiled, got:"
+        try:
+            grammar = _grammar(kind, text)
+            given = LLParserLimits(verbose_errors=False, **limits)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=given)
+        except (ValueError, RecursionError) as error:
+            return f"{can} {str(error)[:MAX_SHOWN]}"
+        if matcher.is_error():
+            return f"{can} {_error(matcher)}"
+        first = matcher.deep_copy()
+        if not any(first.compute_bitmask()) or first.is_error():
+            return f"some text follows, got: {_error(first) or text[:MAX_SHOWN]}"
+        self._matchers[0] = matcher
+        return ""
+
+    def _call(self, number: int, name: str, *values: Any) -> Any:
+        if name == "deep_copy":
+            self._matchers[values[0]] = self._matchers[number].deep_copy()
+            return None
+        return getattr(self._matchers[number], name)(*values)
+
+
+def _grammar(kind: str, text: str) -> str:
+    """What llguidance compiles.
+
+    Raises:
+        ValueError, RecursionError: the text is none of its kind.
+    """
+    from llguidance import LLMatcher
+
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(without_unknown_formats(json.loads(text))),
+            defaults={"whitespace_pattern": WHITESPACE},
+        )
+    if kind == "choice":
+        return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(text))))
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_lark(lark_of(text) if is_gbnf(text) else text)
+
+
+def _escaped(text: str) -> str:
+    """A text as Rust's regular expressions have it."""
+    return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02x}" for c in text)
+
+
+def _error(matcher: LLMatcher) -> str:
+    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:MAX_SHOWN]
+
+
+def _limit_memory(size: int) -> None:
+    """Have an allocation fail, and end the process, that goes beyond so many bytes more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says how it failed

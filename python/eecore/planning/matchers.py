@@ -1,0 +1,261 @@
+"""Matchers of llguidance in processes of their own, seen from the engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
+
+from eecore.channel import Channel
+from eecore.errors import GuideError
+from eecore.guide import Guide
+
+__all__ = ["Bounds", "GuideFork", "GuideProcess", "Matcher"]
+
+# Looks for packages where this process does, not where it happens to be.
+PROGRAM = (
+    "import sys; end = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
+    "from eecore.planning.guide_process import main; main(end)"
+)
+# Processes of guides at once; the one that was asked least recently ends for another.
+MAX_PROCESSES = 32
+# What a guide may cost: a few tens of milliseconds for a mask, where nothing is ambiguous.
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 500_000,
+    "max_items_in_row": 10_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+}
+
+
+class Bounds(NamedTuple):
+    """What the process of a guide may take before the kernel ends it."""
+
+    compile_seconds: float = 2.0
+    """CPU time until the first mask is there."""
+    call_seconds: float = 1.0
+    """CPU time of a call."""
+    mask_seconds: float = 0.02
+    """CPU time of a mask on average."""
+    memory: int = 256 << 20
+    """Bytes beside the tokenizer."""
+
+
+BOUNDS = Bounds()
+
+
+class GuideFork:
+    """Processes that follow the guides of one model; the first guide starts what forks them.
+
+    Args:
+        tokenizer: of the model, as a tokenizer.json.
+        vocab_size: of its logits.
+        eos_token_ids: that end its texts.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self._start = (tokenizer, vocab_size, eos_token_ids)
+        self._lock = threading.Lock()
+        self._server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None
+        """What forks, with the process that started it."""
+        self._processes: WeakSet[GuideProcess] = WeakSet()
+
+    def process(self, guide: Guide) -> GuideProcess:
+        """A process with a guide that can be followed.
+
+        Raises:
+            GuideError: it cannot be compiled within bounds, or nothing can follow it.
+        """
+        process = GuideProcess(guide, self._forked())
+        self._processes.add(process)
+        alive = [each for each in self._processes if not each.is_closed]
+        for oldest in sorted(alive, key=lambda each: each.asked_at)[:-MAX_PROCESSES]:
+            oldest.close()
+        process.compile()
+        return process
+
+    def _forked(self) -> Channel:
+        """A channel to a new process."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            server = self._server
+            if server is None or server[0] != os.getpid() or server[1].poll() is not None:
+                server = self._server = (os.getpid(), *self._started())
+            socket.send_fds(server[2], [b"+"], [theirs.fileno()])
+        return Channel(ours)
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        if importlib.util.find_spec("llguidance") is None:
+            raise GuideError("guide: expected llguidance to be there: pip install 'eecore[guided]'")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            server = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        channel = Channel(ours)
+        with suppress(OSError):
+            channel.send(self._start)
+        message = channel.receive()
+        if message is None or message[0]:
+            _end(server, ours)
+            why = message[0] if message else f"its process ended, with exit code {server.wait()}"
+            raise GuideError(f"guide: expected a tokenizer that llguidance reads, got: {why}")
+        finalize(self, _end, server, ours)
+        return server, ours
+
+
+def _end(server: subprocess.Popen[bytes], end: socket.socket) -> None:
+    """Have a process end that hears of it at once."""
+    end.close()
+    server.wait()
+
+
+class GuideProcess:
+    """A process that follows one guide, for any number of requests.
+
+    Args:
+        guide: what it follows.
+        channel: to the process.
+    """
+
+    def __init__(self, guide: Guide, channel: Channel) -> None:
+        self._guide, self._channel = guide, channel
+        self._lock = threading.RLock()  # a thread that was interrupted may still hold it
+        self.numbers = itertools.count(1)
+        """Numbers for copies of its matcher."""
+        self.forgotten: list[int] = []
+        """Matchers that are not needed any more."""
+        self.failure: GuideError | None = None
+        """Why the guide cannot be followed, once it is known."""
+        self._is_open, self._owner = True, os.getpid()
+        self.asked_at = time.monotonic()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody here can ask it any more."""
+        return not self._is_open or self._owner != os.getpid()
+
+    def compile(self) -> None:
+        """Compile the guide.
+
+        Raises:
+            GuideError: it cannot be compiled within bounds, or nothing can follow it.
+        """
+        what = f"guide: expected a {self._guide.kind} that"
+        answer = self._asked((self._guide.kind, self._guide.text, LIMITS, tuple(BOUNDS)))
+        if answer is None:
+            self.failure = GuideError(f"{what} can be compiled within bounds, got one too complex")
+        elif answer[0]:
+            self.failure = GuideError(f"{what} {answer[0]}")
+        if self.failure is not None:
+            self.close()
+            raise self.failure
+
+    def call(self, number: int, calls: list[tuple[Any, ...]]) -> list[Any]:
+        """What calls of a matcher return.
+
+        Args:
+            number: of the matcher.
+            calls: names of methods, each with its arguments.
+
+        Raises:
+            GuideError: the matcher cannot go on, or takes too much.
+        """
+        forgotten, self.forgotten = self.forgotten, []
+        answer = self._asked((number, calls, forgotten))
+        if answer is None:
+            what = f"guide: expected a {self._guide.kind} that can be followed within bounds"
+            error = GuideError(f"{what}, got one too complex")
+            if not self.is_closed:
+                self.failure = error
+                self.close()
+            raise error
+        said, answers = answer
+        if said:
+            raise GuideError(f"guide: expected to follow it, got: {said}")
+        return list(answers)
+
+    def close(self) -> None:
+        """End the process."""
+        if not self.is_closed:
+            self._is_open = False
+            self._channel.close()
+
+    def _asked(self, message: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What the process answers; None: it has ended, since the kernel ended it."""
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self.asked_at = time.monotonic()
+            try:
+                with suppress(OSError):
+                    self._channel.send(message)
+                return self._channel.receive()
+            except BaseException:  # an interrupt: half of an answer may have been read
+                self.close()
+                raise
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Matcher:
+    """A matcher of llguidance in the process of its guide; methods are those of LLMatcher.
+
+    Args:
+        process: of the guide.
+        number: of the matcher there; the first has seen nothing, and stays.
+    """
+
+    _number = 0  # until it is made
+
+    def __init__(self, process: GuideProcess, number: int = 0) -> None:
+        self._process, self._number = process, number
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its process has ended."""
+        return self._process.is_closed
+
+    def calls(self, *calls: tuple[Any, ...]) -> list[Any]:
+        """What calls return that are made one after the other.
+
+        Raises:
+            GuideError: the matcher cannot go on, or takes too much.
+        """
+        return self._process.call(self._number, list(calls))
+
+    def deep_copy(self) -> Matcher:
+        """Another matcher that is where this one is."""
+        copy = Matcher(self._process, next(self._process.numbers))
+        self.calls(("deep_copy", copy._number))
+        return copy
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of some tokens may come next."""
+        return int(self.calls(("validate_tokens", tokens))[0])
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        """Go past some tokens."""
+        return bool(self.calls(("consume_tokens", tokens))[0])
+
+    def is_accepting(self) -> bool:
+        """Whether the text may end here."""
+        return bool(self.calls(("is_accepting",))[0])
+
+    def __del__(self) -> None:
+        if self._number:
+            self._process.forgotten.append(self._number)

@@ -1,0 +1,458 @@
+"""Evaluation of confident exits: its arithmetic by hand, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import eecore
+from eecore import ConfidentExit, ExitClassifier, FixedExit, Full, RequestError
+from eecore.calibration import Example
+from eecore.cli.app import run
+from eecore.exits import Exit
+from eecore.lab.evaluation import TimedRun, evaluate_calm
+from eecore.lab.evaluation.calm import exit_rate, inner_token_latency, throughput
+from eecore.models.source import model_digest
+from eecore.output import Output, RequestStats
+from tiny_models import random_prompts, write_model
+from tiny_t5 import write_t5
+
+USAGE, MODEL, REQUEST = 2, 3, 4
+EXAMPLES = [Example(f"prompt {i}", f"target {i}") for i in range(5)]
+SURE = ExitClassifier(torch.zeros(2, 64), torch.tensor([0.0, 9.0]))
+SOFTMAX, STATE = ConfidentExit(0.05), ConfidentExit(0.7, "state")
+CLASSIFIER = ConfidentExit(0.9, "classifier", classifier=SURE)
+
+
+# The arithmetic
+
+
+def made(
+    exit_layers: list[int], first: float = 1.0, total: float = 3.0, prompt: int = 12
+) -> Output:
+    """An output of a model of 4 layers, with layer executions for its prompt."""
+    stats = RequestStats(
+        contract="",
+        num_layers=4,
+        prompt_tokens=3,
+        generated_tokens=len(exit_layers),
+        layers_run=sum(exit_layers[1:]),
+        prompt_layers_run=prompt,
+        layers_filled=0,
+        fill_calls=0,
+        drafted=0,
+        accepted=0,
+        preemptions=0,
+        time_to_first_token_s=first,
+        total_s=total,
+        mean_exit_layer=0.0,
+    )
+    ids = list(range(len(exit_layers)))
+    return Output("", [1], ids, "", "stop", exit_layers, [], None, None, stats)
+
+
+def timed(rounds: list[tuple[list[list[Output]], float]], policy: Exit | None = None) -> TimedRun:
+    made_run = TimedRun(policy or Full())
+    for groups, seconds in rounds:
+        made_run.record(groups, seconds)
+    return made_run
+
+
+def test_the_exit_rate_leaves_out_the_first_token() -> None:
+    assert exit_rate([made([4, 2, 2]), made([4, 1])]) == pytest.approx(7 / 12)
+    assert exit_rate([made([4, 4])]) == 0.0
+    assert exit_rate([made([4])]) is None
+
+
+def test_a_round_has_the_time_of_its_first_tokens_and_the_inner_token_latency() -> None:
+    group = [made([4, 4], first=1.0, total=3.0), made([4, 4, 4], first=1.5, total=5.5)]
+    other = [made([4], first=0.25, total=0.25)]
+    run = timed([([group, other], 6.0)])
+    assert run.seconds == [6.0]
+    assert run.first_seconds == [1.75]  # the slower of the first group, then the second
+    assert run.latencies == [pytest.approx((2.0 + 4.0) / 6)]
+
+
+def test_the_ideal_throughput_by_hand() -> None:
+    # 2 s until the first token, 8 s for two tokens through 4 layers.
+    full = timed([([[made([4, 4, 4], first=2.0, total=10.0)]], 10.0)])
+    # One layer each: 2 s and a quarter of 8 s.
+    early = timed([([[made([4, 1, 1])]], 5.0)])
+    speed = throughput(early, full, full)
+    assert speed.value == pytest.approx(3 / 5)
+    assert speed.to_full == pytest.approx(2.0)
+    assert speed.ideal == pytest.approx(3 / 4)
+    assert speed.ideal_to_full == pytest.approx(2.5)
+    assert speed.share_of_ideal == pytest.approx(0.8)
+    # Half of the model for the prompt too, and a token more: 1 s and 6 of 8 layers.
+    half = timed([([[made([2, 2, 2, 2], prompt=6)]], 14.0)])
+    speed = throughput(half, full, full)
+    assert speed.ideal == pytest.approx(4 / 7)
+    assert speed.ideal_to_full == pytest.approx((4 / 7) / (3 / 10))
+    assert speed.share_of_ideal == pytest.approx(0.5)
+
+
+def test_an_encoder_is_not_cut_in_half() -> None:
+    """Of its prompt an encoder-decoder model counts the start token alone."""
+    full = timed([([[made([4, 4, 4], first=2.0, total=10.0, prompt=4)]], 10.0)])
+    half = timed([([[made([2, 2, 2], prompt=2)]], 6.0)])
+    assert throughput(half, full, full).share_of_ideal == pytest.approx((2 + 8 / 2) / 6)
+
+
+def test_the_ideal_latency_by_hand() -> None:
+    full = timed([([[made([4, 4, 4], first=2.0, total=11.0)]], 11.0)])
+    early = timed([([[made([4, 1, 3], first=2.0, total=8.0)]], 8.0)])
+    speed = inner_token_latency(early, full, full)
+    assert speed is not None
+    assert speed.value == pytest.approx(2.0)
+    assert speed.to_full == pytest.approx(1.5)
+    assert speed.ideal == pytest.approx(1.5)
+    assert speed.ideal_to_full == pytest.approx(2.0)
+    assert speed.share_of_ideal == pytest.approx(0.75)
+
+
+def test_a_model_cut_at_the_mean_depth_lies_between_full_and_half() -> None:
+    """A token costs a head, 1 s, and 1 s a layer: full depth 5 s, half 3, one layer 2."""
+    full = timed([([[made([4, 4, 4, 4], first=2.0, total=17.0)]], 17.0)])
+    half = timed([([[made([2, 2, 2, 2], first=2.0, total=11.0)]], 11.0)])
+    # 15 and 9 s for four tokens, of which three are decoded: 2.25 layers a token, 1.5 s a layer.
+    early = timed([([[made([4, 1, 1, 1], first=2.0, total=10.0)]], 10.0)])
+    expected = 9 / 4 - (2 - 1) * 3 / 4 * (15 - 9) / 4 / (3 - 1.5)
+    speed = throughput(early, full, half)
+    assert speed.share_of_cut == pytest.approx((2.0 + 4 * expected) / 10)
+    latency = inner_token_latency(early, full, half)
+    assert latency is not None
+    assert latency.share_of_cut == pytest.approx(expected / 2.0)
+    for each in (full, half):
+        assert throughput(each, full, half).share_of_cut == pytest.approx(1.0)
+    assert throughput(early, full, full).share_of_cut is None
+
+
+def test_full_depth_is_its_own_ideal() -> None:
+    full = timed([([[made([4, 4, 4])]], 3.0), ([[made([4, 4, 4], total=9.0)]], 9.0)])
+    for speed in (throughput(full, full, full), inner_token_latency(full, full, full)):
+        assert speed is not None
+        ratios = (speed.to_full, speed.ideal_to_full, speed.share_of_ideal)
+        assert ratios == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # The second round is three times as slow for both.
+    full = timed([([[made([4, 4], total=t)]], t) for t in (3.0, 9.0)])
+    early = timed([([[made([4, 2], total=t)]], t) for t in (2.0, 6.0)])
+    full.first_seconds = [1.0, 3.0]
+    speed = throughput(early, full, full)
+    assert speed.to_full == pytest.approx(1.5)
+    assert speed.share_of_ideal == pytest.approx(1.0)
+
+
+def test_without_a_token_after_the_first_there_is_no_ideal() -> None:
+    full, early = timed([([[made([4])]], 2.0)]), timed([([[made([4, 1])]], 1.0)])
+    speed = throughput(early, full, full)
+    assert speed.to_full == pytest.approx(4.0)
+    assert (speed.ideal, speed.ideal_to_full, speed.share_of_ideal, speed.share_of_cut) == (
+        None,
+    ) * 4
+    assert inner_token_latency(early, full, full) is None
+
+
+# A model's
+
+
+@pytest.mark.parametrize(
+    "policy", [FixedExit(2), SOFTMAX, dataclasses.replace(STATE, batch="all")], ids=repr
+)
+def test_the_exit_rate_is_of_the_layers_that_the_engine_ran(
+    model: eecore.Model, policy: Exit
+) -> None:
+    outputs = eecore.generate(model, random_prompts(5, 3, 7), exit=policy, max_tokens=9)
+    run_layers = sum(output.stats.layers_run for output in outputs)
+    all_layers = sum(4 * (output.stats.generated_tokens - 1) for output in outputs)
+    assert exit_rate(outputs) == pytest.approx(1 - run_layers / all_layers)
+
+
+def test_a_report_has_every_technique_mode_and_size(model: eecore.Model) -> None:
+    seen: list[tuple[int, int, str]] = []
+    report = evaluate_calm(
+        model,
+        EXAMPLES,
+        [SOFTMAX, CLASSIFIER, STATE],
+        batch_sizes=(2, 3),
+        max_tokens=6,
+        rounds=2,
+        progress=lambda size, number, run: seen.append((size, number, run.name)),
+    )
+    assert report.techniques == ["full", "static-half", "softmax", "classifier", "state"]
+    assert len(report.rows) == len(seen) / 2 == 2 * (2 + 3 * 2)
+    assert seen[0] == (2, 0, "Full()")
+    assert (3, 1, "ConfidentExit(0.7, state, all)") in seen
+    full = report.row("full", "each", 3)
+    assert (full.exit_rate, full.mean_exit_layer, full.score_to_full) == (0.0, 4.0, 1.0)
+    half = report.row("static-half", "all", 2)
+    assert (half.exit_rate, half.mean_exit_layer, half.settings) == (0.5, 2.0, None)
+    for mode in ("each", "all"):
+        sure = report.row("classifier", mode, 2)  # leaves after the first layer, always
+        assert sure.batch == mode
+        assert sure.exit_rate == 0.75
+        assert sure.contract == "confident exit (classifier, threshold 0.9): uncalibrated"
+    each, together = (report.row("softmax", mode, 3) for mode in ("each", "all"))
+    assert each.exit_rate is not None
+    assert together.exit_rate is not None
+    assert each.exit_rate >= together.exit_rate  # all wait for the last
+    assert each.score_to_label is not None
+    json.dumps(report.to_dict())
+
+
+def test_half_of_an_odd_number_of_layers(tmp_path: Path) -> None:
+    odd = eecore.load(write_model(tmp_path, num_hidden_layers=3), kv_cache_tokens=512)
+    report = evaluate_calm(odd, EXAMPLES, [], batch_sizes=(8,), max_tokens=4, rounds=1)
+    half = report.row("static-half", "each", 8)
+    assert half.exit_rate == pytest.approx(2 / 3)
+    assert half.mean_exit_layer == 1.0
+
+
+def test_a_t5_exits_in_its_decoder(tmp_path: Path) -> None:
+    t5 = eecore.load(write_t5(tmp_path), device="cpu", kv_cache_tokens=512)
+    report = evaluate_calm(t5, EXAMPLES, [CLASSIFIER], batch_sizes=(3,), max_tokens=6, rounds=1)
+    for mode in ("each", "all"):
+        assert report.row("static-half", mode, 3).exit_rate == 0.5
+        assert report.row("classifier", mode, 3).exit_rate == 0.75
+    full, half = report.row("full", "all", 3), report.row("static-half", "all", 3)
+    assert full.throughput.ideal_to_full == pytest.approx(1.0)
+    assert half.throughput.ideal_to_full is not None
+    assert half.throughput.ideal_to_full < 2.0 * half.tokens / full.tokens  # the encoder runs whole
+
+
+def test_the_tables(model: eecore.Model) -> None:
+    report = evaluate_calm(model, EXAMPLES, [SOFTMAX], batch_sizes=(2, 3), max_tokens=4, rounds=1)
+    lines = report.markdown().splitlines()
+    quality = [line.split(" | ")[:3] for line in lines if line.startswith("| softmax")][:3]
+    assert quality == [
+        ["| softmax", "each", "0.05"],
+        ["| softmax", "all 2", "0.05"],
+        ["| softmax", "all 3", "0.05"],
+    ]
+    assert sum(line.startswith("| technique | each: tokens/s |") for line in lines) == 2
+    assert sum(line.startswith("| technique | each: ms/token |") for line in lines) == 2
+    assert "| all: tokens/s | to full | ideal | of ideal |" in report.markdown()
+    assert "rougeL to label" in report.markdown()
+
+
+def test_without_targets_there_is_no_score_to_label(model: eecore.Model) -> None:
+    examples = [Example("a"), Example("b")]
+    settings = {"batch_sizes": (2,), "max_tokens": 3, "rounds": 1, "batch_modes": ("each",)}
+    report = evaluate_calm(model, examples, [SOFTMAX], metric="exact", **settings)  # type: ignore
+    assert all(row.score_to_label is None for row in report.rows)
+    assert "to label" not in report.markdown()
+    assert "all: " not in report.markdown().split("\n- ")[0]
+
+
+def test_tokens_that_all_come_from_the_prompt_have_no_latency(
+    model: eecore.Model, tmp_path: Path
+) -> None:
+    report = evaluate_calm(model, EXAMPLES, [SOFTMAX], batch_sizes=(5,), max_tokens=1, rounds=1)
+    assert all(row.latency is None and row.exit_rate is None for row in report.rows)
+    report.write(tmp_path / "one")
+    assert (tmp_path / "one-latency.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metric": "bleu"}, "metric: expected rougeL or rouge2 or exact, got 'bleu'"),
+        ({"batch_sizes": (0,)}, r"batch_sizes: expected some of 1\.\.64, .*, got \[0\]"),
+        ({"batch_sizes": (65,)}, r"batch_sizes: expected some of 1\.\.64, the engine's max_num"),
+        ({"batch_sizes": ()}, r"batch_sizes: expected .*, got \[\]"),
+        ({"batch_modes": ("some",)}, r"batch_modes: expected some of each and all, got \['some'\]"),
+        ({"rounds": 0}, "rounds: expected 1 or more, got 0"),
+        ({"examples": []}, "prompts: expected at least one, got none"),
+        ({"policies": [SOFTMAX, ConfidentExit(0.5)]}, "one of each measure, got softmax, softmax"),
+        (
+            {"policies": [ConfidentExit(0.5, exit_points=(9,))]},
+            r"ConfidentExit\.exit_points: expected 1\.\.4 .* got 9",
+        ),
+    ],
+)
+def test_bad_settings(model: eecore.Model, change: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {"examples": EXAMPLES, "policies": [], "max_tokens": 1, **change}
+    with pytest.raises(RequestError, match=message):
+        evaluate_calm(model, **settings)
+
+
+# The command line
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    records = ({"input": e.prompt, "target": e.target} for e in EXAMPLES)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_classifier(file: Path, made_for: str | None, hidden_size: int = 64) -> Path:
+    metadata = None if made_for is None else {"model_sha256": made_for}
+    tensors = {"weight1": torch.zeros(2, hidden_size), "bias1": torch.tensor([0.0, 9.0])}
+    save_file(tensors, file, metadata)
+    return file
+
+
+def test_the_command_writes_tables_and_figures(
+    directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", "calm", str(directory), "--data", str(data), "--max-tokens", "3"]
+    words += ["--rounds", "1", "--device", "cpu", "--threads", "1", "--limit", "4"]
+    options = ["--thresholds", "softmax=0.1", "--tau", "4", "--exit-points", "1,2"]
+    files = ["--batch-size", "1", "--batch-size", "2", "--out", str(tmp_path / "v1.calm")]
+    assert run([*words, *options, *files]) == 0
+    printed = capsys.readouterr()
+    assert "batches of 2, round 1: ConfidentExit(0.1, softmax, all): " in printed.err
+    assert (tmp_path / "v1.calm.md").read_text().strip() == printed.out.strip()
+    stored = json.loads((tmp_path / "v1.calm.json").read_text())
+    assert stored["batch_sizes"] == [1, 2]
+    assert stored["num_examples"] == 4
+    settings = {row["technique"]: row["settings"] for row in stored["rows"]}
+    assert set(settings) == {"full", "static-half", "softmax", "state"}  # there is no classifier
+    assert settings["softmax"]["threshold"] == 0.1
+    assert settings["state"]["threshold"] == 0.95
+    assert settings["state"]["exit_points"] == [1, 2]
+    assert settings["state"]["decay_tau"] == 4
+    for figure in ("throughput", "latency"):
+        assert (tmp_path / f"v1.calm-{figure}.svg").read_text().count("<svg") == 1
+
+
+def test_thresholds_come_from_calibrations(
+    directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = [str(directory), "--data", str(data), "--max-tokens", "3", "--device", "cpu"]
+    file, learnt = tmp_path / "state.json", write_classifier(tmp_path / "c.safetensors", None)
+    calibrate = ["calibrate", *shared, "--measure", "state", "--delta", "0.9", "--grid", "1,0.5"]
+    assert run([*calibrate, "--out", str(file)]) == 0
+    words = ["evaluate", "calm", *shared, "--rounds", "1", "--calibration", str(file)]
+    out = ["--batch-size", "4", "--out", str(tmp_path / "out"), "--classifier", str(learnt)]
+    assert run([*words, *out]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    contracts = {(row["technique"], row["batch"]): row["contract"] for row in rows}
+    assert "calibrated (delta 0.9" in contracts["state", "each"]
+    assert "uncalibrated" in contracts["state", "all"]  # calibrated row by row
+    assert "threshold 0.85): uncalibrated" in contracts["softmax", "each"]
+    assert "threshold 0.9): uncalibrated" in contracts["classifier", "each"]
+    capsys.readouterr()
+
+    assert run([*words, "--calibration", str(file)]) == USAGE
+    assert "--calibration: expected one a measure, got two for state" in capsys.readouterr().err
+    assert run([*words, "--thresholds", "state=0.5"]) == USAGE
+    assert "--thresholds: expected none for state" in capsys.readouterr().err
+    other = json.loads(file.read_text()) | {"model_sha256": "0" * 64}
+    file.write_text(json.dumps(other))
+    assert run(words) == REQUEST
+    assert "calibration: made for model 000000000000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--thresholds", "entropy=0.5"], USAGE, "--thresholds: expected each of softmax"),
+        (["--thresholds", "softmax=0.5,softmax=1"], USAGE, "--thresholds: expected each of"),
+        (["--thresholds", "softmax=high"], USAGE, "--thresholds: expected numbers such as"),
+        (["--thresholds", "softmax=1.5"], REQUEST, "ConfidentExit.threshold: expected 0..1"),
+        (["--thresholds", "classifier=0.9"], USAGE, "--classifier: expected a file, got none"),
+        (["--classifier", "nowhere.safetensors"], REQUEST, "nowhere.safetensors"),
+        (["--calibration", "nowhere.json"], REQUEST, "nowhere.json: expected a file"),
+        (["--batch", "some"], USAGE, "--batch: expected each, all, both, got 'some'"),
+        (["--batch-size", "0"], USAGE, "--batch-size"),
+        (["--metric", "bleu"], USAGE, "--metric: expected rougeL, rouge2, exact, got 'bleu'"),
+        (["--exit-points", "2,9"], REQUEST, "exit_points: expected 1..4"),
+        (["--min-exit-layer", "9"], REQUEST, "min_exit_layer: expected 1..4"),
+        (["--out", "nowhere/x"], USAGE, "nowhere: expected a directory, got nothing"),
+        (["--data", "nowhere.jsonl"], REQUEST, "nowhere.jsonl: No such file"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_the_model_is_loaded(
+    directory: Path,
+    data: Path,
+    options: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loaded(*_args: Any, **_options: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(eecore, "load", loaded)
+    words = ["evaluate", "calm", str(directory), "--data", str(data), *options]
+    assert run(words) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_malformed_line_is_named(
+    directory: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", "calm", str(directory), "--data", str(data)]
+    for line, message in (("{", "expected JSON"), ('{"target": "x"}', 'expected {"input": text')):
+        data.write_text(f'{{"input": "a"}}\n{line}\n')
+        assert run(words) == REQUEST
+        assert f"{data}:2: {message}" in capsys.readouterr().err
+
+
+def test_settings_beside_calibrations_of_every_measure(
+    directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for measure in ("softmax", "state"):
+        out = tmp_path / f"{measure}.json"
+        files += ["--calibration", str(out)]
+        calibrate = ["calibrate", str(directory), "--data", str(data), "--measure", measure]
+        calibrate += ["--delta", "0.5", "--max-tokens", "2", "--grid", "1"]
+        assert run([*calibrate, "--out", str(out)]) == 0
+    words = ["evaluate", "calm", str(directory), "--data", str(data), *files]
+    assert run([*words, "--tau", "4"]) == USAGE
+    assert "--tau: expected none beside --calibration" in capsys.readouterr().err
+
+
+def test_a_classifier_of_another_model_is_refused(
+    directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = model_digest(directory)
+    own = write_classifier(tmp_path / "own.safetensors", digest)
+    other = write_classifier(tmp_path / "other.safetensors", "f" * 64)
+    wide = write_classifier(tmp_path / "wide.safetensors", None, hidden_size=72)
+    given = ["--data", str(data), "--max-tokens", "2", "--device", "cpu", "--classifier"]
+    by_measure = ["--exit", "confident", "--measure", "classifier", "--classifier"]
+    commands = [
+        ["evaluate", "calm", str(directory), "--rounds", "1", *given],
+        ["calibrate", str(directory), *by_measure[2:4], "--grid", "1", "--delta", "0.5", *given],
+        ["generate", str(directory), "a b", "-n", "2", "--device", "cpu", *by_measure],
+        ["exits", str(directory), "a b", "--max-tokens", "2", "--device", "cpu", *by_measure],
+    ]
+    commands[1][1:1] = ["--out", str(tmp_path / "calibration.json")]
+    for command in commands:
+        assert run([*command, str(own)]) == 0
+        capsys.readouterr()
+        assert run([*command, str(other)]) == REQUEST
+        message = capsys.readouterr().err
+        assert f"{other}: made for another model" in message
+        assert digest[:12] in message
+        assert "f" * 12 in message
+        assert run([*command, str(wide)]) == REQUEST
+        assert "expected weight1 [*, hidden_size=64], got [2, 72]" in capsys.readouterr().err
+
+
+def test_the_classifier_of_the_model_directory_is_found(
+    directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = tmp_path / "model"
+    beside.mkdir()
+    for path in directory.iterdir():
+        (beside / path.name).write_bytes(path.read_bytes())
+    write_classifier(beside / "classifier.safetensors", model_digest(directory))
+    words = ["evaluate", "calm", str(beside), "--data", str(data), "--max-tokens", "2"]
+    assert run([*words, "--rounds", "1", "--batch-size", "5", "--batch", "each"]) == 0
+    assert "| classifier | each | 0.9 |" in capsys.readouterr().out

@@ -1,0 +1,364 @@
+"""LayerSkip's evaluation: scores by exit, modes beside full depth, what reuse saves; sweeps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eecore
+from eecore import DraftAndVerify, ExitError, FixedExit, RequestError, SelfSpeculative
+from eecore.calibration import Example
+from eecore.cli.app import run
+from eecore.exits import Auto, Full
+from eecore.lab.evaluation import (
+    Scored,
+    Sweep,
+    SweepCell,
+    TimedRun,
+    evaluate_layerskip,
+    score_exits,
+    sweep_speculation,
+)
+from eecore.lab.training.interrupts import StopRequest
+from eecore.models.source import ModelSource
+from eecore.planning.chooser import Chooser
+from tiny_models import random_prompts
+
+EXAMPLES = [Example(f"prompt {i}", f"target {i}") for i in range(3)]
+
+
+def test_scores_are_those_of_the_model_cut_there(model: eecore.Model) -> None:
+    """Against generation: the token that an exit finds likeliest is what FixedExit writes."""
+    prompts = random_prompts(5, 9)
+    for exit_layer in range(1, model.config.num_layers + 1):
+        policy = FixedExit(exit_layer)
+        outputs = eecore.generate(
+            model, prompts, exit=policy, max_tokens=6, ignore_eos=True, logprobs=0
+        )
+        scored = [
+            Scored([*prompt, *output.token_ids], len(prompt))
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+        (score,) = score_exits(model.network, scored, [exit_layer])
+        assert score.accuracy == 1.0
+        logprobs = [logprob for output in outputs for logprob in output.logprobs or []]
+        assert math.log(score.perplexity) == pytest.approx(-sum(logprobs) / 12, rel=1e-4)
+
+
+def test_agreement_is_with_the_last_layer(model: eecore.Model) -> None:
+    sequences = [Scored(ids) for ids in random_prompts(30, 150)]
+    scores = score_exits(model.network, sequences, range(1, 5))
+    assert [score.exit_layer for score in scores] == [1, 2, 3, 4]
+    assert scores[-1].agreement == 1.0
+    assert 0.0 < scores[0].agreement < 1.0
+    (alone,) = score_exits(model.network, sequences, [2])
+    assert alone.agreement == scores[1].agreement
+    assert alone.perplexity == pytest.approx(scores[1].perplexity, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "layers", "message"),
+    [
+        ([], [1], "sequences: expected at least one, got none"),
+        ([Scored([1, 2])], [], r"layers: expected some of 1\.\.4, got \[\]"),
+        ([Scored([1, 2])], [5], r"layers: expected some of 1\.\.4, got \[5\]"),
+        ([Scored([1])], [1], r"sequences\[0\]: expected .* one or more to predict, got 1 of"),
+        ([Scored([1] * 513)], [1], r"sequences\[0\]: expected at most 512 tokens"),
+    ],
+)
+def test_what_cannot_be_scored(
+    model: eecore.Model, sequences: list[Scored], layers: list[int], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        score_exits(model.network, sequences, layers)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_without_reuse_the_tokens_are_the_same_and_the_work_is_more(
+    model: eecore.Model, temperature: float
+) -> None:
+    outputs = [
+        eecore.generate(
+            model,
+            random_prompts(4, 7),
+            exit=SelfSpeculative(2, 3, reuse=reuse),
+            max_tokens=12,
+            temperature=temperature,
+            seed=1,
+        )
+        for reuse in (True, False)
+    ]
+    for reusing, again in zip(*outputs, strict=True):
+        assert reusing.token_ids == again.token_ids
+        assert reusing.stats.drafted == again.stats.drafted
+        assert reusing.stats.layers_run < again.stats.layers_run
+
+
+def test_a_report_has_exits_modes_and_ablation(model: eecore.Model) -> None:
+    modes = [FixedExit(2), SelfSpeculative(2, 3), DraftAndVerify({1}, {2})]
+    report = evaluate_layerskip(
+        model, EXAMPLES, modes, metric="rougeL", max_tokens=8, rounds=2, batch_size=2
+    )
+    assert [score.exit_layer for score in report.exits] == [1, 2, 3, 4]
+    names = [row.mode for row in report.modes]
+    assert names == [
+        "Full()",
+        "FixedExit(2)",
+        "SelfSpeculative(2, 3)",
+        "DraftAndVerify(2 skipped, 8)",
+    ]
+    full, fixed, speculative, verified = report.modes
+    assert (full.speedup, full.same_as_full, full.acceptance) == (1.0, True, None)
+    assert full.mean_exit_layer == 4.0
+    assert fixed.mean_exit_layer == 2.0
+    assert speculative.same_as_full
+    assert verified.same_as_full
+    assert full.score == speculative.score
+    assert speculative.acceptance is not None
+    assert [row.mode for row in report.ablation] == [
+        "SelfSpeculative(2, 3, reuse=False)",
+        "SelfSpeculative(2, 3)",
+    ]
+    text = report.markdown()
+    assert "| exit layer | perplexity |" in text
+    assert "| SelfSpeculative(2, 3) |" in text
+    assert "exit states saves" in text
+    json.dumps(report.to_dict())
+
+
+def test_examples_without_targets_have_no_scores(model: eecore.Model) -> None:
+    report = evaluate_layerskip(model, [Example("a")], [FixedExit(1)], max_tokens=2, rounds=1)
+    assert report.exits == ()
+    assert report.ablation == ()
+    assert all(row.score is None for row in report.modes)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"metric": "bleu"},
+            RequestError,
+            "metric: expected rougeL or rouge2 or exact",
+        ),
+        ({"rounds": 0}, RequestError, "rounds: expected 1 or more, got 0"),
+        ({"examples": []}, RequestError, "prompts: expected at least one, got none"),
+        ({"modes": [FixedExit(9)]}, ExitError, r"exit_layer: expected 1\.\.4 .* got 9"),
+    ],
+)
+def test_bad_settings(
+    model: eecore.Model, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    settings: dict[str, Any] = {"examples": EXAMPLES, "modes": [], "max_tokens": 1, **change}
+    with pytest.raises(error, match=message):
+        evaluate_layerskip(model, **settings)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    class Made:
+        token_ids = (1, 2)
+
+    def timed(seconds: list[float]) -> TimedRun:
+        return TimedRun(Full(), [Made()], seconds)  # type: ignore[list-item]
+
+    # A busy second round slows both sides.
+    assert timed([1.0, 5.0, 1.0]).speedup_over(timed([2.0, 10.0, 2.0])) == 2.0
+    assert timed([2.0, 1.0]).tokens_per_s == 2.0
+
+
+def test_a_sweep_answers_with_the_fastest_pair(model: eecore.Model, tmp_path: Path) -> None:
+    found = sweep_speculation(
+        model, ["a", "b"], exit_layers=(1, 3), num_drafts=(2, 4), max_tokens=6
+    )
+    pairs = [(cell.exit_layer, cell.num_drafts) for cell in found.cells]
+    assert pairs == [(1, 2), (1, 4), (3, 2), (3, 4)]
+    assert found.best.speedup == max(cell.speedup for cell in found.cells)
+    assert found.auto_speedup > 0.0
+    found.plot(tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").read_text().count("<svg") == 1
+
+
+def test_the_table_of_a_sweep() -> None:
+    cells = tuple(
+        SweepCell(layer, drafts, 0.5, 10.0, layer + drafts / 10)
+        for layer in (4, 2)
+        for drafts in (8, 2)
+    )
+    assert Sweep(6, 5.0, cells, 1.5).markdown().splitlines() == [
+        "| exit layer | d=2 | d=8 |",
+        "| ---: | ---: | ---: |",
+        "| 2 | 2.20 | 2.80 |",
+        "| 4 | 4.20 | 4.80 |",
+    ]
+
+
+def test_the_command_lines(
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(
+        "".join(json.dumps({"input": e.prompt, "target": e.target}) + "\n" for e in EXAMPLES)
+    )
+    shared = [str(directory), "--data", str(data), "--max-tokens", "3", "--threads", "1"]
+    out = ["--out", str(tmp_path / "result")]
+    words = ["evaluate", "layerskip", *shared, "--rounds", "1"]
+    assert run([*words, "--layers", "2,4", *out]) == 0
+    printed = capsys.readouterr()
+    assert "| FixedExit(1) |" in printed.out
+    assert "round 1: Full(): " in printed.err
+    assert json.loads((tmp_path / "result.json").read_text())["exits"][0]["exit_layer"] == 2
+    assert (tmp_path / "result.md").read_text().strip() == printed.out.strip()
+
+    assert run(["sweep", *shared, "--exit-layers", "1,2", "--num-drafts", "2", *out]) == 0
+    printed = capsys.readouterr()
+    assert "best: --exit speculative:" in printed.out
+    assert "--exit auto: " in printed.out
+    assert len(json.loads((tmp_path / "result.json").read_text())["cells"]) == 2
+    assert (tmp_path / "result.svg").is_file()
+
+    assert run([*words, "--mode", "fixed:7"]) == 4
+    assert "FixedExit.exit_layer: expected 1..4" in capsys.readouterr().err
+    assert run([*words, "--mode", "warp:7"]) == 2
+    assert run([*words, "--out", str(tmp_path / "none" / "x")]) == 2
+    assert "expected a directory, got nothing" in capsys.readouterr().err
+    assert run(["sweep", *shared, "--exit-layers", "4"]) == 4
+    assert "SelfSpeculative.exit_layer: expected 1..3" in capsys.readouterr().err
+    monkeypatch.setattr(eecore, "load", lambda *_, **__: pytest.fail("loaded"))
+    for flag, value, message in (
+        ("--exit-layers", "", "--exit-layers: expected one or more, got none"),
+        ("--num-drafts", "", "--num-drafts: expected one or more, got none"),
+        ("--num-drafts", "x", "--num-drafts: expected numbers such as 4,8,12-20, got 'x'"),
+    ):
+        assert run(["sweep", *shared, flag, value]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(["sweep", *shared, *out]) == 4
+    assert "expected the package matplotlib, got none" in capsys.readouterr().err
+
+
+def stopping_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """Ctrl-C as a sweep asks for so many times whether it is to stop."""
+    asked = itertools.count(1)
+    call = StopRequest.__call__
+
+    def interrupted(stop: StopRequest) -> bool:
+        if next(asked) == calls:
+            signal.raise_signal(signal.SIGINT)
+        return call(stop)
+
+    monkeypatch.setattr(StopRequest, "__call__", interrupted)
+
+
+@pytest.mark.parametrize(("calls", "pairs"), [(6, 1), (9, 2), (13, 3)])
+def test_a_sweep_that_is_stopped_keeps_what_it_has(
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+    pairs: int,
+) -> None:
+    """In the middle of a turn, at the end of one, and in the second round."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "grid"
+    data.write_text('{"input": "a"}\n{"input": "b"}\n')
+    words = ["sweep", str(directory), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
+    words += ["--exit-layers", "1,2,3", "--num-drafts", "2", "--rounds", "2", "--out", str(out)]
+    stopping_after(monkeypatch, calls)
+    assert run([*words, "--write"]) == 130
+    shown = capsys.readouterr()
+    assert f"interrupted at sweep: {calls} of 20 answers" in shown.err
+    assert "best: --exit speculative:" in shown.out
+    kept = json.loads((tmp_path / "grid.json").read_text())
+    assert len(kept["cells"]) == pairs
+    assert kept["finished"] is False
+    assert shown.out.startswith((tmp_path / "grid.md").read_text().strip())
+    assert (tmp_path / "grid.svg").is_file()
+    assert not (directory / "exits.json").exists()
+
+
+def test_a_sweep_that_is_stopped_at_once_says_so(
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "a"}\n')
+    stopping_after(monkeypatch, 1)
+    words = ["sweep", str(directory), "--data", str(data), "--max-tokens", "2", "--threads", "1"]
+    assert run([*words, "--out", str(tmp_path / "grid")]) == 130
+    shown = capsys.readouterr()
+    assert "interrupted before the first pair was measured" in shown.err
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_a_table_of_a_part_of_the_grid(tmp_path: Path) -> None:
+    cells = (SweepCell(2, 2, 0.5, 10.0, 2.2), SweepCell(4, 8, 0.5, 10.0, 4.8))
+    found = Sweep(6, 5.0, cells, 1.5, finished=False)
+    assert found.markdown().splitlines()[2:] == ["| 2 | 2.20 |  |", "| 4 |  | 4.80 |"]
+    found.plot(tmp_path / "map.svg")
+    with pytest.raises(RequestError, match="expected a sweep with its agreement, got one without"):
+        found.record(tmp_path)
+
+
+def test_a_written_sweep_has_auto_draft_with_first_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint trained elsewhere: the one that ships, without what its training wrote."""
+    model = tmp_path / "model"
+    shutil.copytree(eecore.default_model(), model)
+    (model / "exits.json").unlink()
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "lock the front door"}\n{"input": "stop the timer"}\n')
+    words = ["sweep", str(model), "--data", str(data), "--max-tokens", "12", "--threads", "1"]
+    words += ["--exit-layers", "3", "--num-drafts", "4"]
+    assert run(words) == 0
+    assert not (model / "exits.json").exists()
+    assert run([*words, "--write"]) == 0
+    shown = capsys.readouterr().out
+    source = ModelSource(model, "float32", None)
+    agreement = source.exit_agreement(12)
+    assert agreement is not None
+    assert agreement[-1] == 1.0
+    layers = Chooser(12, agreement).exit_layers(Auto())
+    assert layers != ()
+    words_of_layers = " or ".join(map(str, layers))
+    assert f"wrote {model / 'exits.json'}: auto drafts with {words_of_layers} first layers" in shown
+    assert run(["generate", str(model), "lock the door", "-n", "4", "--exit", "fixed:3"]) == 0
+    assert "trained for early exit" not in capsys.readouterr().err
+
+    # What else is known stays; a file of another model is refused before anything runs.
+    about = json.loads((model / "exits.json").read_text())
+    kept = {**about, "training": {"loss": {"kind": "layerskip"}}, "held_out": {"agreement": [0.5]}}
+    (model / "exits.json").write_text(json.dumps(kept))
+    assert run([*words, "--write"]) == 0
+    again = json.loads((model / "exits.json").read_text())
+    assert (again["training"], again["held_out"]) == (kept["training"], kept["held_out"])
+    capsys.readouterr()
+    for text in ("{", json.dumps({**about, "num_layers": 4})):
+        (model / "exits.json").write_text(text)
+        assert run([*words, "--write"]) == 3
+        assert "round 1" not in capsys.readouterr().err
+        assert (model / "exits.json").read_text() == text
+    assert run(["sweep", "intent", *words[2:], "--write"]) == 2
+    assert "--write: expected a model of your own, got intent" in capsys.readouterr().err
+
+
+def test_the_record_of_a_gguf_file_is_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "some.model.gguf"
+    file.touch()
+    cells = (SweepCell(1, 2, 0.5, 10.0, 1.2),)
+    found = Sweep(3, 5.0, cells, 1.1, agreement=(0.5, 0.75, 1.0), agreement_tokens=8)
+    assert found.record(file) == tmp_path / "some.model.exits.json"
+    assert ModelSource(file, "float32", None).exit_agreement(3) == (0.5, 0.75, 1.0)

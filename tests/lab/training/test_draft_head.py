@@ -1,0 +1,411 @@
+"""Draft heads: their two moves, what they learn from, and how their agreement is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import eecore
+from eecore.errors import RequestError, TrainingError
+from eecore.lab.training import (
+    DraftHead,
+    HeadConfig,
+    HeadSizes,
+    HeadStates,
+    MappedStates,
+    StatesSettings,
+    WrittenText,
+    collect_states,
+    open_states,
+)
+from eecore.lab.training.head_keys import choose_attended, key_begins
+from eecore.lab.training.head_loss import (
+    FrozenSide,
+    StretchOrder,
+    agreement_by_position,
+    draft_loss,
+    starts_of,
+)
+from eecore.lab.training.head_queries import begin_queries
+from eecore.lab.training.head_run import choose_vocabulary, is_held_out
+from eecore.lab.training.head_states import APART
+from eecore.models import KVCache
+from eecore.models.head_vocabulary import matrix_rows
+from eecore.models.network_digest import network_digest
+from tiny_models import random_prompts, write_model
+
+HIDDEN, VOCAB, EPS = 8, 20, 1e-5
+HEAD_DIM, QUERIES, ATTENDED = 6, 12, ((0, 1), (1, 0), (1, 1))
+SETTINGS = StatesSettings("digest", "float32", HIDDEN, (1, 2))
+ATTENDING = StatesSettings(
+    "digest", "float32", HIDDEN, (1, 2), attended=ATTENDED, head_dim=HEAD_DIM, queries=QUERIES
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> eecore.Model:
+    directory = write_model(tmp_path_factory.mktemp("head") / "model", "llama_tied")
+    return eecore.load(directory, device="cpu", kv_cache_tokens=512)
+
+
+def random_head(seed: int = 0, num_blocks: int = 2, *, attends: bool = False) -> DraftHead:
+    """Of which no weight is what heads begin with."""
+    sizes = HeadSizes(HIDDEN, 2, 12, num_blocks, *((len(ATTENDED), QUERIES) if attends else ()))
+    head = DraftHead(sizes, EPS, torch.ones(HIDDEN))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+def random_data(
+    lengths: list[int], seed: int = 0, *, attends: bool = False
+) -> tuple[HeadStates, FrozenSide]:
+    """Texts numbered 0, 1, ..., whose tokens are the greedy ones but for every third.
+
+    Behind prompts of 3, 4, ... tokens; keys are in two directories.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    greedy = torch.randint(VOCAB, (len(text),), generator=generator)
+    token = torch.where(torch.arange(len(text)) % 3 == 2, (greedy + 1) % VOCAB, greedy)
+    states = torch.randn(len(text), 2, HIDDEN, generator=generator).bfloat16()
+    frozen = FrozenSide(
+        embeddings=torch.randn(VOCAB, HIDDEN, generator=generator),
+        head_rows=torch.randn(VOCAB - 4, HIDDEN, generator=generator),
+        vocabulary=torch.arange(2, VOCAB - 2),
+        final_norm=torch.ones(HIDDEN),
+        eps=EPS,
+    )
+    if not attends:
+        return HeadStates(SETTINGS, MappedStates([states]), text, token, greedy), frozen
+    positions = torch.cat([torch.arange(n) + 2 + i for i, n in enumerate(lengths)])
+    num_keys = [n + 2 + i for i, n in enumerate(lengths)]
+    keys = torch.randn(sum(num_keys), 3, 2, HEAD_DIM, generator=generator).bfloat16()
+    data = HeadStates(
+        *(ATTENDING, MappedStates([states]), text, token, greedy),
+        keys=keys.split([sum(num_keys[:-1]), num_keys[-1]]),
+        key_begins=key_begins(text, positions),
+        positions=positions,
+    )
+    return data, replace(frozen, cos_sin=torch.randn(60, 4, generator=generator))
+
+
+def normed(values: Tensor, weight: Tensor) -> Tensor:
+    return values * (values.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def test_the_moves_are_the_formulas() -> None:
+    head, (data, frozen) = random_head(), random_data([5])
+    states, embedded = data.states[torch.arange(5)].float(), frozen.embeddings[data.token]
+    t = head.tensors(torch.float32)
+    with torch.no_grad():
+        s = sum(normed(states[:, i], t["taps.norm"][i]) @ t["taps.weight"][i].T for i in (0, 1))
+        torch.testing.assert_close(head.begin(states), s)
+        u = normed(s, t["state.norm"]) @ t["state.weight"].T
+        u = u + normed(embedded, t["token.norm"]) @ t["token.weight"].T
+        for b in (0, 1):
+            x = normed(u, t["mlp.norm"][b])
+            inner = torch.nn.functional.silu(x @ t["mlp.gate"][b].T) * (x @ t["mlp.up"][b].T)
+            u = u + inner @ t["mlp.down"][b].T
+        torch.testing.assert_close(head.step(s, embedded), u)
+        torch.testing.assert_close(head.output(u), normed(u, t["norm"]))
+
+
+def test_what_a_head_attends_to_is_the_formula() -> None:
+    """Rows of two texts, of which each sees as many keys as it has a position, a step later too."""
+    head = random_head(4, num_blocks=1, attends=True)
+    data, frozen = random_data([5, 3], seed=2, attends=True)
+    t, rows = head.tensors(torch.float32), torch.tensor([0, 3, 5, 6])
+    keys = torch.cat([part.float() for part in data.keys])
+    seen = data.seen(rows, frozen.cos_sin)
+    assert seen is not None
+    asked = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(5))
+    for later in (0, 1):
+        with torch.no_grad():
+            found = seen.found(head.queries(asked))
+        for i, row in enumerate(rows.tolist()):
+            position, begin = int(data.positions[row]), int(data.key_begins[row])
+            assert begin == (0 if row < 5 else 7)
+            own = keys[begin : begin + position + 1]
+            cos, sin = frozen.cos_sin[position + 1 + later].chunk(2)
+            for a in range(3):
+                q = t["attention.query"][a] @ normed(asked[i], t["attention.norm"])
+                x, y, rest = q.view(2, HEAD_DIM).split((2, 2, 2), 1)
+                q = torch.cat((x * cos - y * sin, y * cos + x * sin, rest), 1)
+                shares = (q @ own[:, a, 0].T * HEAD_DIM**-0.5).softmax(1)
+                expected = (shares @ own[:, a, 1]).flatten()
+                torch.testing.assert_close(found[i, a], expected, atol=0.05, rtol=0.05)
+        seen = seen.behind()
+    embedded = frozen.embeddings[data.token[rows]]
+    with torch.no_grad():
+        seen = data.seen(rows, frozen.cos_sin)
+        assert seen is not None
+        u = head.asked(asked, embedded)
+        out = t["attention.output"]
+        u = u + sum(seen.found(head.queries(u))[:, a] @ out[a].T for a in range(3))
+        x = normed(u, t["mlp.norm"][0])
+        inner = torch.nn.functional.silu(x @ t["mlp.gate"][0].T) * (x @ t["mlp.up"][0].T)
+        torch.testing.assert_close(head.step(asked, embedded, seen), u + inner @ t["mlp.down"][0].T)
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_agreement_is_that_of_drafts_made_one_by_one(attends: bool) -> None:
+    head = random_head(3, num_blocks=1, attends=attends)
+    data, frozen = random_data([9, 2, 1, 14], seed=1, attends=attends)
+    right, tried = [0, 0, 0], [0, 0, 0]
+    with torch.no_grad():
+        for start in range(len(data)):
+            state = head.begin(data.states[torch.tensor([start])].float())
+            seen = data.seen(torch.tensor([start]), frozen.cos_sin)
+            for k in range(3):
+                target = start + k + 1
+                if target >= len(data) or data.text[target] != data.text[start]:
+                    break
+                state = head.step(state, frozen.embeddings[data.token[target - 1]][None], seen)
+                seen = seen and seen.behind()
+                place = int((head.output(state) @ frozen.head_rows.T).argmax())
+                tried[k] += 1
+                if frozen.vocabulary[place] != data.greedy[target]:
+                    break
+                right[k] += 1
+                if data.token[target] != data.greedy[target]:
+                    break
+    expected = [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)]
+    assert agreement_by_position(head, frozen, data, starts_of(data.text), 3) == expected
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_a_head_learns_what_the_loss_says(attends: bool) -> None:
+    head = random_head(num_blocks=1, attends=attends)
+    data, frozen = random_data([40, 30], attends=attends)
+    starts = starts_of(data.text)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        loss, agreement = draft_loss(head, frozen, data, starts, 3)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        assert 0 <= agreement <= 1
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_tokens_of_a_text_are_learnt_beside_the_vocabulary() -> None:
+    """The loss is that of a vocabulary which has them: of 8 tokens of 60 at first."""
+    head, (data, wide) = random_head(), random_data([40, 30])
+    few = torch.arange(10, 18)
+    narrow = replace(
+        wide,
+        vocabulary=few,
+        head_rows=wide.head_rows[few - 2],
+        rows_of=lambda tokens: wide.head_rows[tokens - 2],
+    )
+    starts = starts_of(data.text)
+    assert narrow.with_tokens(few[:3]) is narrow
+    data = replace(data, greedy=data.greedy.clamp(2, VOCAB - 3))
+    both = narrow.with_tokens(data.greedy)
+    assert both.vocabulary.tolist() == sorted({*few.tolist(), *data.greedy.tolist()})
+    assert torch.equal(both.head_rows, wide.head_rows[both.vocabulary - 2])
+    with torch.no_grad():
+        loss, agreement = draft_loss(head, narrow, data, starts, 3)
+        expected, its = draft_loss(head, replace(both, rows_of=None), data, starts, 3)
+        without, _ = draft_loss(head, replace(narrow, rows_of=None), data, starts, 3)
+    torch.testing.assert_close(loss, expected)
+    assert agreement == its
+    assert abs(float(without) - float(loss)) > 0.1
+
+
+def test_an_epoch_has_every_start_once() -> None:
+    text = torch.tensor([4] * 9 + [7] * 1 + [2] * 2 + [5] * 8)
+    order = StretchOrder(text, 4, 1, seed=0)
+    starts = torch.cat([order.starts(step) for step in range(order.steps_per_epoch)])
+    assert starts.sort().values.tolist() == starts_of(text).tolist()
+    again = torch.cat([order.starts(order.steps_per_epoch + i) for i in range(2)])
+    assert again.tolist() != starts[: len(again)].tolist()
+
+
+def test_states_are_those_of_the_model_at_each_tap(model: eecore.Model, tmp_path: Path) -> None:
+    prompts = random_prompts(5, 18, 33)
+    outputs = eecore.generate(model, prompts, max_tokens=12, ignore_eos=True)
+    texts = [WrittenText(7 + i, o.prompt_token_ids, o.token_ids) for i, o in enumerate(outputs)]
+    settings = StatesSettings(network_digest(model.network), "float32", 64, (2, 4))
+    assert collect_states(model.network, texts, tmp_path, settings)
+    data = open_states([tmp_path], settings)
+    assert data.text.tolist() == [7] * 12 + [8] * 12 + [9] * 12
+    assert data.token.tolist() == [t for output in outputs for t in output.token_ids]
+    assert torch.equal(data.token, data.greedy)
+    with torch.inference_mode():
+        logits = model.network.logits(data.states[torch.arange(36)][:, 1].float())
+    assert (logits.argmax(-1) == data.greedy).float().mean() > 0.9  # states are rounded
+
+
+def test_keys_are_those_of_the_models_cache(model: eecore.Model, tmp_path: Path) -> None:
+    """Of the whole text, in two directories, the second one cut short and gone on with."""
+    network = model.network
+    attended = choose_attended(network, 3)
+    settings = StatesSettings(
+        network_digest(network), "float32", 64, (2, 4), attended, head_dim=64, queries=128
+    )
+    texts = [
+        WrittenText(2 * i, prompt, answer)
+        for i, (prompt, answer) in enumerate(
+            zip(random_prompts(5, 18, 33), random_prompts(7, 4, 6, seed=1), strict=True)
+        )
+    ]
+    for place, own in (("0", texts[:1]), ("1", texts[1:])):
+        (tmp_path / place).mkdir()
+        assert collect_states(network, own, tmp_path / place, settings)
+    with (tmp_path / "1" / "keys.bin").open("ab") as file:
+        file.write(b"more than there should be")
+    assert collect_states(network, texts[1:], tmp_path / "1", settings)
+    data = open_states([tmp_path / "0", tmp_path / "1"], settings)
+    keys = torch.cat(data.keys)
+    row = 0
+    for text in texts:
+        tokens = [*text.prompt, *text.answer][:-1]
+        kv = KVCache.allocate(
+            network.config, 1, len(tokens), device=network.device, dtype=network.dtype
+        )
+        batch = network.whole_text(len(tokens))
+        network.layers(0, 4, network.embed(torch.tensor(tokens)), kv, batch)
+        begin = int(data.key_begins[row])
+        for a, (layer, head) in enumerate(attended):
+            for which, cache in enumerate((kv.k, kv.v)):
+                own = keys[begin : begin + len(tokens), a, which]
+                torch.testing.assert_close(own, cache[layer, 0, :, head].bfloat16())
+        expected = list(range(len(text.prompt) - 1, len(tokens)))
+        assert data.positions[row : row + len(text.answer)].tolist() == expected
+        row += len(text.answer)
+    assert [(first, len(own)) for first, own in data.queries] == [(0, 7), (7, 10)]
+    held_out = data.part(data.text % APART > 0)
+    assert held_out.positions.tolist() == data.positions[data.text % APART > 0].tolist()
+
+
+def test_the_heads_that_look_for_what_came_after_the_same_token(model: eecore.Model) -> None:
+    network = model.network
+    every = choose_attended(network, 64)
+    assert every == tuple((layer, head) for layer in range(4) for head in range(2))
+    few = choose_attended(network, 3)
+    assert len(few) == 3
+    assert set(few) < set(every)
+    assert few == tuple(sorted(few))
+
+
+@pytest.mark.parametrize(("positions", "found"), [(241, 3), (240, 3), (5, 3), (4, 0), (1, 0)])
+def test_heads_of_a_model_of_few_positions(tmp_path: Path, positions: int, found: int) -> None:
+    short = write_model(tmp_path / "short", "llama_tied", max_position_embeddings=positions)
+    network = eecore.load(short, device="cpu", kv_cache_tokens=16).network
+    assert len(choose_attended(network, 3)) == found
+
+
+def test_queries_begin_as_what_the_model_asks() -> None:
+    """Where a linear layer can say it, but for the ridge."""
+    head = random_head(6, num_blocks=1, attends=True)
+    data, frozen = random_data([300, 200], seed=3, attends=True)
+    weight = torch.randn(3 * QUERIES, HIDDEN, generator=torch.Generator().manual_seed(7))
+    before = torch.arange(len(data) - 1)
+    with torch.no_grad():
+        head.attention_norm.fill_(1.0)
+        state = head.begin(data.states[before].float())
+        known = head.asked(state, frozen.embeddings[data.token[before]])
+        queries = normed(known, torch.ones(HIDDEN)) @ weight.T
+    rows = torch.cat((torch.zeros(1, 3 * QUERIES), queries)).view(-1, 3, QUERIES)
+    data = replace(data, queries=((0, rows[:200]), (200, rows[200:])))
+    begin_queries(head, frozen, data, torch.ones(len(data), dtype=torch.bool))
+    with torch.no_grad():
+        missed = head.queries(known).flatten(1) - queries
+    inside = data.text[before] == data.text[before + 1]
+    assert missed[inside].square().mean() < 1e-3 * queries.square().mean()
+
+
+def test_states_of_several_runs_are_one_behind_another(tmp_path: Path, model: eecore.Model) -> None:
+    settings = StatesSettings("one", "float32", 64, (2, 4))
+    parts = []
+    for place, answers in enumerate(([[3, 4], [5]], [[7, 8, 9]])):
+        texts = [WrittenText(i, [1, 2], answer) for i, answer in enumerate(answers)]
+        (tmp_path / str(place)).mkdir()
+        collect_states(model.network, texts, tmp_path / str(place), settings)
+        parts.append(open_states([tmp_path / str(place)], settings))
+    both = open_states([tmp_path / "0", tmp_path / "1"], settings)
+    assert both.token.tolist() == [3, 4, 5, 7, 8, 9]
+    assert len(torch.unique(both.text)) == 3
+    assert is_held_out(both.text).tolist() == [False] * 6
+    rows = torch.tensor([5, 0, 3, 2, 2])
+    expected = torch.cat([part.states[torch.arange(3)] for part in parts])[rows]
+    assert torch.equal(both.states[rows], expected)
+    assert torch.equal(both.states.part(rows)[torch.tensor([4, 1])], expected[[4, 1]])
+    assert len(both.states.part(rows)) == 5
+
+
+def test_states_without_keys_are_refused(tmp_path: Path, model: eecore.Model) -> None:
+    settings = StatesSettings("one", "float32", 64, (4,))
+    collect_states(model.network, [WrittenText(0, [1, 2], [3, 4])], tmp_path, settings)
+    other = replace(settings, attended=((0, 1),), head_dim=64, queries=128)
+    with pytest.raises(TrainingError, match=r"attended: expected \[\[0, 1\]\], as this run has"):
+        open_states([tmp_path], other)
+
+
+def test_states_of_another_run_are_refused(tmp_path: Path, model: eecore.Model) -> None:
+    settings = StatesSettings("one", "float32", 64, (4,))
+    collect_states(model.network, [WrittenText(0, [1, 2], [3, 4])], tmp_path, settings)
+    other = StatesSettings("one", "int8", 64, (4,))
+    with pytest.raises(TrainingError, match="weights: expected 'int8', as this run has, got"):
+        open_states([tmp_path], other)
+
+
+def test_rows_of_the_lm_head_whatever_it_is_stored_in(model: eecore.Model, tmp_path: Path) -> None:
+    tokens = torch.tensor([3, 5, 319])
+    rows = matrix_rows(model.network.weights.lm_head, tokens)
+    assert torch.equal(rows, model.network.embed(tokens))
+    directory = write_model(tmp_path / "model", "llama")
+    plain = eecore.load(directory, device="cpu", kv_cache_tokens=64)
+    packed = eecore.load(directory, device="cpu", weights="int8", kv_cache_tokens=64)
+    rows = matrix_rows(plain.network.weights.lm_head, tokens)
+    assert torch.equal(rows, plain.network.weights.lm_head.weight[tokens])
+    torch.testing.assert_close(
+        matrix_rows(packed.network.weights.lm_head, tokens), rows, atol=0.02, rtol=0.02
+    )
+
+
+def test_a_digest_is_the_same_for_every_quantisation(tmp_path: Path, model: eecore.Model) -> None:
+    directory = write_model(tmp_path / "model", "llama_tied")
+    for weights in (None, "int8", "int4"):
+        other = eecore.load(directory, device="cpu", weights=weights, kv_cache_tokens=64)
+        assert network_digest(other.network) == network_digest(model.network)
+    write_model(directory, "llama_tied", seed=1)
+    stranger = eecore.load(directory, device="cpu", kv_cache_tokens=64)
+    assert network_digest(stranger.network) != network_digest(model.network)
+
+
+def test_the_vocabulary_has_what_ends_a_text(model: eecore.Model) -> None:
+    tokens = [torch.tensor([9, 9, 9, 4, 4, 300]), torch.tensor([4, 4, 9])]
+    assert choose_vocabulary(model.network, tokens, 3).tolist() == [4, 9, 257]
+    with pytest.raises(TrainingError, match=r"vocabulary: expected 1..320, the model's, got 321"):
+        choose_vocabulary(model.network, tokens, 321)
+
+
+def test_texts_are_held_out_in_pairs() -> None:
+    held = is_held_out(torch.arange(4000))
+    assert held.float().mean() == 1 / 20
+    assert torch.equal(held[::2], held[1::2])
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"steps": 0}, "steps: expected 1 or more, got 0"),
+        ({"num_drafts": 9}, "num_drafts: expected 1..8, got 9"),
+        ({"learning_rate": 2.0}, "learning_rate: expected 0..1, got 2.0"),
+        ({"num_blocks": 0}, "num_blocks: expected 1 or more, got 0"),
+    ],
+)
+def test_settings_that_cannot_be(setting: dict[str, float], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        HeadConfig(**{"steps": 1, "intermediate_size": 4, **setting})  # type: ignore[arg-type]

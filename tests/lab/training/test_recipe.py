@@ -1,0 +1,108 @@
+"""The settings of a run: validated, written down, read back; the learning rate by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from eecore.errors import TrainingError
+from eecore.lab.training import (
+    CalmLoss,
+    EarlyExitLoss,
+    LastLayerLoss,
+    LayerDropout,
+    LoraSettings,
+    TrainingConfig,
+)
+
+
+def test_defaults_are_layerskips_for_a_task() -> None:
+    config = TrainingConfig(steps=10)
+    assert config.loss == EarlyExitLoss(1.0, "gradual")
+    assert config.layer_dropout == LayerDropout(0.2, "constant")
+
+
+def test_the_learning_rate_by_hand() -> None:
+    config = TrainingConfig(steps=14, learning_rate=8.0, warmup_steps=4, final_learning_rate=0.25)
+    # Up by 2 a step; then from 8 down to 2 over steps 4..13, half-way (5) between steps 8 and 9.
+    assert [config.learning_rate_at(step) for step in range(5)] == [2, 4, 6, 8, 8]
+    assert config.learning_rate_at(13) == pytest.approx(2)
+    assert (config.learning_rate_at(8) + config.learning_rate_at(9)) / 2 == pytest.approx(5)
+    # A third of the way: cos(pi/3) = 1/2, so 2 + 6 * 3/4.
+    assert config.learning_rate_at(7) == pytest.approx(6.5)
+    assert TrainingConfig(steps=1, learning_rate=3.0).learning_rate_at(0) == 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainingConfig(steps=5),
+        TrainingConfig(steps=5, loss=CalmLoss(), layer_dropout=None, lora=LoraSettings(4)),
+        TrainingConfig(steps=5, loss=LastLayerLoss(), layer_dropout=LayerDropout(0.1)),
+        TrainingConfig(steps=5, loss=EarlyExitLoss(0.2, "rotational", 8), seed=3),
+    ],
+)
+def test_a_config_survives_json(config: TrainingConfig) -> None:
+    assert TrainingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps: expected 1 or more, got 0"),
+        ({"steps": 2.5}, r"steps: expected 1 or more, got 2\.5"),
+        ({"batch_size": 0}, "batch_size: expected 1 or more"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a number above 0, got nan"),
+        ({"warmup_steps": 11}, r"warmup_steps: expected 0\.\.steps=10, got 11"),
+        ({"relative_rate": 1}, "relative_rate: expected True or False, got 1"),
+        ({"final_learning_rate": 2}, r"final_learning_rate: expected 0\.\.1"),
+        ({"weight_decay": -1}, "weight_decay: expected 0 or more"),
+        ({"beta1": 1.0}, "beta1: expected 0 up to below 1"),
+        ({"beta2": 1.0}, "beta2: expected 0 up to below 1"),
+        ({"max_grad_norm": 0}, "max_grad_norm: expected a number above 0"),
+        ({"loss": "layerskip"}, "loss: expected EarlyExitLoss, CalmLoss, LastLayerLoss"),
+        ({"layer_dropout": 0.2}, r"layer_dropout: expected LayerDropout or None, got 0\.2"),
+        ({"lora": 8}, "lora: expected LoraSettings or None, got 8"),
+        ({"precision": "float16"}, "precision: expected float32 or bfloat16"),
+        ({"gradient_checkpointing": 1}, "gradient_checkpointing: expected True or False"),
+        ({"seed": -1}, "seed: expected 0"),
+        ({"checkpoint_steps": 0}, "checkpoint_steps: expected 1 or more, or None"),
+        ({"checkpoint_seconds": -1}, "checkpoint_seconds: expected 0 or more, or None"),
+        ({"evaluate_steps": 0}, "evaluate_steps: expected 1 or more"),
+        ({"evaluate_batches": 0}, "evaluate_batches: expected 1 or more"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        TrainingConfig(**{"steps": 10, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank: expected 1 or more"),
+        ({"alpha": 0}, "alpha: expected above 0"),
+        ({"dropout": 1.0}, r"dropout: expected 0\.\.0\.99"),
+    ],
+)
+def test_wrong_lora_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        LoraSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stepps": 3}, "stepps: expected a setting of TrainingConfig"),
+        ({"loss": {"kind": "focal"}}, "loss: expected one of layerskip, calm, last, got 'focal'"),
+        ({"loss": {"kind": "calm", "e_scale": 1}}, "CalmLoss: .*e_scale"),
+        ({"layer_dropout": {"rate": 1}}, "LayerDropout: .*rate"),
+        ({}, "TrainingConfig: .*steps"),
+    ],
+)
+def test_unknown_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        TrainingConfig.from_dict(values)

@@ -1,0 +1,333 @@
+"""Whole runs on tiny models: they learn, they resume bit for bit, what they write can be loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+import eecore
+from eecore.errors import TrainingError
+from eecore.lab.training import (
+    CalmLoss,
+    EarlyExitLoss,
+    LastLayerLoss,
+    LayerDropout,
+    LoraSettings,
+    StepReport,
+    TokenData,
+    TrainingConfig,
+    model_digest,
+    seconds_per_step,
+    state_path,
+    train,
+)
+from eecore.lab.training.data import from_text
+from eecore.lab.training.run_log import read_log
+
+LOGS = ("steps.csv", "evaluations.csv")
+
+
+def small(steps: int = 20, **settings: Any) -> TrainingConfig:
+    defaults = {
+        "batch_size": 8,
+        "learning_rate": 3e-3,
+        "warmup_steps": 4,
+        "evaluate_steps": 5,
+        "checkpoint_seconds": None,
+    }
+    return TrainingConfig(steps=steps, **{**defaults, **settings})
+
+
+class Killed(Exception):
+    """Stands for a process that ends here."""
+
+
+def killed_at(step: int) -> Any:
+    def progress(report: StepReport) -> None:
+        if report.step == step:
+            raise Killed
+
+    return progress
+
+
+def logs(out: Path) -> list[bytes]:
+    return [(out / "training" / name).read_bytes() for name in LOGS]
+
+
+def test_a_model_learns_and_is_an_ordinary_directory(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    words = {str(token): token for token in range(40)}
+    Backend(models.WordLevel(words, unk_token="0")).save(str(tokenizer / "tokenizer.json"))
+    reports: list[StepReport] = []
+    config = small(150, learning_rate=1e-2, evaluate_steps=75)
+    result = train(
+        make_model(tie_word_embeddings=True),
+        pairs,
+        config,
+        out,
+        held_out=pairs,
+        tokenizer_directory=tokenizer,
+        progress=reports.append,
+    )
+    assert (result.finished, result.step) == (True, 150)
+    assert [report.step for report in reports] == list(range(1, 151))
+    assert sum(r.loss for r in reports[-10:]) < 0.75 * sum(r.loss for r in reports[:10])
+    assert sorted(reports[0].exit_losses) == [4]
+    assert sorted(reports[-1].exit_losses) == [2, 3, 4]
+    assert [r.step for r in reports if r.scores is not None] == [75, 150]
+    assert result.scores is not None
+    assert result.scores.agreement[-1] == 1.0
+    assert result.scores.num_tokens == int((pairs.lengths - pairs.prompt_lens).sum())
+
+    log = read_log(out / "training" / "steps.csv")
+    assert log["step"] == list(range(1, 151))
+    assert log["loss_exit_1"] == [None] * 150
+    assert log["loss"] == [report.loss for report in reports]
+    assert read_log(out / "training" / "evaluations.csv")["step"] == [0, 75, 150]
+    assert (out / "training" / "run.svg").read_text().startswith("<?xml")
+    assert not state_path(out).exists()
+
+    about = json.loads((out / "exits.json").read_text())
+    assert about["held_out"]["agreement"] == list(result.scores.agreement)
+    assert TrainingConfig.from_dict(about["training"]) == config
+    assert about["model_sha256"] == model_digest(out)
+
+    import transformers
+
+    model = eecore.load(out, device="cpu", dtype="float32", kv_cache_tokens=256)
+    there = transformers.AutoModelForCausalLM.from_pretrained(out)
+    prompt = pairs.sequence(0)[0][:5].tolist()
+    expected = there.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+    generated = eecore.generate(model, prompt, max_tokens=6)[0]
+    assert generated.token_ids == expected[0, 5:].tolist()
+    assert model.tokenizer is not None
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "layerskip": {"loss": EarlyExitLoss(1.0, "gradual"), "layer_dropout": LayerDropout(0.5)},
+    "from scratch": {
+        "loss": EarlyExitLoss(0.2, "rotational", 2),
+        "layer_dropout": LayerDropout(0.5, "exponential"),
+        "precision": "bfloat16",
+    },
+    "lora": {"lora": LoraSettings(rank=2, dropout=0.3), "layer_dropout": LayerDropout(0.5)},
+    "plain": {"loss": LastLayerLoss(), "layer_dropout": None},
+    "calm": {"loss": CalmLoss(), "layer_dropout": LayerDropout(1.0)},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_killed_run_goes_on_bit_for_bit(
+    make_model: Any, pairs: TokenData, tmp_path: Path, recipe: str
+) -> None:
+    # The T5 of CALM has dropout of its own, and LoRA too: random numbers that must be saved.
+    family = {"calm": "t5"}.get(recipe, "llama")
+    overrides = {"dropout_rate": 0.2} if family == "t5" else {}
+    config = small(20, checkpoint_steps=4, **RECIPES[recipe])
+
+    def start(out: Path, **options: Any) -> Any:
+        torch.manual_seed(len(str(out)))  # whatever state the process is in
+        model = make_model(family, **overrides)
+        return train(model, pairs, config, out, held_out=pairs, **options)
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken-off"
+    start(whole)
+    for step, resume in ((2, False), (7, True), (8, True), (14, True)):
+        with pytest.raises(Killed):
+            start(broken, resume=resume, progress=killed_at(step))
+        if step == 14:  # half a row, and half a state
+            with (broken / "training" / "steps.csv").open("a") as file:
+                file.write("15,3")
+            state_path(broken).with_name("state.safetensors.partial").write_bytes(b"half")
+    result = start(broken, resume=True)
+    assert (result.finished, result.step) == (True, 20)
+    assert logs(broken) == logs(whole)
+    weights = [load_file(path / "model.safetensors") for path in (whole, broken)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(make_model(), pairs, small(), whole)
+    asked: list[int] = []
+
+    def third_time() -> bool:
+        asked.append(0)
+        return len(asked) == 3
+
+    result = train(make_model(), pairs, small(), stopped, should_stop=third_time)
+    assert (result.finished, result.step) == (False, 3)
+    assert not (stopped / "config.json").exists()
+    # What does not change what is learnt may be set anew.
+    result = train(make_model(), pairs, small(checkpoint_steps=1), stopped, resume=True)
+    assert result.finished
+    assert logs(stopped) == logs(whole)
+
+
+def test_adapters_are_written_merged_and_alone(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    import peft
+    import transformers
+
+    model = make_model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    config = small(8, lora=LoraSettings(rank=2), learning_rate=0.05)
+    train(model, pairs, config, tmp_path / "out")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    names = dict(merged.named_parameters())
+    assert names.keys() == before.keys()
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(names[name], before[name])
+    assert not torch.equal(
+        names["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
+    )
+    adapted = peft.PeftModel.from_pretrained(make_model(), str(tmp_path / "out" / "adapter"))
+    ids = torch.arange(3, 12)[None]
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+    eecore.load(tmp_path / "out", device="cpu", kv_cache_tokens=64)
+
+
+def test_tensorboard_gets_what_the_csv_gets(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    out = tmp_path / "out"
+    train(make_model(), pairs, small(5), out, held_out=pairs)
+    events = reading.EventAccumulator(str(out / "training" / "tensorboard")).Reload()
+    log = read_log(out / "training" / "steps.csv")
+    assert [event.value for event in events.Scalars("loss/total")] == pytest.approx(log["loss"])
+    evaluations = read_log(out / "training" / "evaluations.csv")
+    agreement = [event.value for event in events.Scalars("held_out_agreement/exit_2")]
+    assert agreement == pytest.approx(evaluations["agreement_exit_2"])
+
+
+def test_a_relative_rate_moves_weights_by_a_share_of_what_they_start_from(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    """AdamW's first step moves every weight with a gradient by the rate."""
+    model = make_model("t5")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = small(1, learning_rate=0.01, warmup_steps=0, relative_rate=True, weight_decay=0.0)
+    train(model, pairs, config, tmp_path / "out")
+    rates = {}
+    for name, start in before.items():
+        moved = float((model.get_parameter(name) - start).abs().max())
+        size = float(start.square().mean().sqrt())
+        rates[name] = moved / size
+        assert rates[name] == pytest.approx(0.01 if start.ndim > 1 else 0.001, rel=0.05)
+    assert len(rates) > 20
+
+
+def test_gradient_checkpointing_learns_the_same(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    losses = []
+    for flag in (False, True):
+        out = tmp_path / str(flag)
+        train(make_model(), pairs, small(6, gradient_checkpointing=flag), out)
+        losses.append(read_log(out / "training" / "steps.csv")["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_what_cannot_be_resumed_is_refused(
+    make_model: Any, pairs: TokenData, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    config = small(checkpoint_steps=2)
+    with pytest.raises(TrainingError, match="expected the state of a run, got nothing"):
+        train(make_model(), pairs, config, out, resume=True)
+    with pytest.raises(Killed):
+        train(make_model(), pairs, config, out, progress=killed_at(3))
+    with pytest.raises(TrainingError, match=r"out: expected a new or empty .* can be resumed"):
+        train(make_model(), pairs, config, out)
+    with pytest.raises(TrainingError, match=r"settings that the run began with: seed=0 against 1"):
+        train(make_model(), pairs, small(seed=1), out, resume=True)
+    other = from_text(list(range(3, 30)), 8)
+    with pytest.raises(TrainingError, match="expected the data that the run began with"):
+        train(make_model(), other, config, out, resume=True)
+    with pytest.raises(TrainingError, match=r"trained weights of this model, got others: .*layers"):
+        train(make_model(num_layers=3), pairs, config, out, resume=True)
+    wide = make_model(intermediate_size=32)
+    with pytest.raises(
+        TrainingError, match=r"gate_proj.weight: expected F32 \[32, 16\], got F32 \[24, 16\]"
+    ):
+        train(wide, pairs, config, out, resume=True)
+    save_file({"a": torch.zeros(1)}, state_path(out))
+    with pytest.raises(TrainingError, match=r"expected the state of a run, 'eecore .*', got None"):
+        train(make_model(), pairs, config, out, resume=True)
+    state_path(out).write_bytes(b"nothing of the kind")
+    with pytest.raises(TrainingError, match="expected the state of a run, got 19 bytes: "):
+        train(make_model(), pairs, config, out, resume=True)
+
+
+def test_bad_input_is_refused(make_model: Any, pairs: TokenData, tmp_path: Path) -> None:
+    text = from_text(list(range(3, 30)), 8)
+    with pytest.raises(TrainingError, match="expected pairs for a model with an encoder"):
+        train(make_model("t5"), text, small(), tmp_path / "a")
+    with pytest.raises(TrainingError, match=r"model: expected one of .* got Linear"):
+        train(torch.nn.Linear(2, 2), text, small(), tmp_path / "b")
+    with pytest.raises(TrainingError, match=r"model: expected one of .* got Linear"):
+        train(torch.nn.Linear(2, 2), text, small(lora=LoraSettings()), tmp_path / "c")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TrainingError, match=r"out: expected a new or empty directory, got .*file"):
+        train(make_model(), pairs, small(), tmp_path / "file")
+    for name in ("a" * 300, "a\0b"):
+        with pytest.raises(TrainingError, match=r"out: expected a new or empty directory, got"):
+            train(make_model(), pairs, small(), tmp_path / name)
+    assert not any((tmp_path / name).exists() for name in "abc")
+
+
+def test_a_run_that_diverges_says_so(make_model: Any, pairs: TokenData, tmp_path: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("inf")
+    with pytest.raises(TrainingError, match="step 1: expected finite numbers, got loss nan"):
+        train(model, pairs, small(), tmp_path / "out")
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def test_without_the_extra_training_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from eecore.lab.training.libraries import library
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(TrainingError, match=r"expected the package peft, .*eecore\[train\]"):
+        library("peft")
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_the_pace_is_measured_without_a_trace(
+    make_model: Any, pairs: TokenData, family: str
+) -> None:
+    model = make_model(family)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    ticks = iter(range(0, 1000, 6))  # each look at the clock is 6 s after the one before
+    pace = seconds_per_step(
+        model, pairs, small(), points=4, steps_a_point=3, clock=lambda: float(next(ticks))
+    )
+    assert pace == 2.0
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+    layers = model.model.layers if family == "llama" else model.decoder.block
+    assert "forward" not in vars(layers[0])

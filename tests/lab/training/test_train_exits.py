@@ -1,0 +1,564 @@
+"""``eecore train-exits`` as a user meets it: answers, states, a head, and a directory of it."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import eecore
+from bench.harness.prompts import QUESTIONS
+from devices import heads_in_floats
+from eecore import models
+from eecore.cli.app import run
+from eecore.errors import RequestError
+from eecore.lab.answers import Answer, QuestionSettings, builtin_questions, follow_ups
+from eecore.lab.answers.asking import ABOUT
+from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
+from eecore.lab.training.head_keys import TextKeys, keys_at
+from eecore.lab.training.head_run import is_held_out
+from eecore.models.network_digest import network_digest
+from tiny_models import write_model
+from tiny_t5 import write_t5
+
+USAGE, MODEL, REQUEST = 2, 3, 4
+STAGES = (
+    (None, "writing: "),
+    ("writing", "reading: "),
+    ("reading", "step 30/"),
+    ("training", None),
+)
+"""What a run that was stopped in each of its steps goes on with, and where it stops next."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model, one that cannot chat, and questions."""
+    folder = tmp_path_factory.mktemp("train_exits")
+    write_model(folder / "model", num_hidden_layers=3, max_position_embeddings=2048)
+    write_model(folder / "dumb", num_hidden_layers=3)
+    settings = folder / "dumb" / "tokenizer_config.json"
+    kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}
+    settings.write_text(json.dumps(kept))
+    write_model(folder / "wordless", num_hidden_layers=3, tokenizer=False)
+    questions = "\n".join(f"What is {number} and {number}?" for number in range(90))
+    (folder / "questions.txt").write_text(questions)
+    return folder
+
+
+def arguments(folder: Path, out: Path, *more: str, model: str = "model") -> list[str]:
+    return [
+        *("train-exits", str(folder / model), "--out", str(out)),
+        *("--prompts", str(folder / "questions.txt"), "--tokens", "1400", "--answer-tokens", "16"),
+        *("--vocabulary", "120", "--epochs", "3", "--batch-size", "4", "--threads", "1", *more),
+    ]
+
+
+def own_arguments(folder: Path, out: Path) -> list[str]:
+    """Of a run whose model asks itself."""
+    command = arguments(folder, out, "--own-questions", "--epochs", "0.5")
+    place = command.index("--prompts")
+    del command[place : place + 2]
+    return [*command, "--tokens", "1500", "--answer-tokens", "256"]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """The directory of a head."""
+    out = folder / "head"
+    assert run(arguments(folder, out, "--epochs", "4", "--learning-curve")) == 0
+    return out
+
+
+def test_a_head_and_what_is_said_of_it(trained: Path) -> None:
+    tensors = load_file(trained / "head.safetensors")
+    about = json.loads((trained / "head.json").read_text())
+    hidden, inner = 64, 96
+    shapes = {
+        "taps.norm": (3, hidden),
+        "taps.weight": (3, hidden, hidden),
+        "state.norm": (hidden,),
+        "state.weight": (hidden, hidden),
+        "token.norm": (hidden,),
+        "token.weight": (hidden, hidden),
+        "attention.norm": (hidden,),
+        "attention.query": (4, 128, hidden),
+        "attention.output": (4, hidden, 128),
+        "mlp.norm": (1, hidden),
+        "mlp.gate": (1, inner, hidden),
+        "mlp.up": (1, inner, hidden),
+        "mlp.down": (1, hidden, inner),
+        "norm": (hidden,),
+        "vocabulary": (120,),
+    }
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+    vocabulary = tensors.pop("vocabulary")
+    assert vocabulary.dtype == torch.int32
+    assert (vocabulary[1:] > vocabulary[:-1]).all()
+    assert 257 in vocabulary.tolist()  # what ends a text
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert (about["version"], about["kind"], about["taps"]) == (2, "state and token", [1, 2, 3])
+    assert about["attention"]["queries"] == 128
+    assert len(about["attention"]["layers"]) == len(about["attention"]["key_heads"]) == 4
+    model = eecore.load(trained.parent / "model", device="cpu", kv_cache_tokens=64)
+    assert about["model"] == {
+        "digest": network_digest(model.network),
+        "num_layers": 3,
+        "hidden_size": hidden,
+        "vocab_size": 320,
+    }
+    assert about["weights"] == "float32"
+    tokens = [count for count, _ in about["agreement"]["by_tokens"]]
+    assert len(tokens) == 3
+    assert tokens == sorted(tokens)
+    assert tokens[-1] == about["training"]["tokens"]
+    assert about["policy"]["num_drafts"] >= 1
+
+
+def test_training_brings_agreement(trained: Path) -> None:
+    agreement = json.loads((trained / "head.json").read_text())["agreement"]["by_position"][0]
+    assert agreement > 5 / 120
+
+
+def test_the_runtime_drafts_by_it(
+    folder: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trained: a step of the loop and the head that runs say the same."""
+    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=1024, exits=trained)
+    assert model.tokenizer is not None
+    prompts = []
+    for number in range(0, 90, 2):
+        asked = [{"role": "user", "content": f"What is {number} and {number}?"}]
+        prompts.append(model.tokenizer.encode_chat(asked))
+    settings: dict[str, Any] = {"max_tokens": 16}
+    expected = eecore.generate(model, prompts, **settings)
+    got = eecore.generate(model, prompts, exit=eecore.HeadDrafts(3, 0.0), **settings)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert sum(output.stats.accepted for output in got) > 0
+
+    heads_in_floats(monkeypatch)
+    head, runs = _trained_head(trained), models.DraftHead.load(trained, model.network)
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(5, 3, 64, generator=generator)
+    embedded = torch.randn(5, 64, generator=generator)
+    network, text = model.network, prompts[0]
+    kv = models.KVCache.allocate(
+        network.config, 1, len(text), device=network.device, dtype=network.dtype
+    )
+    network.layers(0, 3, network.embed(torch.tensor(text)), kv, network.whole_text(len(text)))
+    positions = torch.tensor([3, 9, 4, 8, 12])  # of the tokens; as many keys are before them
+    keys = keys_at(kv, runs.settings.attended, torch.arange(len(text)))
+    cos_sin = network.cos_sin(20)
+    seen = TextKeys.of([keys], torch.zeros(5).long(), positions - 1, cos_sin)
+    with torch.no_grad():
+        state = head.step(head.begin(states), embedded, seen)
+    got_state = runs.step(
+        runs.begin(list(states.unbind(1))),
+        embedded,
+        models.SeenKeys(
+            kv,
+            page_table=torch.zeros(5, 1, dtype=torch.int32),
+            seq_lens=positions.int(),
+            positions=positions,
+            no_keys=network.no_keys(5),
+            starts=torch.arange(6, dtype=torch.int32),
+        ),
+    )
+    torch.testing.assert_close(got_state, state, rtol=2e-2, atol=2e-2)  # keys in bfloat16
+
+
+def _trained_head(directory: Path) -> DraftHead:
+    """The module of the training, with the weights of the files."""
+    sizes = HeadSizes(64, 3, 96, 1, 4, 128)
+    head = DraftHead(sizes, 1e-5, torch.ones(64))
+    tensors = load_file(directory / "head.safetensors")
+    for name, stored in tensor_names(sizes).items():
+        getattr(head, name).data.copy_(tensors[stored].float())
+    return head
+
+
+def test_the_model_is_left_as_it_was(folder: Path, trained: Path) -> None:
+    names = {path.name for path in (folder / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert trained.is_dir()
+
+
+def test_what_stopped_goes_on_where_it_was(
+    folder: Path,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Stopped in each of the three steps, and cut in the middle of a line and of a row."""
+    out = tmp_path / "head"
+    said = []
+    for module, name, calls in (
+        ("eecore.lab.answers", "write_answers", 20),
+        ("eecore.lab.training", "collect_states", 1),
+        ("eecore.lab.training.head_run", "HeadRun.all_steps", 30),
+    ):
+        with monkeypatch.context() as patch:
+            _stopping_after(patch, module, name, calls)
+            more = ["--epochs", "4", *(["--resume"] if out.exists() else [])]
+            assert run(arguments(folder, out, *more)) == 130
+        said.append(capsys.readouterr().err)
+    work = out / "work"
+    with (work / "answers.jsonl").open("a") as file:
+        file.write('{"index":')
+    with (work / "states" / "states.bin").open("ab") as file:
+        file.write(b"xyz")
+    assert run(arguments(folder, out, "--epochs", "4", "--resume")) == 0
+    said.append(capsys.readouterr().err)
+    for (begins, ends), text in zip(STAGES, said, strict=True):
+        assert re.findall(r"resuming (\w+) after", text) == ([begins] if begins else [])
+        assert ends is None or f"interrupted at {ends}" in text
+    assert re.search(r"resuming training after step 30 of \d+\n", said[3])
+    straight, resumed = (load_file(place / "head.safetensors") for place in (trained, out))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert sorted(answers(trained)) == sorted(answers(out))
+
+
+def test_a_head_that_begins_with_another_drafts_the_tokens_of_its_own_text(
+    folder: Path, trained: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9", "--seed", "8"]
+    assert run(arguments(folder, out, *few, "--vocabulary", "100")) == 0
+    before, after = (load_file(place / "head.safetensors") for place in (trained, out))
+    assert len(after["vocabulary"]) == 100
+    torch.testing.assert_close(after["mlp.up"], before["mlp.up"], atol=1e-6, rtol=0.01)
+
+
+def test_a_head_begins_with_another(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is as good as it was before the first step."""
+    out = tmp_path / "head"
+    few = ["--epochs", "0.01", "--begin", str(trained), "--learning-rate", "1e-9"]
+    few.append("--keep-vocabulary")
+    assert run(arguments(folder, out, *few)) == 0
+    before, after = (load_file(place / "head.safetensors") for place in (trained, out))
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0.01)
+    about = json.loads((out / "head.json").read_text())
+    assert about["training"]["before"]["steps"] > about["training"]["steps"]
+    capsys.readouterr()
+    for more, code, said in (
+        (["--taps", "1,3"], REQUEST, "taps: expected [1, 3], as this run has, got [1, 2, 3]"),
+        (["--vocabulary", "100"], REQUEST, "vocabulary_size: expected 100, as this run has"),
+        (["--blocks", "2"], REQUEST, "num_blocks: expected 2, as this run has, got 1"),
+        (["--begin", str(tmp_path)], MODEL, "head.json"),
+    ):
+        assert run(arguments(folder, tmp_path / "other", *few, *more)) == code
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
+
+
+def test_questions_of_its_own_and_others_about_its_answers(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asking = importlib.import_module("eecore.lab.answers.asking")
+    monkeypatch.setattr(asking, "LEAST_WORDS", 1)  # this model says noise
+    out = tmp_path / "head"
+    command = own_arguments(folder, out)
+    assert run(command) == 0
+    asked = lines_of(out / "work" / "questions.jsonl")
+    assert asked[0]["format"] == "eecore questions 1"
+    questions = {line["index"]: line["question"] for line in asked[1:] if line["question"]}
+    assert len(questions) < len(asked) - 1  # some were not ended
+    header, *given = lines_of(out / "work" / "answers.jsonl")
+    assert header["questions"] == "own"
+    answered = {line["index"]: line for line in given}
+    own = {index for index in answered if index < ABOUT}
+    about = {index - ABOUT for index in answered if index >= ABOUT}
+    assert own <= questions.keys()
+    assert about
+    assert about <= own
+    tokens = sum(len(line["answer"]) for line in given)
+    assert tokens >= 1500
+    capsys.readouterr()
+    assert run([*command, "--resume"]) == 0
+    assert lines_of(out / "work" / "questions.jsonl") == asked
+    monkeypatch.setattr(asking, "LEAST_WORDS", 1000)
+    assert run(own_arguments(folder, tmp_path / "mute")) == REQUEST
+    assert (
+        "expected questions, got none that the model ended in 64 tries" in capsys.readouterr().err
+    )
+
+
+def test_it_asks_itself_until_there_is_enough(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However few of its questions a model ends; where there are no more, it says so."""
+    asking = importlib.import_module("eecore.lab.answers.asking")
+    monkeypatch.setattr(asking, "LEAST_WORDS", 1)
+    monkeypatch.setattr(asking, "LEAST_QUESTIONS", 6)
+    monkeypatch.setattr(asking, "TOKENS_A_QUESTION", 500)
+    monkeypatch.setattr(asking, "LEAST_CHARACTERS", 10**6)  # nothing to ask about
+    out = tmp_path / "head"
+    command = own_arguments(folder, out)
+    assert run(command) == 0
+    lines = lines_of(out / "work" / "questions.jsonl")[1:]
+    assert len(lines) > 6
+    given = lines_of(out / "work" / "answers.jsonl")[1:]
+    assert sum(len(line["answer"]) for line in given) >= 1500
+    assert "no more questions" not in capsys.readouterr().err
+    assert run([*command, "--resume"]) == 0
+    assert lines_of(out / "work" / "questions.jsonl")[1:] == lines
+
+    assert run(arguments(folder, tmp_path / "few", "--tokens", "5000", "--epochs", "0.1")) == 0
+    said = capsys.readouterr()
+    written = lines_of(tmp_path / "few" / "work" / "answers.jsonl")[1:]
+    assert len(written) == 90
+    tokens = sum(len(line["answer"]) for line in written)
+    assert f"wrote {tokens} of 5000 tokens: there were no more questions" in said.err
+
+
+def test_killed_at_its_questions_it_goes_on(folder: Path, tmp_path: Path) -> None:
+    asking = importlib.import_module("eecore.lab.answers.asking")
+    settings = QuestionSettings("digest", "float32", seed=3)
+    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=8192)
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert asking.write_questions(model, whole, 40, settings, rows=8)
+    polls = itertools.count()
+    assert not asking.write_questions(
+        model, parts, 40, settings, rows=8, should_stop=lambda: next(polls) == 200
+    )
+    before = len(lines_of(parts))
+    assert 1 < before < 41
+    with parts.open("a") as file:
+        file.write('{"index": 39, "ques')  # a kill in the middle of a line
+    assert asking.write_questions(model, parts, 40, settings, rows=8)
+    assert asking.read_own_questions(parts, settings) == asking.read_own_questions(whole, settings)
+    other = QuestionSettings("digest", "float32", seed=4)
+    with pytest.raises(RequestError, match="seed: expected 4, as this run has, got 3"):
+        asking.read_own_questions(parts, other)
+
+
+def test_what_is_asked_about_answers(folder: Path) -> None:
+    """Code is to be changed, texts are to be summarised; an answer about an answer is not asked."""
+    model = eecore.load(folder / "model", device="cpu", kv_cache_tokens=64)
+    assert model.tokenizer is not None
+    code = "def f(x):\n    y = x + 1\n    return y"
+    text = "It rained all day. " * 200
+    said = {
+        0: f"Here it is:\n```python\n{code}\n```\nIt adds one.",
+        3: text,
+        4: "Yes.",
+        ABOUT + 3: text,
+    }
+    for seed in range(8):
+        answers = [Answer(i, [1], model.tokenizer.encode(t)) for i, t in said.items()]
+        asked = dict(follow_ups(model.tokenizer, answers, seed))
+        assert ABOUT + 3 in asked
+        assert asked.keys() <= {ABOUT, ABOUT + 3}
+        assert 200 < asked[ABOUT + 3].count(" ") * 5 < 2500
+        assert "It rained all day." in asked[ABOUT + 3]
+        assert ABOUT not in asked or code in asked[ABOUT]
+    assert is_held_out(torch.tensor([ABOUT + 38, ABOUT + 39])).all()
+    assert not is_held_out(torch.arange(ABOUT, ABOUT + 38)).any()
+
+
+def test_a_head_that_attends_begins_with_one_that_does_not(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "head"
+    assert run(arguments(folder, plain, "--attend", "0")) == 0
+    assert "attention.norm" not in load_file(plain / "head.safetensors")
+    assert json.loads((plain / "head.json").read_text())["version"] == 1
+    few = ["--epochs", "0.01", "--begin", str(plain), "--learning-rate", "1e-9"]
+    assert run(arguments(folder, out, *few, "--keep-vocabulary")) == 0
+    before, after = (load_file(place / "head.safetensors") for place in (plain, out))
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0.01)
+    assert after["attention.output"].abs().max() < 1e-6
+    attending = ["--begin", str(out), "--attend", "2"]
+    assert run(arguments(folder, tmp_path / "other", *attending)) == REQUEST
+    assert "attention: expected the key heads [(" in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "more", "--also", str(plain / "work"))) == REQUEST
+    assert "attended: expected [[" in capsys.readouterr().err
+
+
+def test_two_runs_are_learnt_from(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "head"
+    also = ["--also", str(trained / "work")]
+    assert run(arguments(folder, out, "--seed", "5", "--precision", "bfloat16", *also)) == 0
+    tokens = json.loads((out / "head.json").read_text())["training"]["tokens"]
+    assert tokens > 1.5 * json.loads((trained / "head.json").read_text())["training"]["tokens"]
+    for more, said in (
+        (["--also", str(tmp_path)], "--also: "),
+        (["--also", str(tmp_path / "none")], "expected the work directory of a run, got nothing"),
+        ([*also, *also], "--also: expected runs once each"),
+    ):
+        capsys.readouterr()
+        assert run(arguments(folder, tmp_path / "other", *more)) == USAGE
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
+
+
+def test_products_in_bfloat16_learn_what_others_learn(folder: Path, tmp_path: Path) -> None:
+    for precision in ("float32", "bfloat16"):
+        assert run(arguments(folder, tmp_path / precision, "--precision", precision)) == 0
+    about = [json.loads((tmp_path / p / "head.json").read_text()) for p in ("float32", "bfloat16")]
+    (plain, short) = (one["training"]["curve"][-1][1] for one in about)
+    assert short == pytest.approx(plain, rel=0.02)
+    tensors = [load_file(tmp_path / p / "head.safetensors") for p in ("float32", "bfloat16")]
+    assert not torch.equal(tensors[0]["mlp.down"], tensors[1]["mlp.down"])
+
+
+def test_a_finished_run_is_not_done_again(folder: Path, trained: Path) -> None:
+    before = (trained / "head.safetensors").read_bytes()
+    assert run(arguments(folder, trained, "--epochs", "4", "--learning-curve", "--resume")) == 0
+    assert (trained / "head.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "code", "said"),
+    [
+        ("none", [], MODEL, "none: expected a model directory"),
+        ("dumb", [], MODEL, "chat_template: expected one in the model directory, got none"),
+        ("wordless", [], MODEL, "expected a model with a tokenizer, got none"),
+        ("t5", [], MODEL, "expected a model without an encoder, got T5ForConditionalGeneration"),
+        ("model", ["--vocabulary", "321"], USAGE, "expected at most the model's 320 tokens"),
+        ("model", ["--taps", "1,4"], USAGE, "ascending layers of 1..3, the last 3, got 1,4"),
+        ("model", ["--taps", "2,1,3"], USAGE, "ascending layers of 1..3"),
+        ("model", ["--taps", "one"], USAGE, "--taps: expected layers such as 10,20,30, got one"),
+        ("model", ["--minutes", "1"], USAGE, "--minutes: expected it or --epochs, got both"),
+        ("model", ["--prompts", "nowhere.txt"], REQUEST, "nowhere.txt: No such file"),
+        ("model", ["--resume"], USAGE, "--resume: "),
+        ("model", ["--own-questions"], USAGE, "--prompts: expected it or --own-questions, got"),
+        ("model", ["--texts", "."], USAGE, "--prompts: expected it or --texts, got both"),
+        ("model", ["--keep-vocabulary"], USAGE, "--keep-vocabulary: expected --begin with it"),
+        ("model", ["--precision", "float8"], USAGE, "'float8' is not one of"),
+    ],
+)
+def test_bad_input_is_said_before_anything_is_made(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    more: list[str],
+    code: int,
+    said: str,
+) -> None:
+    if model == "t5":
+        write_t5(folder / "t5")
+    out = tmp_path / "head"
+    assert run(arguments(folder, out, *more, model=model)) == code
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_work_of_others_is_left_alone(
+    folder: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(folder, trained)) == USAGE
+    assert "--out: expected no head there yet, got one in " in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "head", "--work", str(trained / "work"))) == USAGE
+    assert "expected a new or empty directory" in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "head", "--work", str(folder), "--resume")) == USAGE
+    assert "expected a run, got no answers there" in capsys.readouterr().err
+    write_model(folder / "other", num_hidden_layers=3, seed=1)
+    work = ["--work", str(trained / "work"), "--resume"]
+    assert run(arguments(folder, tmp_path / "head", *work, model="other")) == REQUEST
+    assert "model: expected " in capsys.readouterr().err
+    assert run(arguments(folder, tmp_path / "head", *work, "--taps", "3")) == REQUEST
+    assert "taps: expected (3,), as this run has, got (1, 2, 3)" in capsys.readouterr().err
+    assert not (tmp_path / "head").exists()
+
+
+def test_too_few_texts_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.jsonl").write_text('"Who?"\n{"prompt": "Why?"}\n')
+    more = ["--prompts", str(tmp_path / "few.jsonl")]
+    assert run(arguments(folder, tmp_path / "head", *more)) == REQUEST
+    assert "texts: expected more than 40, to hold some out, got 2" in capsys.readouterr().err
+
+
+def test_a_question_that_cannot_be_asked_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.txt").write_text("Who?\n" + 600 * "why " + "\n")
+    more = ["--prompts", str(tmp_path / "long.txt")]
+    assert run(arguments(folder, tmp_path / "head", *more)) == REQUEST
+    assert "error: question 2: " in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_questions_about_texts_that_fit_the_model(folder: Path, tmp_path: Path) -> None:
+    """The tokenizer's tokens are bytes, so that the longer half does not fit 2048 positions."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(10):
+        words = f"Sentence {number} of a text that says little. "
+        (texts / f"{number}.md").write_text(words * (8 if number % 2 else 45))
+    out = tmp_path / "head"
+    command = arguments(folder, out, "--texts", str(texts), "--epochs", "0.5")
+    place = command.index("--prompts")
+    del command[place : place + 2]
+    assert run([*command, "--answer-tokens", "200"]) == 0
+    header, *answered = lines_of(out / "work" / "answers.jsonl")
+    assert header["questions"].startswith("about ")
+    assert all(len(line["prompt"]) <= 2048 - 200 for line in answered)
+    indices = [line["index"] for line in answered]
+    assert max(indices) > len(indices)  # some between were left out
+
+
+def test_the_questions_that_ship() -> None:
+    questions = list(islice(builtin_questions(0), 3000))
+    assert len(set(questions)) == 3000
+    assert questions[:50] == list(islice(builtin_questions(0), 50))
+    assert questions[:50] != list(islice(builtin_questions(1), 50))
+    benchmark = {question.lower() for question in QUESTIONS}
+    assert not benchmark & {question.lower() for question in questions}
+    assert not any("{" + name + "}" in q for q in questions for name in ("name", "place", "thing"))
+
+
+def answers(out: Path) -> list[str]:
+    return (out / "work" / "answers.jsonl").read_text().splitlines()
+
+
+def _stopping_after(patch: pytest.MonkeyPatch, module: str, name: str, calls: int) -> None:
+    """Have a step of the command told to stop when it has asked so often."""
+    *places, last = name.split(".")
+    place: Any = importlib.import_module(module)
+    for part in places:
+        place = getattr(place, part)
+    original = getattr(place, last)
+
+    def stopping(*given: Any, **options: Any) -> Any:
+        asked = itertools.count(1)
+
+        def should_stop() -> bool:
+            return next(asked) >= calls
+
+        if "should_stop" in options:
+            options["should_stop"] = should_stop
+        else:
+            given = (*given[:-1], should_stop)
+        return original(*given, **options)
+
+    patch.setattr(place, last, stopping)
