@@ -21,7 +21,8 @@ import eecore
 from eecore.errors import GuideError
 
 PACKAGE = Path(eecore.__file__).parent
-WATCHED = tuple(str(PACKAGE / folder) for folder in ("engine", "scheduling", "planning", "decoding"))
+FOLDERS = ("engine", "scheduling", "planning", "decoding")
+WATCHED = tuple(str(PACKAGE / folder) for folder in FOLDERS)
 
 
 class Fault(Exception):
