@@ -101,8 +101,24 @@ class Iterations:
         """Of the programs that are kept: the time and memory that each capture took."""
         return self.run.captures
 
-    def iterate(self, works: list[Work]) -> list[Outcome]:
-        """Run all works; one outcome for each, in order. No sequence has changed yet."""
+    def ended(self, sequence: Sequence, num_tokens: int, *, is_whole: bool) -> None:
+        """Learn from the length of a text.
+
+        Args:
+            sequence: the request that ended.
+            num_tokens: of its output.
+            is_whole: whether the text came to its end; False where a limit cut it.
+        """
+        self.planner.learn_end(sequence, num_tokens, ends=is_whole)
+
+    def iterate(self, works: list[Work], *, others_wait: bool = False) -> list[Outcome]:
+        """Run all works; one outcome for each, in order. No sequence has changed yet.
+
+        Args:
+            works: what each sequence does.
+            others_wait: whether requests wait for these to end.
+        """
+        self.planner.others_wait = others_wait
         self.planner.num_threads = torch.get_num_threads()
         last, self._ended = self._ended, None
         if last is not None and last[1] == [work.sequence for work in works]:

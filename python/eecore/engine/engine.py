@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Container, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
@@ -330,8 +331,8 @@ class Engine:
             if flight is not None:
                 works = [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
             behind = None
-            self.iterations.planner.others_wait = bool(self.scheduler.waiting)
-            outcomes = isolated(self.iterations.iterate, works, self._failed) if works else []
+            run = partial(self.iterations.iterate, others_wait=bool(self.scheduler.waiting))
+            outcomes = isolated(run, works, self._failed) if works else []
         self._take_over(outcomes, behind)
 
     def _schedule(self) -> list[Work]:
@@ -388,8 +389,9 @@ class Engine:
                 steps.append(change.step)
             output = change.output
             if output is not None and output.finish_reason in ("stop", "length"):
-                self.iterations.planner.learn_end(
-                    *(change.sequence, len(output.token_ids)), ends=output.finish_reason == "stop"
+                self.iterations.ended(
+                    *(change.sequence, len(output.token_ids)),
+                    is_whole=output.finish_reason == "stop",
                 )
         self._plan = Plan(changes, [steps], self._cancelled, behind)
         self._complete(self._plan)
