@@ -6,7 +6,6 @@ it is raised again. While torch's modules load none is: their C++ would end the 
 
 from __future__ import annotations
 
-import _thread
 import signal
 import sys
 import threading
@@ -72,7 +71,8 @@ class _Signals:
 
     def _again(self, number: int, count: int) -> None:
         if self._waiting == count:
-            _thread.interrupt_main(signal.Signals(number))
+            main = threading.main_thread().ident or 0
+            signal.pthread_kill(main, number)  # which ends a wait, too
 
 
 def _loads_torch(frame: FrameType | None) -> bool:
