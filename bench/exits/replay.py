@@ -22,6 +22,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from eecore.planning.budget import Budget
+from eecore.planning.chooser import FULL, Choice, Chooser
+from eecore.planning.history import History
+from eecore.planning.round_costs import RoundCosts
 
 import eecore
 from bench.harness.command import parser, say
@@ -32,12 +36,8 @@ from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
 from eecore.exits import Auto
 from eecore.lab.evaluation.tables import markdown_table
-from eecore.planning.budget import Budget
-from eecore.planning.chooser import FULL, Choice, Chooser
-from eecore.planning.history import History
 from eecore.planning.planner import Planner
 from eecore.planning.proposal import MOST_AHEAD, NOTHING, Proposal
-from eecore.planning.round_costs import RoundCosts
 
 REQUESTS = (1, 2, 4, 8)
 """Of the rounds that are timed."""

@@ -8,24 +8,20 @@ from __future__ import annotations
 import bisect
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
-
-import torch
+from typing import NamedTuple, cast
 
 from eecore.config import SamplingParams
 from eecore.exits import Auto
 from eecore.models import Network
-from eecore.planning import planner as plan
-from eecore.planning.chooser import Chooser
-from eecore.planning.outcome import Outcome
-from eecore.planning.planner import Planned, Planner
+from eecore.planning.auto import Auto as AutoChoices
+from eecore.planning.planner import Planner
 from eecore.planning.proposal import Ahead, Proposal
+from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
-from eecore.scheduling.sequence import MAX_DRAFTS, Counters, TokenRecord
+from eecore.scheduling.sequence import Counters, TokenRecord
 from eecore.scheduling.sequence import Sequence as Request
 
 __all__ = ["Answer", "Played", "RoundTimes", "new_planner", "play"]
@@ -44,7 +40,7 @@ class Answer:
         """What is drafted behind so many tokens, as far as each draft is likely enough."""
         drafted = self.drafts[count - 1] if count <= len(self.drafts) else Proposal([])
         size = 0
-        for probability in drafted.probabilities[:most]:
+        for probability in drafted.scores[:most]:
             size += 1
             if probability < thresholds[size - 1]:
                 break
@@ -133,19 +129,8 @@ class Played(NamedTuple):
     accepted: int
 
 
-class _Clock:
-    """What the planner reads instead of the machine's: each pair of readings is half a look."""
-
-    def __init__(self) -> None:
-        self.now = self.tick = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += self.tick
-        return self.now
-
-
 def new_planner(
-    num_layers: int, head_agreement: Sequence[float], chooser: Chooser | None = None
+    num_layers: int, head_agreement: Sequence[float], auto: AutoChoices | None = None
 ) -> Planner:
     """Of a model with a draft head, of which is known nothing else."""
 
@@ -154,20 +139,10 @@ def new_planner(
 
     head = Nothing(settings=SimpleNamespace(agreement=tuple(head_agreement)))
     head.know = lambda _: None  # what it drafts is known
-    learnt = {} if chooser is None else {(torch.get_num_threads(), head): chooser}
+    learnt = {} if auto is None else {(1, head): auto}
     config = SimpleNamespace(num_layers=num_layers)
     model = Nothing(config=config, draft_head=head, source=None, learnt=learnt)
-    return Planner(cast(Network, model), torch.get_num_threads())
-
-
-@contextmanager
-def _clock_of_planner() -> Iterator[_Clock]:
-    clock, kept = _Clock(), plan.time
-    plan.time = cast(Any, clock)
-    try:
-        yield clock
-    finally:
-        plan.time = kept
+    return Planner(cast(Network, model), 1)
 
 
 def play(
@@ -190,10 +165,9 @@ def play(
         chance: that it comes from.
     """
     chance = chance or random.Random(0)
-    with _clock_of_planner() as clock:
-        batch = _Batch(planner, answers, times, most_tokens, clock)
-        while batch.running:
-            batch.round(math.exp(chance.gauss(0.0, noise)))
+    batch = _Batch(planner, answers, times, most_tokens)
+    while batch.running:
+        batch.round(math.exp(chance.gauss(0.0, noise)))
     lengths = sorted(min(most_tokens, len(answer.tokens)) - 1 for answer in answers)
     full, before = 0.0, 0
     for ended, length in enumerate(lengths):
@@ -212,9 +186,8 @@ class _Batch:
         answers: Sequence[Answer],
         times: RoundTimes,
         most_tokens: int,
-        clock: _Clock,
     ) -> None:
-        self._planner, self._times, self._clock = planner, times, clock
+        self._planner, self._times = planner, times
         self._answers: dict[Request, Answer] = {}
         sampling = SamplingParams(max_tokens=most_tokens, ignore_eos=True)
         for i, answer in enumerate(answers):
@@ -222,8 +195,9 @@ class _Batch:
             request.output_ids.append(answer.tokens[0])
             self._answers[request] = answer
         self.running = list(self._answers)
-        self._last_full: list[Request] | None = None
-        self._begun = False
+        self._last: list[Row] | None = None
+        self._held: Any = None
+        self._last_running: list[Request] | None = None
         self.seconds = 0.0
         self.drafted = self.accepted = 0
 
@@ -233,65 +207,49 @@ class _Batch:
         return most - len(request.output_ids)
 
     def round(self, slower: float) -> None:
-        """One of all that still run, so many times slower than usual."""
+        """One round of all that still run, so many times slower than usual."""
         requests, times, planner = len(self.running), self._times, self._planner
-        self._clock.tick = times.look(requests) / 2
-        works = [
-            Work(each, 1, max(0, min(MAX_DRAFTS, self._left(each) - 1))) for each in self.running
-        ]
-        if self._begun:
-            planner.went_between(times.between(requests))
-        self._begun = True
-        if not planner.chooses(works) and self._last_full == self.running:
-            took = slower * times.full(requests)
-            planner.went_on(requests, took)
-            for each in self.running:
-                self._gets(each, 0)
-        else:
-            planned = planner.plan(works)
-            took = slower * self._run(planned)
-            if planner.looked:
-                took += times.look(requests)
-        self.seconds += took + times.between(requests)
-        left = [each for each in self.running if self._left(each) > 0]
-        if len(left) < requests:
-            self._last_full = None
-        self.running = left
-
-    def _run(self, planned: list[Planned]) -> float:
-        """A round as it was planned, and what is learnt of it; its seconds."""
-        requests, outcomes = len(planned), []
-        is_full, drafted, steps = planned[0].route.path is None, 0, 0
-        for each in planned:
-            request, tokens = each.work.sequence, each.given.tokens
-            answer = self._answers[request]
-            accepted = answer.stand(len(request.output_ids), tokens)
-            written = len(request.output_ids)
-            self._gets(request, accepted)
-            got = [TokenRecord(token, 0, 0.0) for token in request.output_ids[written:]]
+        works = []
+        for each in self.running:
+            most = 0 if each.is_resting else max(0, min(each.max_drafts, self._left(each) - 1))
+            works.append(Work(each, 1, most))
+        rows = planner.plan(works)
+        outcomes, drafted, steps = [], 0, 0
+        for row in rows:
+            request, tokens = row.sequence, row.given.tokens
+            answer, written = self._answers[request], len(row.sequence.output_ids)
+            accepted = answer.stand(written, tokens)
+            count = written + accepted + 1
+            records = [TokenRecord(token, 0, 0.0) for token in answer.tokens[written:count]]
             counters = Counters(drafted=len(tokens), accepted=accepted)
-            outcome = Outcome(request, 0, got, counters=counters)
-            if each.ahead and self._left(request) > 0:
-                ahead = answer.behind(len(request.output_ids), each.ahead, each.ahead_thresholds)
+            outcome = Outcome(request, 0, records, counters=counters)
+            if row.ahead and self._left(request) > accepted + 1:
+                ahead = answer.behind(count, row.ahead, row.ahead_thresholds)
                 if ahead.tokens:
                     outcome.ahead = Ahead(
-                        *(request.num_tokens, request.output_ids[-1]),
-                        *(ahead.tokens, list(ahead.probabilities)),
+                        request.num_tokens + accepted + 1,
+                        answer.tokens[count - 1],
+                        ahead.tokens,
+                        list(ahead.scores),
                     )
                 steps = max(steps, len(ahead.tokens))
             drafted += len(tokens)
             self.accepted += accepted
             outcomes.append(outcome)
         self.drafted += drafted
-        times = self._times
+        is_full = rows[0].route.path is None
         took = times.full(requests) if is_full else times.given(requests, drafted)
-        took += steps * times.step(requests)
-        self._planner.learn(planned, outcomes, took, went_on=self._last_full == self.running)
-        self._last_full = list(self.running) if is_full else None
+        took = slower * (took + steps * times.step(requests)) + times.between(requests)
+        held = planner._held
+        if rows is not self._last:
+            is_new = held is not self._held
+            took += times.look(requests) * (1.0 if is_new else 0.1 if is_full else 0.5)
+        self._last, self._held = rows, held
+        is_same = self._last_running == self.running
+        planner.learn(rows, outcomes, took if is_same else None)
+        self._last_running = self.running
         for outcome in outcomes:
-            outcome.sequence.ahead = outcome.ahead
-        return took
-
-    def _gets(self, request: Request, accepted: int) -> None:
-        count = len(request.output_ids)
-        request.output_ids += self._answers[request].tokens[count : count + accepted + 1]
+            outcome.sequence.draft.ahead = outcome.ahead
+            outcome.sequence.output_ids += [record.token_id for record in outcome.records]
+        self.seconds += took
+        self.running = [each for each in self.running if self._left(each) > 0]

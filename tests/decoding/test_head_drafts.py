@@ -27,7 +27,7 @@ from eecore import (
 )
 from eecore.decoding.iterate import Iterations
 from eecore.models import DraftHead, KVCache, draft_head
-from eecore.planning.proposal import MOST_AHEAD
+from eecore.planning.proposal import MAX_AHEAD
 from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
 from tiny_t5 import write_t5
@@ -92,7 +92,7 @@ def states_at_the_end(
         begin = end
     attended = model.network.draft_head.settings.attended
     keys = [(kv.k[layer, 0, :, head], kv.v[layer, 0, :, head]) for layer, head in attended]
-    return states, Seen(keys, network.cos_sin(count + MOST_AHEAD))
+    return states, Seen(keys, network.cos_sin(count + MAX_AHEAD))
 
 
 @cpu_only
@@ -122,20 +122,20 @@ def test_drafts_are_those_of_the_formula(
     for prompt in PROMPTS[:3]:
         engine.add_request(
             prompt,
-            exit=HeadDrafts(MOST_AHEAD, 0.0),
+            exit=HeadDrafts(MAX_AHEAD, 0.0),
             sampling=SamplingParams(max_tokens=24, ignore_eos=True),
         )
     checked = same = 0
     while engine.has_unfinished:
         engine.step()
         for sequence in engine.requests.values():
-            ahead = sequence.ahead
+            ahead = sequence.draft and sequence.draft.ahead
             if ahead is None:
                 continue
             assert ahead.num_tokens == sequence.num_tokens
             tokens = sequence.tokens(0, sequence.num_tokens)
             states, seen = states_at_the_end(model, tokens[:-1], list(head.settings.taps))
-            assert len(ahead.tokens) == min(MOST_AHEAD, sequence.tokens_left - 1)
+            assert len(ahead.tokens) == min(MAX_AHEAD, sequence.tokens_left - 1)
             drafts, probabilities = reference_drafts(
                 *(pack, model, states, tokens[-1], len(ahead.tokens)),
                 packed=bits == 4,

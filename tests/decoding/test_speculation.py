@@ -295,5 +295,5 @@ def test_adaptive_threshold_starts_lower_for_sampled_requests(agreeing: eecore.M
             )
     engine.step()
     engine.step()
-    starts = [s.draft_stop.threshold for s in engine.requests.values()]
+    starts = [s.draft.stop.threshold for s in engine.requests.values()]
     assert starts == pytest.approx([0.8, 0.25, 0.5, 0.25], abs=0.0011)

@@ -31,7 +31,7 @@ from eecore.engine.faults import described, isolated
 from eecore.engine.text import TextStream
 from eecore.errors import ModelError
 from eecore.exits import Exit
-from eecore.planning.outcome import Outcome
+from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Scheduler, Work
 from eecore.scheduling.sequence import Sequence
 from tiny_models import scale_layers, write_model

@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import eecore
-from devices import load
-from eecore import Auto, Full, SamplingParams
 from eecore.planning.budget import IDLE_ALONE, Budget
 from eecore.planning.chooser import FULL, MEASURE_AGAIN, Choice, Chooser
 from eecore.planning.history import TRY_HEAD, FirstDrafts, HeadRounds, History, Odds
@@ -28,9 +24,13 @@ from eecore.planning.pass_times import (
     PassTimes,
     StepCost,
 )
+from eecore.planning.round_costs import HEAD_COST, RoundCosts
+
+import eecore
+from devices import load
+from eecore import Auto, Full, SamplingParams
 from eecore.planning.planner import MOST_COUNTED
 from eecore.planning.proposal import NOTHING, Proposal
-from eecore.planning.round_costs import HEAD_COST, RoundCosts
 from tiny_models import random_prompts, write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

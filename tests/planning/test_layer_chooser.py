@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-
-import eecore
-from eecore import Auto, Full, SamplingParams
 from eecore.planning.budget import VAIN_SEVERAL, Budget
 from eecore.planning.chooser import FULL, Chooser
 from eecore.planning.history import OwnDrafts
@@ -27,8 +24,11 @@ from eecore.planning.layer_drafts import MOST_SHARE, LayerDrafts
 from eecore.planning.layer_rounds import LayerRounds
 from eecore.planning.lengths import MOST_KEPT, TextLengths, span_of
 from eecore.planning.pass_times import Pace
-from eecore.planning.proposal import NOTHING, Proposal
 from eecore.planning.round_costs import MEASURE_AGAIN, RoundCosts
+
+import eecore
+from eecore import Auto, Full, SamplingParams
+from eecore.planning.proposal import NOTHING, Proposal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

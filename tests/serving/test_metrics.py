@@ -8,7 +8,7 @@ import pytest
 
 import eecore
 from eecore.decoding.iterate import Iterations
-from eecore.planning.outcome import Outcome
+from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 from eecore.serving import metrics
 from eecore.serving.metrics import Metrics

@@ -50,12 +50,12 @@ from eecore.decoding.sampling import (
     sampling_rows,
     top_logprobs,
 )
-from eecore.decoding.step import Row, Sizes, Step, sizes_for
+from eecore.decoding.step import Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, LlamaModel, Network
 from eecore.planning.draft_stop import stop_rule
-from eecore.planning.outcome import Outcome
 from eecore.planning.route import DraftPath
+from eecore.planning.row import Outcome, Row
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 
 __all__ = ["DraftKind", "DraftStep", "Row", "draft_kind"]
@@ -284,8 +284,8 @@ class DraftStep(Step):
             pages.append(sequence.pages)
             ahead.append(row.ahead)
             if drafts is not None:
-                num_given.append(len(row.drafts))
-                for k, token in enumerate(row.drafts):
+                num_given.append(len(row.given.tokens))
+                for k, token in enumerate(row.given.tokens):
                     drafts[i, k] = token
         padding = self.sizes.num_rows - len(rows)
         if padding:

@@ -38,11 +38,11 @@ from eecore.decoding.sampling import (
     sampling_rows,
     top_logprobs,
 )
-from eecore.decoding.step import Row, Sizes, Step, sizes_for
+from eecore.decoding.step import Sizes, Step, sizes_for
 from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, KVCache, Network
-from eecore.planning.outcome import Outcome
 from eecore.planning.route import Check
+from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from eecore import ops
 from eecore.decoding.control import Control
 from eecore.decoding.memory import Cells, Field
-from eecore.decoding.step import Row, Step
+from eecore.decoding.step import Step
 from eecore.models import KVCache, LlamaModel, SeenKeys
-from eecore.planning.proposal import MOST_AHEAD, Ahead
+from eecore.planning.proposal import MAX_AHEAD, Ahead
+from eecore.planning.row import Row
 
 __all__ = [
     "HeadDrafting",
@@ -34,16 +35,16 @@ def head_drafting_fields(num_rows: int) -> dict[str, Field]:
     return {
         "ahead": (torch.int64, (num_rows,)),
         "num_ahead": (torch.int32, (1,)),
-        "ahead_thresholds": (torch.float32, (MOST_AHEAD, num_rows)),
+        "ahead_thresholds": (torch.float32, (MAX_AHEAD, num_rows)),
     }
 
 
 def head_results(num_rows: int) -> dict[str, Field]:
     """What comes of it."""
     return {
-        "ahead_tokens": (torch.int64, (num_rows, MOST_AHEAD + 1)),
+        "ahead_tokens": (torch.int64, (num_rows, MAX_AHEAD + 1)),
         "num_ahead_drafted": (torch.int64, (num_rows,)),
-        "ahead_probabilities": (torch.float32, (num_rows, MOST_AHEAD)),
+        "ahead_probabilities": (torch.float32, (num_rows, MAX_AHEAD)),
     }
 
 
@@ -117,7 +118,7 @@ class HeadDrafting:
         self._round = new_round(
             step,
             given,
-            MOST_AHEAD + 1,
+            MAX_AHEAD + 1,
             max_drafts=given["ahead"],
             thresholds=given["ahead_thresholds"][0],
             tokens=results["ahead_tokens"],
@@ -188,7 +189,7 @@ class HeadDrafting:
         """One more token of every row that drafts, and what is behind it."""
         active, made = self._active, self._round
         made = made._replace(thresholds=self._thresholds[step])
-        goes_on = step + 1 < MOST_AHEAD
+        goes_on = step + 1 < MAX_AHEAD
         condition = control.condition(made.all_done) if goes_on else None
         with control.rows(active.num_active):
             assert active.token_ids is not None

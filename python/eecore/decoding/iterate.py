@@ -20,11 +20,12 @@ from eecore.decoding.exit_step import ExitKind, ExitStep, exit_kind
 from eecore.decoding.memory import HostSide
 from eecore.decoding.prefill import Prefill, encode
 from eecore.decoding.sampling import follows_text, needs_logits
-from eecore.decoding.step import Row
 from eecore.models import KVCache, Network
-from eecore.planning.outcome import Outcome
-from eecore.planning.planner import Planned, Planner
+from eecore.planning.draft_state import draft_state
+from eecore.planning.planner import Planner
+from eecore.planning.proposal import NOTHING
 from eecore.planning.route import GIVEN, DraftPath
+from eecore.planning.row import Outcome, Row
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 
@@ -101,48 +102,25 @@ class Iterations:
         """Of the programs that are kept: the time and memory that each capture took."""
         return self.run.captures
 
-    def ended(self, sequence: Sequence, num_tokens: int, *, is_whole: bool) -> None:
-        """Learn from the length of a text.
-
-        Args:
-            sequence: the request that ended.
-            num_tokens: of its output.
-            is_whole: whether the text came to its end; False where a limit cut it.
-        """
-        self.planner.learn_end(sequence, num_tokens, ends=is_whole)
-
-    def iterate(self, works: list[Work], *, others_wait: bool = False) -> list[Outcome]:
-        """Run all works; one outcome for each, in order. No sequence has changed yet.
-
-        Args:
-            works: what each sequence does.
-            others_wait: whether requests wait for these to end.
-        """
-        self.planner.others_wait = others_wait
+    def iterate(self, works: list[Work]) -> list[Outcome]:
+        """Run all works; one outcome for each, in order. No sequence has changed yet."""
         self.planner.num_threads = torch.get_num_threads()
         last, self._ended = self._ended, None
-        if last is not None and last[1] == [work.sequence for work in works]:
-            self.planner.went_between(time.perf_counter() - last[0])
-        outcomes = self._iterate(works)
-        decoding = [work.sequence for work in works if not work.is_prefill]
-        self._ended = time.perf_counter(), decoding
-        return outcomes
-
-    def _iterate(self, works: list[Work]) -> list[Outcome]:
-        if not self.planner.chooses(works):
-            started = time.perf_counter()
-            going_on = self._go_on(works)
-            if going_on is not None:
-                self.planner.went_on(len(works), time.perf_counter() - started)
-                return going_on
-        outcomes: dict[Sequence, Outcome] = {}
         prompts = [work for work in works if work.is_prefill]
+        decoding = [work for work in works if not work.is_prefill] if prompts else works
+        sequences = [work.sequence for work in decoding]
+        since = None if last is None or prompts or last[1] != sequences else last[0]
+        outcomes: dict[Sequence, Outcome] = {}
         if prompts:
             for outcome in self._prefill(prompts):
                 outcomes[outcome.sequence] = outcome
-        decoding = self.planner.plan([work for work in works if not work.is_prefill])
-        for family in _families(decoding).values():
-            for outcome in self._run_family(family):
+        families = _families(self.planner.plan(decoding))
+        if len(families) == 1 and not prompts:
+            came = self._run_family(families[0], since)
+            self._ended = time.perf_counter(), sequences
+            return came
+        for family in families:
+            for outcome in self._run_family(family, None):
                 outcomes[outcome.sequence] = outcome
         return [outcomes[work.sequence] for work in works]
 
@@ -165,23 +143,31 @@ class Iterations:
         self._last = last
         return None
 
-    def _run_family(self, family: list[Planned]) -> list[Outcome]:
-        """A run of the program that they share, and what it taught."""
-        started = time.perf_counter()
-        outcomes = None
+    def _run_family(self, family: list[Row], since: float | None) -> list[Outcome]:
+        """Run the program that these rows share, and learn from it.
+
+        Args:
+            family: rows.
+            since: when the last iteration of the same requests ended; None where other things were
+                done in between.
+        """
+        outcomes, is_first = None, False
         if family[0].route.path is None:
-            outcomes = self._go_on([each.work for each in family])
-        went_on, is_first = outcomes is not None, False
+            outcomes = self._go_on([row.work for row in family])
         if outcomes is None:
             flight = self._launch(family, None)
             assert flight is not None
             outcomes, is_first = flight.land(), flight.is_first
-        if not is_first:
-            seconds = time.perf_counter() - started
-            self.planner.learn(family, outcomes, seconds, went_on=went_on)
-        for outcome in outcomes:
-            outcome.sequence.ahead = outcome.ahead
+        seconds = None if since is None or is_first else time.perf_counter() - since
+        self.planner.learn(family, outcomes, seconds)
+        if family[0].ahead or family[0].route.path is not None:
+            self._keep_ahead(outcomes)
         return outcomes
+
+    def _keep_ahead(self, outcomes: list[Outcome]) -> None:
+        """Keep the drafts of a head for the next round."""
+        for outcome in outcomes:
+            outcome.sequence.draft.ahead = outcome.ahead
 
     def launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """Start an iteration that is a single run, and return before its outcome is known.
@@ -199,43 +185,35 @@ class Iterations:
         families = _families(self.planner.plan(works))
         if len(families) != 1:
             return None
-        (family,) = families.values()
+        (family,) = families
         return self._launch(family, after, only=None if after is None else after.program)
 
     def land(self, flight: Flight) -> list[Outcome]:
         """What a flight did; drafts of a head are kept for a round that does not follow it."""
         outcomes = flight.land()
-        for outcome in outcomes:
-            outcome.sequence.ahead = outcome.ahead
+        self._keep_ahead(outcomes)
         return outcomes
 
     def _must_land(self, work: Work) -> bool:
         """Whether what a row does next depends on more than where the device knows it to be."""
-        sequence, route = work.sequence, self.planner.route(work.sequence)
-        sampling = sequence.sampling
+        sequence = work.sequence
+        draft, sampling = draft_state(sequence, self.model.config.num_layers), sequence.sampling
+        route = draft.route
         if work.is_prefill or follows_text(sampling) or route.adaptive or route.auto is not None:
             return True
-        if route.path == GIVEN and (not route.ahead or sequence.guided is not None):
+        if route.path == GIVEN and (not route.ahead or draft.guided is not None):
             return True  # the host finds the drafts; those of a head alone stay on the device
         # Of tokens that are not the most probable ones the host looks up the logits.
         looks = needs_logits(sampling) and sampling.logprobs is not None
         return looks and route.path is not None and not route.path.is_given
 
     def _launch(
-        self, family: list[Planned], after: Flight | None, only: ExitStep | DraftStep | None = None
+        self, family: list[Row], after: Flight | None, only: ExitStep | DraftStep | None = None
     ) -> Flight | None:
         """One run of a family's program; None where it would not be ``only``."""
-        rows = [
-            Row(
-                each.work,
-                each.route,
-                *(place := _place(after, each.work.sequence)),
-                each.given.tokens if place[0] is None else (),
-                each.ahead,
-                each.ahead_thresholds,
-            )
-            for each in family
-        ]
+        rows = family
+        if after is not None:
+            rows = [_following(row, after) for row in family]
         step: ExitStep | DraftStep | None = self._same_again(rows)
         if step is None:
             make_kind: Any = exit_kind if family[0].route.path is None else draft_kind
@@ -297,17 +275,27 @@ class Iterations:
             self._drafted = {k: v for k, v in self._drafted.items() if v is not program}
 
 
-def _families(planned: list[Planned]) -> dict[DraftPath | None, list[Planned]]:
-    """Those that share a program, by how they draft."""
-    families: dict[DraftPath | None, list[Planned]] = {}
-    for each in planned:
-        families.setdefault(each.route.path, []).append(each)
-    return families
+def _families(rows: list[Row]) -> list[list[Row]]:
+    """Rows that share a program, by how they draft."""
+    if not rows:
+        return []
+    families: dict[DraftPath | None, list[Row]] = {}
+    path, family = rows[0].route.path, rows
+    for row in rows:
+        if row.route.path is not path:
+            family = []  # there are several
+            break
+    if family:
+        return [rows]
+    for row in rows:
+        families.setdefault(row.route.path, []).append(row)
+    return list(families.values())
 
 
-def _place(flight: Flight | None, sequence: Sequence) -> tuple[int | None, int]:
-    """A sequence's row in a flight, and the tokens that it gets from it at most."""
-    if flight is None or sequence not in flight.places:
-        return None, 0
-    row = flight.places[sequence]
-    return row, flight.works[row].most_tokens
+def _following(row: Row, flight: Flight) -> Row:
+    """A row that goes on after the program's run that is in flight, if it is there."""
+    place = flight.places.get(row.work.sequence)
+    if place is None:
+        return row
+    pending = flight.works[place].most_tokens
+    return row._replace(follows=place, pending=pending, given=NOTHING)

@@ -37,8 +37,8 @@ from eecore.decoding.sampling import (
 )
 from eecore.errors import NotFiniteError
 from eecore.models import AttentionBatch, CrossBatch, KVCache, Network, T5Model
-from eecore.planning.outcome import Outcome
-from eecore.planning.route import route_of
+from eecore.planning.draft_state import route_of
+from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, Sequence, TokenRecord
 

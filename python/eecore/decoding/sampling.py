@@ -90,7 +90,7 @@ def head_sizes(sequences: list[Sequence], positions: int = 1) -> HeadSizes:
     needing = [s.sampling for s in sequences if needs_logits(s.sampling)]
     if not needing:
         return HeadSizes()
-    words = max((s.guided.num_words for s in sequences if s.guided is not None), default=0)
+    words = max((s.draft.guided.num_words for s in sequences if s.draft.guided), default=0)
     counted = [len(s.output_ids) for s in sequences if s.sampling.counts_tokens]
     return HeadSizes(
         greedy=len(needing) < len(sequences),
@@ -190,7 +190,7 @@ def write_sampling(
 def _write_masks(rows: Array, sequences: list[Sequence], drafts: Ordered[Ordered[int]]) -> None:
     """Write each request's masks as far as it has drafts; all bits of one without a guide."""
     for masks, sequence, own in zip(rows, sequences, drafts, strict=False):
-        guided: Guided | None = sequence.guided
+        guided: Guided | None = sequence.draft.guided
         if guided is None:
             masks[: len(own) + 1] = -1
         else:

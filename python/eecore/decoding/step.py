@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,40 +24,13 @@ from eecore.decoding.sampling import (
     write_sampling,
 )
 from eecore.models import KVCache, Network
-from eecore.planning.route import Route
-from eecore.scheduling.scheduler import Work
+from eecore.planning.row import Row
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Row", "Sizes", "Step", "sizes_for"]
+__all__ = ["Sizes", "Step", "sizes_for"]
 
 # Programs are for no fewer pages of a sequence: for each number of its own they would be many.
 MIN_PAGES = 8
-
-
-class Row(NamedTuple):
-    """One sequence of a run."""
-
-    work: Work
-    route: Route
-    follows: int | None = None
-    """Its row in the program's last run, behind which it goes on; None: behind its last token."""
-    pending: int = 0
-    """Tokens that it gets from that run at most."""
-    drafts: Ordered[int] = ()
-    """That it is given, where its policy looks them up, or a draft head made them before."""
-    ahead: int = 0
-    """Drafts that a draft head is to make for the next round at most."""
-    ahead_thresholds: Ordered[float] = ()
-    """Behind the first, the second, ... of these there is none if its probability is below it."""
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.work.sequence
-
-    @property
-    def position(self) -> int:
-        """Where its next key and value go."""
-        return self.sequence.num_tokens - 1 + self.pending
 
 
 @dataclass(frozen=True)
@@ -156,7 +127,7 @@ class Step:
         if self.sizes.follows:
             self._host.write(sources=[-1 if row.follows is None else row.follows for row in rows])
         if self.sizes.heads.logits:
-            write_sampling(self._host, sequences, [row.drafts for row in rows])
+            write_sampling(self._host, sequences, [row.given.tokens for row in rows])
 
     def _write_inputs(self, sequences: list[Sequence], prefix: str) -> None:
         """Where the encoded inputs lie, with an encoder."""

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from eecore.engine.faults import described
 from eecore.engine.text import Decoded, TextStream
 from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
+from eecore.planning.draft_state import route_of
 from eecore.planning.guided import Guided
-from eecore.planning.outcome import Outcome
-from eecore.planning.route import route_of
+from eecore.planning.row import Outcome
 from eecore.scheduling.sequence import Counters, Sequence, SequenceStatus, TokenRecord
 
 __all__ = ["Change", "Changes"]
@@ -69,7 +69,8 @@ class Change:
         sequence.num_computed = self.num_computed
         sequence.is_encoded = self.is_encoded
         sequence.counters = self.counters
-        sequence.draft_stop = self.draft_stop
+        if self.draft_stop is not None:
+            sequence.draft.stop = self.draft_stop
         sequence.times.first_token = self.first_token
         sequence.kv_exit_layers[self.num_kv_before :] = self.kv_exit_layers
         sequence.output_ids[before:] = self.token_ids
@@ -112,7 +113,7 @@ class Changes:
             sequence.times.first_token,
             len(sequence.output_ids),
             len(sequence.kv_exit_layers),
-            outcome.draft_stop or sequence.draft_stop,
+            outcome.draft_stop,
             outcome.kv_exit_layers,
         )
         if outcome.prompt_logprobs:
@@ -141,7 +142,7 @@ class Changes:
             sequence.times.first_token,
             len(sequence.output_ids),
             len(sequence.kv_exit_layers),
-            sequence.draft_stop,
+            None,
         )
         reason = "cancelled" if error is None else "error"
         self._end_without_tokens(change, reason, now, None if error is None else described(error))
@@ -195,7 +196,7 @@ class Changes:
         decoded = text.decoded if text is not None and text.watches else None
         num_text = change.num_before
         left, reason = sequence.tokens_left, None
-        guided: Guided | None = sequence.guided
+        guided: Guided | None = sequence.draft.guided
         tokens = [] if guided is None else sequence.output_ids[: change.num_before]
         for added, record in enumerate(records, 1):
             token = record.token_id

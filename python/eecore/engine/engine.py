@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Container, Iterator
-from functools import partial
 from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
@@ -25,7 +24,7 @@ from eecore.guide import Guide
 from eecore.models import KVCache, Network, Tokenizer, cache_dtype
 from eecore.output import Output, StepOutput
 from eecore.planning.guided import Guides
-from eecore.planning.outcome import Outcome
+from eecore.planning.row import Outcome
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.prefix_cache import PrefixCache
 from eecore.scheduling.scheduler import ScheduleError, Scheduler, Work
@@ -331,7 +330,7 @@ class Engine:
             if flight is not None:
                 works = [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
             behind = None
-            run = partial(self.iterations.iterate, others_wait=bool(self.scheduler.waiting))
+            run = self.iterations.iterate
             outcomes = isolated(run, works, self._failed) if works else []
         self._take_over(outcomes, behind)
 
@@ -387,12 +386,6 @@ class Engine:
             changes.append(change)
             if change.step is not None:
                 steps.append(change.step)
-            output = change.output
-            if output is not None and output.finish_reason in ("stop", "length"):
-                self.iterations.ended(
-                    *(change.sequence, len(output.token_ids)),
-                    is_whole=output.finish_reason == "stop",
-                )
         self._plan = Plan(changes, [steps], self._cancelled, behind)
         self._complete(self._plan)
 

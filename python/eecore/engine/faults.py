@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from eecore.errors import EecoreError
-from eecore.planning.outcome import Outcome
+from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 
 __all__ = ["LOGGER", "described", "isolated"]

@@ -14,8 +14,9 @@ from eecore.errors import ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Exit
 from eecore.models import Tokenizer
-from eecore.planning.guided import FollowsGuides, Guides
-from eecore.planning.layer_chooser import best_exit_layers
+from eecore.planning.auto import best_exit_layers
+from eecore.planning.draft_state import draft_state
+from eecore.planning.guided import FollowsGuides, Guided, Guides
 from eecore.scheduling.sequence import Sequence
 from eecore.values import as_index, shown
 
@@ -105,7 +106,9 @@ class Intake:
             input_ids=input_ids,
         )
         if sampling.guide is not None:
-            sequence.guided = self.guides.follow(sampling.guide)
+            guided = self.guides.follow(sampling.guide)
+            if isinstance(guided, Guided):
+                draft_state(sequence, config.num_layers, guided)
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)

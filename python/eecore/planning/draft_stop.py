@@ -18,7 +18,7 @@ class AdaptiveDraftStop:
     acceptance: float = 0.9
 
     def after(self, drafted: int, accepted: int, num_drafts: int) -> AdaptiveDraftStop:
-        """The one behind a verification: a step towards more or fewer drafts."""
+        """The threshold after a verification: a step towards more or fewer drafts."""
         if drafted == 0:
             return self
         acceptance = 0.5 * self.acceptance + 0.5 * accepted / drafted
@@ -29,9 +29,9 @@ class AdaptiveDraftStop:
 
 
 def stop_rule(sequence: Sequence, route: Route) -> AdaptiveDraftStop:
-    """The stop rule of a request as it stands; a committed round puts the next in its place."""
-    if sequence.draft_stop is None:
+    """The stop rule of a request; a committed round puts the next one in its place."""
+    rule: AdaptiveDraftStop | None = sequence.draft.stop
+    if rule is None:
         assert route.draft_threshold is not None
         return AdaptiveDraftStop(route.draft_threshold)
-    rule: AdaptiveDraftStop = sequence.draft_stop
     return rule

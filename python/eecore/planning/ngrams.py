@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from collections.abc import Set
+from typing import TYPE_CHECKING
 
 from eecore.planning.proposal import NOTHING, Proposal
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["NgramIndex", "look_up"]
+if TYPE_CHECKING:
+    from eecore.planning.draft_state import DraftState
 
-MOST_CANDIDATES = 64
+__all__ = ["NgramIndex", "TextDrafts"]
+
+MAX_CANDIDATES = 64
 """Earlier places that are compared, the latest ones."""
 TOKEN_BITS = 32
-"""Of a token's number in that of an n-gram."""
+"""Bits of a token's number in that of an n-gram."""
+MATCH_SCORES = (0.05, 0.25, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
+"""Scores by the tokens that matched, those of the drafts before included."""
 
 
 class NgramIndex:
@@ -34,13 +40,13 @@ class NgramIndex:
         # garbage has to look at those, of which there are as many as tokens.
         self._end, self._mask = 0, (1 << shortest * TOKEN_BITS) - 1
         self._latest: dict[int, int] = {}
-        """The position behind each such n-gram, where it occurred last."""
+        """The position after each such n-gram, where it occurred last."""
         self._before: list[int] = []
-        """By position: the one before it behind the same n-gram; 0 for none."""
+        """For each position the one before it after the same n-gram; 0 for none."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the text so far."""
+        """The length of the text so far."""
         return len(self._tokens)
 
     def extend(self, token_ids: Ordered[int]) -> None:
@@ -48,7 +54,7 @@ class NgramIndex:
         latest, before, size = self._latest, self._before, self._shortest
         end, mask = self._end, self._mask
         for place, token in enumerate(token_ids, len(self._tokens)):
-            if place >= size:  # what ended the text has a token behind it now
+            if place >= size:  # what ended the text has a token after it now
                 before.append(latest.get(end, 0))
                 latest[end] = place
             else:
@@ -57,16 +63,17 @@ class NgramIndex:
         self._end = end
         self._tokens += token_ids
 
-    def propose(self, most: int, stops: Set[int] = frozenset()) -> Proposal:
-        """What followed the longest n-gram that ends the text, at its latest place before.
+    def propose(self, most: int, stops: Set[int] = frozenset()) -> tuple[list[int], int]:
+        """What followed the longest n-gram that ends the text, at its latest place before, and the
+        length of that n-gram; nothing and 0 where there is none.
 
         Args:
-            most: tokens of it.
-            stops: tokens behind which there is nothing.
+            most: maximum number of tokens.
+            stops: tokens after which there is nothing.
         """
         place, match = self._place()
         if not match:
-            return NOTHING
+            return [], 0
         drafts = self._tokens[place : place + most]
         size = len(drafts)
         for at in range(most - size):  # a text that repeats itself goes on with what it drafts
@@ -74,15 +81,15 @@ class NgramIndex:
         if not stops.isdisjoint(drafts):
             first = next(k for k, draft in enumerate(drafts) if draft in stops)
             del drafts[first + 1 :]
-        return Proposal(drafts, match)
+        return drafts, match
 
     def _place(self) -> tuple[int, int]:
-        """Behind the longest n-gram that ends the text as well, and its length; 0, 0 for none."""
+        """The place after the longest n-gram that also ends the text, and its length; or 0, 0."""
         best, longest = 0, 0
         if len(self._tokens) < self._shortest:
             return best, longest
         place = self._latest.get(self._end, 0)
-        for _ in range(MOST_CANDIDATES):
+        for _ in range(MAX_CANDIDATES):
             if not place:
                 break
             length = self._match(place)
@@ -102,16 +109,24 @@ class NgramIndex:
         return length
 
 
-def look_up(sequence: Sequence, sizes: tuple[int, int], most: int) -> Proposal:
-    """At most so many drafts for a request.
+class TextDrafts:
+    """Drafts that are looked up in the request's own text: a :class:`DraftSource`."""
 
-    Args:
-        sequence: the request, which keeps the index of its text.
-        sizes: of the longest n-gram and the shortest.
-        most: drafts.
-    """
-    index: NgramIndex | None = sequence.ngrams
-    if index is None:
-        index = sequence.ngrams = NgramIndex(*sizes)
-    index.extend(sequence.tokens(index.num_tokens, sequence.num_tokens))
-    return index.propose(most, sequence.stop_set) if most > 0 else NOTHING
+    name = "text"
+
+    def serves(self, draft: DraftState) -> bool:
+        """Whether the policy looks drafts up."""
+        return draft.route.ngrams is not None
+
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
+        """What followed the longest n-gram that ends the text, at its latest place before."""
+        index = draft.index
+        if index is None:
+            assert draft.route.ngrams is not None
+            index = draft.index = NgramIndex(*draft.route.ngrams)
+        index.extend(sequence.tokens(index.num_tokens, sequence.num_tokens))
+        if most <= 0:
+            return NOTHING
+        tokens, match = index.propose(most, sequence.stop_set)
+        scores = MATCH_SCORES[match : match + len(tokens)]
+        return Proposal(tokens, self.name, scores + MATCH_SCORES[-1:] * (len(tokens) - len(scores)))

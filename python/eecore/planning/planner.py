@@ -1,60 +1,36 @@
-"""What each decoding request does in an iteration: its route, and the drafts that it is given.
+"""What each decoding request does in an iteration.
 
-For most that follows from their policy alone; the rounds of ``Auto`` requests are chosen here.
+For most it follows from their policy alone; ``Auto`` requests do what :mod:`eecore.planning.auto`
+chooses, and are what is learnt from.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import NamedTuple
 
-from eecore.exits import Exit
 from eecore.models import DraftHead, Network
-from eecore.planning.budget import Budget
-from eecore.planning.chooser import Chooser
-from eecore.planning.guided import Guided
-from eecore.planning.history import History
-from eecore.planning.ngrams import look_up
-from eecore.planning.outcome import Outcome
-from eecore.planning.proposal import MOST_AHEAD, NOTHING, Ahead, Proposal
-from eecore.planning.route import GIVEN, DraftPath, Route, route_of
+from eecore.planning.auto import FULL, Auto, Choice
+from eecore.planning.draft_state import DraftState, draft_state
+from eecore.planning.odds import Key
+from eecore.planning.proposal import MAX_AHEAD, NOTHING
+from eecore.planning.route import GIVEN, DraftPath, Route
+from eecore.planning.row import Outcome, Row
+from eecore.planning.sources import given_by_policy, proposals
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Planned", "Planner"]
-
-FRESH = object()
-"""What a request has in place of a history before anybody looks for it."""
-MOST_COUNTED = 8
-"""Rounds without a look that are counted before anything is learnt of them."""
-
-
-class Planned(NamedTuple):
-    """What one request does."""
-
-    work: Work
-    route: Route
-    given: Proposal = NOTHING
-    """Drafts that it is given."""
-    ahead: int = 0
-    """Drafts that a draft head is to make for the next round at most."""
-    ahead_thresholds: Ordered[float] = ()
-    """Behind the first, the second, ... of these there is none if its probability is below it."""
+__all__ = ["Planner"]
 
 
 @dataclass(slots=True)
-class _Rest:
-    """Rounds in which nobody looks, and of which the budget is not told yet."""
+class _Held:
+    """A choice for the ``Auto`` requests of some rounds."""
 
-    budget: Budget
-    requests: int
-    most: int
-    """As many as there are until it is told."""
-    rounds: int = 0
+    sequences: list[Sequence]
+    choice: Choice
+    left: int
+    """Rounds that are left, after the one that is planned."""
 
 
 class Planner:
@@ -62,416 +38,228 @@ class Planner:
 
     Args:
         model: the model.
-        num_threads: of a CPU, of which it depends how long passes take.
+        num_threads: CPU threads, on which it depends how long rounds take.
     """
 
-    def __init__(self, model: Network, num_threads: int) -> None:
-        self._model, self.num_threads = model, num_threads
-        self._num_layers = model.config.num_layers
-        self._has_head = model.draft_head is not None
-        self._chooser: Chooser | None = None  # of this iteration
-        self._routes: dict[tuple[Exit, int, int], Route] = {}  # of Auto requests that draft
-        self._free: list[Sequence] = []  # requests of Auto that were asked for last
-        self._look: float | None = None  # seconds that it took to choose; None: nobody did
-        self._learning = 0.0  # seconds that it took to learn of the last round
-        self._begins = False  # whether all come from their prompts, whose pass emptied the caches
-        self._between: float | None = None  # and from the last round to this one
-        self._has_drafted = False  # whether that round had drafts, or made some
-        self._is_due = False  # whether full depth was chosen to be measured
-        self._rest: _Rest | None = None  # while rounds without a look are counted
-        self.others_wait = False
-        """Whether requests wait for those that are planned for to end."""
+    def __init__(self, model: Network, num_threads: int = 1) -> None:
+        self._model, self._num_layers = model, model.config.num_layers
+        self.num_threads = num_threads
+        self._held: _Held | None = None
+        self._steady: tuple[list[Sequence], list[Row]] | None = None
+        """Requests at full depth, and their rows as long as they are the same."""
+        self._last: Ordered[Row] | None = None
+        """What was planned for the last round, if it was of full depth."""
+        self._routes: dict[tuple[Route, int], Route] = {}
 
     @property
-    def chooser(self) -> Chooser:
-        """Of ``Auto`` requests. It stays with the model: another engine need not learn it again."""
-        if self._chooser is None:
-            head, source = self._model.draft_head, self._model.source
-            key = self.num_threads, head
-            chooser: Chooser | None = self._model.learnt.get(key)
-            if chooser is None:
-                agreement = None if source is None else source.exit_agreement(self._num_layers)
-                chooser = self._model.learnt[key] = Chooser(
-                    self._num_layers, agreement, None if head is None else head.settings.agreement
-                )
-            self._chooser = chooser
-        return self._chooser
+    def auto(self) -> Auto:
+        """What chooses for ``Auto`` requests. It stays with the model, for other engines too."""
+        head, source = self._model.draft_head, self._model.source
+        key = self.num_threads, head
+        auto: Auto | None = self._model.learnt.get(key)
+        if auto is None:
+            agreement = None if source is None else source.exit_agreement(self._num_layers)
+            of_head = () if head is None else head.settings.agreement
+            auto = self._model.learnt[key] = Auto(self._num_layers, agreement, of_head)
+        return auto
 
-    def route(self, sequence: Sequence) -> Route:
-        """Of a request, as its policy says."""
-        return route_of(sequence, self._num_layers)
-
-    @property
-    def looked(self) -> bool:
-        """Whether the last rounds that were planned had somebody choose what they do."""
-        return self._look is not None
-
-    def chooses(self, works: Ordered[Work]) -> bool:
-        """Whether what some of them do is chosen; it is not where nobody is to look."""
-        self._free, looks, self._chooser = [], False, None
-        for work in works:
-            sequence = work.sequence
-            route = sequence.route or self.route(sequence)
-            if route.auto is not None:
-                self._free.append(sequence)
-                if not sequence.is_resting:
-                    looks = True
-        between, self._between = self._between, None
-        if between is not None and self._free and self._rest is None:
-            self.chooser.costs.learn_between(len(self._free), between, drafts=self._has_drafted)
-        self._has_drafted = False
-        return looks
-
-    def went_between(self, seconds: float) -> None:
-        """The time since these same requests' last iteration, which none of them spent waiting."""
-        self._between = seconds
-
-    def went_on(self, rows: int, seconds: float) -> None:
-        """The round of those that were asked for last went on as the one before, without a look.
-
-        Where none is due for a while, rounds are counted, and one of several is learnt of: what is
-        learnt of each would be much of what a small model's round takes.
+    def plan(self, works: Ordered[Work], *, others_wait: bool = False) -> list[Row]:
+        """Plan an iteration.
 
         Args:
-            rows: of the round.
-            seconds: that it took.
+            works: decoding requests.
+            others_wait: whether other requests wait for these to end.
+
+        Returns:
+            A row for each, in their order; the very list of the last call where all of them go on
+            at full depth as they did.
         """
-        requests = len(self._free)
-        if not requests:
-            return
-        rest = self._rest
-        if rest is not None and rest.requests == requests:
-            rest.rounds += 1
-            if rest.rounds < rest.most:
-                return
-        steady = self._count_rest() or 1
-        budget = self.chooser.budget(requests)
-        if rest is None or rest.requests != requests:
-            budget.rested(1)
-        if requests == rows:
-            self.chooser.costs.learn_full(rows, seconds, steady=steady)
-        _note_spent(self._free, budget)
-        if budget.is_spent:
-            self._rest = _Rest(budget, requests, min(budget.rests, MOST_COUNTED))
-
-    def _count_rest(self) -> int:
-        """Rounds that were counted, which the budget is told of now."""
-        rest, self._rest = self._rest, None
-        if rest is None or not rest.rounds:
-            return 0
-        rest.budget.rested(rest.rounds)
-        return rest.rounds
-
-    def plan(self, works: Ordered[Work]) -> list[Planned]:
-        """For decoding requests, in their order."""
-        started = time.perf_counter()
-        planned: list[Planned] = []
+        self._others_wait = others_wait
+        steady, held = self._steady, self._held
+        if steady is not None and steady[0] == [work.sequence for work in works]:
+            if held is None:
+                return steady[1]
+            if held.left > 0:
+                held.left -= 1
+                if held.left == 0:
+                    _rest(held.sequences, False)
+                return steady[1]
+        rows: list[Row] = []
         free: list[int] = []
         for work in works:
-            route = self.route(work.sequence)
+            draft = draft_state(work.sequence, self._num_layers)
+            route = draft.route
             if route.auto is not None:
-                free.append(len(planned))
-            planned.append(_planned(work, route))
+                free.append(len(rows))
+                rows.append(Row(work, route))
+            elif route.path is None:
+                rows.append(Row(work, route))
+            else:
+                given = given_by_policy(work, draft) if route.path.is_given else NOTHING
+                thresholds = (route.draft_threshold or 0.0,) * MAX_AHEAD
+                rows.append(Row(work, route, given, min(route.ahead, MAX_AHEAD), thresholds))
         if free:
-            chosen = self._chosen([planned[i] for i in free])
-            for i, each in zip(free, chosen, strict=True):
-                planned[i] = each
+            for i, row in zip(free, self._chosen([rows[i] for i in free]), strict=True):
+                rows[i] = row
+        else:
+            self._held = None
         head = self._model.draft_head
         if head is not None:
-            for each in planned:
-                if each.ahead:
-                    _tell(head, each.work.sequence)
-        if free and self._look is not None:
-            self._look += time.perf_counter() - started
-        return planned
+            for row in rows:
+                if row.ahead:
+                    _tell(head, row.work.sequence)
+        held = self._held
+        is_plain = (held is None or held.choice.is_full) and not any(row.route.path for row in rows)
+        self._steady = ([row.work.sequence for row in rows], rows) if is_plain else None
+        return rows
 
-    def _chosen(self, planned: list[Planned]) -> list[Planned]:
+    def _chosen(self, rows: list[Row]) -> list[Row]:
         """What ``Auto`` requests do, all of them the same."""
-        self._look = None
-        self._count_rest()
-        rows, chooser, fresh = len(planned), self.chooser, 0
-        budget = chooser.budget(rows)
-        for each in planned:
-            if each.work.sequence.drafting is None:
-                each.work.sequence.drafting = FRESH
-                fresh += 1
-        self._begins = fresh == rows
-        if fresh:
-            budget.welcome(fresh / rows)
-        if budget.is_spent:
-            budget.rested(1)
-            _note_spent([each.work.sequence for each in planned], budget)
-            return planned
-        self._look = self._learning
-        histories, most = [], []
-        proposals: list[list[Proposal]] = []
-        exit_layers = _exit_layers(planned, chooser)
-        looks_up = chooser.layers.is_lookup_due if exit_layers else True
-        can_draft_ahead = self._has_head
-        for each in planned:
-            work, route = each.work, each.route
-            histories.append(_history(work.sequence, chooser))
-            proposals.append(_proposals(work, route) if looks_up else [])
-            most.append(work.max_drafts)
-            can_draft_ahead = can_draft_ahead and route.auto is not None and route.auto.head
-        choice = chooser.choose(
-            histories,
-            proposals,
-            most,
-            exit_layers=exit_layers,
-            written=[len(each.work.sequence.output_ids) for each in planned],
-            can_draft_ahead=can_draft_ahead,
-            others_wait=self.others_wait,
-        )
-        self._is_due = choice.is_due
-        if choice.kind == "full":
-            return planned
-        layer = 0 if choice.kind == "given" else choice.exit_layer
+        sequences = [row.work.sequence for row in rows]
+        held = self._held
+        most = max([row.work.max_drafts for row in rows])
+        if held is None or held.left <= 0 or held.sequences != sequences:
+            held = self._held = self._new_choice(rows, sequences, most)
+        else:
+            held.left -= 1
+        choice = held.choice
+        _rest(sequences, choice.is_full and held.left > 0)
+        if choice.layer:
+            path = self._route(rows[0].route, choice.layer)
+            return [
+                Row(Work(row.work.sequence, 1, min(choice.drafts, row.work.max_drafts)), path)
+                for row in rows
+            ]
+        if not choice.asks or most == 0:
+            return rows
+        drafts: list[DraftState] = [sequence.draft for sequence in sequences]
+        asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
+        given = [NOTHING] * len(rows)
+        if any(asked):
+            given, _ = self.auto.pick(drafts, asked, others_wait=self._others_wait)
+        if not choice.ahead and not any(proposal.tokens for proposal in given):
+            return rows
         return [
-            Planned(
-                Work(each.work.sequence, each.work.num_tokens, count),
-                self._drafting(each.route, layer),
-                given,
-                choice.ahead,
-                choice.ahead_thresholds,
+            Row(
+                Work(row.work.sequence, 1, len(proposal.tokens)),
+                self._route(row.route, 0),
+                proposal,
+                0 if proposal.source == "text" else choice.ahead,
+                choice.thresholds,
             )
-            for each, count, given in zip(planned, choice.drafts, choice.given, strict=True)
+            for row, proposal in zip(rows, given, strict=True)
         ]
 
-    def _drafting(self, route: Route, layer: int) -> Route:
+    def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> _Held:
+        """A choice for the next rounds of these requests."""
+        if most == 0:  # no pages are held for drafts, which the next round may ask for
+            return _Held(sequences, FULL, 0)
+        auto = self.auto
+        drafts: list[DraftState] = [sequence.draft for sequence in sequences]
+        exit_layers: tuple[int, ...] | None = None
+        has_head = self._model.draft_head is not None
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            policy = draft.route.auto
+            assert policy is not None
+            own = auto.exit_layers if policy.exit_layers is None else policy.exit_layers
+            if sequence.sampling.temperature > 0.0 or draft.guided is not None:
+                own = ()  # the tokens would be others
+            if exit_layers is not None:
+                own = tuple(layer for layer in exit_layers if layer in own)
+            exit_layers = own
+            has_head = has_head and policy.head
+        choice = auto.choose(
+            drafts,
+            [len(sequence.output_ids) for sequence in sequences],
+            most,
+            given=[proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)],
+            exit_layers=exit_layers or (),
+            has_head=has_head,
+            others_wait=self._others_wait,
+        )
+        return _Held(sequences, choice, choice.rounds - 1)
+
+    def _route(self, route: Route, layer: int) -> Route:
         """The route of an ``Auto`` request whose drafts a layer makes, or which is given some."""
-        made = route.drafting.get(layer)
+        made = self._routes.get((route, layer))
         if made is None:
-            key = route.policy, route.depth, layer
-            made = self._routes.get(key)
-            if made is None:
-                path = DraftPath(layer, layer) if layer else GIVEN
-                made = self._routes[key] = replace(route, path=path)
-            route.drafting[layer] = made
+            path = DraftPath(layer, layer) if layer else GIVEN
+            made = self._routes[route, layer] = replace(route, path=path)
         return made
 
     # Learning
 
-    def learn(
-        self,
-        planned: Ordered[Planned],
-        outcomes: Ordered[Outcome],
-        seconds: float,
-        *,
-        went_on: bool,
-    ) -> None:
-        """How a run went that was not its program's first one; nothing is learnt but of ``Auto``.
+    def learn(self, rows: Ordered[Row], outcomes: Ordered[Outcome], seconds: float | None) -> None:
+        """Learn from a run of rows that share a program.
 
         Args:
-            planned: who took part.
+            rows: what was planned.
             outcomes: what came of it, for each.
-            seconds: that it took.
-            went_on: whether it went on from the program's last run.
+            seconds: from the end of the iteration before to the end of this one; None where other
+                things were done in that time.
         """
-        free = []
-        for each, outcome in zip(planned, outcomes, strict=True):
-            if each.route.auto is not None and outcome.error is None:
-                free.append((each, outcome))
-        if free:
-            started = time.perf_counter()
-            self._learn(planned, outcomes, free, seconds, went_on)
-            self._learning = time.perf_counter() - started
-
-    def learn_end(self, sequence: Sequence, tokens: int, *, ends: bool) -> None:
-        """A request got its last token; nothing is learnt but of ``Auto``.
-
-        Args:
-            sequence: its.
-            tokens: that it has now.
-            ends: whether its text came to its end; it was cut otherwise.
-        """
-        if sequence.drafting is not None:
-            self.chooser.layers.lengths.add(tokens, ends=ends)
-
-    def _learn(
-        self,
-        planned: Ordered[Planned],
-        outcomes: Ordered[Outcome],
-        free: list[tuple[Planned, Outcome]],
-        seconds: float,
-        went_on: bool,
-    ) -> None:
-        chooser = self.chooser
-        rows, path = len(planned), free[0][0].route.path
-        if path is None and self._look is None:
-            self._learn_full(planned, seconds, went_on)
+        held = self._held
+        if held is None:
             return
-        drafted = most = 0
-        for outcome in outcomes:
-            drafted += outcome.counters.drafted
-            most = max(most, outcome.counters.drafted)
-        layer, steps = 0, 0
-        if path is not None:
-            layer = path.num_layers
-            steps = max([_num_ahead(*each) for each in free]) if path.is_given else most
-            self._has_drafted = drafted + steps > 0
-        if self._look is not None:
-            look = chooser.costs.learn_look(len(free), self._look)
-            budget = chooser.budget(len(free))
-            took = None if path is None or self._begins else seconds
-            tokens = float(rows)
-            if path is not None:
-                counts = [len(outcome.records) for outcome in outcomes]
-                tokens = chooser.worth(counts, [_ends(outcome) for outcome in outcomes])
-            gained = chooser.gained(
-                *(rows, tokens, took), look=look, drafted=drafted, steps=steps, layer=layer
-            )
-            budget.looked(gained, found=path is not None or self._is_due)
-            if rows > 1:  # one that is alone falls behind nobody
-                got = [(_history(o.sequence, chooser), len(o.records)) for _, o in free]
-                chooser.learn_leads(
-                    *(rows, got, seconds + look), drafted=drafted, steps=steps, layer=layer
-                )
-            _note_spent([each.work.sequence for each, _ in free], budget)
+        auto, path = self.auto, rows[0].route.path
+        auto.count_round()
         if path is None:
-            self._learn_full(planned, seconds, went_on)
+            if seconds is not None and rows is self._last and self._all_full(rows):
+                auto.costs.learn_full(len(rows), seconds)
+            self._last = rows
             return
-        if not path.is_given:
-            chooser.costs.learn_drafted(layer, rows, steps, seconds)
-        elif not self._begins:  # no other pass is as slow
-            chooser.costs.learn_given(rows, drafted, steps, seconds)
-        for each, outcome in free:
-            counters, sequence = outcome.counters, each.work.sequence
-            drafted, accepted = counters.drafted, counters.accepted
-            history = _history(sequence, chooser)
-            chooser.learn_drafts(
-                *(layer, history, each.given, drafted, accepted), written=len(sequence.output_ids)
-            )
-            if each.ahead and outcome.ahead is not None:
-                chooser.learn_first_draft(history, outcome.ahead.probabilities[0])
-            if each.ahead and _ahead_of(sequence) and not each.given.match:
-                ahead = _num_ahead(each, outcome)
-                chooser.learn_ahead(history, len(free), drafted, accepted, ahead)
+        self._last = None
+        free = [
+            (row, outcome)
+            for row, outcome in zip(rows, outcomes, strict=True)
+            if row.route.auto is not None and outcome.error is None
+        ]
+        verified = sum([outcome.counters.drafted for outcome in outcomes])
+        if seconds is not None and len(free) == len(rows):
+            if path.is_given:
+                steps = max([_num_ahead(row, outcome) for row, outcome in free])
+                auto.learn_given(len(rows), verified, steps, seconds)
+            else:
+                steps = max([outcome.counters.drafted for outcome in outcomes])
+                if steps:
+                    auto.learn_layer(path.num_layers, len(rows), steps, seconds)
+        took = 0.0 if seconds is None else auto.costs.in_full(len(rows), seconds)
+        for row, outcome in free:
+            if took:
+                row.work.sequence.draft.lead += len(outcome.records) - took
+            counters, draft = outcome.counters, row.work.sequence.draft
+            keys: list[Key]
+            if path.is_given:
+                keys = [(row.given.source, min(int(10 * s), 9)) for s in row.given.scores]
+            else:
+                source, before = f"layer {path.num_layers}", len(row.work.sequence.output_ids)
+                keys = [(source, (before + k).bit_length()) for k in range(1, counters.drafted + 1)]
+            auto.learn_drafts(draft, keys[: counters.drafted], counters.accepted)
+            if row.ahead and draft.ahead is not None and row.given.source != "text":
+                auto.learn_head(
+                    *(draft, len(free), counters.accepted, counters.drafted),
+                    _num_ahead(row, outcome),
+                )
 
-    def _learn_full(self, planned: Ordered[Planned], seconds: float, went_on: bool) -> None:
-        """How long a pass took, if it was of full depth for all."""
-        for each in planned:
-            if each.route.depth != self._num_layers or each.route.points:
-                return
-        self.chooser.costs.learn_full(len(planned), seconds, steady=int(went_on))
+    def _all_full(self, rows: Ordered[Row]) -> bool:
+        """Whether all rows go through all layers."""
+        return all(row.route.depth == self._num_layers and not row.route.points for row in rows)
+
+
+def _rest(sequences: list[Sequence], is_resting: bool) -> None:
+    """Say whether pages are held for the drafts of these requests' next rounds."""
+    for sequence in sequences:
+        sequence.is_resting = is_resting
 
 
 def _tell(head: DraftHead, sequence: Sequence) -> None:
-    """What a text has that a head may draft from then on."""
-    num_tokens = sequence.num_tokens
-    head.know(sequence.tokens(sequence.num_known, num_tokens))
-    sequence.num_known = num_tokens
+    """Tell a head what its text has that it may draft from then on."""
+    draft, num_tokens = sequence.draft, sequence.num_tokens
+    head.know(sequence.tokens(draft.num_known, num_tokens))
+    draft.num_known = num_tokens
 
 
-def _ends(outcome: Outcome) -> bool:
-    """Whether a text is known to end with what came of a round."""
-    records, sequence = outcome.records, outcome.sequence
-    return bool(records) and (
-        records[-1].token_id in sequence.stop_set or len(records) >= sequence.tokens_left
-    )
-
-
-def _note_spent(sequences: Iterable[Sequence], budget: Budget) -> None:
-    """Whether anybody is to look in their next round."""
-    is_spent = budget.is_spent
-    for sequence in sequences:
-        sequence.is_resting = is_spent
-
-
-def _history(sequence: Sequence, chooser: Chooser) -> History:
-    """Of a request, which keeps it."""
-    history: History | None = sequence.drafting
-    if history is None or history is FRESH:
-        history = sequence.drafting = chooser.history()
-    return history
-
-
-def _exit_layers(planned: list[Planned], chooser: Chooser) -> tuple[int, ...]:
-    """That may draft: none where somebody has a guide, or draws tokens: they would be others."""
-    allowed: tuple[int, ...] | None = None
-    for each in planned:
-        sequence, route = each.work.sequence, each.route
-        if sequence.sampling.temperature > 0.0 or sequence.guided is not None:
-            return ()
-        if route.auto is not None:
-            own = chooser.exit_layers(route.auto)
-            if allowed is not None:
-                own = tuple(layer for layer in allowed if layer in own)
-            allowed = own
-    return allowed or ()
-
-
-def _planned(work: Work, route: Route) -> Planned:
-    """What follows from a request's policy alone."""
-    if route.path is None:
-        return Planned(work, route)
-    ahead, threshold = min(route.ahead, MOST_AHEAD), route.draft_threshold or 0.0
-    return Planned(
-        work, route, _guided(work, _given(work, route)), ahead, (threshold,) * MOST_AHEAD
-    )
-
-
-def _given(work: Work, route: Route) -> Proposal:
-    """Drafts of a request whose policy leaves nothing to choose."""
-    if route.ngrams is not None:
-        return look_up(work.sequence, route.ngrams, work.max_drafts)
-    if not route.ahead:
-        return NOTHING
-    drafted = _drafted_ahead(work)
-    threshold = route.draft_threshold or 0.0
-    sure = list(takewhile(lambda p: p >= threshold, drafted.probabilities))
-    return drafted.first(len(sure))
-
-
-def _proposals(work: Work, route: Route) -> list[Proposal]:
-    """What there is for a request of ``Auto``."""
-    found = [_drafted_ahead(work)]
-    if route.ngrams is not None:
-        found.append(look_up(work.sequence, route.ngrams, work.max_drafts))
-    proposals = []
-    for proposal in found:
-        its = proposal if work.sequence.guided is None else _guided(work, proposal)
-        if its.tokens:
-            proposals.append(its)
-    return proposals
-
-
-def _guided(work: Work, proposal: Proposal) -> Proposal:
-    """What a request's guide lets come of a proposal, and what it has come behind that."""
-    sequence = work.sequence
-    guided: Guided | None = sequence.guided
-    if guided is None or work.max_drafts <= 0:
-        return proposal
-    tokens = guided.drafts(sequence.output_ids, proposal.tokens, work.max_drafts, sequence.stop_set)
-    if proposal.tokens and not proposal.is_headed:
-        return Proposal(tokens, proposal.match)
-    pairs = zip(tokens, proposal.tokens, proposal.probabilities, strict=False)
-    kept = [p for _, _, p in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    return Proposal(tokens, 0, kept + [1.0] * (len(tokens) - len(kept)))
-
-
-def _drafted_ahead(work: Work) -> Proposal:
-    """What a draft head drafted, as far as there is room for it."""
-    drafted, most = _ahead_of(work.sequence), work.max_drafts
-    if drafted is None or most <= 0:
-        return NOTHING
-    return Proposal(drafted.tokens[:most], 0, drafted.probabilities[:most])
-
-
-def _ahead_of(sequence: Sequence) -> Ahead | None:
-    """What a draft head drafted behind a text that is still the same, if anything."""
-    drafted: Ahead | None = sequence.ahead
-    if (
-        drafted is None
-        or not drafted.tokens
-        or drafted.num_tokens != sequence.num_tokens
-        or drafted.after != sequence.output_ids[-1]
-    ):
-        return None
-    return drafted
-
-
-def _num_ahead(planned: Planned, outcome: Outcome) -> int:
+def _num_ahead(row: Row, outcome: Outcome) -> int:
     """Steps of a draft head that a round took for one request."""
-    drafted: Ahead | None = outcome.ahead
-    return planned.ahead and (1 if drafted is None else len(drafted.tokens))
+    ahead = outcome.ahead
+    return row.ahead and (1 if ahead is None else len(ahead.tokens))

@@ -1,44 +1,57 @@
-"""Drafts that a round may be given, and what speaks for them."""
+"""Drafts that a round may verify, and the protocol of what proposes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-__all__ = ["MOST_AHEAD", "NOTHING", "Ahead", "Proposal"]
+if TYPE_CHECKING:
+    from eecore.planning.draft_state import DraftState
+    from eecore.scheduling.sequence import Sequence
 
-MOST_AHEAD = 8
+__all__ = ["MAX_AHEAD", "NOTHING", "Ahead", "DraftSource", "Proposal"]
+
+MAX_AHEAD = 8
 """Drafts that a draft head makes at the end of a round: by then one of them is wrong."""
 
 
 class Proposal(NamedTuple):
-    """Drafts for a request, that were looked up or that a draft head made."""
+    """Drafts for a request."""
 
     tokens: list[int]
-    match: int = 0
-    """Tokens that end the text and came before them where they were looked up; the longest that is
-    looked for at most."""
-    probabilities: Ordered[float] = ()
-    """Of each draft, as a draft head gave them; none where they were looked up."""
-
-    @property
-    def is_headed(self) -> bool:
-        """Whether a draft head made them."""
-        return bool(self.probabilities)
+    source: str = ""
+    """The name of the source."""
+    scores: Ordered[float] = ()
+    """For each draft the source's own estimate, 0 to 1, of the chance that it is accepted if those
+    before it are. How often it is right is counted by source and tenth of the score."""
 
     def first(self, count: int) -> Proposal:
         """The first drafts of it."""
-        return Proposal(self.tokens[:count], self.match, self.probabilities[:count])
-
-
-class Ahead(NamedTuple):
-    """What a head drafted behind a text of so many tokens, the last of which is ``after``."""
-
-    num_tokens: int
-    after: int
-    tokens: list[int]
-    probabilities: list[float]
-    """That the head gives to them, among the tokens that it knows."""
+        return Proposal(self.tokens[:count], self.source, self.scores[:count])
 
 
 NOTHING = Proposal([])
+
+
+class Ahead(NamedTuple):
+    """Drafts that a draft head made after ``num_tokens`` tokens, the last of which is ``last``."""
+
+    num_tokens: int
+    last: int
+    tokens: list[int]
+    probabilities: list[float]
+    """Probabilities that the head gives to them, among the tokens that it knows."""
+
+
+class DraftSource(Protocol):
+    """Proposes drafts without running the model."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the acceptance of its drafts is counted."""
+
+    def serves(self, draft: DraftState) -> bool:
+        """Whether a request's policy lets this source draft for it."""
+
+    def propose(self, sequence: Sequence, draft: DraftState, most: int) -> Proposal:
+        """Propose at most ``most`` drafts of the tokens after a request's last one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from eecore.exits import (
@@ -17,9 +17,8 @@ from eecore.exits import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.scheduling.sequence import Sequence
 
-__all__ = ["GIVEN", "Check", "DraftPath", "Route", "route_of"]
+__all__ = ["GIVEN", "Check", "DraftPath", "Route", "make_route"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class DraftPath:
 
 
 GIVEN = DraftPath(0, 0, is_given=True)
-"""Of drafts that were looked up, or that a draft head made before."""
+"""The path of drafts that come with a round: looked up, or made by a draft head before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +70,7 @@ class Route:
         adaptive: the threshold follows the acceptance rate.
         ahead: drafts that a draft head makes at the end of a round, for the next one.
         ngrams: sizes of the longest and the shortest n-gram by which drafts are looked up.
-        auto: what it does is chosen for each round: this is what it does at full depth.
-        drafting: the routes of rounds in which it drafts, by the exit layer that does.
+        auto: each round's drafts are chosen; this is its route at full depth.
     """
 
     policy: Exit
@@ -87,7 +85,6 @@ class Route:
     ahead: int = 0
     ngrams: tuple[int, int] | None = None
     auto: Auto | None = None
-    drafting: dict[int, Route] = field(default_factory=dict, init=False)
 
     @property
     def decays(self) -> bool:
@@ -98,17 +95,6 @@ class Route:
         """Of each exit point, for token ``t`` of at most ``max_tokens``."""
         assert isinstance(self.policy, ConfidentExit)
         return [self.policy.threshold_at(point, t, max_tokens) for point in self.points]
-
-
-def route_of(sequence: Sequence, num_layers: int) -> Route:
-    """The route of a request, made once."""
-    if sequence.route is None:
-        route = make_route(sequence.exit, num_layers, sequence.sampling.temperature > 0.0)
-        if route.path is not None and not route.path.is_given and sequence.guided is not None:
-            # Drafts have to be known before the masks behind them can be.
-            route = Route(sequence.exit, num_layers, path=GIVEN)
-        sequence.route = route
-    return sequence.route  # type: ignore[no-any-return]
 
 
 def make_route(policy: Exit, num_layers: int, sampled: bool) -> Route:

@@ -106,20 +106,8 @@ class Sequence:
     """Positions of the prompt that came from the prefix cache, and no layer ran for."""
     counters: Counters = field(default_factory=Counters)
     times: Times = field(default_factory=Times)
-    route: Any = None
-    """What the policy means to decoding, which makes it once."""
-    draft_stop: Any = None
-    """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
-    ngrams: Any = None
-    """Where n-grams occurred in its tokens, for a request whose drafts are looked up."""
-    ahead: Any = None
-    """What a draft head drafted behind its last token, where one did."""
-    num_known: int = 0
-    """Of its tokens, how many a draft head has been told of."""
-    drafting: Any = None
-    """How its drafts fared, for a request for which rounds are chosen."""
-    guided: Any = None
-    """Its way through its guide, for a request with one."""
+    draft: Any = None
+    """What planning and decoding keep of it: a ``DraftState``, made when it is first planned."""
     is_resting: bool = False
     """Whether its next round drafts nothing, whatever its policy would let it draft."""
     text: Any = None

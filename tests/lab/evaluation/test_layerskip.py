@@ -17,7 +17,7 @@ import eecore
 from eecore import DraftAndVerify, ExitError, FixedExit, RequestError, SelfSpeculative
 from eecore.calibration import Example
 from eecore.cli.app import run
-from eecore.exits import Auto, Full
+from eecore.exits import Full
 from eecore.lab.evaluation import (
     Scored,
     Sweep,
@@ -29,7 +29,7 @@ from eecore.lab.evaluation import (
 )
 from eecore.lab.training.interrupts import StopRequest
 from eecore.models.source import ModelSource
-from eecore.planning.chooser import Chooser
+from eecore.planning.auto import best_exit_layers
 from tiny_models import random_prompts
 
 EXAMPLES = [Example(f"prompt {i}", f"target {i}") for i in range(3)]
@@ -331,7 +331,7 @@ def test_a_written_sweep_has_auto_draft_with_first_layers(
     agreement = source.exit_agreement(12)
     assert agreement is not None
     assert agreement[-1] == 1.0
-    layers = Chooser(12, agreement).exit_layers(Auto())
+    layers = best_exit_layers(agreement)
     assert layers != ()
     words_of_layers = " or ".join(map(str, layers))
     assert f"wrote {model / 'exits.json'}: auto drafts with {words_of_layers} first layers" in shown

@@ -1,0 +1,368 @@
+"""What a round of ``Auto`` requests does: full depth, or drafts of the text, a head or layers.
+
+All of it follows from one table of costs (:mod:`eecore.planning.costs`) and one of acceptance rates
+(:mod:`eecore.planning.odds`), both measured as rounds run: whatever gives most tokens a second, for
+all ``Auto`` requests of a round together, since weights are read once for all. (DEL, Zarch et al.
+2025; Kangaroo, Liu et al. 2024; LayerSkip, Elhoushi et al. 2024; Leviathan et al. 2023.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from math import exp
+from typing import NamedTuple
+
+from eecore.planning.costs import NEW_TIME, Costs, Times
+from eecore.planning.draft_state import DraftState
+from eecore.planning.odds import HeadRounds, Key, Odds
+from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
+
+__all__ = ["FULL", "Auto", "Choice", "best_exit_layers"]
+
+MIN_GAIN = 1.05
+"""How many times the tokens of full depth anything else has to promise."""
+HOLD_ROUNDS = 8
+"""Rounds of the same requests for which a choice is held."""
+TRIAL_ROUNDS = 3
+"""Rounds for which what lost is tried: what a round makes counts in the next."""
+MAX_WAIT = 256
+"""Rounds after which what lost is tried again at the latest; at first after 2, then twice as many
+each time.
+"""
+ROW_COST = 0.05
+"""What one more row is expected to take, in rounds of full depth, until it is measured."""
+STEP_COST = 0.1
+"""What one step of a head is expected to take, and an LM head after a step of layers."""
+MIN_COST = 0.01
+"""What a row or a step takes at least."""
+LEAD = 12.0
+"""Rounds of full depth by which a request is ahead whose tokens count 1 / e as much."""
+GOES_ON = 0.5
+"""How often a head's draft is worth verifying where the one before it was."""
+
+
+class Choice(NamedTuple):
+    """What all ``Auto`` requests of some rounds do."""
+
+    layer: int = 0
+    """The exit layer that drafts; 0: drafts are given."""
+    drafts: int = 0
+    """Maximum number of drafts that a layer makes for each request."""
+    asks: bool = False
+    """Whether sources are asked for drafts to give."""
+    ahead: int = 0
+    """Maximum number of drafts that a draft head makes for the next round."""
+    thresholds: tuple[float, ...] = ()
+    """Probabilities below which the first, the second, ... of these is the last."""
+    rounds: int = HOLD_ROUNDS
+    """Rounds for which it is held."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing drafts."""
+        return not (self.layer or self.asks)
+
+
+FULL = Choice()
+
+
+class Auto:
+    """Chooses for the ``Auto`` requests of one model, and learns from their rounds.
+
+    Args:
+        num_layers: of the model.
+        agreement: of each exit layer with the last one; None where it was not measured.
+        head_agreement: of a draft head's first draft with the model, its second, ...; empty without
+            a head.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        agreement: Ordered[float] | None,
+        head_agreement: Ordered[float] = (),
+    ) -> None:
+        self._num_layers, self._agreement = num_layers, agreement
+        self.costs = Costs()
+        self.exit_layers = best_exit_layers(agreement)
+        """Layers that may draft where a policy names none."""
+        self._odds = Odds(self._expected)
+        accepted, chance = 0.0, 1.0
+        for share in head_agreement:
+            chance *= share
+            accepted += chance
+        self._usual_head = HeadRounds(accepted, accepted, 1.0 + accepted)
+        self._head_rounds: dict[int, HeadRounds] = {}
+        self._steps: dict[int, float] = {}
+        self._clock = 0
+        self._waits: dict[tuple[str, int], tuple[int, int]] = {}
+        """By name and about how many requests: when what lost is due, and the wait until then."""
+
+    def _expected(self, key: Key) -> float:
+        """The acceptance rate of drafts of which none has been counted."""
+        source, about = key
+        if not source.startswith("layer "):
+            return (about + 0.5) / 10
+        return 0.5 if self._agreement is None else self._agreement[int(source[6:]) - 1]
+
+    def odds(self, draft: DraftState) -> Odds:
+        """The odds of a request, which begin as those of all."""
+        if draft.odds is None:
+            draft.odds = Odds(self._odds.share)
+        return draft.odds
+
+    # Choosing
+
+    def choose(
+        self,
+        drafts: Ordered[DraftState],
+        written: Ordered[int],
+        most: int,
+        *,
+        given: Ordered[Ordered[Proposal]],
+        exit_layers: Ordered[int] = (),
+        has_head: bool = False,
+        others_wait: bool = False,
+    ) -> Choice:
+        """Choose for the next rounds of these requests.
+
+        Args:
+            drafts: states of the requests.
+            written: tokens that each has so far.
+            most: drafts that there is room for.
+            given: what sources propose for each in this round.
+            exit_layers: layers that may draft.
+            has_head: whether a draft head may draft.
+            others_wait: whether other requests wait for these to end: all tokens count the same.
+        """
+        requests = len(drafts)
+        full = self.costs.full(requests)
+        if full is None:
+            return FULL._replace(rounds=TRIAL_ROUNDS)
+        weights = _weights(drafts, others_wait)
+        options: dict[str, tuple[float, Choice]] = {"full": (MIN_GAIN * requests, FULL)}
+        if any(given):
+            picked = self.pick(drafts, given, others_wait=others_wait)
+            options["given"] = picked[1], Choice(asks=True)
+        if has_head:
+            options["head"] = self._head(drafts, weights)
+        for layer in exit_layers:
+            options[f"layer {layer}"] = self._layer(layer, drafts, weights, written, most)
+        best = max(options, key=lambda name: options[name][0])
+        if best == "given" and has_head and options["head"][0] > options["full"][0]:
+            best = "head"  # which is given what there is, too
+        for name in options:
+            if name != best and name != "given" and self._is_due(name, requests):
+                return options[name][1]._replace(rounds=TRIAL_ROUNDS)
+        self._wins(best, requests)
+        return options[best][1]
+
+    def _is_due(self, name: str, requests: int) -> bool:
+        """Whether what lost is to be tried again."""
+        key = name, requests.bit_length()
+        due, wait = self._waits.get(key, (0, 1))
+        if self._clock < due:
+            return False
+        wait = min(2 * wait, MAX_WAIT)
+        self._waits[key] = self._clock + wait, wait
+        return True
+
+    def _wins(self, name: str, requests: int) -> None:
+        """Note what is chosen: once it loses again it is tried sooner than before."""
+        key = name, requests.bit_length()
+        _, wait = self._waits.get(key, (0, 1))
+        self._waits[key] = self._clock + wait, max(wait // 2, 1)
+
+    def _row_cost(self, requests: int) -> float:
+        """What a draft's row takes, in tokens of full depth: the mean of as many as half of the
+        requests have, since rows are multiplied some at a time.
+        """
+        passes = self._verified(requests)
+        count = max(requests // 2, 1)
+        return max(requests * (passes.at(count) - passes.at(0)) / count, MIN_COST)
+
+    def _verified(self, requests: int) -> Times:
+        return self.costs.rounds("verify", requests, ROW_COST)
+
+    def _step(self, requests: int) -> float:
+        """What one step of a head takes, in rounds of full depth."""
+        return self._steps.get(requests.bit_length(), STEP_COST)
+
+    def pick(
+        self,
+        drafts: Ordered[DraftState],
+        given: Ordered[Ordered[Proposal]],
+        *,
+        others_wait: bool = False,
+    ) -> tuple[list[Proposal], float]:
+        """The drafts that are likely enough to be worth a row, for each request; and tokens in the
+        time of a round of full depth.
+        """
+        requests, weights = len(drafts), _weights(drafts, others_wait)
+        passes, row_cost = self._verified(requests), self._row_cost(requests)
+        taken: list[Proposal] = []
+        chances: list[tuple[float, int]] = []
+        for i, (draft, several) in enumerate(zip(drafts, given, strict=True)):
+            best, own, most = NOTHING, list[float](), 0.0
+            odds = self.odds(draft)
+            for proposal in several:
+                chance, worth, its = weights[i], 0.0, list[float]()
+                for score in proposal.scores:
+                    chance *= odds.share((proposal.source, min(int(10 * score), 9)))
+                    if chance <= 0.5 * row_cost:  # a few more rows may be cheaper than the mean
+                        break
+                    its.append(chance)
+                    worth += max(chance - row_cost, 0.0)
+                if worth > most:
+                    best, own, most = proposal, its, worth
+            taken.append(best)
+            chances += [(chance, i) for chance in own]
+        chances.sort(reverse=True)
+        total, count, speed = float(requests), 0, requests / passes.at(0)
+        for number, (chance, _) in enumerate(chances, 1):
+            total += chance
+            here = total / passes.at(number)
+            if here > speed:
+                count, speed = number, here
+        counts = [0] * requests
+        for _, i in chances[:count]:
+            counts[i] += 1
+        return [p.first(n) for p, n in zip(taken, counts, strict=True)], speed
+
+    def _head(self, drafts: Ordered[DraftState], weights: Ordered[float]) -> tuple[float, Choice]:
+        """Rounds with drafts of a head, by what such rounds have given."""
+        requests = len(drafts)
+        accepted = verified = steps = 0.0
+        for draft, weight in zip(drafts, weights, strict=True):
+            mean = self._rounds_of(draft, requests)
+            accepted += weight * mean.accepted
+            verified += mean.verified
+            steps = max(steps, mean.steps)
+        step = self._step(requests)
+        taken = _between(self._verified(requests), verified) + step * max(steps, 1.0)
+        # A draft is worth its row and step if it is accepted often enough.
+        worth = self._row_cost(requests) + step
+        thresholds = tuple(min(worth / GOES_ON ** (k + 1), 1.0) for k in range(MAX_AHEAD))
+        ahead = 1 + sum(threshold < 1.0 for threshold in thresholds)
+        choice = Choice(asks=True, ahead=min(ahead, MAX_AHEAD), thresholds=thresholds)
+        return (requests + accepted) / taken, choice
+
+    def _rounds_of(self, draft: DraftState, requests: int) -> HeadRounds:
+        about = requests.bit_length()
+        mean = draft.head_rounds.get(about)
+        if mean is None:
+            mean = draft.head_rounds[about] = self._all_rounds(about).copy()
+        return mean
+
+    def _all_rounds(self, about: int) -> HeadRounds:
+        mean = self._head_rounds.get(about)
+        if mean is None:
+            mean = self._head_rounds[about] = self._usual_head.copy()
+        return mean
+
+    def _layer(
+        self,
+        layer: int,
+        drafts: Ordered[DraftState],
+        weights: Ordered[float],
+        written: Ordered[int],
+        most: int,
+    ) -> tuple[float, Choice]:
+        """Rounds in which a layer drafts: the number of drafts that gives most tokens a second."""
+        requests, source = len(drafts), f"layer {layer}"
+        times = self._layer_times(layer, requests)
+        chances, tokens = list(weights), float(requests)
+        best, number = 0.0, 1
+        for count in range(1, most + 1):
+            for i, draft in enumerate(drafts):
+                place = (written[i] + count).bit_length()
+                chances[i] *= min(self.odds(draft).share((source, place)), 0.999)
+            tokens += sum(chances)
+            speed = tokens / times.at(count)
+            if speed <= best:
+                break
+            best, number = speed, count
+        return best, Choice(layer, number)
+
+    def _layer_times(self, layer: int, requests: int) -> Times:
+        """Rounds by the steps of a layer; what it drafted is verified by the layers above."""
+        share = layer / self._num_layers
+        slope = share + STEP_COST + (1.0 - share) * ROW_COST * requests
+        return self.costs.rounds(f"layer {layer}", requests, slope)
+
+    # Learning
+
+    def count_round(self) -> None:
+        """Count a round, for what waits to be tried again."""
+        self._clock += 1
+
+    def learn_given(self, requests: int, verified: int, steps: int, seconds: float) -> None:
+        """Learn what a round took that verified drafts, and in which a head made steps."""
+        passes, step = self._verified(requests), self._step(requests)
+        expected_pass = passes.at(verified)
+        expected = expected_pass + step * steps
+        ratio = self.costs.ratio(requests, seconds, expected)
+        if ratio is None:
+            return
+        if steps:
+            off = 0.5 * (ratio - expected)
+            passes.add(verified, expected_pass + off)
+            step = max(step + NEW_TIME * off / steps, MIN_COST)
+            self._steps[requests.bit_length()] = step
+        else:
+            passes.add(verified, ratio)
+
+    def learn_layer(self, layer: int, requests: int, steps: int, seconds: float) -> None:
+        """Learn what a round took in which a layer drafted."""
+        times = self._layer_times(layer, requests)
+        ratio = self.costs.ratio(requests, seconds, times.at(steps))
+        if ratio is not None:
+            times.add(steps, ratio)
+
+    def learn_drafts(self, draft: DraftState, keys: Ordered[Key], accepted: int) -> None:
+        """Count a request's drafts, each by its key, of which so many were accepted; nothing is
+        known of those after the first that was rejected.
+        """
+        odds = self.odds(draft)
+        for k, key in enumerate(keys[: accepted + 1]):
+            odds.add(key, k < accepted)
+            self._odds.add(key, k < accepted)
+
+    def learn_head(
+        self, draft: DraftState, requests: int, accepted: int, verified: int, steps: int
+    ) -> None:
+        """Learn what a round gave a request for which a head had drafted, and drafted again."""
+        self._rounds_of(draft, requests).add(accepted, verified, steps)
+        self._all_rounds(requests.bit_length()).add(accepted, verified, steps)
+
+
+def _weights(drafts: Ordered[DraftState], others_wait: bool) -> list[float]:
+    """What a token of each request counts, 1 on average: a batch takes as long as its last one."""
+    if others_wait or len(drafts) == 1:
+        return [1.0] * len(drafts)
+    counts = [exp(min(-draft.lead / LEAD, 2.0)) for draft in drafts]
+    scale = len(counts) / sum(counts)
+    return [scale * count for count in counts]
+
+
+def _between(times: Times, place: float) -> float:
+    """The value between two whole numbers."""
+    low = int(place)
+    return times.at(low) + (place - low) * (times.at(low + 1) - times.at(low))
+
+
+def best_exit_layers(agreement: Ordered[float] | None) -> tuple[int, ...]:
+    """Exit layers whose drafts promise most, by what a layer and a draft cost: at most two."""
+    if agreement is None:
+        return ()
+    num_layers = len(agreement)
+
+    def gain(layer: int) -> float:
+        share, step = agreement[layer - 1], layer / num_layers + STEP_COST
+        return max(
+            sum(share**k for k in range(count + 1)) / (1 + count * (step + ROW_COST))
+            for count in range(1, 9)
+        )
+
+    gains = sorted(((gain(layer), layer) for layer in range(1, num_layers)), reverse=True)
+    return tuple(layer for value, layer in gains[:2] if value > MIN_GAIN)

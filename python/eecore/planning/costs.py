@@ -1,0 +1,134 @@
+"""Seconds of rounds, measured as they run: exponential means by a whole number, lines between.
+
+A round is everything from the end of the one before to its own end: scheduling, planning, the
+pass, and what the host does with its tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+from math import exp, log
+
+__all__ = ["Costs", "Times"]
+
+NEW_TIME = 0.1
+"""The weight of a new measurement in a mean."""
+NEW_PACE = 0.2
+"""The share of what a round takes longer than expected that is laid to the machine's pace."""
+MAX_SLOWER = 1.5
+"""How many times longer than expected a round counts at most: what is beyond was disturbed."""
+
+
+class Times:
+    """Means of measurements by a whole number.
+
+    Args:
+        base: expected at 0; None: unknown.
+        slope: expected for one more, until it is measured.
+    """
+
+    def __init__(self, base: float | None, slope: float) -> None:
+        self.slope = slope
+        self._places: list[int] = [] if base is None else [0]
+        self._means: dict[int, float] = {} if base is None else {0: base}
+        self._counts: dict[int, int] = {}
+
+    @property
+    def most(self) -> int:
+        """The largest number that was measured; 0 where none was."""
+        return self._places[-1] if self._places else 0
+
+    def measured(self, place: int) -> bool:
+        """Whether so many were measured, or half or twice as many, or lie between two that were."""
+        places = self._places
+        return bool(places) and places[0] <= 2 * place and place <= 2 * places[-1]
+
+    def at(self, place: int) -> float:
+        """The mean at a place: measured, on the line between two, or beyond the last as steep as
+        from the first to it.
+        """
+        known = self._means.get(place)
+        if known is not None:
+            return known
+        places, means = self._places, self._means
+        at = bisect.bisect(places, place)
+        if 0 < at < len(places):
+            low, high = places[at - 1], places[at]
+            share = (place - low) / (high - low)
+            return means[low] + share * (means[high] - means[low])
+        first, last = places[0], places[-1]
+        slope = self.slope
+        if len(places) > 1:
+            slope = max((means[last] - means[first]) / (last - first), 0.0)
+        near = last if at else first
+        return max(means[near] + slope * (place - near), 0.0)
+
+    def add(self, place: int, value: float) -> None:
+        """Count a measurement; the first at a place is taken as it is."""
+        count = self._counts[place] = self._counts.get(place, 0) + 1
+        known = self._means.get(place)
+        if known is None:
+            bisect.insort(self._places, place)
+        if known is None or count == 1:
+            self._means[place] = value
+        elif count == 2:
+            self._means[place] = min(value, known)  # the larger one may have been disturbed
+        else:
+            self._means[place] = known + NEW_TIME * (value - known)
+
+
+class Costs:
+    """Seconds of rounds by their requests, drafts and steps."""
+
+    def __init__(self) -> None:
+        self._full = Times(None, 0.0)
+        self._pace = 1.0
+        self._rounds: dict[tuple[str, int], Times] = {}
+
+    def full(self, requests: int) -> float | None:
+        """Seconds of a round of full depth; None where they are not known."""
+        full = self._full
+        return full.at(requests) * self._pace if full.measured(requests) else None
+
+    def rounds(self, kind: str, requests: int, slope: float, base: float = 1.0) -> Times:
+        """Rounds of a kind, in rounds of full depth, by their drafts or steps.
+
+        Args:
+            kind: of round.
+            requests: about so many; by their bit length.
+            slope: what one more draft or step is expected to take.
+            base: what is expected without any.
+        """
+        key = kind, requests.bit_length()
+        times = self._rounds.get(key)
+        if times is None:
+            times = self._rounds[key] = Times(base, slope)
+        return times
+
+    def in_full(self, requests: int, seconds: float) -> float:
+        """Seconds in rounds of full depth; 0 where those are not known."""
+        full = self.full(requests)
+        return 0.0 if full is None else seconds / full
+
+    def learn_full(self, requests: int, seconds: float) -> None:
+        """Count a round of full depth that followed another one of the same requests."""
+        full = self.full(requests)
+        if full is not None:
+            seconds = min(seconds, MAX_SLOWER * full)
+            self._pace *= exp(NEW_PACE * log(seconds / full))
+        self._full.add(requests, seconds / self._pace)
+
+    def ratio(self, requests: int, seconds: float, expected: float) -> float | None:
+        """What a round took in rounds of full depth; the pace learns of it.
+
+        Args:
+            requests: of the round.
+            seconds: that it took.
+            expected: rounds of full depth that it was expected to take.
+        """
+        full = self.full(requests)
+        if full is None:
+            return None
+        slower = min(seconds / (full * expected), MAX_SLOWER)
+        self._pace *= exp(NEW_PACE * log(slower))
+        return float(slower ** (1.0 - NEW_PACE) * expected)

@@ -1,0 +1,61 @@
+"""What decoding keeps of one request, in ``Sequence.draft``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eecore.planning.draft_stop import AdaptiveDraftStop
+from eecore.planning.guided import Guided
+from eecore.planning.ngrams import NgramIndex
+from eecore.planning.odds import HeadRounds, Odds
+from eecore.planning.proposal import Ahead
+from eecore.planning.route import GIVEN, Route, make_route
+from eecore.scheduling.sequence import Sequence
+
+__all__ = ["DraftState", "draft_state", "route_of"]
+
+
+@dataclass(slots=True)
+class DraftState:
+    """How one request decodes, and what its rounds have left for the next ones."""
+
+    route: Route
+    guided: Guided | None = None
+    """The request's way through its guide."""
+    stop: AdaptiveDraftStop | None = None
+    """The adaptive draft threshold of DraftAndVerify, once a round has moved it."""
+    ahead: Ahead | None = None
+    """What a draft head drafted after the last round."""
+    index: NgramIndex | None = None
+    """The n-grams of the text, for a request whose drafts are looked up."""
+    num_known: int = 0
+    """Tokens of the text that a draft head has been told of."""
+    odds: Odds | None = None
+    """How often the request's drafts are accepted, once ``Auto`` has chosen for it."""
+    lead: float = 0.0
+    """Rounds of full depth that the request is ahead of others of its batch."""
+    head_rounds: dict[int, HeadRounds] = field(default_factory=dict)
+    """What rounds with a draft head gave the request, by the bit length of their requests."""
+
+
+def draft_state(sequence: Sequence, num_layers: int, guided: Guided | None = None) -> DraftState:
+    """The state of a request, made when it is first asked for.
+
+    Args:
+        sequence: the request.
+        num_layers: of the model.
+        guided: the beginning of its guide, if it has one.
+    """
+    state: DraftState | None = sequence.draft
+    if state is None:
+        route = make_route(sequence.exit, num_layers, sequence.sampling.temperature > 0.0)
+        if guided is not None and route.path is not None and not route.path.is_given:
+            # Drafts have to be known before the masks after them can be.
+            route = Route(sequence.exit, num_layers, path=GIVEN)
+        state = sequence.draft = DraftState(route, guided)
+    return state
+
+
+def route_of(sequence: Sequence, num_layers: int) -> Route:
+    """The route of a request."""
+    return draft_state(sequence, num_layers).route
