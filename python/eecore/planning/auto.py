@@ -95,8 +95,8 @@ class Auto:
         self._head_rounds: dict[int, HeadRounds] = {}
         self._steps: dict[int, float] = {}
         self._clock = 0
-        self._waits: dict[tuple[str, int], tuple[int, int]] = {}
-        """By name and about how many requests: when what lost is due, and the wait until then."""
+        self._waits: dict[str, tuple[int, int]] = {}
+        """When what lost is due to be tried, and the wait until then."""
 
     def _expected(self, key: Key) -> float:
         """The acceptance rate of drafts of which none has been counted."""
@@ -147,31 +147,29 @@ class Auto:
         if has_head:
             options["head"] = self._head(drafts, weights)
         for layer in exit_layers:
-            options[f"layer {layer}"] = self._layer(layer, drafts, weights, written, most)
+            options[f"layer {layer}"] = self._layer(layer, written, most)
         best = max(options, key=lambda name: options[name][0])
         if best == "given" and has_head and options["head"][0] > options["full"][0]:
             best = "head"  # which is given what there is, too
         for name in options:
-            if name != best and name != "given" and self._is_due(name, requests):
+            if name != best and name != "given" and self._is_due(name):
                 return options[name][1]._replace(rounds=TRIAL_ROUNDS)
-        self._wins(best, requests)
+        self._wins(best)
         return options[best][1]
 
-    def _is_due(self, name: str, requests: int) -> bool:
+    def _is_due(self, name: str) -> bool:
         """Whether what lost is to be tried again."""
-        key = name, requests.bit_length()
-        due, wait = self._waits.get(key, (0, 1))
+        due, wait = self._waits.get(name, (0, 1))
         if self._clock < due:
             return False
         wait = min(2 * wait, MAX_WAIT)
-        self._waits[key] = self._clock + wait, wait
+        self._waits[name] = self._clock + wait, wait
         return True
 
-    def _wins(self, name: str, requests: int) -> None:
+    def _wins(self, name: str) -> None:
         """Note what is chosen: once it loses again it is tried sooner than before."""
-        key = name, requests.bit_length()
-        _, wait = self._waits.get(key, (0, 1))
-        self._waits[key] = self._clock + wait, max(wait // 2, 1)
+        _, wait = self._waits.get(name, (0, 1))
+        self._waits[name] = self._clock + wait, max(wait // 2, 1)
 
     def _row_cost(self, requests: int) -> float:
         """What a draft's row takes, in tokens of full depth: the mean of as many as half of the
@@ -260,24 +258,19 @@ class Auto:
             mean = self._head_rounds[about] = self._usual_head.copy()
         return mean
 
-    def _layer(
-        self,
-        layer: int,
-        drafts: Ordered[DraftState],
-        weights: Ordered[float],
-        written: Ordered[int],
-        most: int,
-    ) -> tuple[float, Choice]:
+    def _layer(self, layer: int, written: Ordered[int], most: int) -> tuple[float, Choice]:
         """Rounds in which a layer drafts: the number of drafts that gives most tokens a second."""
-        requests, source = len(drafts), f"layer {layer}"
-        times = self._layer_times(layer, requests)
-        chances, tokens = list(weights), float(requests)
-        best, number = 0.0, 1
+        source, times = f"layer {layer}", self._layer_times(layer, len(written))
+        tokens, best, number = float(len(written)), 0.0, 1
+        # Texts that have got about as far are alike.
+        chances: dict[int, float] = {}
+        for size in written:
+            chances[size.bit_length()] = chances.get(size.bit_length(), 0.0) + 1.0
         for count in range(1, most + 1):
-            for i, draft in enumerate(drafts):
-                place = (written[i] + count).bit_length()
-                chances[i] *= min(self.odds(draft).share((source, place)), 0.999)
-            tokens += sum(chances)
+            for place, chance in chances.items():
+                here = ((1 << place >> 1) + count).bit_length()
+                chances[place] = chance * min(self._odds.share((source, here)), 0.999)
+            tokens += sum(chances.values())
             speed = tokens / times.at(count)
             if speed <= best:
                 break
@@ -319,14 +312,23 @@ class Auto:
         if ratio is not None:
             times.add(steps, ratio)
 
-    def learn_drafts(self, draft: DraftState, keys: Ordered[Key], accepted: int) -> None:
-        """Count a request's drafts, each by its key, of which so many were accepted; nothing is
+    def learn_drafts(
+        self, draft: DraftState, given: Proposal, verified: int, accepted: int
+    ) -> None:
+        """Count given drafts of a request, as many as were verified, by their scores; nothing is
         known of those after the first that was rejected.
         """
         odds = self.odds(draft)
-        for k, key in enumerate(keys[: accepted + 1]):
+        for k, score in enumerate(given.scores[: min(verified, accepted + 1)]):
+            key = given.source, min(int(10 * score), 9)
             odds.add(key, k < accepted)
             self._odds.add(key, k < accepted)
+
+    def learn_layer_drafts(self, layer: int, written: int, verified: int, accepted: int) -> None:
+        """Count a layer's drafts after so many tokens, by their places."""
+        source = f"layer {layer}"
+        for k in range(min(verified, accepted + 1)):
+            self._odds.add((source, (written + k).bit_length()), k < accepted)
 
     def learn_head(
         self, draft: DraftState, requests: int, accepted: int, verified: int, steps: int

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from eecore.models import DraftHead, Network
 from eecore.planning.auto import FULL, Auto, Choice
 from eecore.planning.draft_state import DraftState, draft_state
-from eecore.planning.odds import Key
 from eecore.planning.proposal import MAX_AHEAD, NOTHING
 from eecore.planning.route import GIVEN, DraftPath, Route
 from eecore.planning.row import Outcome, Row
@@ -118,7 +117,7 @@ class Planner:
         sequences = [row.work.sequence for row in rows]
         held = self._held
         most = max([row.work.max_drafts for row in rows])
-        if held is None or held.left <= 0 or held.sequences != sequences:
+        if held is None or held.left <= 0 or not set(sequences).issubset(held.sequences):
             held = self._held = self._new_choice(rows, sequences, most)
         else:
             held.left -= 1
@@ -228,18 +227,15 @@ class Planner:
             if took:
                 row.work.sequence.draft.lead += len(outcome.records) - took
             counters, draft = outcome.counters, row.work.sequence.draft
-            keys: list[Key]
+            verified, accepted = counters.drafted, counters.accepted
             if path.is_given:
-                keys = [(row.given.source, min(int(10 * s), 9)) for s in row.given.scores]
+                auto.learn_drafts(draft, row.given, verified, accepted)
             else:
-                source, before = f"layer {path.num_layers}", len(row.work.sequence.output_ids)
-                keys = [(source, (before + k).bit_length()) for k in range(1, counters.drafted + 1)]
-            auto.learn_drafts(draft, keys[: counters.drafted], counters.accepted)
+                before = len(row.work.sequence.output_ids)
+                auto.learn_layer_drafts(path.num_layers, before, verified, accepted)
             if row.ahead and draft.ahead is not None and row.given.source != "text":
-                auto.learn_head(
-                    *(draft, len(free), counters.accepted, counters.drafted),
-                    _num_ahead(row, outcome),
-                )
+                steps = _num_ahead(row, outcome)
+                auto.learn_head(draft, len(free), accepted, verified, steps)
 
     def _all_full(self, rows: Ordered[Row]) -> bool:
         """Whether all rows go through all layers."""
