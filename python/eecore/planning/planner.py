@@ -30,6 +30,8 @@ class _Held:
     choice: Choice
     left: int
     """Rounds that are left, after the one that is planned."""
+    asked: list[list[Proposal]] | None = None
+    """What sources propose for its first round."""
 
 
 class Planner:
@@ -132,7 +134,9 @@ class Planner:
         if not choice.asks or most == 0:
             return rows
         drafts: list[DraftState] = [sequence.draft for sequence in sequences]
-        asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
+        asked, held.asked = held.asked, None
+        if asked is None:
+            asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
         given = [NOTHING] * len(rows)
         if any(asked):
             given, _ = self.auto.pick(drafts, asked, others_wait=self._others_wait)
@@ -167,16 +171,17 @@ class Planner:
                 own = tuple(layer for layer in exit_layers if layer in own)
             exit_layers = own
             has_head = has_head and policy.head
+        asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
         choice = auto.choose(
             drafts,
             [len(sequence.output_ids) for sequence in sequences],
             most,
-            given=[proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)],
+            given=asked,
             exit_layers=exit_layers or (),
             has_head=has_head,
             others_wait=self._others_wait,
         )
-        return _Held(sequences, choice, choice.rounds - 1)
+        return _Held(sequences, choice, choice.rounds - 1, asked)
 
     def _route(self, route: Route, layer: int) -> Route:
         """The route of an ``Auto`` request whose drafts a layer makes, or which is given some."""
