@@ -24,7 +24,7 @@ MIN_GAIN = 1.05
 HOLD_ROUNDS = 8
 """Rounds of the same requests for which a choice is held."""
 TRIAL_ROUNDS = 3
-"""Rounds for which what lost is tried: what a round makes counts in the next."""
+"""Rounds of a trial of full depth or a head, of which the first tells nothing; a layer's drafts."""
 MAX_WAIT = 256
 """Rounds after which what lost is tried again at the latest; at first after 2, then twice as many
 each time.
@@ -103,6 +103,8 @@ class Auto:
         source, about = key
         if not source.startswith("layer "):
             return (about + 0.5) / 10
+        if (source, about - 1) in self._odds.counts:
+            return self._odds.share((source, about - 1))
         return 0.5 if self._agreement is None else self._agreement[int(source[6:]) - 1]
 
     def odds(self, draft: DraftState) -> Odds:
@@ -153,7 +155,11 @@ class Auto:
             best = "head"  # which is given what there is, too
         for name in options:
             if name != best and name != "given" and self._is_due(name):
-                return options[name][1]._replace(rounds=TRIAL_ROUNDS)
+                trial = options[name][1]
+                if not trial.layer:
+                    return trial._replace(rounds=TRIAL_ROUNDS)
+                self._odds.fade(name)
+                return trial._replace(rounds=1, drafts=min(max(trial.drafts, TRIAL_ROUNDS), most))
         self._wins(best)
         return options[best][1]
 

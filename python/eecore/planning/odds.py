@@ -49,6 +49,12 @@ class Odds:
             known[0] *= 0.5
             known[1] *= 0.5
 
+    def fade(self, source: str) -> None:
+        """Let what has been counted of a source weigh no more than an expectation."""
+        for key, known in self.counts.items():
+            if key[0] == source and known[1] > PRIOR_DRAFTS:
+                known[:] = [PRIOR_DRAFTS * known[0] / known[1], PRIOR_DRAFTS]
+
 
 @dataclass(slots=True)
 class HeadRounds:

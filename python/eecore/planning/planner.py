@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from eecore.models import DraftHead, Network
 from eecore.planning.auto import FULL, Auto, Choice
 from eecore.planning.draft_state import DraftState, draft_state
-from eecore.planning.proposal import MAX_AHEAD, NOTHING
+from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.planning.route import GIVEN, DraftPath, Route
 from eecore.planning.row import Outcome, Row
 from eecore.planning.sources import given_by_policy, proposals
