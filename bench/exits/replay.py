@@ -16,16 +16,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from eecore.planning.budget import Budget
-from eecore.planning.chooser import FULL, Choice, Chooser
-from eecore.planning.history import History
-from eecore.planning.round_costs import RoundCosts
 
 import eecore
 from bench.harness.command import parser, say
@@ -34,10 +31,13 @@ from bench.harness.prompts import KINDS, prompts_of
 from bench.harness.replay import Answer, RoundTimes, new_planner, play
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
-from eecore.exits import Auto
 from eecore.lab.evaluation.tables import markdown_table
+from eecore.planning.auto import FULL, Auto, Choice
+from eecore.planning.costs import Costs
+from eecore.planning.draft_state import DraftState
+from eecore.planning.ngrams import MATCH_SCORES
 from eecore.planning.planner import Planner
-from eecore.planning.proposal import MOST_AHEAD, NOTHING, Proposal
+from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 
 REQUESTS = (1, 2, 4, 8)
 """Of the rounds that are timed."""
@@ -54,92 +54,54 @@ NOISE = 0.03
 PLAYS = 4
 
 
-class Willing(Budget):
-    """That is never spent."""
-
-    @property
-    def is_spent(self) -> bool:
-        return False
-
-    @property
-    def rests(self) -> int:
-        return 0
-
-
-class Asked(NamedTuple):
-    """What a request's round could be given, and how many drafts there is room for."""
-
-    history: History
-    proposals: Sequence[Proposal]
-    most: int
-
-
-class Told(Chooser):
+class Told(Auto):
     """That does as it is told, whatever it costs."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers, None, (0.5,))
-        self._willing = Willing(is_alone=True)
 
-    def budget(self, rows: int) -> Budget:
-        del rows
-        return self._willing
+    def choose(self, drafts: Sequence[DraftState], *_: Any, **__: Any) -> Choice:
+        return self.told(len(drafts))
 
-    def choose(
-        self,
-        histories: Sequence[History],
-        proposals: Sequence[Sequence[Proposal]],
-        most: Sequence[int],
-        **_: Any,
-    ) -> Choice:
-        return self.told([Asked(*its) for its in zip(histories, proposals, most, strict=True)])
+    def pick(
+        self, drafts: Sequence[DraftState], given: Sequence[Sequence[Proposal]], **_: Any
+    ) -> tuple[list[Proposal], float]:
+        return [self.taken(draft, its) for draft, its in zip(drafts, given, strict=True)], 0.0
 
-    def told(self, asked: Sequence[Asked]) -> Choice:
-        """What it is told to do for these requests."""
+    def told(self, requests: int) -> Choice:
+        """What it is told to do for so many requests."""
+        raise NotImplementedError
+
+    def taken(self, draft: DraftState, given: Sequence[Proposal]) -> Proposal:
+        """What one of them is given of what sources propose."""
         raise NotImplementedError
 
 
 class Recorder(Told):
-    """A head drafts as much as it can behind each token, and nothing is verified."""
+    """A head drafts as much as it can after each token, and nothing is verified."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self.drafts: dict[int, list[Proposal]] = {}
-        """Of each request, in the order in which they came."""
-        self._kept: list[History] = []  # so that none is taken for another
+        """For each request, in the order in which they came."""
+        self._kept: list[DraftState] = []  # so that none is taken for another
 
-    def told(self, asked: Sequence[Asked]) -> Choice:
-        for history, proposals, _ in asked:
-            if id(history) not in self.drafts:
-                self._kept.append(history)
-            headed = next((each for each in proposals if each.is_headed), NOTHING)
-            self.drafts.setdefault(id(history), []).append(headed)
-        rows = len(asked)
-        return Choice("given", 0, (0,) * rows, (NOTHING,) * rows, MOST_AHEAD, (0.0,) * MOST_AHEAD)
+    def told(self, requests: int) -> Choice:
+        del requests
+        return Choice(asks=True, ahead=MAX_AHEAD, thresholds=(0.0,) * MAX_AHEAD, rounds=1)
 
+    def choose(
+        self, drafts: Sequence[DraftState], *_: Any, given: Sequence[Sequence[Proposal]], **__: Any
+    ) -> Choice:
+        for draft, its in zip(drafts, given, strict=True):
+            self._kept.append(draft)
+            headed = next((proposal for proposal in its if proposal.source == "head"), NOTHING)
+            self.drafts.setdefault(id(draft), []).append(headed)
+        return self.told(len(drafts))
 
-class Noted(RoundCosts):
-    """Of which each round is told as it is learnt."""
-
-    def __init__(self, num_layers: int, note: Callable[[str, int, float], None]) -> None:
-        super().__init__(num_layers)
-        self._note_round = note
-
-    def learn_full(self, rows: int, seconds: float, *, steady: int = 1) -> None:
-        super().learn_full(rows, seconds, steady=steady)
-        self._note_round("full", 0, seconds)
-
-    def learn_given(self, rows: int, drafted: int, ahead: int, seconds: float) -> None:
-        super().learn_given(rows, drafted, ahead, seconds)
-        self._note_round("steps" if ahead else "given", drafted or ahead, seconds)
-
-    def learn_look(self, rows: int, seconds: float) -> float:
-        self._note_round("look", 0, seconds)
-        return super().learn_look(rows, seconds)
-
-    def learn_between(self, rows: int, seconds: float, *, drafts: bool = False) -> None:
-        self._note_round("between", 0, seconds)
-        super().learn_between(rows, seconds, drafts=drafts)
+    def taken(self, draft: DraftState, given: Sequence[Proposal]) -> Proposal:
+        del draft, given
+        return NOTHING
 
 
 class Times:
@@ -157,38 +119,77 @@ class Times:
         return statistics.median(found) if found else None
 
 
+class NotedCosts(Costs):
+    """Notes rounds of full depth as they are learnt."""
+
+    def __init__(self, note: Callable[[str, int, float], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def learn_full(self, requests: int, seconds: float) -> None:
+        self._note("full", 0, seconds)
+        super().learn_full(requests, seconds)
+
+
 class Timer(Told):
     """Rounds of each sort in turns, of drafts that are wrong."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self.times = Times()
-        """Of full depth, of rounds that are given drafts, of steps of a head."""
+        """Seconds of full depth, of rounds that are given drafts, of steps of a head."""
         self._turns = self._sorts()
-        self._now = ("full", 0, 0)
-        self.costs = Noted(num_layers, self.note)
+        self._now = ("full", 0)
+        self._left = self._seen = 0
+        self.costs = NotedCosts(self.note)
 
-    def _sorts(self) -> Iterator[tuple[str, int, int]]:
+    def _sorts(self) -> Iterator[tuple[str, int]]:
         while True:
-            yield from (("full", 0, turn) for turn in range(2 * TURNS))
-            yield from (("given", drafts, turn) for drafts in DRAFTS for turn in range(TURNS))
-            yield from (("steps", STEPS, turn) for turn in range(TURNS))
+            yield "full", 0
+            yield from (("given", drafts) for drafts in DRAFTS)
+            yield "steps", STEPS
 
-    def told(self, asked: Sequence[Asked]) -> Choice:
-        self._now = sort, count, _ = next(self._turns)
+    def told(self, requests: int) -> Choice:
+        del requests
+        self._now = sort, count = next(self._turns)
+        self._left, self._seen = count, 0
         if sort == "full":
-            return FULL
-        rows, left = len(asked), count if sort == "given" else 0
-        drafts = [min(left // rows + (i < left % rows), each.most) for i, each in enumerate(asked)]
-        given = tuple(Proposal([0] * own, 8) for own in drafts)
+            return FULL._replace(rounds=2 * TURNS)
         steps = count if sort == "steps" else 0
-        return Choice("given", 0, tuple(drafts), given, steps, (0.0,) * MOST_AHEAD)
+        return Choice(asks=True, ahead=steps, thresholds=(0.0,) * MAX_AHEAD, rounds=TURNS)
+
+    def pick(
+        self, drafts: Sequence[DraftState], given: Sequence[Sequence[Proposal]], **_: Any
+    ) -> tuple[list[Proposal], float]:
+        del given
+        rows, left = len(drafts), self._left if self._now[0] == "given" else 0
+        counts = [left // rows + (i < left % rows) for i in range(rows)]
+        return [Proposal([0] * own, "text", (0.5,) * own) for own in counts], 0.0
+
+    def learn_given(self, requests: int, verified: int, steps: int, seconds: float) -> None:
+        super().learn_given(requests, verified, steps, seconds)
+        self.note("steps" if steps else "given", verified or steps, seconds)
 
     def note(self, sort: str, count: int, seconds: float) -> None:
-        """How long a round took, if it was told to be that."""
-        now, told, turn = self._now
-        if (sort, count) == (now, told) and turn >= FIRST_TURNS:
-            self.times.note(sort, count, seconds)
+        """Note how long a round took, if it was told to be that."""
+        if (sort, count) == self._now:
+            self._seen += 1
+            if self._seen > FIRST_TURNS:
+                self.times.note(sort, count, seconds)
+
+
+class Choosing(Auto):
+    """Notes how long it takes to choose."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers, None, (0.5,))
+        self.times = Times()
+
+    def choose(self, *given: Any, **more: Any) -> Choice:
+        began = time.perf_counter()
+        choice = super().choose(*given, **more)
+        self.times.note("choosing", 0, time.perf_counter() - began)
+        return choice
 
 
 class Same(Told):
@@ -198,29 +199,30 @@ class Same(Told):
         self, num_layers: int, steps: int, threshold: float, lookups: tuple[int, int]
     ) -> None:
         super().__init__(num_layers)
-        self._steps, self._threshold, self._lookups = steps, threshold, lookups
+        self._ahead, self._threshold, self._lookups = steps, threshold, lookups
 
-    def told(self, asked: Sequence[Asked]) -> Choice:
-        shortest, drafts = self._lookups
-        given = []
-        for each in asked:
-            taken = NOTHING
-            for proposal in each.proposals:
-                if proposal.is_headed:
-                    sure = [p for p in proposal.probabilities if p >= self._threshold]
-                    taken = proposal.first(len(sure))
-                elif drafts and proposal.match >= shortest:
-                    taken = proposal.first(drafts)
-            given.append(taken)
-        counts = tuple(len(proposal.tokens) for proposal in given)
-        thresholds = (self._threshold,) * MOST_AHEAD
-        return Choice("given", 0, counts, tuple(given), self._steps, thresholds)
+    def told(self, requests: int) -> Choice:
+        del requests
+        thresholds = (self._threshold,) * MAX_AHEAD
+        return Choice(asks=True, ahead=self._ahead, thresholds=thresholds)
+
+    def taken(self, draft: DraftState, given: Sequence[Proposal]) -> Proposal:
+        del draft
+        shortest, most = self._lookups
+        taken = NOTHING
+        for proposal in given:
+            if proposal.source == "head":
+                sure = [score for score in proposal.scores if score >= self._threshold]
+                taken = proposal.first(len(sure))
+            elif most and proposal.scores[0] >= MATCH_SCORES[shortest]:
+                taken = proposal.first(most)
+        return taken
 
 
-def use(model: eecore.Model, chooser: Chooser) -> None:
+def use(model: eecore.Model, auto: Auto) -> None:
     """What chooses for ``Auto`` requests from now on."""
     network = model.network
-    network.learnt[torch.get_num_threads(), network.draft_head] = chooser
+    network.learnt[torch.get_num_threads(), network.draft_head] = auto
 
 
 def answers_of(model: eecore.Model, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
@@ -230,7 +232,9 @@ def answers_of(model: eecore.Model, prompts: Sequence[list[int]], tokens: int) -
         group = list(prompts[i : i + 8])
         recorder = Recorder(model.config.num_layers)
         use(model, recorder)
-        outputs = eecore.generate(model, group, exit=Auto(), max_tokens=tokens, ignore_eos=True)
+        outputs = eecore.generate(
+            model, group, exit=eecore.Auto(), max_tokens=tokens, ignore_eos=True
+        )
         drafts = list(recorder.drafts.values())
         for prompt, output, its in zip(group, outputs, drafts, strict=True):
             found.append(Answer(prompt, output.token_ids, its))
@@ -242,27 +246,25 @@ def times_of(model: eecore.Model, prompts: Sequence[list[int]]) -> RoundTimes:
     full: dict[int, float] = {}
     given: dict[int, dict[int, float]] = {}
     step: dict[int, float] = {}
-    look: dict[int, float] = {}
-    between: dict[int, float] = {}
+    choosing: dict[int, float] = {}
     rounds = TURNS * (len(DRAFTS) + 3) + 8
     for requests in REQUESTS:
-        timer, auto = Timer(model.config.num_layers), Chooser(model.config.num_layers, None)
-        host = Times()
-        auto.costs = Noted(model.config.num_layers, host.note)
+        timer, auto = Timer(model.config.num_layers), Choosing(model.config.num_layers)
         for first in range(0, max(2 * requests, 4), requests):
             group = [prompts[(first + i) % len(prompts)] for i in range(requests)]
             use(model, timer)
-            eecore.generate(model, group, exit=Auto(), max_tokens=rounds + 40, ignore_eos=True)
+            policy = eecore.Auto(max(DRAFTS))
+            eecore.generate(model, group, exit=policy, max_tokens=rounds + 40, ignore_eos=True)
             use(model, auto)
-            eecore.generate(model, group, exit=Auto(), max_tokens=64, ignore_eos=True)
+            eecore.generate(model, group, exit=eecore.Auto(), max_tokens=64, ignore_eos=True)
         known = {drafts: timer.times.median("given", drafts) for drafts in DRAFTS}
         given[requests] = {drafts: t for drafts, t in known.items() if t is not None}
-        full[requests] = timer.times.median("full", 0) or given[requests][0]
+        full[requests] = timer.times.median("full", 0) or 0.0
         steps = timer.times.median("steps", STEPS) or 0.0
+        given[requests].setdefault(0, full[requests])
         step[requests] = max(steps - given[requests][0], 0.0) / STEPS
-        look[requests] = host.median("look") or 0.0
-        between[requests] = host.median("between") or 0.0
-    return RoundTimes(full, given, step, look, between)
+        choosing[requests] = auto.times.median("choosing") or 0.0
+    return RoundTimes(full, given, step, choosing)
 
 
 def played(
@@ -378,7 +380,7 @@ def main(words: Sequence[str]) -> None:
             for kind in KINDS if not recorded else ():
                 prompts = [chat(model, text) for text in prompts_of(kind, arguments.prompts)]
                 prompts = [ids for ids in prompts if len(ids) <= LONGEST_PROMPT]
-                recorded[kind] = answers_of(model, prompts, arguments.tokens + MOST_AHEAD)
+                recorded[kind] = answers_of(model, prompts, arguments.tokens + MAX_AHEAD)
             rows += rows_of(model, weights, recorded, arguments)
     figures: Figures = {
         "model": "SmolLM2-135M-Instruct",

@@ -17,9 +17,9 @@ from eecore.config import SamplingParams
 from eecore.exits import Auto
 from eecore.models import Network
 from eecore.planning.auto import Auto as AutoChoices
-from eecore.planning.planner import Planner
+from eecore.planning.planner import Held, Planner
 from eecore.planning.proposal import Ahead, Proposal
-from eecore.planning.row import Outcome, Row
+from eecore.planning.row import Outcome
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Counters, TokenRecord
 from eecore.scheduling.sequence import Sequence as Request
@@ -63,8 +63,7 @@ class RoundTimes:
         full: of full depth, by requests.
         given: by requests, of rounds that verify so many drafts.
         step: of one step of a draft head, by requests.
-        look: that choosing and learning take, by requests.
-        between: from one round to the next, by requests.
+        choosing: that choosing takes, by requests.
     """
 
     def __init__(
@@ -72,10 +71,9 @@ class RoundTimes:
         full: dict[int, float],
         given: dict[int, dict[int, float]],
         step: dict[int, float],
-        look: dict[int, float],
-        between: dict[int, float],
+        choosing: dict[int, float],
     ) -> None:
-        self._full, self._step, self._look, self._between = full, step, look, between
+        self._full, self._step, self._choosing = full, step, choosing
         self._given = {}
         for requests, by_drafts in given.items():
             times, rising = 0.0, {}
@@ -95,11 +93,8 @@ class RoundTimes:
     def step(self, requests: int) -> float:
         return _between(self._step, requests)
 
-    def look(self, requests: int) -> float:
-        return _between(self._look, requests)
-
-    def between(self, requests: int) -> float:
-        return _between(self._between, requests)
+    def choosing(self, requests: int) -> float:
+        return _between(self._choosing, requests)
 
 
 def _between(known: dict[int, float], at: float) -> float:
@@ -172,7 +167,7 @@ def play(
     full, before = 0.0, 0
     for ended, length in enumerate(lengths):
         requests = len(answers) - ended
-        full += (length - before) * (times.full(requests) + times.between(requests))
+        full += (length - before) * times.full(requests)
         before = length
     return Played(full, batch.seconds, batch.drafted, batch.accepted)
 
@@ -195,8 +190,7 @@ class _Batch:
             request.output_ids.append(answer.tokens[0])
             self._answers[request] = answer
         self.running = list(self._answers)
-        self._last: list[Row] | None = None
-        self._held: Any = None
+        self._held: Held | None = None
         self._last_running: list[Request] | None = None
         self.seconds = 0.0
         self.drafted = self.accepted = 0
@@ -239,12 +233,10 @@ class _Batch:
         self.drafted += drafted
         is_full = rows[0].route.path is None
         took = times.full(requests) if is_full else times.given(requests, drafted)
-        took = slower * (took + steps * times.step(requests)) + times.between(requests)
-        held = planner._held
-        if rows is not self._last:
-            is_new = held is not self._held
-            took += times.look(requests) * (1.0 if is_new else 0.1 if is_full else 0.5)
-        self._last, self._held = rows, held
+        took = slower * (took + steps * times.step(requests))
+        if planner.held is not self._held:
+            took += times.choosing(requests)
+        self._held = planner.held
         is_same = self._last_running == self.running
         planner.learn(rows, outcomes, took if is_same else None)
         self._last_running = self.running

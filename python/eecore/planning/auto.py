@@ -35,7 +35,7 @@ STEP_COST = 0.1
 """What one step of a head is expected to take, and an LM head after a step of layers."""
 MIN_COST = 0.01
 """What a row or a step takes at least."""
-LEAD = 12.0
+LEAD = 8.0
 """Rounds of full depth by which a request is ahead whose tokens count 1 / e as much."""
 GOES_ON = 0.5
 """How often a head's draft is worth verifying where the one before it was."""

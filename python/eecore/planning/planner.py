@@ -19,11 +19,11 @@ from eecore.planning.sources import given_by_policy, proposals
 from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["Planner"]
+__all__ = ["Held", "Planner"]
 
 
 @dataclass(slots=True)
-class _Held:
+class Held:
     """A choice for the ``Auto`` requests of some rounds."""
 
     sequences: list[Sequence]
@@ -45,7 +45,8 @@ class Planner:
     def __init__(self, model: Network, num_threads: int = 1) -> None:
         self._model, self._num_layers = model, model.config.num_layers
         self.num_threads = num_threads
-        self._held: _Held | None = None
+        self.held: Held | None = None
+        """What ``Auto`` requests do, since it was last chosen."""
         self._steady: tuple[list[Sequence], list[Row]] | None = None
         """Requests at full depth, and their rows as long as they are the same."""
         self._last: Ordered[Row] | None = None
@@ -76,7 +77,7 @@ class Planner:
             at full depth as they did.
         """
         self._others_wait = others_wait
-        steady, held = self._steady, self._held
+        steady, held = self._steady, self.held
         if steady is not None and steady[0] == [work.sequence for work in works]:
             if held is None:
                 return steady[1]
@@ -103,13 +104,13 @@ class Planner:
             for i, row in zip(free, self._chosen([rows[i] for i in free]), strict=True):
                 rows[i] = row
         else:
-            self._held = None
+            self.held = None
         head = self._model.draft_head
         if head is not None:
             for row in rows:
                 if row.ahead:
                     _tell(head, row.work.sequence)
-        held = self._held
+        held = self.held
         is_plain = (held is None or held.choice.is_full) and not any(row.route.path for row in rows)
         self._steady = ([row.work.sequence for row in rows], rows) if is_plain else None
         return rows
@@ -117,10 +118,10 @@ class Planner:
     def _chosen(self, rows: list[Row]) -> list[Row]:
         """What ``Auto`` requests do, all of them the same."""
         sequences = [row.work.sequence for row in rows]
-        held = self._held
+        held = self.held
         most = max([row.work.max_drafts for row in rows])
         if held is None or held.left <= 0 or not set(sequences).issubset(held.sequences):
-            held = self._held = self._new_choice(rows, sequences, most)
+            held = self.held = self._new_choice(rows, sequences, most)
         else:
             held.left -= 1
         choice = held.choice
@@ -153,10 +154,10 @@ class Planner:
             for row, proposal in zip(rows, given, strict=True)
         ]
 
-    def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> _Held:
+    def _new_choice(self, rows: list[Row], sequences: list[Sequence], most: int) -> Held:
         """A choice for the next rounds of these requests."""
         if most == 0:  # no pages are held for drafts, which the next round may ask for
-            return _Held(sequences, FULL, 0)
+            return Held(sequences, FULL, 0)
         auto = self.auto
         drafts: list[DraftState] = [sequence.draft for sequence in sequences]
         exit_layers: tuple[int, ...] | None = None
@@ -181,7 +182,7 @@ class Planner:
             has_head=has_head,
             others_wait=self._others_wait,
         )
-        return _Held(sequences, choice, choice.rounds - 1, asked)
+        return Held(sequences, choice, choice.rounds - 1, asked)
 
     def _route(self, route: Route, layer: int) -> Route:
         """The route of an ``Auto`` request whose drafts a layer makes, or which is given some."""
@@ -202,7 +203,7 @@ class Planner:
             seconds: from the end of the iteration before to the end of this one; None where other
                 things were done in that time.
         """
-        held = self._held
+        held = self.held
         if held is None:
             return
         auto, path = self.auto, rows[0].route.path
