@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from eecore.config import AnyModelConfig, ModelConfig
+    from eecore.models import Tokenizer
     from eecore.models.readers.quantised_layout import Layout
-    from eecore.models.text.tokenizer import Tokenizer
 
 FORMATS = ("float32", "bfloat16", "float16")
 
@@ -79,12 +79,12 @@ def model_facts(directory: Path) -> dict[str, Any]:
 def _head_facts(directory: Path) -> dict[str, Any] | None:
     """Of the draft head beside the model, where there is one."""
     from eecore.models.readers.find_head import pack_beside
-    from eecore.models.readers.head_file import HeadSettings
+    from eecore.models.readers.head_file import read_head_settings
 
     pack = pack_beside(directory)
     if pack is None:
         return None
-    settings = HeadSettings.read(pack)
+    settings = read_head_settings(pack)
     return {
         "path": str(pack),
         "taps": list(settings.taps),
@@ -101,11 +101,10 @@ def _directory_facts(
     import torch
 
     from eecore.config import ModelConfig
+    from eecore.models import Tokenizer, read_layout
     from eecore.models.readers.checkpoint import Checkpoint
     from eecore.models.readers.config_json import read_model_config
     from eecore.models.readers.load import choose_device, choose_model_dtype
-    from eecore.models.readers.quantised_checkpoint import read_layout
-    from eecore.models.text.tokenizer import Tokenizer
 
     config = read_model_config(directory)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
