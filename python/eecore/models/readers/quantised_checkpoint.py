@@ -17,13 +17,13 @@ from torch import Tensor
 from eecore.config import ModelConfig
 from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.models.readers.awq import awq
-from eecore.models.readers.checkpoint import Checkpoint, expected_shapes
+from eecore.models.readers.checkpoint import Checkpoint, StoredTensors, expected_shapes
 from eecore.models.readers.compressed_tensors import compressed_tensors
 from eecore.models.readers.config_json import ConfigFields
 from eecore.models.readers.gptq import gptq
-from eecore.models.readers.packed_load import field_of, runs_as
 from eecore.models.readers.quantised_layout import FLOATS, Layout, Scheme, StoredModule
 from eecore.models.readers.quantised_matrix import QuantisedMatrix
+from eecore.models.readers.stored_weights import field_of, runs_as
 
 __all__ = ["QuantisedCheckpoint", "read_layout", "warn_of_floats"]
 
@@ -76,7 +76,7 @@ class _Layer:
     not_in_blocks: str | None
 
 
-class QuantisedCheckpoint:
+class QuantisedCheckpoint(StoredTensors):
     """The tensors of a directory under the names of a checkpoint of floats.
 
     Args:
@@ -91,6 +91,7 @@ class QuantisedCheckpoint:
     def __init__(self, files: Checkpoint, layout: Layout, config: ModelConfig) -> None:
         self._files = files
         self._layout = layout
+        self.own_form = f"a directory of {layout.method}"
         untied = replace(config, tie_word_embeddings=False)
         self._shapes = expected_shapes(files, untied)
         modules = dict.fromkeys(
