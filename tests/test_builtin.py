@@ -13,7 +13,7 @@ import eecore
 from eecore import builtin
 from eecore.cli.app import run
 from eecore.errors import ModelNotFoundError
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 from make_data import Sizes, make_data
 
 MEASURES = ("softmax", "state", "classifier")

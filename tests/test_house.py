@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,8 @@ FLOORS = {
     "textfiles": "",
     "guide": "",
     "channel": "",
+    "bounded_process": "channel",
+    "template_process": "bounded_process channel",
     "config": "guide",
     "output": "",
     "depth_colours": "",
@@ -218,9 +221,9 @@ FLOORS = {
     "exits": "calibration_file config",
     "exit_text": "exits",
     "ops": "_C _cuda",
-    "models": "ops config",
+    "models": "ops config bounded_process",
     "scheduling": "config",
-    "planning": "scheduling models exits config guide output channel",
+    "planning": "scheduling models exits config guide output channel bounded_process",
     "decoding": "planning scheduling models ops exits config guide output",
     "engine": "decoding planning scheduling models exit_text exits config guide output",
     "generation": "engine models exits builtin free_memory config output",
@@ -290,6 +293,25 @@ def test_scheduling_knows_no_torch() -> None:
 def test_planning_knows_no_tensors() -> None:
     for module in on_floor("planning"):
         assert "torch" not in {name.split(".")[0] for name in imports(module)}, module
+
+
+def test_models_are_passes_and_what_reads_them() -> None:
+    """Passes know neither files nor text, text no readers, and no two modules import each other."""
+    may = {"passes": {"passes"}, "text": {"text"}, "readers": {"readers", "passes", "text"}}
+    seen: dict[str, set[str]] = {}
+    for module in on_floor("models"):
+        if module.count(".") > 1:
+            names = {name for name in imports(module) if name.startswith("eecore.models.")}
+            seen[module] = names
+            parts = {part_of_models(name) for name in names}
+            assert parts <= may[part_of_models(module)], f"{module} imports {names}"
+    TopologicalSorter(seen).prepare()  # raises where there is a circle
+
+
+def part_of_models(module: str) -> str:
+    """The folder of a module of ``models``; the forward passes have none."""
+    parts = module.split(".")
+    return parts[2] if parts[2] in ("readers", "text") else "passes"
 
 
 def test_vllm_is_known_to_its_own_integration_alone() -> None:

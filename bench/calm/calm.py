@@ -31,7 +31,7 @@ from eecore.console.failures import UsageError
 from eecore.lab.commands.evaluate import show_turn
 from eecore.lab.commands.evaluate_calm import confident_policies
 from eecore.lab.evaluation import evaluate_calm
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 
 
 def full_depth(

@@ -34,7 +34,7 @@ from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
 from bench.harness.turns import median_ratio, rotated
 from eecore.exits import Auto, Exit, Full, HeadDrafts, PromptLookup
 from eecore.lab.evaluation.tables import markdown_table
-from eecore.models import DraftHead, LlamaModel
+from eecore.models import LlamaModel, load_head
 from tests.head_packs import write_pack
 
 MODES: dict[str, Exit] = {
@@ -171,7 +171,7 @@ def give_noise(model: eecore.Model) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         sizes: dict[str, Any] = {"inner": model.config.intermediate_size, "vocabulary_size": 8192}
         pack = write_pack(Path(scratch), model, taps=taps, **sizes)
-        network.draft_head = DraftHead.load(pack, network)
+        network.draft_head = load_head(pack, network)
 
 
 def markdown(result: Figures) -> str:

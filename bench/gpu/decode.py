@@ -31,8 +31,7 @@ from bench.harness.results import Report, write_json
 from eecore import ops
 from eecore.config import ModelConfig, RopeConfig
 from eecore.decoding.capture import CallByCall, run_program_on
-from eecore.models import LlamaModel
-from eecore.models.llama import LlamaWeights
+from eecore.models import LlamaModel, LlamaWeights
 from eecore.models.weights import NewWeights
 
 MODELS: dict[str, dict[str, Any]] = {

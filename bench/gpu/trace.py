@@ -24,8 +24,7 @@ from eecore.decoding.exit_step import ExitKind, ExitStep
 from eecore.decoding.memory import power_of_two
 from eecore.decoding.sampling import HeadSizes
 from eecore.decoding.step import Sizes
-from eecore.models import KVCache, LlamaModel
-from eecore.models.llama import LlamaWeights
+from eecore.models import KVCache, LlamaModel, LlamaWeights
 from eecore.models.weights import NewWeights
 from eecore.planning.route import Check
 

@@ -38,7 +38,7 @@ from bench.intents.modes import (
     start_peers,
 )
 from bench.intents.tables import full, short
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 
 WARM_UP = 3  # utterances
 REPORTS = (

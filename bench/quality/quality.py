@@ -32,8 +32,7 @@ from bench.harness.smollm2 import WEIGHTS, smollm2_file
 from bench.quality.perplexity import losses_of_output, perplexity, window_losses
 from bench.quality.rescaled import rescaled_file
 from eecore.lab.evaluation.tables import markdown_table
-from eecore.models.llama import LlamaModel
-from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models import LlamaModel, convert_gguf
 
 MODULES = ("textwrap", "shlex", "heapq", "csv", "configparser")
 WINDOW = 512

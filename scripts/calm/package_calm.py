@@ -20,7 +20,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 import eecore
 from eecore.cli.app import run
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 
 TARGET = Path(__file__).resolve().parents[2] / "bench" / "models" / "calm-intents"
 COPIED = ("tokenizer.json", "tokenizer_config.json", "training/run.svg", "training/evaluations.csv")

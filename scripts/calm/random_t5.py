@@ -23,7 +23,7 @@ from train_calm import TASKS
 
 from eecore.exits import ExitClassifier
 from eecore.lab.training import save_classifier
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 from small_model import T5_MODEL, starting_point, train_tokenizer
 
 SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6, "vocab_size": 32128}

@@ -24,7 +24,7 @@ import eecore
 from eecore.calibration import read_examples
 from eecore.calibration.exit_scores import ExitScore, Scored, score_exits
 from eecore.cli.app import run
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 from eecore.readable import MEASURES_FOLDER
 from score_intents import LONGEST_PARSE, write_exact_match
 

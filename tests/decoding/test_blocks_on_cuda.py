@@ -14,9 +14,8 @@ import eecore
 import emulated
 from devices import as_on_cuda, heads_in_floats
 from eecore import ops
-from eecore.models import load_model
+from eecore.models import convert_gguf, load_model
 from eecore.models.linear import MAX_SKINNY_ROWS
-from eecore.models.readers.gguf_convert import convert_gguf
 from eecore.models.weights import Filling, WeightView
 from head_packs import write_pack
 from packed_blocks import block_sizes, random_blocks

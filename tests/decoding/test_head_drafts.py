@@ -26,7 +26,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.decoding.iterate import Iterations
-from eecore.models import DraftHead, KVCache, draft_head
+from eecore.models import KVCache, draft_head, load_head
 from eecore.planning.proposal import MAX_AHEAD
 from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
@@ -112,7 +112,7 @@ def test_drafts_are_those_of_the_formula(
     monkeypatch.setattr(draft_head, "NUM_SPARE", num_spare)
     if bits == 32:
         heads_in_floats(monkeypatch)
-    head = DraftHead.load(pack, model.network)
+    head = load_head(pack, model.network)
     assert (head._head.table is None) == (bits == 32)
     others = model.config.vocab_size - len(head.vocabulary)
     num_tokens = len(head.vocabulary) + (min(others, num_spare) if bits == 4 else 0)

@@ -14,9 +14,9 @@ import eecore
 import emulated
 from devices import as_on_cuda, heads_in_floats
 from eecore import SamplingParams
-from eecore.models import checkpoint
 from eecore.models.int8 import dequantise_rows, quantise_rows
 from eecore.models.linear import MAX_SKINNY_ROWS
+from eecore.models.readers import stored_weights
 from head_packs import write_pack
 from tiers import CUDA_BACKENDS
 from tiny_models import write_model
@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "emulated":
         emulated.route(monkeypatch)
         heads_in_floats(monkeypatch)
-        monkeypatch.setattr(checkpoint, "INT8_BLOCK_DEVICES", frozenset())
+        monkeypatch.setattr(stored_weights, "INT8_BLOCK_DEVICES", frozenset())
         return "cpu"
     return "cuda"
 

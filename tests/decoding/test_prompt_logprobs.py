@@ -32,7 +32,7 @@ from eecore import (
 from eecore.decoding import prefill, prompt_logprobs
 from eecore.errors import RequestError
 from eecore.exits import Exit
-from eecore.models.llama import LlamaModel
+from eecore.models import LlamaModel
 from reference_decoding import ReferenceModel
 from tiny_models import random_prompts, write_model
 from tiny_t5 import write_t5

@@ -15,7 +15,7 @@ from eecore.cli.app import run
 from eecore.config import EngineConfig
 from eecore.engine.intake import Intake
 from eecore.exits import Auto, ConfidentExit, Exit, FixedExit, Full, SelfSpeculative
-from eecore.models.source import ModelSource
+from eecore.models import ModelSource
 from eecore.serving.remote import _Facts
 from tiny_models import write_model
 

@@ -41,10 +41,8 @@ from eecore.lab.training.loading import load_starting_point
 from eecore.lab.training.recipe import TrainingConfig
 from eecore.lab.training.run_log import read_log
 from eecore.lab.training.run_state import RunState, load_state, read_state, save_state
-from eecore.models import Tokenizer, load_model
+from eecore.models import Tokenizer, convert_gguf, load_model, model_digest
 from eecore.models.readers.gguf_checkpoint import TENSOR_NAMES
-from eecore.models.readers.gguf_convert import convert_gguf
-from eecore.models.source import model_digest
 from mutate import mutated_bytes, mutated_json, wild
 from packed_blocks import SCALES, random_blocks
 from quantised_models import Quantisation, write_quantised

@@ -18,8 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from eecore.config import RopeConfig
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
-from eecore.models import Tokenizer, load_model
-from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models import Tokenizer, convert_gguf, load_model
 from eecore.models.rope import frequencies
 from get_smollm2 import find_installed
 from tiny_gguf import ALPHABET, write_gguf

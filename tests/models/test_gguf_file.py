@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
-from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models import convert_gguf
 from eecore.models.readers.gguf_file import GGUFFile
 from tiny_gguf import ALPHABET, SPECIAL, write_gguf
 from tiny_models import write_model

@@ -16,8 +16,7 @@ from eecore import ConfidentExit, FixedExit, Full, SelfSpeculative, ops
 from eecore.cli.app import run
 from eecore.errors import CheckpointError, ModelError, UnsupportedModelError
 from eecore.exits import Exit
-from eecore.models import load_model
-from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models import convert_gguf, load_model
 from get_smollm2 import find_installed
 from real_prompts import real_prompts
 from tiny_gguf import write_gguf

@@ -13,11 +13,8 @@ import torch
 
 from eecore.config import RopeConfig
 from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
-from eecore.models import load_model
+from eecore.models import convert_gguf, load_model, load_tokenizer, model_digest, read_config
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
-from eecore.models.readers.gguf_convert import convert_gguf
-from eecore.models.readers.load import load_tokenizer, read_config
-from eecore.models.source import model_digest
 from tiny_gguf import ALPHABET, write_gguf
 from tiny_models import FAMILIES, write_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eecore.models.readers.find_head import SHIPPED
-from eecore.models.readers.head_file import HeadFile, HeadSettings
+from eecore.models.readers.head_file import HeadFile, read_head_settings
 
 PACKS = sorted(SHIPPED.iterdir())
 MOST_BYTES = {"smollm2-135m-instruct": 20_000_000, "qwen2.5-coder-0.5b-instruct": 25_000_000}
@@ -27,14 +27,14 @@ def shares_of(card: str, row: str) -> list[float]:
 
 
 def test_each_is_of_a_model_of_its_own() -> None:
-    digests = [HeadSettings.read(pack).digest for pack in PACKS]
+    digests = [read_head_settings(pack).digest for pack in PACKS]
     assert len(PACKS) >= 2
     assert len(set(digests)) == len(digests)
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.name)
 def test_its_files_are_whole(pack: Path) -> None:
-    settings = HeadSettings.read(pack)
+    settings = read_head_settings(pack)
     file = HeadFile(pack, settings)
     assert (file.vocabulary[1:] > file.vocabulary[:-1]).all()
     files = {path.name: path.stat().st_size for path in pack.iterdir()}
@@ -57,7 +57,7 @@ def test_its_card_says_what_it_is(pack: Path) -> None:
     assert training["tokens"] == pytest.approx((1 - HELD_OUT) * words, rel=0.01)
     assert re.search(rf"\b{training['steps']:,}|\b{training['steps']}\b", card)
     weights = sum(
-        tensor.numel() for tensor in HeadFile(pack, HeadSettings.read(pack)).tensors.values()
+        tensor.numel() for tensor in HeadFile(pack, read_head_settings(pack)).tensors.values()
     )
     assert f"{weights / 1e6:.1f}M weights" in card
     size = (pack / "head.safetensors").stat().st_size

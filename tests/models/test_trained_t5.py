@@ -14,7 +14,7 @@ from devices import cpu_only, load
 from eecore.calibration import read_examples
 from eecore.calibration.exit_scores import forced_states
 from eecore.lab.evaluation import Scored
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "bench" / "models" / "calm-intents"
 MEASURES = ("softmax", "state", "classifier")

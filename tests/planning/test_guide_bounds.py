@@ -199,7 +199,7 @@ def test_an_interrupt_at_any_line_leaves_guides_that_can_be_compiled(guides: Gui
 def test_processes_end_with_their_guides(tiny: eecore.Model) -> None:
     guides = Guides(tiny.tokenizer, tiny.config.vocab_size, tiny.config.eos_token_ids)
     guides.follow(Guide.regex("a"))
-    server = guides._fork._server
+    server = guides._fork._fork._server
     assert server is not None
     assert server[1].poll() is None
     del guides

@@ -29,7 +29,7 @@ from eecore import errors as eecores
 from eecore.channel import Channel
 from eecore.exits import ExitClassifier
 from eecore.generation import load
-from eecore.models.source import ModelSource
+from eecore.models import ModelSource
 from eecore.models.text.chat_template import ChatTemplateError
 from eecore.output import PromptLogprob, StepOutput
 from eecore.serving.wire import STEP_FIELDS, Start, Wire, error_of, plain_classifier, plain_error

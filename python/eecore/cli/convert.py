@@ -28,7 +28,7 @@ def convert(
     if found != "nothing" and (found != "a directory" or any(directory.iterdir())):
         raise UsageError(f"{shown_path(directory)}: expected a new or empty directory")
     with spinner(f"converting {file}"):
-        from eecore.models.readers.gguf_convert import convert_gguf
+        from eecore.models import convert_gguf
 
         convert_gguf(file, directory, dtype)
     print(f"wrote {directory}", file=sys.stderr)

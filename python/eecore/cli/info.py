@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from eecore.config import AnyModelConfig, ModelConfig
+    from eecore.models import Tokenizer
     from eecore.models.readers.quantised_layout import Layout
-    from eecore.models.text.tokenizer import Tokenizer
 
 FORMATS = ("float32", "bfloat16", "float16")
 
@@ -79,12 +79,12 @@ def model_facts(directory: Path) -> dict[str, Any]:
 def _head_facts(directory: Path) -> dict[str, Any] | None:
     """Of the draft head beside the model, where there is one."""
     from eecore.models.readers.find_head import pack_beside
-    from eecore.models.readers.head_file import HeadSettings
+    from eecore.models.readers.head_file import read_head_settings
 
     pack = pack_beside(directory)
     if pack is None:
         return None
-    settings = HeadSettings.read(pack)
+    settings = read_head_settings(pack)
     return {
         "path": str(pack),
         "taps": list(settings.taps),
@@ -101,11 +101,10 @@ def _directory_facts(
     import torch
 
     from eecore.config import ModelConfig
+    from eecore.models import Tokenizer, read_layout
     from eecore.models.readers.checkpoint import Checkpoint
     from eecore.models.readers.config_json import read_model_config
     from eecore.models.readers.load import choose_device, choose_model_dtype
-    from eecore.models.readers.quantised_checkpoint import read_layout
-    from eecore.models.text.tokenizer import Tokenizer
 
     config = read_model_config(directory)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
@@ -134,15 +133,15 @@ def _quantised_facts(
     import torch
 
     from eecore.models.readers.checkpoint import Checkpoint, with_stored_tying
-    from eecore.models.readers.load import choose_dtype, stored_model_dtype
-    from eecore.models.readers.packed_load import memory_of
+    from eecore.models.readers.load import choose_dtype
     from eecore.models.readers.quantised_checkpoint import QuantisedCheckpoint
+    from eecore.models.readers.stored_weights import memory_of
 
     with Checkpoint(directory) as files:
         checkpoint = QuantisedCheckpoint(files, layout, config)
         tied = with_stored_tying(config, checkpoint)
-        stored = stored_model_dtype(checkpoint, tied)
-        dtype = choose_dtype(None, torch.device("cpu"), stored)
+        device = torch.device("cpu")
+        dtype = choose_dtype(None, device, checkpoint.model_dtype(tied, device))
         memory = memory_of(checkpoint, tied, dtype)
         kinds = {name: checkpoint.kind(name) for name in checkpoint.names}
         paths = {files.path_of(name) for name in files.names}
@@ -173,17 +172,16 @@ def _file_facts(
     import torch
 
     from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
-    from eecore.models.readers.gguf_load import check_kinds, gguf_tokenizer, stored_dtype
     from eecore.models.readers.load import choose_dtype
 
     checkpoint = GGUFCheckpoint(path)
-    check_kinds(checkpoint)
+    checkpoint.check_kinds()
     config, names = checkpoint.config, checkpoint.names
     sizes = {name: checkpoint.num_bytes(name) for name in names}
     numbers = {name: math.prod(checkpoint.shape(name)) for name in names}
     looked_up = 0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
     device = torch.device("cpu")
-    dtype = choose_dtype(None, device, stored_dtype(checkpoint, device))
+    dtype = choose_dtype(None, device, checkpoint.model_dtype(config, device))
     facts = {
         "stored_dtypes": sorted({checkpoint.kind(name) for name in names}),
         "bytes_on_disk": sum(part.stat().st_size for part in checkpoint.file.paths),
@@ -195,7 +193,7 @@ def _file_facts(
             for name in names
         },
     }
-    return config, gguf_tokenizer(checkpoint), dtype, facts
+    return config, checkpoint.tokenizer(config.vocab_size), dtype, facts
 
 
 def _bits(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:

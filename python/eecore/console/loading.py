@@ -133,7 +133,7 @@ def options_for(directory: Path, policy: Exit | None, options: dict[str, Any]) -
     """Options of :func:`eecore.load` for a policy, which is checked against the model's shape."""
     if policy is None:
         return options
-    from eecore.models.readers.load import read_config
+    from eecore.models import read_config
 
     config = read_config(directory)
     policy.check(config.num_layers, config.hidden_size)

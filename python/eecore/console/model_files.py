@@ -41,7 +41,7 @@ def load_classifier(path: Path, directory: Path | None) -> ExitClassifier:
 
 def _check_made_for(classifier: Path, directory: Path) -> None:
     """ExitError unless the model is the one that a classifier names, if it names one."""
-    from eecore.models.source import model_digest
+    from eecore.models import model_digest
     from eecore.tensor_files import TensorFile
 
     with TensorFile(classifier, ExitError) as file:

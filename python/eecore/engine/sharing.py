@@ -13,7 +13,7 @@ from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.client import Client
 from eecore.exits import Exit
 from eecore.guide import Guide
-from eecore.models.source import ModelSource
+from eecore.models import ModelSource
 from eecore.output import StepOutput
 from eecore.scheduling.sequence import Sequence
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from eecore.models import Tokenizer
-from eecore.models.text.tokenizer import IncrementalDecoder
+from eecore.models import IncrementalDecoder, Tokenizer
 
 __all__ = ["Decoded", "TextStream"]
 

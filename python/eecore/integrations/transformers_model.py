@@ -18,11 +18,10 @@ from eecore.errors import CheckpointError, ModelError
 from eecore.generation import Model, engine_limits
 from eecore.integrations.transformers_modules import check_modules, look
 from eecore.json_fields import parse_json
-from eecore.models import ModelSource, Network, Tokenizer, adopt, find_head
+from eecore.models import ModelSource, Network, Tokenizer, adopt, find_head, model_digest
 from eecore.models.readers.checkpoint import Checkpoint
 from eecore.models.readers.config_json import ConfigFields, model_config
 from eecore.models.rope import frequencies
-from eecore.models.source import model_digest
 from eecore.values import shown
 
 if TYPE_CHECKING:

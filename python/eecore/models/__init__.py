@@ -4,16 +4,22 @@ from eecore.models.attention import AttentionBatch, CrossBatch
 from eecore.models.draft_head import DraftHead, SeenKeys
 from eecore.models.kv_cache import KVCache
 from eecore.models.llama import LlamaModel, LlamaWeights
-from eecore.models.network import Network, cache_dtype
+from eecore.models.network import Network, cache_dtype, network_digest
 from eecore.models.readers import adopt
-from eecore.models.readers.find_head import find_head
-from eecore.models.readers.load import load_first_layers, load_model
-from eecore.models.source import ModelSource
+from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models.readers.find_head import find_head, load_head
+from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models.readers.load import load_first_layers, load_model, load_tokenizer, read_config
+from eecore.models.readers.quantised_checkpoint import read_layout
+from eecore.models.source import ModelSource, exits_file, model_digest
 from eecore.models.t5 import T5Model
+from eecore.models.text.chat_template import ChatTemplate
 from eecore.models.text.tokenizer import IncrementalDecoder, Tokenizer
 
 __all__ = [
     "AttentionBatch",
+    "ChatTemplate",
+    "Checkpoint",
     "CrossBatch",
     "DraftHead",
     "IncrementalDecoder",
@@ -27,7 +33,15 @@ __all__ = [
     "Tokenizer",
     "adopt",
     "cache_dtype",
+    "convert_gguf",
+    "exits_file",
     "find_head",
     "load_first_layers",
+    "load_head",
     "load_model",
+    "load_tokenizer",
+    "model_digest",
+    "network_digest",
+    "read_config",
+    "read_layout",
 ]

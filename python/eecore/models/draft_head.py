@@ -12,33 +12,93 @@ Cai et al. 2024; Hydra, Ankner et al. 2024; EAGLE-3, Li et al. 2025; recurrent d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.errors import ModelError
+from eecore.config import ModelConfig
 from eecore.models.head_vocabulary import NUM_SPARE, HeadVocabulary, matrix_rows
-from eecore.models.network_digest import network_digest
-from eecore.models.readers.head_file import CONFIG_NAME, HeadFile, HeadSettings
+from eecore.models.kv_cache import KVCache
+from eecore.models.linear import Linear
 from eecore.ops import Matrix
-from eecore.readable import path_of, shown_path
 
-if TYPE_CHECKING:
-    from eecore.models.kv_cache import KVCache
-    from eecore.models.llama import LlamaModel
-
-__all__ = ["DraftHead", "SeenKeys"]
+__all__ = ["DraftHead", "HeadModel", "HeadSettings", "SeenKeys"]
 
 LAYERS = "Q4_1"
 """Blocks of a head's own matrices."""
 OWN_ROWS = "Q8_0"
 """Blocks of these rows where the model's own confidence is measured, and its LM head has blocks."""
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What a head's ``head.json`` says of it."""
+
+    digest: str
+    """Of the model, see :func:`eecore.models.network_digest`."""
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    weights: str
+    """What the model's weights were stored in when it was trained."""
+    taps: tuple[int, ...]
+    """Layers behind whose states it starts, ascending; the last one is the model's last."""
+    intermediate_size: int
+    num_blocks: int
+    vocabulary_size: int
+    agreement: tuple[float, ...]
+    """Of the first draft with the model's own token on held-out text, of the second, ..."""
+    attended: tuple[tuple[int, int], ...] = ()
+    """Of the model's cache, (layer, key head): whose keys and values each step attends to; layers
+    from 0."""
+    queries: int = 0
+    """Features of the queries to one key head, all its query heads together; 0 without any."""
+
+
+class HeadWeights(Protocol):
+    """The weights of a model that its draft head shares."""
+
+    @property
+    def final_norm(self) -> Tensor:
+        """[hidden_size]"""
+        ...
+
+    @property
+    def lm_head(self) -> Matrix:
+        """[vocab_size, hidden_size]"""
+        ...
+
+
+class HeadModel(Protocol):
+    """What a draft head needs of the model that it drafts for, :class:`LlamaModel` for one."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    linear: Linear
+
+    @property
+    def weights(self) -> HeadWeights:
+        """The model's own, which are not changed."""
+        ...
+
+    def rotate(
+        self, q: Tensor, positions: Tensor, kv: KVCache, no_keys: tuple[Tensor, Tensor]
+    ) -> None:
+        """Give queries their rotary embedding, in place."""
+        ...
+
+    def attend(
+        self, q: Tensor, layer: int, heads: slice, kv: KVCache, texts: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """What queries find among keys of a layer: [num_rows, num_heads, head_dim]."""
+        ...
 
 
 class _Block(NamedTuple):
@@ -91,20 +151,26 @@ class DraftHead:
     dtype.
 
     Args:
-        file: of the pack.
         network: the model; not changed.
-
-    Attributes:
         path: the pack's directory.
-        settings: of its ``head.json``.
+        settings: what its ``head.json`` says.
+        tensors: of the pack, by name, in float32.
+        vocabulary: int64 [vocabulary_size], the tokens that it always knows.
     """
 
-    def __init__(self, file: HeadFile, network: LlamaModel) -> None:
-        self.path, self.settings = file.path, file.settings
+    def __init__(
+        self,
+        network: HeadModel,
+        path: Path,
+        settings: HeadSettings,
+        tensors: Mapping[str, Tensor],
+        vocabulary: Tensor,
+    ) -> None:
+        self.path, self.settings = path, settings
         self._linear = network.linear
         self._eps = network.config.rms_norm_eps
         form = _Form(network)
-        tensors, norm, matrix = file.tensors, form.floats, form.matrix
+        norm, matrix = form.floats, form.matrix
         self._taps = [
             (norm(tensors["taps.norm"][i]), matrix(tensors["taps.weight"][i]))
             for i in range(len(self.settings.taps))
@@ -138,7 +204,7 @@ class DraftHead:
                 ],
             )
         self._norm, self._final_norm = norm(tensors["norm"]), network.weights.final_norm
-        self.vocabulary = file.vocabulary.to(network.device)
+        self.vocabulary = vocabulary.to(network.device)
         """int64 [vocabulary_size]: the tokens that it always knows."""
         self._lm_head = network.weights.lm_head
         self._texts: HeadVocabulary | None = None
@@ -149,32 +215,6 @@ class DraftHead:
             if self._texts is None
             else self._texts.rows
         )
-
-    @classmethod
-    def load(cls, path: str | Path, network: LlamaModel) -> DraftHead:
-        """From a pack's directory.
-
-        Raises:
-            ModelError: it is no pack, not whole, or of another model.
-        """
-        directory = path_of(path, ModelError)
-        settings = HeadSettings.read(directory)
-        config, place = network.config, shown_path(directory / CONFIG_NAME)
-        for name in ("num_layers", "hidden_size", "vocab_size"):
-            if getattr(settings, name) != getattr(config, name):
-                raise ModelError(
-                    f"{place}: model.{name}: expected {getattr(config, name)}, as the model has it,"
-                    f" got {getattr(settings, name)}"
-                )
-        digest = network_digest(network)
-        if settings.digest != digest:
-            raise ModelError(
-                f"{place}: model.digest: expected {digest}, the model's, got {settings.digest}: it "
-                "was trained for another model"
-            )
-        if settings.attended:
-            _check_attended(settings, network, place)
-        return cls(HeadFile(directory, settings), network)
 
     @property
     def tokens(self) -> Tensor:
@@ -303,36 +343,10 @@ def _calls(attended: Sequence[tuple[int, int]]) -> list[tuple[int, slice, int, i
     return calls
 
 
-def _check_attended(settings: HeadSettings, network: LlamaModel, place: str) -> None:
-    """That the model has what a head attends to.
-
-    Raises:
-        ModelError: it has not.
-    """
-    config = network.config
-    queries = config.num_q_heads // config.num_kv_heads * config.head_dim
-    if settings.queries != queries:
-        raise ModelError(
-            f"{place}: attention.queries: expected {queries}, as the model's key heads have, got "
-            f"{settings.queries}"
-        )
-    for layer, key_head in settings.attended:
-        if key_head >= config.num_kv_heads:
-            raise ModelError(
-                f"{place}: attention.key_heads: expected 0..{config.num_kv_heads - 1}, got "
-                f"{key_head}"
-            )
-        if config.layer_windows[layer]:
-            raise ModelError(
-                f"{place}: attention.layers: expected layers that attend to whole texts, got "
-                f"{layer}, which sees {config.layer_windows[layer]} tokens"
-            )
-
-
 class _Form:
     """How one model's head stores its numbers."""
 
-    def __init__(self, network: LlamaModel) -> None:
+    def __init__(self, network: HeadModel) -> None:
         self._device, self._dtype = network.device, network.dtype
         self._hidden_size = network.config.hidden_size
 

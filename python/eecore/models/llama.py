@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.nn import functional
 from eecore import ops
 from eecore.config import ModelConfig
 from eecore.models.attention import AttentionBatch, keys_per_split
+from eecore.models.draft_head import DraftHead
 from eecore.models.kv_cache import KVCache
 from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
@@ -27,9 +28,6 @@ from eecore.models.rope import RopeTable
 from eecore.models.source import ModelSource
 from eecore.models.weights import Care, NewWeights, WeightView
 from eecore.ops import Matrix
-
-if TYPE_CHECKING:
-    from eecore.models.draft_head import DraftHead
 
 # Names in a checkpoint.
 EMBEDDINGS = "model.embed_tokens.weight"

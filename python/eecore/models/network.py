@@ -1,12 +1,17 @@
-"""The models that eecore runs; a T5 has an encoder besides."""
+"""The models that eecore runs, of which a T5 has an encoder too, and what tells them apart."""
+
+from __future__ import annotations
+
+import hashlib
 
 import torch
+from torch import Tensor
 
 from eecore.errors import ModelError
 from eecore.models.llama import LlamaModel
 from eecore.models.t5 import T5Model
 
-__all__ = ["Network", "cache_dtype"]
+__all__ = ["Network", "cache_dtype", "network_digest"]
 
 Network = LlamaModel | T5Model
 
@@ -37,4 +42,26 @@ def cache_dtype(network: Network, kv_cache_dtype: str) -> torch.dtype:
     raise ModelError(
         f"kv_cache_dtype: expected auto, fp8 or the dtype of states, "
         f"{str(dtype).removeprefix('torch.')}, on {network.device.type}, got {kv_cache_dtype}"
+    )
+
+
+def network_digest(network: LlamaModel) -> str:
+    """SHA-256, in hex, of a model's sizes and of its norms: bfloat16's numbers, as float32.
+
+    Quantising leaves norms alone, so that a draft head that was trained for a model goes with every
+    quantisation of it. In this order: ``"num_layers hidden_size vocab_size"``, final_norm
+    [hidden_size], attention_norm [num_layers, hidden_size] and mlp_norm [num_layers, hidden_size].
+    """
+    config, weights = network.config, network.weights
+    digest = hashlib.sha256(
+        f"{config.num_layers} {config.hidden_size} {config.vocab_size}".encode("ascii")
+    )
+    for norm in (weights.final_norm, weights.attention_norm, weights.mlp_norm):
+        digest.update(_little_endian(norm))
+    return digest.hexdigest()
+
+
+def _little_endian(norm: Tensor) -> bytes:
+    return bytes(
+        norm.detach().to("cpu", torch.bfloat16).float().contiguous().numpy().astype("<f4").tobytes()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,10 +11,12 @@ from pathlib import Path
 
 from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
-from eecore.models.readers.gguf_file import part_files
 from eecore.readable import regular_file
 
-__all__ = ["ModelSource", "exits_file", "model_digest"]
+__all__ = ["ModelSource", "exits_file", "model_digest", "part_files"]
+
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""The name of a part: the model's, its own number from 1 on, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +94,13 @@ def model_digest(directory: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def part_files(path: Path) -> list[Path]:
+    """All files of a model of which one part is at a path, by their names; that file alone, where
+    its name is not one of a part's."""
+    match = PART.fullmatch(path.name)
+    if match is None or int(match[3]) == 0:
+        return [path]
+    count = int(match[3])
+    return [path.with_name(f"{match[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]

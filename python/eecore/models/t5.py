@@ -9,7 +9,7 @@ self attention alone, and no score is scaled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,13 @@ from torch.nn import functional
 from eecore import ops
 from eecore.config import T5Config
 from eecore.models.attention import AttentionBatch, CrossBatch, keys_per_split
+from eecore.models.draft_head import DraftHead
 from eecore.models.kv_cache import KVCache
 from eecore.models.layer_flags import LayerFlags
 from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
 from eecore.models.t5_weights import T5Weights
 from eecore.ops import Matrix
-
-if TYPE_CHECKING:
-    from eecore.models.draft_head import DraftHead
 
 __all__ = ["T5Model"]
 

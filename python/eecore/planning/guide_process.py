@@ -7,15 +7,12 @@ more time or memory than it may. All are forked from one that has read the token
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import resource
 import signal
-import socket
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from eecore.bounded_process import MAX_SHOWN, bounded_seconds, limit_memory, used_memory
 from eecore.channel import Channel
 from eecore.guide import without_unknown_formats
 from eecore.planning.gbnf import is_gbnf, lark_of
@@ -23,48 +20,27 @@ from eecore.planning.gbnf import is_gbnf, lark_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["MAX_SHOWN", "main"]
+__all__ = ["prepared"]
 
-# Characters of an error that are shown.
-MAX_SHOWN = 300
 # Whitespace between the parts of JSON: models that are not sure could go on with it for ever.
 WHITESPACE = r"( |\n([ ]{0,32}|\t{0,16}))?"
 
 
-def main(end: int) -> None:
-    """Fork a process for each guide, until the engine has gone.
+def prepared(text: str, vocab_size: int, eos_token_ids: list[int]) -> Callable[[Channel], None]:
+    """What the process of a guide does: see :class:`eecore.bounded_process.Fork`.
 
     Args:
-        end: a file descriptor, of a socket to the engine.
+        text: the model's tokenizer, as a tokenizer.json.
+        vocab_size: of its logits.
+        eos_token_ids: that end its texts.
+
+    Raises:
+        ValueError: llguidance does not read the tokenizer.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):  # Ctrl-C reaches all processes
-        signal.signal(number, signal.SIG_IGN)
-    server = socket.socket(fileno=end)
-    channel = Channel(server)
-    message = channel.receive()
-    if message is None:
-        return
     from llguidance import LLTokenizer
 
-    text, vocab_size, eos_token_ids = message
-    try:
-        tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or None)
-    except ValueError as error:
-        channel.send((str(error)[:MAX_SHOWN],))
-        return
-    channel.send(("",))
-    gc.freeze()  # what is forked then shares it
-    while True:
-        said, ends, _, _ = socket.recv_fds(server, 1, 1)
-        if not said:
-            return
-        if os.fork() == 0:
-            try:
-                server.close()
-                _Follower(tokenizer, Channel(socket.socket(fileno=ends[0]))).run()
-            finally:
-                os._exit(0)
-        os.close(ends[0])
+    tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    return lambda channel: _Follower(tokenizer, channel).run()
 
 
 class _Follower:
@@ -81,16 +57,14 @@ class _Follower:
 
     def run(self) -> None:
         """Until the engine has gone, or a call takes too much."""
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
         message = self._channel.receive()
         if message is None:
             return
         *guide, bounds = message
         compile_seconds, call_seconds, mask_seconds, memory = bounds
-        _limit_memory(memory)
-        signal.setitimer(signal.ITIMER_PROF, compile_seconds)
-        error = self._compile(*guide)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        limit_memory(used_memory() + memory)
+        with bounded_seconds(compile_seconds):
+            error = self._compile(*guide)
         self._channel.send((error,))
         seconds = call_seconds
         while (message := self._channel.receive()) is not None:
@@ -158,12 +132,3 @@ def _escaped(text: str) -> str:
 
 def _error(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:MAX_SHOWN]
-
-
-def _limit_memory(size: int) -> None:
-    """Have an allocation fail, and end the process, that goes beyond so many bytes more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + size
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says how it failed

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import socket
-import subprocess
-import sys
-import threading
-import time
-from contextlib import suppress
 from typing import Any, NamedTuple
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
-from eecore.channel import Channel
+from eecore.bounded_process import BoundedProcess, Fork, NotPrepared
+from eecore.channel import Message
 from eecore.errors import GuideError
 from eecore.guide import Guide
 
 __all__ = ["Bounds", "GuideFork", "GuideProcess", "Matcher"]
 
-# Looks for packages where this process does, not where it happens to be.
-PROGRAM = (
-    "import sys; end = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
-    "from eecore.planning.guide_process import main; main(end)"
-)
 # Processes of guides at once; the one that was asked least recently ends for another.
 MAX_PROCESSES = 32
 # What a guide may cost: a few tens of milliseconds for a mask, where nothing is ambiguous.
@@ -64,10 +54,7 @@ class GuideFork:
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
-        self._start = (tokenizer, vocab_size, eos_token_ids)
-        self._lock = threading.Lock()
-        self._server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None
-        """What forks, with the process that started it."""
+        self._fork = Fork("eecore.planning.guide_process", tokenizer, vocab_size, eos_token_ids)
         self._processes: WeakSet[GuideProcess] = WeakSet()
 
     def process(self, guide: Guide) -> GuideProcess:
@@ -76,7 +63,14 @@ class GuideFork:
         Raises:
             GuideError: it cannot be compiled within bounds, or nothing can follow it.
         """
-        process = GuideProcess(guide, self._forked())
+        if importlib.util.find_spec("llguidance") is None:
+            raise GuideError("guide: expected llguidance to be there: pip install 'eecore[guided]'")
+        try:
+            process = GuideProcess(guide, self._fork.connected())
+        except NotPrepared as error:
+            raise GuideError(
+                f"guide: expected a tokenizer that llguidance reads, got: {error}"
+            ) from None
         self._processes.add(process)
         alive = [each for each in self._processes if not each.is_closed]
         for oldest in sorted(alive, key=lambda each: each.asked_at)[:-MAX_PROCESSES]:
@@ -84,69 +78,24 @@ class GuideFork:
         process.compile()
         return process
 
-    def _forked(self) -> Channel:
-        """A channel to a new process."""
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            server = self._server
-            if server is None or server[0] != os.getpid() or server[1].poll() is not None:
-                server = self._server = (os.getpid(), *self._started())
-            socket.send_fds(server[2], [b"+"], [theirs.fileno()])
-        return Channel(ours)
 
-    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        if importlib.util.find_spec("llguidance") is None:
-            raise GuideError("guide: expected llguidance to be there: pip install 'eecore[guided]'")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            server = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *sys.path],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        channel = Channel(ours)
-        with suppress(OSError):
-            channel.send(self._start)
-        message = channel.receive()
-        if message is None or message[0]:
-            _end(server, ours)
-            why = message[0] if message else f"its process ended, with exit code {server.wait()}"
-            raise GuideError(f"guide: expected a tokenizer that llguidance reads, got: {why}")
-        finalize(self, _end, server, ours)
-        return server, ours
-
-
-def _end(server: subprocess.Popen[bytes], end: socket.socket) -> None:
-    """Have a process end that hears of it at once."""
-    end.close()
-    server.wait()
-
-
-class GuideProcess:
+class GuideProcess(BoundedProcess):
     """A process that follows one guide, for any number of requests.
 
     Args:
         guide: what it follows.
-        channel: to the process.
+        end: a socket to the process.
     """
 
-    def __init__(self, guide: Guide, channel: Channel) -> None:
-        self._guide, self._channel = guide, channel
-        self._lock = threading.RLock()  # a thread that was interrupted may still hold it
+    def __init__(self, guide: Guide, end: socket.socket) -> None:
+        super().__init__(end)
+        self._guide = guide
         self.numbers = itertools.count(1)
         """Numbers for copies of its matcher."""
         self.forgotten: list[int] = []
         """Matchers that are not needed any more."""
         self.failure: GuideError | None = None
         """Why the guide cannot be followed, once it is known."""
-        self._is_open, self._owner = True, os.getpid()
-        self.asked_at = time.monotonic()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nobody here can ask it any more."""
-        return not self._is_open or self._owner != os.getpid()
 
     def compile(self) -> None:
         """Compile the guide.
@@ -155,7 +104,7 @@ class GuideProcess:
             GuideError: it cannot be compiled within bounds, or nothing can follow it.
         """
         what = f"guide: expected a {self._guide.kind} that"
-        answer = self._asked((self._guide.kind, self._guide.text, LIMITS, tuple(BOUNDS)))
+        answer = self.ask((self._guide.kind, self._guide.text, LIMITS, tuple(BOUNDS)))
         if answer is None:
             self.failure = GuideError(f"{what} can be compiled within bounds, got one too complex")
         elif answer[0]:
@@ -175,7 +124,7 @@ class GuideProcess:
             GuideError: the matcher cannot go on, or takes too much.
         """
         forgotten, self.forgotten = self.forgotten, []
-        answer = self._asked((number, calls, forgotten))
+        answer = self.ask((number, calls, forgotten))
         if answer is None:
             what = f"guide: expected a {self._guide.kind} that can be followed within bounds"
             error = GuideError(f"{what}, got one too complex")
@@ -188,28 +137,15 @@ class GuideProcess:
             raise GuideError(f"guide: expected to follow it, got: {said}")
         return list(answers)
 
-    def close(self) -> None:
-        """End the process."""
-        if not self.is_closed:
-            self._is_open = False
-            self._channel.close()
+    def ask(self, message: Message) -> Message | None:
+        """The answer; None: the process has ended, since the kernel ended it.
 
-    def _asked(self, message: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What the process answers; None: it has ended, since the kernel ended it."""
-        with self._lock:
-            if self.failure is not None:
-                raise self.failure
-            self.asked_at = time.monotonic()
-            try:
-                with suppress(OSError):
-                    self._channel.send(message)
-                return self._channel.receive()
-            except BaseException:  # an interrupt: half of an answer may have been read
-                self.close()
-                raise
-
-    def __del__(self) -> None:
-        self.close()
+        Raises:
+            GuideError: the guide cannot be followed, as was known before.
+        """
+        if self.failure is not None:
+            raise self.failure
+        return super().ask(message)
 
 
 class Matcher:

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from eecore.errors import ModelError, RequestError
-from eecore.models.text.chat_template import ChatTemplate
+from eecore.models import ChatTemplate
 from eecore.serving.protocol import Conversation
 from eecore.serving.refusals import invalid
 from eecore.serving.served import ServedModel

@@ -24,8 +24,7 @@ from eecore.engine.intake import Intake
 from eecore.errors import EngineLostError, RequestError
 from eecore.exits import Exit
 from eecore.guide import Guide
-from eecore.models.readers.load import load_tokenizer
-from eecore.models.source import ModelSource
+from eecore.models import ModelSource, load_tokenizer
 from eecore.output import StepOutput
 from eecore.serving.connection import Connection
 from eecore.serving.wire import Start

@@ -19,7 +19,7 @@ from safetensors.torch import save as bytes_of
 from eecore import calibration_file, config, errors, exits, guide, output
 from eecore.config import AnyModelConfig, EngineConfig
 from eecore.exits import CLASSIFIER_TENSORS, ExitClassifier
-from eecore.models.source import ModelSource
+from eecore.models import ModelSource
 from eecore.output import PromptLogprob, StepOutput
 
 __all__ = [

@@ -18,7 +18,7 @@ from eecore.cli.app import run
 from eecore.exits import Exit
 from eecore.lab.evaluation import TimedRun, evaluate_calm
 from eecore.lab.evaluation.calm import exit_rate, inner_token_latency, throughput
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 from eecore.output import Output, RequestStats
 from tiny_models import random_prompts, write_model
 from tiny_t5 import write_t5

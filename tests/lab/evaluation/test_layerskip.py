@@ -28,7 +28,7 @@ from eecore.lab.evaluation import (
     sweep_speculation,
 )
 from eecore.lab.training.interrupts import StopRequest
-from eecore.models.source import ModelSource
+from eecore.models import ModelSource
 from eecore.planning.auto import best_exit_layers
 from tiny_models import random_prompts
 

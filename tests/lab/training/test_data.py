@@ -12,7 +12,7 @@ import torch
 from eecore.errors import TrainingError
 from eecore.lab.training import BatchOrder, TokenData, collate, read_data
 from eecore.lab.training.data import BUCKET_BATCHES, from_pairs, from_text
-from eecore.models.text.tokenizer import Tokenizer
+from eecore.models import Tokenizer
 from tiny_models import write_byte_tokenizer
 
 END = 257

@@ -33,9 +33,8 @@ from eecore.lab.training.head_loss import (
 from eecore.lab.training.head_queries import begin_queries
 from eecore.lab.training.head_run import choose_vocabulary, is_held_out
 from eecore.lab.training.head_states import APART
-from eecore.models import KVCache
+from eecore.models import KVCache, network_digest
 from eecore.models.head_vocabulary import matrix_rows
-from eecore.models.network_digest import network_digest
 from tiny_models import random_prompts, write_model
 
 HIDDEN, VOCAB, EPS = 8, 20, 1e-5

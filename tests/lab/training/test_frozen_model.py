@@ -21,8 +21,7 @@ from eecore.lab.training import (
     load_starting_point,
     model_digest,
 )
-from eecore.models import load_model
-from eecore.models.llama import LlamaModel
+from eecore.models import LlamaModel, load_model
 from quantised_models import Quantisation, write_quantised
 from tiny_gguf import write_gguf
 from tiny_models import write_model

@@ -15,7 +15,7 @@ import score_intents
 import train_intents
 from eecore.errors import TrainingError
 from eecore.lab.training import LastLayerLoss, TrainingConfig
-from eecore.models.text.tokenizer import Tokenizer
+from eecore.models import Tokenizer
 from intent_grammar import Grammar
 from intent_names import DEVICES, seen_and_held_out
 from make_data import SPLITS, Sizes, make_data, spoken, write

@@ -25,7 +25,7 @@ from eecore.lab.answers.asking import ABOUT
 from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
 from eecore.lab.training.head_keys import TextKeys, keys_at
 from eecore.lab.training.head_run import is_held_out
-from eecore.models.network_digest import network_digest
+from eecore.models import network_digest
 from tiny_models import write_model
 from tiny_t5 import write_t5
 
@@ -150,7 +150,7 @@ def test_the_runtime_drafts_by_it(
     assert sum(output.stats.accepted for output in got) > 0
 
     heads_in_floats(monkeypatch)
-    head, runs = _trained_head(trained), models.DraftHead.load(trained, model.network)
+    head, runs = _trained_head(trained), models.load_head(trained, model.network)
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(5, 3, 64, generator=generator)
     embedded = torch.randn(5, 64, generator=generator)

@@ -28,7 +28,7 @@ from eecore.output import Output
 from eecore.readable import is_file, shown_path
 
 if TYPE_CHECKING:
-    from eecore.models.text.tokenizer import Tokenizer
+    from eecore.models import Tokenizer
 
 __all__ = [
     "QuestionSettings",

@@ -71,7 +71,7 @@ def layerskip(
 
     from eecore.calibration import read_examples
     from eecore.lab.evaluation import evaluate_layerskip
-    from eecore.models.readers.load import read_config
+    from eecore.models import read_config
 
     examples = read_examples(data, limit=limit)
     config = read_config(directory)
@@ -147,8 +147,7 @@ def sweep(
     from eecore.exits import SelfSpeculative
     from eecore.lab.evaluation import default_exit_layers, known_exits, plots, sweep_speculation
     from eecore.lab.training import stop_on_signals
-    from eecore.models.readers.load import read_config
-    from eecore.models.source import exits_file
+    from eecore.models import exits_file, read_config
 
     prompts = [example.prompt for example in read_examples(data, limit=limit)]
     drafts = parse_layers("--num-drafts", num_drafts, what="numbers")

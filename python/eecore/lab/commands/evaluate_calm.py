@@ -101,7 +101,7 @@ def calm(
 
     from eecore.calibration import SIMILARITIES, read_examples
     from eecore.lab.evaluation import evaluate_calm, plots
-    from eecore.models.readers.load import read_config
+    from eecore.models import read_config
 
     if metric not in SIMILARITIES:
         raise UsageError(f"--metric: expected {', '.join(SIMILARITIES)}, got {metric!r}")

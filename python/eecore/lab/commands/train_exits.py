@@ -273,7 +273,7 @@ def stored_weights(path: Path, network: LlamaModel) -> str:
             sizes[checkpoint.kind(name)] += checkpoint.num_bytes(name)
         return sizes.most_common(1)[0][0]
     if network.weights.qkv.is_quantised:
-        from eecore.models.readers.quantised_checkpoint import read_layout
+        from eecore.models import read_layout
 
         layout = read_layout(path)
         return "quantised" if layout is None else layout.method
@@ -289,7 +289,7 @@ def _check_model(path: Path, taps: str | None, vocabulary: int) -> None:
     """What the header of a model says is enough to refuse it."""
     from eecore.config import ModelConfig
     from eecore.errors import ModelError
-    from eecore.models.readers.load import read_config
+    from eecore.models import read_config
 
     config = read_config(path)
     if not isinstance(config, ModelConfig):
@@ -338,7 +338,7 @@ def _states_settings(
     network: LlamaModel, weights: str, taps: str | None, attend: int
 ) -> StatesSettings:
     from eecore.lab.training import StatesSettings, choose_attended
-    from eecore.models.network_digest import network_digest
+    from eecore.models import network_digest
 
     config = network.config
     settings = StatesSettings(

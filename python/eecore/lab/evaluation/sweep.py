@@ -18,7 +18,7 @@ from eecore.json_fields import JsonFields
 from eecore.lab.evaluation import plots
 from eecore.lab.evaluation.tables import markdown_table
 from eecore.lab.evaluation.timed import TimedRun, time_policies
-from eecore.models.source import exits_file
+from eecore.models import exits_file
 from eecore.planning.auto import best_exit_layers
 
 __all__ = ["Sweep", "SweepCell", "default_exit_layers", "known_exits", "sweep_speculation"]

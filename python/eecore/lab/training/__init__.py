@@ -53,7 +53,7 @@ from eecore.lab.training.recipe import LoraSettings, TrainingConfig
 from eecore.lab.training.run import StepReport, TrainingResult, check_new, state_path, train
 from eecore.lab.training.run_state import read_state
 from eecore.lab.training.trained_head import TrainedHead, read_head
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 
 __all__ = [
     "Batch",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eecore.errors import TrainingError
 from eecore.lab.training.early_exit_loss import Targets
-from eecore.models.text.tokenizer import Tokenizer
+from eecore.models import Tokenizer
 from eecore.textfiles import JsonLine, has_json_lines, json_lines, read_text
 from eecore.values import is_whole
 

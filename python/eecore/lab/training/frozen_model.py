@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from eecore.errors import TrainingError
-from eecore.models import AttentionBatch, KVCache, LlamaModel, Tokenizer, load_model
-from eecore.models.readers.quantised_checkpoint import read_layout
+from eecore.models import AttentionBatch, KVCache, LlamaModel, Tokenizer, load_model, read_layout
 from eecore.readable import kind_of
 
 __all__ = ["FrozenModel", "RunningModel", "is_quantised", "load_running_model"]

@@ -14,8 +14,7 @@ from safetensors.torch import save
 from eecore.files import filling
 from eecore.lab.training.head_run import HeadRun
 from eecore.lab.training.libraries import library
-from eecore.models import LlamaModel
-from eecore.models.network_digest import network_digest
+from eecore.models import LlamaModel, network_digest
 from eecore.models.readers.head_file import (
     ATTENDING_VERSION,
     CONFIG_NAME,

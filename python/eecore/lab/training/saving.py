@@ -13,7 +13,7 @@ from eecore.lab.training.evaluation import ExitScores
 from eecore.lab.training.exit_model import ExitModel
 from eecore.lab.training.libraries import no_progress_bars
 from eecore.lab.training.recipe import TrainingConfig
-from eecore.models.source import model_digest
+from eecore.models import model_digest
 
 __all__ = ["EXITS_FILE", "save_model"]
 

@@ -14,7 +14,7 @@ from eecore.errors import TrainingError
 from eecore.json_fields import JsonFields
 from eecore.lab.training.draft_head import DraftHead, HeadSizes, tensor_names
 from eecore.lab.training.head_keys import Attended
-from eecore.models.readers.head_file import CONFIG_NAME, WEIGHTS_NAME, HeadFile, HeadSettings
+from eecore.models.readers.head_file import CONFIG_NAME, WEIGHTS_NAME, HeadFile, read_head_settings
 
 __all__ = ["TrainedHead", "read_head"]
 
@@ -61,7 +61,7 @@ def read_head(
         ModelError: there is none, or it is not whole.
         TrainingError: it is another.
     """
-    settings = HeadSettings.read(directory)
+    settings = read_head_settings(directory)
     expected: dict[str, Any] = {
         "digest": model,
         "taps": list(taps),

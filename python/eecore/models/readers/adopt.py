@@ -17,6 +17,7 @@ from eecore.models.network import Network
 from eecore.models.readers.checkpoint import (
     FLOAT_DTYPES,
     T5_EMBEDDINGS,
+    StoredTensors,
     check_tensors,
     embeddings_name,
     empty_weights,
@@ -33,8 +34,8 @@ __all__ = ["Adopted", "HeldTensors"]
 LM_HEAD = "lm_head.weight"
 
 
-class HeldTensors:
-    """Named tensors in memory, as a checkpoint's are told about.
+class HeldTensors(StoredTensors):
+    """Named tensors in memory, as a checkpoint's are.
 
     Args:
         tensors: by the names that a Hugging Face checkpoint gives them, one perhaps by several.
@@ -43,17 +44,24 @@ class HeldTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor], owner: str) -> None:
         self._tensors = dict(tensors)
-        self.place = Path(owner)
+        self._owner = Path(owner)
 
     @property
     def names(self) -> list[str]:
         return list(self._tensors)
+
+    @property
+    def place(self) -> Path:
+        return self._owner
 
     def path_of(self, name: str) -> Path:  # noqa: ARG002
         return self.place
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
 
     def dtype(self, name: str) -> torch.dtype:
         """A ModelError when it is not one of floats."""

@@ -7,55 +7,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from eecore.models.readers.config_json import ConfigFields
-from eecore.models.readers.quantised_layout import FLOATS, StoredModule, num_groups
+from eecore.models.readers.quantised_layout import (
+    FLOATS,
+    Layout,
+    StoredModule,
+    group_size,
+    num_groups,
+)
 from eecore.models.readers.quantised_matrix import QuantisedMatrix, unpacked
 
-__all__ = ["AWQ"]
+__all__ = ["awq"]
 
+PARTS = ("qweight", "qzeros", "scales")
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of outputs 0..7 in a word."""
-MOST_GROUP_SIZE = 1 << 20
+"""The places of outputs 0..7 in a word."""
+
+
+def awq(fields: ConfigFields) -> Layout:
+    """The layout of a config.json's ``quantization_config``."""
+    bits = fields.integer("bits", default=fields.integer("w_bit", default=4))
+    if bits != 4:
+        raise fields.unsupported("bits", "4", bits)
+    named = fields.text("checkpoint_format", fields.text("format", "gemm"))
+    if (version := fields.text("version", named).lower()) != "gemm":
+        raise fields.unsupported("version", "gemm", version)
+    if fields.text("backend", None) == "llm-awq":
+        raise fields.unsupported("backend", "the layout of autoawq", "llm-awq")
+    if not fields.flag("zero_point", True):
+        raise fields.unsupported("zero_point", "true", False)
+    size = group_size(fields, group_size(fields, 128, "q_group_size"))
+    return Layout("awq", PARTS, [_Scheme(size)])
 
 
 @dataclass(frozen=True)
-class AWQ:
-    """A directory's settings."""
-
+class _Scheme:
     group_size: int
 
-    method: Literal["awq"] = "awq"
-    parts: tuple[str, ...] = ("qweight", "qzeros", "scales")
-
-    @classmethod
-    def of(cls, fields: ConfigFields) -> AWQ:
-        """Of a config.json's ``quantization_config``."""
-        bits = fields.integer("bits", default=fields.integer("w_bit", default=4))
-        if bits != 4:
-            raise fields.unsupported("bits", "4", bits)
-        named = fields.text("checkpoint_format", fields.text("format", "gemm"))
-        if (version := fields.text("version", named).lower()) != "gemm":
-            raise fields.unsupported("version", "gemm", version)
-        if fields.text("backend", None) == "llm-awq":
-            raise fields.unsupported("backend", "the layout of autoawq", "llm-awq")
-        if not fields.flag("zero_point", True):
-            raise fields.unsupported("zero_point", "true", False)
-        size = fields.integer(
-            "group_size",
-            -1,
-            MOST_GROUP_SIZE,
-            fields.integer("q_group_size", -1, MOST_GROUP_SIZE, 128),
-        )
-        if size == 0:
-            raise fields.wrong("group_size", "-1 or 1 and more", size)
-        return cls(size)
+    def fits(self, module: StoredModule) -> bool:  # noqa: ARG002 (there is no other)
+        return True
 
     def check(self, module: StoredModule) -> None:
-        """Raise unless its tensors are there, and fit together."""
         if module.num_rows % 8:
             raise module.unsupported("rows by the 8", f"{module.num_rows} rows")
         count = num_groups(module, self.group_size)
@@ -64,7 +59,6 @@ class AWQ:
         module.check("qzeros", ("I32",), (count, module.num_rows // 8))
 
     def matrix(self, module: StoredModule) -> QuantisedMatrix:
-        """Of a layer that has been checked."""
         qweight, scales = module.tensor("qweight"), module.tensor("scales")
 
         def quants(begin: int, end: int) -> Tensor:

@@ -7,31 +7,25 @@ from __future__ import annotations
 
 import re
 import warnings
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
-from eecore.config import AnyModelConfig, ModelConfig, T5Config
+from eecore.config import AnyModelConfig, T5Config
 from eecore.errors import (
     CheckpointError,
-    ModelError,
     ModelNotFoundError,
     UnsupportedModelError,
 )
 from eecore.json_fields import JsonFields
 from eecore.models.llama import EMBEDDINGS, HEAD, NORM, LlamaWeights
 from eecore.models.t5_weights import T5Weights
-from eecore.models.weights import (
-    INT8_BLOCK_DEVICES,
-    CodedForms,
-    Coding,
-    Filling,
-    NewWeights,
-    WeightView,
-)
+from eecore.models.text.tokenizer import Tokenizer
+from eecore.models.weights import NewWeights, WeightView
 from eecore.readable import kind_of
 from eecore.tensor_files import TensorFile, shown_name
 from eecore.values import shown
@@ -41,6 +35,9 @@ WHOLE = "model.safetensors"
 OTHER_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors")
 """Shards that an index may not name, and the weights that Mistral's own code reads."""
 MOST_INDEX_BYTES = 32 << 20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INT8 = "int8"
+"""The form of a matrix in whole numbers, with a float32 scale for each row."""
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 T5_NORM = "decoder.final_layer_norm.weight"
 T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -57,41 +54,63 @@ DERIVED = (
 Config = TypeVar("Config", bound=AnyModelConfig)
 
 
-class StoredTensors(Protocol):
-    """What a file, or several, say of their tensors, before any is read."""
+class StoredTensors(ABC):
+    """The tensors of a model by the names of a checkpoint, in files or in memory."""
+
+    own_form: str = ""
+    """What has weights of fewer bits of its own: ``a GGUF file``; empty for what has floats."""
 
     @property
+    @abstractmethod
     def names(self) -> list[str]:
-        """Of all tensors."""
-        ...
+        """The names of all tensors."""
 
     @property
+    @abstractmethod
     def place(self) -> Path:
         """The file or directory."""
-        ...
 
+    @abstractmethod
     def path_of(self, name: str) -> Path:
         """The file that a tensor is in."""
-        ...
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
-        ...
+        """The shape of a tensor."""
 
+    @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
         """What a tensor is read as; an UnsupportedModelError when it cannot be."""
-        ...
 
-
-class ReadTensors(StoredTensors, Protocol):
-    """Those that can be read too."""
-
+    @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, in floats."""
-        ...
+
+    def forms(self, name: str) -> tuple[str, ...]:  # noqa: ARG002
+        """What holds a tensor exactly, other than floats: a block format, :data:`INT8`, or both."""
+        return ()
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """uint8 [num_rows, row_bytes], in the block format that a matrix has."""
+        raise NotImplementedError(name)
+
+    def int8_rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """int8 [num_rows, num_columns] and float32 [num_rows], of a matrix of that form."""
+        raise NotImplementedError(name)
+
+    def model_dtype(self, config: AnyModelConfig, device: torch.device) -> torch.dtype:  # noqa: ARG002
+        """The dtype that suits the model: what its config says, else that of its embeddings."""
+        if config.dtype in DTYPES:
+            return DTYPES[config.dtype]
+        name = embeddings_name(config, self)
+        return self.dtype(name) if name in self.names else torch.float32
+
+    def tokenizer(self, vocab_size: int) -> Tokenizer | None:
+        """The one that comes with the tensors, where there is one."""
+        return Tokenizer.from_directory(self.place, vocab_size)
 
 
-class Checkpoint:
+class Checkpoint(StoredTensors):
     """The tensors of a model directory by name; a context manager that holds the files open."""
 
     def __init__(self, directory: Path) -> None:
@@ -215,7 +234,7 @@ def embeddings_name(config: AnyModelConfig, checkpoint: StoredTensors) -> str:
     return present[0] if present else names[0]
 
 
-def with_stored_tying(config: Config, checkpoint: ReadTensors) -> Config:
+def with_stored_tying(config: Config, checkpoint: StoredTensors) -> Config:
     """The config, untied where the checkpoint holds an LM head that differs from the embeddings.
 
     So transformers reads a model that was tied once and then had its head trained alone. A T5
@@ -233,7 +252,7 @@ def with_stored_tying(config: Config, checkpoint: ReadTensors) -> Config:
     return config if tied else replace(config, tie_word_embeddings=False)
 
 
-def _refuse_embeddings_of_their_own(checkpoint: ReadTensors, shared: str) -> None:
+def _refuse_embeddings_of_their_own(checkpoint: StoredTensors, shared: str) -> None:
     """Encoder and decoder of a T5 share their embeddings."""
     for name in T5_EMBEDDINGS:
         if name not in checkpoint.names or name == shared:
@@ -244,45 +263,9 @@ def _refuse_embeddings_of_their_own(checkpoint: ReadTensors, shared: str) -> Non
             )
 
 
-def _hold_the_same(checkpoint: ReadTensors, name: str, other: str) -> bool:
+def _hold_the_same(checkpoint: StoredTensors, name: str, other: str) -> bool:
     kinds = [(checkpoint.shape(each), checkpoint.dtype(each)) for each in (name, other)]
     return kinds[0] == kinds[1] and torch.equal(checkpoint.tensor(name), checkpoint.tensor(other))
-
-
-def load_weights(
-    checkpoint: Checkpoint,
-    config: AnyModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    coding: Coding | None = None,
-    num_layers: int | None = None,
-) -> LlamaWeights | T5Weights:
-    """The config's weights from the checkpoint: checked first, then allocated, then filled.
-
-    Of a Llama's layers only the first ``num_layers``, where it is given; all of them are checked.
-
-    What their numbers are is not looked at: a NaN or an infinity among them goes where it is
-    multiplied to.
-    """
-    check_tensors(checkpoint, config)
-    if isinstance(config, ModelConfig) and num_layers is not None:
-        config = config.first_layers(num_layers)
-    embeddings = embeddings_name(config, checkpoint)
-    try:
-        forms = CodedForms(coding, int8_blocks=device.type in INT8_BLOCK_DEVICES)
-        new = NewWeights(device, dtype, forms)
-        weights, views = empty_weights(config, embeddings, new)
-    except RuntimeError as error:  # of torch, which is out of memory
-        size = config.num_parameters * dtype.itemsize / 2**30
-        raise ModelError(
-            f"{checkpoint.directory}: expected memory for about {size:.2f} GiB of weights on "
-            f"{device}, got: {str(error).splitlines()[0]}"
-        ) from None
-    filling = Filling(coding)
-    for name, view in views.items():
-        filling.fill(view, checkpoint.tensor(name))
-    return weights
 
 
 def empty_weights(

@@ -10,25 +10,58 @@ one number; ``weight_g_idx`` int32 [in] is the group of each column; one -1 in i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from eecore.models.readers.config_json import ConfigFields
-from eecore.models.readers.quantised_layout import BITS, FLOATS, Shape, StoredModule, num_groups
+from eecore.models.readers.quantised_layout import (
+    BITS,
+    FLOATS,
+    Layout,
+    Shape,
+    StoredModule,
+    group_size,
+    num_groups,
+)
 from eecore.models.readers.quantised_matrix import QuantisedMatrix, unpacked
 
-__all__ = ["CompressedTensors"]
+__all__ = ["compressed_tensors"]
 
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "naive-quantized")
 STRATEGIES = ("group", "channel", "tensor")
-MOST_GROUP_SIZE = 1 << 20
-MOST_SCHEMES = 64
+MAX_SCHEMES = 64
+PARTS = tuple(f"weight_{name}" for name in ("packed", "scale", "zero_point", "shape", "g_idx"))
+
+
+def compressed_tensors(fields: ConfigFields) -> Layout:
+    """The layout of a config.json's ``quantization_config``."""
+    status = fields.text("quantization_status", "compressed")
+    if status != "compressed":
+        raise fields.unsupported("quantization_status", "compressed", status)
+    if "kv_cache_scheme" in fields:
+        raise fields.unsupported("kv_cache_scheme", "null", "a quantised KV cache")
+    sparsity, transforms = fields.inner("sparsity_config"), fields.inner("transform_config")
+    if sparsity is not None and sparsity.text("format", "dense") != "dense":
+        raise sparsity.unsupported("format", "dense", sparsity.text("format"))
+    if transforms is not None and transforms.names:
+        raise fields.unsupported("transform_config", "none", transforms.names)
+    groups = fields.inner("config_groups")
+    if groups is None or not 1 <= len(groups.names) <= MAX_SCHEMES:
+        count = 0 if groups is None else len(groups.names)
+        raise fields.wrong("config_groups", f"1 to {MAX_SCHEMES} groups", count)
+    format = fields.text("format", PACKED)
+    schemes: dict[_Scheme, None] = {}
+    for name in groups.names:
+        group = groups.inner(name)
+        if group is None:
+            raise groups.wrong(name, "an object", None)
+        schemes[_Scheme.of(group, format)] = None
+    return Layout("compressed-tensors", PARTS, list(schemes))
 
 
 @dataclass(frozen=True)
-class Scheme:
+class _Scheme:
     """Numbers of the layers of one group of a config."""
 
     packed: bool
@@ -40,7 +73,7 @@ class Scheme:
     symmetric: bool
 
     @classmethod
-    def of(cls, group: ConfigFields, default_format: str) -> Scheme:
+    def of(cls, group: ConfigFields, default_format: str) -> _Scheme:
         """Of one of ``config_groups``."""
         for name in ("input_activations", "output_activations"):
             if name in group:
@@ -66,7 +99,6 @@ class Scheme:
         return "weight_packed" if self.packed else "weight"
 
     def fits(self, module: StoredModule) -> bool:
-        """Whether a layer's numbers and scales look like these."""
         return (
             self.weight in module
             and "weight_scale" in module
@@ -76,7 +108,6 @@ class Scheme:
         )
 
     def check(self, module: StoredModule) -> None:
-        """Raise unless its tensors are there, and fit together."""
         count = num_groups(module, self.group_size)
         kind = "I32" if self.packed else "I8"
         module.check(self.weight, (kind,), self._weight_shape(module))
@@ -89,7 +120,26 @@ class Scheme:
             module.check("weight_g_idx", ("I32", "I64"), (module.num_columns,))
             _groups(module, count)
 
-    def zeros(self, module: StoredModule, count: int) -> Tensor:
+    def matrix(self, module: StoredModule) -> QuantisedMatrix:
+        stored, scales = module.tensor(self.weight), module.tensor("weight_scale")
+        scales = scales.reshape(1, 1) if self.whole else scales
+        count = scales.shape[1]
+
+        def quants(begin: int, end: int) -> Tensor:
+            rows = stored[begin:end]
+            if not self.packed:
+                return (rows ^ -128).view(torch.uint8)
+            return unpacked(rows, self.bits)[:, : module.num_columns].contiguous()
+
+        return QuantisedMatrix(
+            self.bits,
+            quants,
+            scales.expand(module.num_rows, count),
+            self._zeros(module, count),
+            _groups(module, count),
+        )
+
+    def _zeros(self, module: StoredModule, count: int) -> Tensor:
         """uint8 [num_rows, count], with half of the numbers' range added."""
         half = 1 << self.bits - 1
         if "weight_zero_point" not in module:
@@ -123,81 +173,9 @@ class Scheme:
         return ((module.num_rows, count),)
 
 
-@dataclass(frozen=True)
-class CompressedTensors:
-    """A directory's settings; a layer has those that it fits."""
-
-    schemes: tuple[Scheme, ...]
-
-    method: Literal["compressed-tensors"] = "compressed-tensors"
-    parts: tuple[str, ...] = (
-        "weight_packed",
-        "weight_scale",
-        "weight_zero_point",
-        "weight_shape",
-        "weight_g_idx",
-    )
-
-    @classmethod
-    def of(cls, fields: ConfigFields) -> CompressedTensors:
-        """Of a config.json's ``quantization_config``."""
-        status = fields.text("quantization_status", "compressed")
-        if status != "compressed":
-            raise fields.unsupported("quantization_status", "compressed", status)
-        if "kv_cache_scheme" in fields:
-            raise fields.unsupported("kv_cache_scheme", "null", "a quantised KV cache")
-        sparsity, transforms = fields.inner("sparsity_config"), fields.inner("transform_config")
-        if sparsity is not None and sparsity.text("format", "dense") != "dense":
-            raise sparsity.unsupported("format", "dense", sparsity.text("format"))
-        if transforms is not None and transforms.names:
-            raise fields.unsupported("transform_config", "none", transforms.names)
-        groups = fields.inner("config_groups")
-        if groups is None or not 1 <= len(groups.names) <= MOST_SCHEMES:
-            count = 0 if groups is None else len(groups.names)
-            raise fields.wrong("config_groups", f"1 to {MOST_SCHEMES} groups", count)
-        format = fields.text("format", PACKED)
-        found: dict[Scheme, None] = {}
-        for name in groups.names:
-            group = groups.inner(name)
-            if group is None:
-                raise groups.wrong(name, "an object", None)
-            found[Scheme.of(group, format)] = None
-        return cls(tuple(found))
-
-    def check(self, module: StoredModule) -> None:
-        """Raise unless its tensors are there, and fit together."""
-        self._scheme(module).check(module)
-
-    def matrix(self, module: StoredModule) -> QuantisedMatrix:
-        """Of a layer that has been checked."""
-        scheme = self._scheme(module)
-        stored, scales = module.tensor(scheme.weight), module.tensor("weight_scale")
-        scales = scales.reshape(1, 1) if scheme.whole else scales
-        count = scales.shape[1]
-
-        def quants(begin: int, end: int) -> Tensor:
-            rows = stored[begin:end]
-            if not scheme.packed:
-                return (rows ^ -128).view(torch.uint8)
-            return unpacked(rows, scheme.bits)[:, : module.num_columns].contiguous()
-
-        return QuantisedMatrix(
-            scheme.bits,
-            quants,
-            scales.expand(module.num_rows, count),
-            scheme.zeros(module, count),
-            _groups(module, count),
-        )
-
-    def _scheme(self, module: StoredModule) -> Scheme:
-        return next((each for each in self.schemes if each.fits(module)), self.schemes[0])
-
-
 def _strategy(weights: ConfigFields) -> tuple[str, int]:
     """What shares a scale, and how many columns; -1: all of a row."""
-    size = weights.integer("group_size", -1, MOST_GROUP_SIZE, None)
-    if size == 0:
-        raise weights.wrong("group_size", "-1 or 1 and more", size)
+    size = group_size(weights, None)
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.text("strategy", by_size)
     if strategy not in STRATEGIES:

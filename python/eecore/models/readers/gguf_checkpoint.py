@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import cached_property
 from pathlib import Path
 
@@ -10,12 +11,17 @@ import torch
 from torch import Tensor
 
 from eecore import ops
-from eecore.config import ModelConfig
+from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import CheckpointError, UnsupportedModelError
-from eecore.models.readers.checkpoint import check_tensors
+from eecore.json_fields import JsonFields
+from eecore.models.readers.checkpoint import StoredTensors, check_tensors
 from eecore.models.readers.config_json import ConfigFields, model_config
 from eecore.models.readers.gguf_config import ROPE_FACTORS, config_values
 from eecore.models.readers.gguf_file import GGUFFile
+from eecore.models.readers.gguf_tokenizer import build_tokenizer
+from eecore.models.readers.stored_weights import field_of
+from eecore.models.text.tokenizer import Tokenizer
+from eecore.models.text.tokenizer_files import chat_settings
 from eecore.readable import shown_path
 from eecore.tensor_files import shown_name
 
@@ -38,8 +44,11 @@ TENSOR_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+FLOATS = {"F32": torch.float32, "F16": torch.float32, "BF16": torch.bfloat16}
+"""What stored floats run as: float16's only in float32 is nothing lost."""
 
-class GGUFCheckpoint:
+
+class GGUFCheckpoint(StoredTensors):
     """The config of a GGUF file, and its tensors under the names that a checkpoint gives them.
 
     Attributes:
@@ -50,6 +59,8 @@ class GGUFCheckpoint:
     Raises:
         ModelError: the file is missing, not GGUF, truncated or of an unsupported kind.
     """
+
+    own_form = "a GGUF file"
 
     def __init__(self, path: Path) -> None:
         self.file = GGUFFile(path)
@@ -114,6 +125,37 @@ class GGUFCheckpoint:
             return rows
         pairs = rows.reshape(self._num_heads[part], self.config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
+
+    def check_kinds(self) -> None:
+        """Raise unless every tensor is of a type that runs as it is."""
+        supported = (*ops.BLOCK_FORMATS, *FLOATS)
+        for name, stored in self.stored_as.items():
+            if (kind := self.kind(name)) not in supported:
+                raise UnsupportedModelError(
+                    f"{self.place}: {stored}: supported are {', '.join(supported)}, got {kind} "
+                    "(eecore convert may read it)"
+                )
+
+    def model_dtype(self, config: AnyModelConfig, device: torch.device) -> torch.dtype:  # noqa: ARG002
+        """What the states run in: bfloat16 where the matrices are that, on a GPU blocks too.
+
+        Else float32: a CPU multiplies blocks with 8 bits of either, a GPU bfloat16 several times as
+        fast.
+        """
+        kinds = {self.kind(name) for name in self.names if field_of(name) is not None}
+        brief = {"BF16"} if device.type == "cpu" else {"BF16", *ops.BLOCK_FORMATS}
+        return torch.bfloat16 if kinds <= brief else torch.float32
+
+    def tokenizer(self, vocab_size: int) -> Tokenizer | None:
+        """The file's own; None, with a warning, where it is of a kind that is not read."""
+        try:
+            backend, settings = build_tokenizer(self.file, vocab_size)
+        except UnsupportedModelError as error:
+            warnings.warn(f"{error}; the model gets no tokenizer", stacklevel=4)
+            return None
+        place = str(self.place)
+        chat = chat_settings(JsonFields(settings, place, CheckpointError))
+        return Tokenizer.of(backend, chat, place)
 
     @cached_property
     def _num_heads(self) -> dict[str, int]:

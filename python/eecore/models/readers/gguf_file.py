@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from torch import Tensor
 
 from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.json_fields import JsonFields
+from eecore.models.source import part_files
 from eecore.readable import regular_file, shown_path
 from eecore.values import shown
 
-__all__ = ["GGUFFile", "part_files"]
+__all__ = ["GGUFFile"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -35,8 +35,6 @@ MOST_ITEMS = 1 << 24
 MOST_BYTES = 1 << 24
 """Of a string."""
 MOST_DIMENSIONS = 4
-PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-"""The name of a part: the model's, its own number from 1 on, and how many there are."""
 MAX_PARTS = 99_999
 STRING, ARRAY = 8, 9
 SCALARS = {
@@ -298,16 +296,6 @@ class GGUFFile:
         if not shape or min(shape) < 1 or shape[-1] % block:
             raise _Wrong(f"{name}: expected sizes of 1 or more, rows of {block}, got {shape}")
         return _StoredTensor(kind, shape, offset, math.prod(shape) // block * num_bytes)
-
-
-def part_files(path: Path) -> list[Path]:
-    """All files of a model of which one part is at a path, by their names; that file alone, where
-    its name is not one of a part's."""
-    match = PART.fullmatch(path.name)
-    if match is None or int(match[3]) == 0:
-        return [path]
-    count = int(match[3])
-    return [path.with_name(f"{match[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
 
 
 def _mapped(path: Path) -> mmap.mmap:

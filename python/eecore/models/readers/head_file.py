@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
+from eecore.models.draft_head import HeadSettings
 from eecore.tensor_files import TensorFile
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "VERSION",
     "WEIGHTS_NAME",
     "HeadFile",
-    "HeadSettings",
+    "read_head_settings",
 ]
 
 CONFIG_NAME, WEIGHTS_NAME = "head.json", "head.safetensors"
@@ -26,63 +26,38 @@ KIND = "state and token"
 MOST_BLOCKS, MOST_WIDTH, MOST_ATTENDED = 16, 1 << 20, 64
 
 
-@dataclass(frozen=True)
-class HeadSettings:
-    """What a head's ``head.json`` says."""
+def read_head_settings(path: Path) -> HeadSettings:
+    """What the ``head.json`` of a pack's directory says.
 
-    digest: str
-    """Of the model, see :func:`eecore.models.network_digest.network_digest`."""
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    weights: str
-    """What the model's weights were stored in when it was trained."""
-    taps: tuple[int, ...]
-    """Layers behind whose states it starts, ascending; the last one is the model's last."""
-    intermediate_size: int
-    num_blocks: int
-    vocabulary_size: int
-    agreement: tuple[float, ...]
-    """Of the first draft with the model's own token on held-out text, of the second, ..."""
+    Raises:
+        ModelError: there is none, or it is something else.
+    """
+    fields = JsonFields.read(path / CONFIG_NAME, ModelError)
+    version = fields.integer("version", VERSION, ATTENDING_VERSION)
+    fields.text("kind", one_of=(KIND,))
+    model, agreement = _inner(fields, "model"), _inner(fields, "agreement")
+    num_layers = model.integer("num_layers", 1)
+    taps = fields.integers("taps", 1, num_layers)
+    if not taps or taps[-1] != num_layers or list(taps) != sorted(set(taps)):
+        raise fields.wrong("taps", f"ascending layers, the last one {num_layers}", list(taps))
     attended: tuple[tuple[int, int], ...] = ()
-    """Of the model's cache, (layer, key head): whose keys and values each step attends to; layers
-    from 0."""
-    queries: int = 0
-    """Features of the queries to one key head, all its query heads together; 0 without any."""
-
-    @classmethod
-    def read(cls, path: Path) -> HeadSettings:
-        """From a pack's directory.
-
-        Raises:
-            ModelError: there is none, or it is something else.
-        """
-        fields = JsonFields.read(path / CONFIG_NAME, ModelError)
-        version = fields.integer("version", VERSION, ATTENDING_VERSION)
-        fields.text("kind", one_of=(KIND,))
-        model, agreement = _inner(fields, "model"), _inner(fields, "agreement")
-        num_layers = model.integer("num_layers", 1)
-        taps = fields.integers("taps", 1, num_layers)
-        if not taps or taps[-1] != num_layers or list(taps) != sorted(set(taps)):
-            raise fields.wrong("taps", f"ascending layers, the last one {num_layers}", list(taps))
-        attended: tuple[tuple[int, int], ...] = ()
-        queries = 0
-        if version == ATTENDING_VERSION:
-            attended, queries = _attended(fields, num_layers)
-        return cls(
-            digest=model.text("digest"),
-            num_layers=num_layers,
-            hidden_size=model.integer("hidden_size", 1),
-            vocab_size=model.integer("vocab_size", 2),
-            weights=fields.text("weights", "?"),
-            taps=taps,
-            intermediate_size=fields.integer("intermediate_size", 1, MOST_WIDTH),
-            num_blocks=fields.integer("num_blocks", 1, MOST_BLOCKS),
-            vocabulary_size=fields.integer("vocabulary_size", 2, model.integer("vocab_size", 2)),
-            agreement=agreement.numbers("by_position", 0.0, 1.0),
-            attended=attended,
-            queries=queries,
-        )
+    queries = 0
+    if version == ATTENDING_VERSION:
+        attended, queries = _attended(fields, num_layers)
+    return HeadSettings(
+        digest=model.text("digest"),
+        num_layers=num_layers,
+        hidden_size=model.integer("hidden_size", 1),
+        vocab_size=model.integer("vocab_size", 2),
+        weights=fields.text("weights", "?"),
+        taps=taps,
+        intermediate_size=fields.integer("intermediate_size", 1, MOST_WIDTH),
+        num_blocks=fields.integer("num_blocks", 1, MOST_BLOCKS),
+        vocabulary_size=fields.integer("vocabulary_size", 2, model.integer("vocab_size", 2)),
+        agreement=agreement.numbers("by_position", 0.0, 1.0),
+        attended=attended,
+        queries=queries,
+    )
 
 
 def _attended(fields: JsonFields, num_layers: int) -> tuple[tuple[tuple[int, int], ...], int]:

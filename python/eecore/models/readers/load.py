@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,23 +13,15 @@ from eecore.config import AnyModelConfig, ModelConfig, T5Config
 from eecore.errors import ModelError
 from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network
-from eecore.models.readers.checkpoint import (
-    Checkpoint,
-    StoredTensors,
-    embeddings_name,
-    load_weights,
-    with_stored_tying,
-)
+from eecore.models.readers.checkpoint import DTYPES, Checkpoint, StoredTensors, with_stored_tying
 from eecore.models.readers.config_json import read_model_config
 from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
-from eecore.models.readers.gguf_load import check_kinds, gguf_tokenizer, stored_dtype
-from eecore.models.readers.packed_load import packed_weights
 from eecore.models.readers.quantised_checkpoint import (
     QuantisedCheckpoint,
     read_layout,
     warn_of_floats,
 )
-from eecore.models.readers.quantised_layout import Layout
+from eecore.models.readers.stored_weights import load_weights
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
@@ -36,7 +30,6 @@ from eecore.models.weights import Coding
 from eecore.readable import kind_of, path_of
 
 CODINGS: dict[str, Coding] = {"int8": "int8", "int4": "int4"}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
@@ -67,20 +60,54 @@ def load_model(
             allocated; the weights' numbers themselves are not looked at.
     """
     directory = path_of(path, ModelError)
-    if kind_of(directory) == "a file":
-        return _load_gguf(directory, device, dtype, weights)
-    config = read_model_config(directory)
-    if isinstance(config, ModelConfig) and (layout := read_layout(directory)) is not None:
-        return _load_quantised(directory, config, layout, device, dtype, weights)
-    where = choose_device(device)
-    coding = choose_coding(weights)
-    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
-    with Checkpoint(directory) as checkpoint:
-        config = with_stored_tying(config, checkpoint)
-        what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, config), config)
-        loaded = load_weights(checkpoint, config, where, what, coding=coding)
-    source = ModelSource(directory, str(what).removeprefix("torch."), coding)
-    return config, network_of(config, loaded, source), tokenizer
+    with opened(directory) as (stored, config):
+        tokenizer = stored.tokenizer(config.vocab_size)
+        network = _loaded(stored, config, device, dtype, weights)
+    return network.config, network, tokenizer
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[StoredTensors, AnyModelConfig]]:
+    """The tensors of a model, and its config: untied where they have an LM head of its own.
+
+    Raises:
+        ModelError: a file is missing, corrupt or of another model.
+    """
+    if kind_of(path) == "a file":
+        file = GGUFCheckpoint(path)
+        file.check_kinds()
+        yield file, file.config
+        return
+    config = read_model_config(path)
+    layout = read_layout(path) if isinstance(config, ModelConfig) else None
+    with Checkpoint(path) as files:
+        stored: StoredTensors = files
+        if layout is not None and isinstance(config, ModelConfig):
+            stored = QuantisedCheckpoint(files, layout, config)
+        yield stored, with_stored_tying(config, stored)
+
+
+def _loaded(
+    stored: StoredTensors,
+    config: AnyModelConfig,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    weights: str | None,
+    num_layers: int | None = None,
+) -> Network:
+    where, coding = choose_device(device), choose_coding(weights)
+    if coding is not None and stored.own_form:
+        raise ModelError(
+            f"weights: expected None with {stored.own_form}, which has its own, got {weights!r}"
+        )
+    what = choose_model_dtype(dtype, where, stored.model_dtype(config, where), config)
+    if isinstance(stored, QuantisedCheckpoint):
+        warn_of_floats(stored, what)
+    loaded = load_weights(stored, config, where, what, coding=coding, num_layers=num_layers)
+    if num_layers is not None and isinstance(config, ModelConfig):
+        return network_of(config.first_layers(num_layers), loaded, None)
+    source = ModelSource(stored.place, str(what).removeprefix("torch."), coding)
+    return network_of(config, loaded, source)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
@@ -90,7 +117,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
         ModelError: a file of it cannot be used, or has other ids than the model.
     """
     if kind_of(path) == "a file":
-        return gguf_tokenizer(GGUFCheckpoint(path))
+        return GGUFCheckpoint(path).tokenizer(vocab_size)
     return Tokenizer.from_directory(path, vocab_size)
 
 
@@ -111,70 +138,18 @@ def load_first_layers(
         ModelError: as for :func:`load_model`, or for a model that has no such layers.
     """
     directory = path_of(path, ModelError)
-    config = read_config(directory)
-    if not isinstance(config, ModelConfig):
-        raise ModelError(f"{directory}: expected a decoder alone, got a {config.architecture}")
-    if not 1 <= num_layers < config.num_layers:
-        raise ModelError(
-            f"num_layers: expected 1 to {config.num_layers - 1} of the {config.num_layers} layers, "
-            f"got {num_layers}"
-        )
-    if kind_of(directory) == "a file" or read_layout(directory) is not None:
-        whole = load_model(directory, "cpu", dtype, weights)[1]
-        assert isinstance(whole, LlamaModel)
-        return whole
-    where = choose_device("cpu")
-    coding = choose_coding(weights)
-    with Checkpoint(directory) as checkpoint:
-        tied = with_stored_tying(config, checkpoint)
-        what = choose_model_dtype(dtype, where, stored_model_dtype(checkpoint, tied), tied)
-        loaded = load_weights(checkpoint, tied, where, what, coding=coding, num_layers=num_layers)
-    assert isinstance(loaded, LlamaWeights)
-    return LlamaModel(tied.first_layers(num_layers), loaded)
-
-
-def _load_gguf(
-    path: Path,
-    device: str | torch.device | None,
-    dtype: str | torch.dtype | None,
-    weights: str | None,
-) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
-    _refuse_coding("a GGUF file", weights)
-    where = choose_device(device)
-    checkpoint = GGUFCheckpoint(path)
-    check_kinds(checkpoint)
-    what = choose_dtype(dtype, where, stored_dtype(checkpoint, where))
-    tokenizer = gguf_tokenizer(checkpoint)
-    loaded = packed_weights(checkpoint, checkpoint.config, where, what)
-    source = ModelSource(path, str(what).removeprefix("torch."), None)
-    return checkpoint.config, LlamaModel(checkpoint.config, loaded, source), tokenizer
-
-
-def _load_quantised(
-    directory: Path,
-    config: ModelConfig,
-    layout: Layout,
-    device: str | torch.device | None,
-    dtype: str | torch.dtype | None,
-    weights: str | None,
-) -> tuple[AnyModelConfig, Network, Tokenizer | None]:
-    _refuse_coding(f"a directory of {layout.method}", weights)
-    where = choose_device(device)
-    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
-    with Checkpoint(directory) as files:
-        checkpoint = QuantisedCheckpoint(files, layout, config)
-        tied = with_stored_tying(config, checkpoint)
-        what = choose_dtype(dtype, where, stored_model_dtype(checkpoint, tied))
-        warn_of_floats(checkpoint, what)
-        loaded = packed_weights(checkpoint, tied, where, what)
-    source = ModelSource(directory, str(what).removeprefix("torch."), None)
-    return tied, LlamaModel(tied, loaded, source), tokenizer
-
-
-def _refuse_coding(what: str, weights: str | None) -> None:
-    """A model that has quantised weights of its own takes no others."""
-    if weights is not None:
-        raise ModelError(f"weights: expected None with {what}, which has its own, got {weights!r}")
+    with opened(directory) as (stored, config):
+        if not isinstance(config, ModelConfig):
+            raise ModelError(f"{directory}: expected a decoder alone, got a {config.architecture}")
+        if not 1 <= num_layers < config.num_layers:
+            raise ModelError(
+                f"num_layers: expected 1 to {config.num_layers - 1} of the {config.num_layers} "
+                f"layers, got {num_layers}"
+            )
+        some = None if stored.own_form else num_layers
+        network = _loaded(stored, config, "cpu", dtype, weights, some)
+    assert isinstance(network, LlamaModel)
+    return network
 
 
 def read_config(path: Path) -> AnyModelConfig:
@@ -260,11 +235,3 @@ def choose_coding(weights: str | None) -> Coding | None:
             f"weights: expected {', '.join(CODINGS)} or None (those of the dtype), got {weights!r}"
         )
     return CODINGS[weights]
-
-
-def stored_model_dtype(checkpoint: StoredTensors, config: AnyModelConfig) -> torch.dtype:
-    """What a directory says that its model is in, else what its embeddings are."""
-    if config.dtype in DTYPES:
-        return DTYPES[config.dtype]
-    name = embeddings_name(config, checkpoint)
-    return checkpoint.dtype(name) if name in checkpoint.names else torch.float32

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from eecore.config import ModelConfig
 from eecore.errors import CheckpointError, ModelNotFoundError
-from eecore.models.readers.awq import AWQ
-from eecore.models.readers.checkpoint import Checkpoint, expected_shapes
-from eecore.models.readers.compressed_tensors import CompressedTensors
+from eecore.models.readers.awq import awq
+from eecore.models.readers.checkpoint import Checkpoint, StoredTensors, expected_shapes
+from eecore.models.readers.compressed_tensors import compressed_tensors
 from eecore.models.readers.config_json import ConfigFields
-from eecore.models.readers.gptq import GPTQ
-from eecore.models.readers.packed_load import field_of, runs_as
-from eecore.models.readers.quantised_layout import FLOATS, Layout, StoredModule
+from eecore.models.readers.gptq import gptq
+from eecore.models.readers.quantised_layout import FLOATS, Layout, Scheme, StoredModule
 from eecore.models.readers.quantised_matrix import QuantisedMatrix
+from eecore.models.readers.stored_weights import field_of, runs_as
 
 __all__ = ["QuantisedCheckpoint", "read_layout", "warn_of_floats"]
 
 METHODS: dict[str, Callable[[ConfigFields], Layout]] = {
-    "gptq": GPTQ.of,
-    "awq": AWQ.of,
-    "compressed-tensors": CompressedTensors.of,
+    "gptq": gptq,
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
 }
 PACKED = ("qweight", "weight_packed")
 """What a layer has instead of a weight."""
@@ -71,11 +71,12 @@ class _Layer:
     """A layer that is quantised."""
 
     module: StoredModule
+    scheme: Scheme
     forms: tuple[str, ...]
     not_in_blocks: str | None
 
 
-class QuantisedCheckpoint:
+class QuantisedCheckpoint(StoredTensors):
     """The tensors of a directory under the names of a checkpoint of floats.
 
     Args:
@@ -90,6 +91,7 @@ class QuantisedCheckpoint:
     def __init__(self, files: Checkpoint, layout: Layout, config: ModelConfig) -> None:
         self._files = files
         self._layout = layout
+        self.own_form = f"a directory of {layout.method}"
         untied = replace(config, tie_word_embeddings=False)
         self._shapes = expected_shapes(files, untied)
         modules = dict.fromkeys(
@@ -153,15 +155,17 @@ class QuantisedCheckpoint:
     def _layer(self, name: str) -> _Layer:
         shape = self._shapes[f"{name}.weight"]
         module = StoredModule(self._files, name, *shape)
-        self._layout.check(module)
+        scheme = self._layout.scheme(module)
+        scheme.check(module)
         packed = [part for part in PACKED if part in module]
         if packed and "weight" in module:
             raise module.wrong("weight", f"none beside {packed[0]}", "one")
-        matrix = self._layout.matrix(module)
-        return _Layer(module, matrix.forms, matrix.not_in_blocks)
+        matrix = scheme.matrix(module)
+        return _Layer(module, scheme, matrix.forms, matrix.not_in_blocks)
 
     def _matrix(self, name: str) -> QuantisedMatrix:
-        return self._layout.matrix(self._layers[name].module)
+        layer = self._layers[name]
+        return layer.scheme.matrix(layer.module)
 
     def _is_padding(self, name: str) -> bool:
         """Whether it is a bias of zeros that a quantiser gave to a layer which has none."""

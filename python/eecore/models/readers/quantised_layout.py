@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from eecore.errors import CheckpointError, UnsupportedModelError
+from eecore.json_fields import REQUIRED
 from eecore.models.readers.checkpoint import FLOAT_DTYPES, Checkpoint
+from eecore.models.readers.config_json import ConfigFields
 from eecore.models.readers.quantised_matrix import QuantisedMatrix
 from eecore.values import shown
 
-__all__ = ["BITS", "FLOATS", "Layout", "StoredModule", "num_groups"]
+__all__ = [
+    "BITS",
+    "FLOATS",
+    "Layout",
+    "Scheme",
+    "Shape",
+    "StoredModule",
+    "group_size",
+    "num_groups",
+]
 
 BITS = (4, 8)
 FLOATS = tuple(FLOAT_DTYPES)
+MAX_GROUP_SIZE = 1 << 20
 Shape = tuple[int, ...]
 
 
@@ -82,17 +94,11 @@ class StoredModule:
         )
 
 
-class Layout(Protocol):
-    """How a method stores linear layers."""
+class Scheme(Protocol):
+    """How a method stores linear layers of one kind."""
 
-    @property
-    def method(self) -> str:
-        """What config.json calls it."""
-        ...
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of tensors that only a quantised layer has."""
+    def fits(self, module: StoredModule) -> bool:
+        """Whether a layer's tensors look like these."""
         ...
 
     def check(self, module: StoredModule) -> None:
@@ -100,8 +106,31 @@ class Layout(Protocol):
         ...
 
     def matrix(self, module: StoredModule) -> QuantisedMatrix:
-        """Of a layer that has been checked."""
+        """The weight of a layer that has been checked."""
         ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a directory stores its linear layers."""
+
+    method: str
+    """What config.json calls it."""
+    parts: tuple[str, ...]
+    """Names of tensors that only a quantised layer has."""
+    schemes: Sequence[Scheme]
+
+    def scheme(self, module: StoredModule) -> Scheme:
+        """The one that a layer's tensors fit, else the first."""
+        return next((each for each in self.schemes if each.fits(module)), self.schemes[0])
+
+
+def group_size(fields: ConfigFields, default: Any = REQUIRED, name: str = "group_size") -> int:
+    """Columns that share a scale; -1: all of a row."""
+    size: int = fields.integer(name, -1, MAX_GROUP_SIZE, default)
+    if size == 0:
+        raise fields.wrong(name, "-1 or 1 and more", size)
+    return size
 
 
 def num_groups(module: StoredModule, group_size: int) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eecore.models.readers.packed_load import INT8
+from eecore.models.readers.checkpoint import INT8
 
 __all__ = ["QuantisedMatrix", "unpacked"]
 

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from eecore.errors import RequestError
 
-__all__ = ["Given", "given_values"]
+__all__ = ["given_values"]
 
-MOST_DEPTH = 64
-MOST_CHARACTERS = 1 << 30
-
-
-@dataclass
-class Given:
-    """What a template is given, and how much that is."""
-
-    values: dict[str, Any]
-    num_messages: int
-    num_characters: int
+MAX_DEPTH = 64
+MAX_MESSAGES = 1 << 16
+MAX_CHARACTERS = 64 << 20
+"""Characters of all messages and variables together."""
 
 
-def given_values(messages: Any, variables: Mapping[str, Any]) -> Given:
-    """The variables of a template.
+def given_values(messages: Any, variables: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The variables of a template, and about how many characters they have.
 
     Raises:
-        RequestError: the messages are not a list of objects with a role and a content, or something
-            is not plain data: text, numbers, lists, objects.
+        RequestError: the messages are not a list of objects with a role and a content, or too many,
+            or something is not plain data: text, numbers, lists, objects.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise RequestError(
             "messages: expected a list of objects with a role and a content, "
             f"got {type(messages).__name__}"
         )
+    given = list(islice(messages, MAX_MESSAGES + 1))
+    if len(given) > MAX_MESSAGES:
+        raise RequestError(f"messages: expected at most {MAX_MESSAGES}, got more")
     copy = _Copy()
-    conversation = [_message(copy, f"messages[{i}]", m) for i, m in enumerate(messages)]
+    conversation = [_message(copy, f"messages[{i}]", m) for i, m in enumerate(given)]
     values = {str(name): copy.of(str(name), value) for name, value in variables.items()}
-    return Given({**values, "messages": conversation}, len(conversation), copy.num_characters)
+    return {**values, "messages": conversation}, copy.num_characters
 
 
 def _message(copy: _Copy, where: str, message: Any) -> dict[str, Any]:
@@ -83,21 +79,22 @@ class _Copy:
 
     def _plain(self, value: Any, depth: int) -> Any:
         kind = type(value)
-        if kind is str:
-            self.num_characters += len(value)
+        self.num_characters += len(value) if kind is str else 8
+        if self.num_characters > MAX_CHARACTERS:
+            raise RequestError(f"expected at most {MAX_CHARACTERS} characters, got more")
+        if value is None or kind in (str, bool, int, float):
             return value
-        self.num_characters += 8
-        if value is None or kind is bool or kind is int or kind is float:
-            return value
-        if depth > MOST_DEPTH:
-            raise RequestError(f"expected at most {MOST_DEPTH} lists or objects deep, got more")
-        if self.num_characters > MOST_CHARACTERS:
-            raise RequestError(f"expected at most {MOST_CHARACTERS} characters, got more")
+        if depth > MAX_DEPTH:
+            raise RequestError(f"expected at most {MAX_DEPTH} lists or objects deep, got more")
         if isinstance(value, Mapping):
             return {self._name(n): self._plain(item, depth + 1) for n, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._plain(item, depth + 1) for item in value]
-        return _of_subclass(value)
+        # Text and numbers of kinds that add to them, enumerations say, are made plain.
+        for base, plain in ((str, str.__str__), (int, int), (float, float)):
+            if isinstance(value, base):
+                return self._plain(plain(value), depth)
+        raise RequestError(f"expected text, numbers, lists or objects, got {kind.__name__}")
 
     def _name(self, name: Any) -> Any:
         if isinstance(name, str):
@@ -106,13 +103,3 @@ class _Copy:
         if name is None or type(name) in (bool, int, float):
             return name
         raise RequestError(f"expected text as names, got {type(name).__name__}")
-
-
-def _of_subclass(value: Any) -> Any:
-    """Text and numbers of kinds that add to them, enumerations say, are made plain."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    for kind in (int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    raise RequestError(f"expected text, numbers, lists or objects, got {type(value).__name__}")

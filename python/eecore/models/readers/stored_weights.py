@@ -1,28 +1,40 @@
-"""Weights as they are stored: matrices in their own bits, several formats in one if need be.
+"""A model's weights, of what a checkpoint stores: floats, or matrices in their own bits.
 
-Where any part of a matrix, in any layer, can only be had as floats, all of it becomes floats of the
-model's dtype.
+Several formats may be in one matrix. Where any part of it, in any layer, can only be had as floats,
+all of it becomes floats of the model's dtype.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 
 from eecore import ops
-from eecore.config import ModelConfig
+from eecore.config import AnyModelConfig, ModelConfig
 from eecore.errors import ModelError
 from eecore.models.llama import LlamaWeights
-from eecore.models.readers.checkpoint import StoredTensors, embeddings_name
-from eecore.models.weights import Filling, Form, NewMatrix, NewWeights
+from eecore.models.readers.checkpoint import (
+    INT8,
+    StoredTensors,
+    check_tensors,
+    embeddings_name,
+    empty_weights,
+)
+from eecore.models.t5_weights import T5Weights
+from eecore.models.weights import (
+    INT8_BLOCK_DEVICES,
+    CodedForms,
+    Coding,
+    Filling,
+    Form,
+    MatrixForms,
+    NewMatrix,
+    NewWeights,
+)
 
-__all__ = ["INT8", "PackedTensors", "field_of", "memory_of", "packed_weights", "runs_as"]
+__all__ = ["field_of", "load_weights", "memory_of", "runs_as"]
 
-INT8 = "int8"
-"""The form of a matrix in whole numbers, with a float32 scale for each row."""
 FIELDS = {
     "self_attn.q_proj": "qkv",
     "self_attn.k_proj": "qkv",
@@ -36,63 +48,59 @@ FIELDS = {
 }
 
 
-class PackedTensors(StoredTensors, Protocol):
-    """Tensors, some of which can be had in fewer bits than floats."""
+def load_weights(
+    checkpoint: StoredTensors,
+    config: AnyModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    coding: Coding | None = None,
+    num_layers: int | None = None,
+) -> LlamaWeights | T5Weights:
+    """The config's weights from a checkpoint: checked first, then allocated, then filled.
 
-    def forms(self, name: str) -> tuple[str, ...]:
-        """What holds a tensor exactly besides floats: a block format, :data:`INT8`, or both."""
-        ...
+    What their numbers are is not looked at: a NaN or an infinity among them goes where it is
+    multiplied to.
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor in floats."""
-        ...
-
-    def blocks(self, name: str) -> Tensor:
-        """uint8 [num_rows, row_bytes], in the block format that a matrix has."""
-        ...
-
-
-class Int8Tensors(PackedTensors, Protocol):
-    """Those whose forms may be :data:`INT8`."""
-
-    def int8_rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """int8 [num_rows, num_columns] and float32 [num_rows]."""
-        ...
-
-
-def packed_weights(
-    checkpoint: PackedTensors, config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> LlamaWeights:
-    """The weights of a checkpoint that has been checked; norms and biases in ``dtype``.
+    Args:
+        checkpoint: the tensors.
+        config: of the model.
+        device: of the weights.
+        dtype: of all that is not quantised.
+        coding: what floats are quantised to.
+        num_layers: only the first layers of a Llama in floats, all of which are checked.
 
     Raises:
-        ModelError: there is no memory for them.
+        ModelError: tensors are missing or others, or there is no memory for the weights.
     """
+    check_tensors(checkpoint, config)
+    if isinstance(config, ModelConfig) and num_layers is not None:
+        config = config.first_layers(num_layers)
+    forms: MatrixForms = CodedForms(coding, int8_blocks=device.type in INT8_BLOCK_DEVICES)
+    if checkpoint.own_form:
+        forms = _StoredForms(checkpoint)
     try:
-        new = NewWeights(device, dtype, _StoredForms(checkpoint))
-        weights = LlamaWeights.empty(config, new)
+        new = NewWeights(device, dtype, forms)
+        weights, views = empty_weights(config, embeddings_name(config, checkpoint), new)
     except RuntimeError as error:  # of torch, which is out of memory
         raise ModelError(
-            f"{checkpoint.place}: expected memory for the weights on {device}, got: "
-            f"{str(error).splitlines()[0]}"
+            f"{checkpoint.place}: expected memory for {config.num_parameters} weights on {device}, "
+            f"got: {str(error).splitlines()[0]}"
         ) from None
-    filling = Filling()
-    embeddings = embeddings_name(config, checkpoint)
-    for name, view in weights.by_checkpoint_name(config, embeddings).items():
-        if view.table is not None:
-            format = _block_format(checkpoint.forms(name))
-            assert format is not None
-            in_features = checkpoint.shape(name)[-1]
-            filling.pack(view, checkpoint.blocks(name), format, in_features)
-        elif view.scale is not None:
-            view.fill_int8(*cast("Int8Tensors", checkpoint).int8_rows(name))
+    filling = Filling(coding)
+    for name, view in views.items():
+        format = _block_format(checkpoint.forms(name))
+        if view.table is not None and format is not None:
+            filling.pack(view, checkpoint.blocks(name), format, checkpoint.shape(name)[-1])
+        elif view.scale is not None and checkpoint.own_form:
+            view.fill_int8(*checkpoint.int8_rows(name))
         else:
-            view.fill(checkpoint.tensor(name))
+            filling.fill(view, checkpoint.tensor(name))
     return weights
 
 
 def memory_of(
-    checkpoint: PackedTensors, config: ModelConfig, dtype: torch.dtype
+    checkpoint: StoredTensors, config: ModelConfig, dtype: torch.dtype
 ) -> dict[str, tuple[str, int]]:
     """What each tensor of a checkpoint becomes, "Q4_0" or "F32" for two, and its bytes."""
     forms = runs_as(checkpoint)
@@ -112,7 +120,7 @@ def memory_of(
     return found
 
 
-def runs_as(checkpoint: PackedTensors) -> dict[str, Form]:
+def runs_as(checkpoint: StoredTensors) -> dict[str, Form]:
     """The form of each field of the weights, which its matrices in all layers share."""
     by_field: dict[str, list[tuple[str, ...]]] = {}
     for name in checkpoint.names:
@@ -141,7 +149,7 @@ def field_of(name: str) -> str | None:
     return FIELDS.get(stem, FIELDS.get(".".join(stem.split(".")[-2:])))
 
 
-def packed_bytes(checkpoint: PackedTensors, name: str) -> int:
+def packed_bytes(checkpoint: StoredTensors, name: str) -> int:
     """Of memory that a matrix takes in its block format."""
     format = _block_format(checkpoint.forms(name))
     assert format is not None
@@ -151,7 +159,7 @@ def packed_bytes(checkpoint: PackedTensors, name: str) -> int:
 class _StoredForms:
     """Those that a checkpoint has its matrices in."""
 
-    def __init__(self, checkpoint: PackedTensors) -> None:
+    def __init__(self, checkpoint: StoredTensors) -> None:
         self._checkpoint = checkpoint
         self._forms = runs_as(checkpoint)
 

@@ -1,0 +1,136 @@
+"""The process that chat templates run in, with what transformers gives them.
+
+A template comes with a model and is a program, in jinja2's language. jinja2's sandbox keeps it from
+what is not its own; time and memory are bounded by the kernel, and its output here.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from eecore.bounded_process import bounded_seconds, limit_memory, used_memory
+from eecore.channel import Channel
+
+__all__ = ["prepared"]
+
+Answer = tuple[str | None, str, bool]
+"""The text, or None and why there is none, and whether the template itself says so."""
+# Has Python read what it reads when it is first used: codecs, and how errors are shown.
+TRIAL = r"{{ '\N{DIGIT ONE}\n' }}{{ strftime_now('%c') }}{{ [1]|tojson(indent=1) }}{{ a.b.c }}"
+MAX_COMPILED = 8
+"""Templates that are kept compiled."""
+MAX_ERROR = 1000
+"""Characters of an error."""
+
+
+class _Refusal(TemplateError):
+    """What a template raises itself."""
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's part: kept as is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja2's own filter escapes for HTML."""
+    options: dict[str, Any] = {"separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+def prepared() -> Callable[[Channel], None]:
+    """What a process does that templates run in."""
+    compiled = lru_cache(MAX_COMPILED)(_environment().from_string)
+
+    def run(channel: Channel) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))  # opens nothing any more
+        while (message := channel.receive()) is not None:
+            source, values, characters, seconds, memory = message
+            limit_memory(own + memory)
+            with bounded_seconds(seconds):
+                answer = _answer(compiled, source, values, characters)
+            channel.send(answer)
+
+    _answer(compiled, TRIAL, {}, MAX_ERROR)
+    own = used_memory()
+    return run
+
+
+def _answer(
+    compiled: Callable[[str], Template], source: str, values: dict[str, Any] | None, most: int
+) -> Answer:
+    """What a template makes of values; of None, whether it is a template."""
+    try:
+        template = compiled(source)
+    except MemoryError:  # ends this process
+        raise
+    except Exception as error:  # of the parser, the compiler or Python's own
+        return None, f"expected a template, got: {_in_words(error)}", False
+    try:
+        return "" if values is None else _rendered(template, values, most), "", False
+    except MemoryError:
+        raise
+    except _Refusal as error:
+        return None, str(error)[:MAX_ERROR], True
+    except Exception as error:  # a program's own failures
+        return None, _in_words(error), False
+
+
+def _rendered(template: Template, values: dict[str, Any], most: int) -> str:
+    parts, size = [], 0
+    for part in template.generate(values):
+        size += len(part)
+        if size > most:
+            raise TemplateError(f"expected at most {most} characters, got more")
+        parts.append(part)
+    return "".join(parts)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it calls itself, or lies in itself, too deeply"
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"[:MAX_ERROR]
+    text = str(error)[: MAX_ERROR // 2]
+    return text if isinstance(error, TemplateError) and text else f"{type(error).__name__}: {text}"
