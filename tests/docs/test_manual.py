@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import eecore
 from eecore.cli.app import app
-from eecore.exit_text import POLICIES
+from eecore.exit_text import MODES
 from eecore.serving.protocol import (
     NOT_SUPPORTED,
     WITHOUT_EFFECT,
@@ -168,8 +168,7 @@ def test_the_page_of_exit_modes_has_every_policy() -> None:
         (DOCS / "exit-modes.md").read_text(),
         re.MULTILINE,
     )
-    known = {form.policy.__name__: name for name, form in POLICIES.items()}
-    assert dict(rows) == {**known, "DraftAndVerify": "draft-verify"}
+    assert dict(rows) == {mode.policy.__name__: name for name, mode in MODES.items()}
 
 
 def test_the_extras_that_are_described_are_those_of_the_project() -> None:

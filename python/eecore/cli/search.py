@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.console.files import check_out
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    ModelPath,
-    Threads,
-    Weights,
-    check_path,
-    load,
-    spinner,
-)
+from eecore.console.loading import MachineOptions, ModelPath, check_path, spinner
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.textfiles import read_text
 
@@ -41,11 +31,8 @@ def search(
         int | None,
         typer.Option(min=1, help="Most sublayers to leave out.", show_default="half of them"),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+    *,
+    machine: MachineOptions,
 ) -> int:
     """Search the sublayers to skip for --exit draft-verify --skips FILE.
 
@@ -54,9 +41,7 @@ def search(
     check_path(model)
     content = read_text(text)[: max_tokens * MOST_CHARACTERS_A_TOKEN]
     check_out("--out", out)
-    loaded = load(
-        model, threads=threads, device=device, dtype=dtype, weights=weights, kv_cache_tokens=16
-    )
+    loaded = machine.load(model, kv_cache_tokens=16)
 
     from eecore import SkipSearch, search_skipped_sublayers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,9 +26,12 @@ __all__ = [
     "SEEDS",
     "Debug",
     "Device",
+    "DraftHeadDirectory",
     "Dtype",
+    "EngineOptions",
     "KVCacheDtype",
     "KVCacheTokens",
+    "MachineOptions",
     "ModelPath",
     "OptionalModel",
     "Threads",
@@ -75,7 +79,54 @@ KVCacheDtype = Annotated[
         show_default="that of the model, or bfloat16 beside weights of few bits",
     ),
 ]
+DraftHeadDirectory = Annotated[
+    str | None,
+    typer.Option(
+        help="head, auto: a directory that eecore train-exits made; none.",
+        show_default="the one beside the model, or one that ships for it",
+        rich_help_panel="Exit mode",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """How a model is run, in every command that loads one."""
+
+    device: Device = None
+    dtype: Dtype = None
+    weights: Weights = None
+    threads: Threads = None
+    debug: Debug = False
+    """Read where failures are reported."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What :func:`eecore.load` takes of them."""
+        return {"device": self.device, "dtype": self.dtype, "weights": self.weights}
+
+    def load(self, path: str, policy: Exit | None = None, **more: Any) -> Model:
+        """The model; its shape is checked against the exit policy before weights are read."""
+        return load(path, threads=self.threads, policy=policy, **self.options, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(MachineOptions):
+    """How a model is run by commands that answer requests."""
+
+    kv_cache_tokens: KVCacheTokens = None
+    kv_cache_dtype: KVCacheDtype = None
+    exits: DraftHeadDirectory = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            **super().options,
+            "kv_cache_tokens": self.kv_cache_tokens,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "exits": False if self.exits == "none" else self.exits,
+        }
 
 
 def check_path(path: str, *, takes_gguf: bool = True) -> Path:
