@@ -36,6 +36,7 @@ __all__ = [
     "is_whole",
     "is_within",
     "real",
+    "reals",
     "rules_of",
     "shown",
     "texts",
@@ -212,6 +213,17 @@ def wholes(
         return None if items is None or None in numbers else kind(numbers)
 
     return Rule(own, expected or f"at most {most} whole numbers, {low}..{high}")
+
+
+def reals(low: float, high: float, *, most: int) -> Rule:
+    """A tuple of floats of low..high."""
+
+    def own(value: object) -> Any:
+        items = as_items(value, most)
+        numbers = [as_real(each, low, high) for each in items or ()]
+        return None if items is None or None in numbers else tuple(numbers)
+
+    return Rule(own, f"at most {most} numbers, {low:g}..{high:g}")
 
 
 def weights(low: float, high: float, *, most: int) -> Rule:
