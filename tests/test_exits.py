@@ -37,7 +37,10 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
         (lambda: ConfidentExit("0.5"), r"threshold: expected 0\.\.1, got '0\.5'"),
         (lambda: ConfidentExit(-0.1), r"threshold: expected 0\.\.1, got -0\.1"),
         (lambda: ConfidentExit(math.nan), r"threshold: expected 0\.\.1, got nan"),
-        (lambda: ConfidentExit(thresholds={2: 1.01}), r"thresholds\[2\]: expected 0\.\.1, got 1\."),
+        (
+            lambda: ConfidentExit(thresholds={2: 1.01}),
+            r"thresholds: expected a threshold, 0\.\.1, for each of some layers, got \{2: 1\.01\}",
+        ),
         (
             lambda: ConfidentExit(measure="margin"),
             "measure: expected softmax, state, classifier or cut",
@@ -102,8 +105,14 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
             lambda: ConfidentExit(exit_points=(1, "2")),
             "exit_points: expected None or at most 65536",
         ),
-        (lambda: ConfidentExit(thresholds=[0.5]), "thresholds: expected a threshold for each"),
-        (lambda: ConfidentExit(thresholds={"1": 0.5}), "thresholds: expected layers, got '1'"),
+        (
+            lambda: ConfidentExit(thresholds=[0.5]),
+            "thresholds: expected a threshold, 0..1",
+        ),
+        (
+            lambda: ConfidentExit(thresholds={"1": 0.5}),
+            "thresholds: expected a threshold, 0..1",
+        ),
         (lambda: ConfidentExit(classifier=3), "classifier: expected None or an ExitClassifier"),
         (lambda: ConfidentExit(calibration="file"), "calibration: expected None or a Calibration"),
         (lambda: DraftAndVerify(), "expected at least one sublayer to skip"),

@@ -22,15 +22,13 @@ from eecore.values import (
     FLAG,
     INT32_MAX,
     Rule,
-    as_items,
-    as_real,
-    as_whole,
     check_fields,
     choice,
     instance,
     real,
     rules_of,
     shown,
+    weights,
     whole,
     wholes,
 )
@@ -280,6 +278,14 @@ class ExitClassifier:
             raise ExitError(f"{path}: {error}") from None
 
 
+def _by_layer(given: Any) -> dict[int, float] | None:
+    pairs = weights(0.0, 1.0, most=MAX_LAYERS).own(given)
+    return None if pairs is None else dict(pairs)
+
+
+THRESHOLDS = Rule(_by_layer, "a threshold, 0..1, for each of some layers", is_plain=False)
+
+
 @dataclass(frozen=True)
 class ConfidentExit(Exit):
     """Exit once the model is confident: per token, measured after each exit point.
@@ -310,7 +316,7 @@ class ConfidentExit(Exit):
     decay_tau: Annotated[float, real(0.0, sys.float_info.max, expected="0 or more")] = 0.0
     exit_points: Annotated[tuple[int, ...] | None, layers()] = None
     min_exit_layer: Annotated[int, layer()] = 1
-    thresholds: Mapping[int, float] = field(default_factory=dict)
+    thresholds: Annotated[Mapping[int, float], THRESHOLDS] = field(default_factory=dict)
     classifier: Annotated[ExitClassifier | None, instance(ExitClassifier)] = None
     calibration: Annotated[Calibration | None, instance(Calibration)] = None
 
@@ -318,7 +324,12 @@ class ConfidentExit(Exit):
         super().__post_init__()
         if self.exit_points == ():
             raise ExitError("ConfidentExit.exit_points: expected some layers, or None, got ()")
-        object.__setattr__(self, "thresholds", self._own_thresholds())
+        strangers = sorted(set(self.thresholds) - set(self.exit_points or self.thresholds))
+        if strangers:
+            raise ExitError(
+                f"ConfidentExit.thresholds: expected layers of exit_points={self.exit_points}, "
+                f"got {strangers[0]}"
+            )
         if (self.measure == "classifier") != (self.classifier is not None):
             raise ExitError(
                 "ConfidentExit.classifier: expected one with measure='classifier', none without, "
@@ -326,33 +337,6 @@ class ConfidentExit(Exit):
             )
         if self.calibration is not None:
             self.calibration.check_fits(self)
-
-    def _own_thresholds(self) -> dict[int, float]:
-        """The thresholds of single exit points, layers and numbers as Python's own."""
-        given = self.thresholds
-        items = as_items(given.items(), MAX_LAYERS) if isinstance(given, Mapping) else None
-        if items is None:
-            raise ExitError(
-                "ConfidentExit.thresholds: expected a threshold for each of some layers, "
-                f"got {shown(given)}"
-            )
-        own: dict[int, float] = {}
-        for layer, value in items:
-            at, threshold = as_whole(layer, -INT32_MAX, INT32_MAX), as_real(value, 0.0, 1.0)
-            if at is None:
-                raise ExitError(f"ConfidentExit.thresholds: expected layers, got {shown(layer)}")
-            if threshold is None:
-                raise ExitError(
-                    f"ConfidentExit.thresholds[{at}]: expected 0..1, got {shown(value)}"
-                )
-            own[at] = threshold
-        strangers = sorted(set(own) - set(own if self.exit_points is None else self.exit_points))
-        if strangers:
-            raise ExitError(
-                f"ConfidentExit.thresholds: expected layers of exit_points={self.exit_points}, "
-                f"got {strangers[0]}"
-            )
-        return own
 
     @staticmethod
     def calibrated(
