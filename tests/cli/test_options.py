@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from eecore.console.options import option, with_panels
+from eecore.console.options import option, takes_options
 
 Threads = Annotated[int | None, typer.Option(min=1, help="How many.")]
 
@@ -42,7 +42,7 @@ def command(model: str, *, printed: Printed, needed: Needed, last: int = 3) -> i
 
 def invoked(*arguments: str) -> Any:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(with_panels(command))
+    app.command()(takes_options(command))
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 
@@ -71,12 +71,8 @@ def test_their_rules_are_typers(arguments: list[str], said: str) -> None:
 
 def test_help_has_a_panel_for_each() -> None:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command()(with_panels(command))
+    app.command()(takes_options(command))
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
     plain, _, panel = shown.partition("What is printed")
     assert "--size" in plain
     assert all(words in panel for words in ("--json", "As JSON.", "--threads", "How many."))
-
-
-def test_a_command_without_any_is_itself() -> None:
-    assert with_panels(test_their_rules_are_typers) is test_their_rules_are_typers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -12,7 +11,6 @@ import typer
 
 from eecore.cli import calibrate, convert, generate, info, search, serve
 from eecore.console.failures import EXIT_CODES, UsageError, failure, reports_failures
-from eecore.console.options import with_panels
 from eecore.console.streams import say
 from eecore.lab.commands import (
     evaluate,
@@ -24,11 +22,6 @@ from eecore.lab.commands import (
 )
 
 __all__ = ["run"]
-
-
-def _add(to: typer.Typer, name: str, command: Callable[..., int]) -> None:
-    to.command(name, epilog=EXIT_CODES)(reports_failures(with_panels(command)))
-
 
 app = typer.Typer(
     name="eecore",
@@ -52,15 +45,13 @@ for _name, _command in (
     ("sweep", evaluate.sweep),
     ("exits", exits.exits),
 ):
-    _add(app, _name, _command)
+    app.command(_name, epilog=EXIT_CODES)(reports_failures(_command))
 
 _evaluations = typer.Typer(
     help="The papers' tables, for any model and data.", no_args_is_help=True, epilog=EXIT_CODES
 )
-_evaluations.command("layerskip", epilog=EXIT_CODES)(
-    reports_failures(with_panels(evaluate.layerskip))
-)
-_add(_evaluations, "calm", evaluate_calm.calm)
+_evaluations.command("layerskip", epilog=EXIT_CODES)(reports_failures(evaluate.layerskip))
+_evaluations.command("calm", epilog=EXIT_CODES)(reports_failures(evaluate_calm.calm))
 app.add_typer(_evaluations, name="evaluate")
 
 

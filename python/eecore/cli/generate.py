@@ -19,8 +19,8 @@ from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, p
 from eecore.config import SamplingParams
 from eecore.console.exit_options import ExitOptions
 from eecore.console.failures import FAILED, UsageError
-from eecore.console.loading import EngineOptions, OptionalModel, check_path, model_and_prompt
-from eecore.console.options import option
+from eecore.console.loading import OptionalModel, check_path, model_and_prompt
+from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
 from eecore.exit_text import parse_exit, usual_exit
@@ -77,6 +77,7 @@ class OutputOptions:
     stats: bool = option(False, "A table on stderr at the end.")
 
 
+@takes_options
 def generate(
     model: OptionalModel = None,
     prompt: Annotated[

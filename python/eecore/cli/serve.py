@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from eecore.builtin import BUILTIN
 from eecore.console.exit_options import PANEL, USUAL_EXIT
 from eecore.console.failures import UsageError
-from eecore.console.loading import EngineOptions, OptionalModel, check_path, options_for, spinner
-from eecore.console.options import option
+from eecore.console.loading import OptionalModel, check_path, options_for, spinner
+from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED, TERMINATED
 from eecore.console.streams import say
 from eecore.exit_text import MODES
@@ -86,7 +86,7 @@ class DepthOptions:
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class BoundOptions:
     """The bounds of requests."""
 
     PANEL: ClassVar = "Under load"
@@ -118,16 +118,17 @@ class ServerEngineOptions(EngineOptions):
     )
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "prefix_cache": self.prefix_cache}
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, "prefix_cache": self.prefix_cache}
 
 
+@takes_options
 def serve(
     model: OptionalModel = None,
     *,
     http: HttpOptions,
     depths: DepthOptions,
-    bounds: LoadOptions,
+    bounds: BoundOptions,
     engine: ServerEngineOptions,
 ) -> int:
     """Serve a model to OpenAI's clients; every request may say how deep to go."""
@@ -167,7 +168,7 @@ def serve(
             loaded = engine.load(path, policy)
         else:
             with spinner(f"loading {path}"):
-                options = options_for(directory, policy, engine.options)
+                options = options_for(directory, policy, engine.settings)
                 start = Start(directory, options, engine.threads, engine.max_num_seqs)
                 remote = RemoteModel(start)
             loaded = stack.enter_context(closing(remote))

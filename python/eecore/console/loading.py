@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,10 +27,8 @@ __all__ = [
     "Device",
     "DraftHeadDirectory",
     "Dtype",
-    "EngineOptions",
     "KVCacheDtype",
     "KVCacheTokens",
-    "MachineOptions",
     "ModelPath",
     "OptionalModel",
     "Threads",
@@ -88,45 +85,6 @@ DraftHeadDirectory = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """How a model is run, in every command that loads one."""
-
-    device: Device = None
-    dtype: Dtype = None
-    weights: Weights = None
-    threads: Threads = None
-    debug: Debug = False
-    """Read where failures are reported."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What :func:`eecore.load` takes of them."""
-        return {"device": self.device, "dtype": self.dtype, "weights": self.weights}
-
-    def load(self, path: str, policy: Exit | None = None, **more: Any) -> Model:
-        """The model; its shape is checked against the exit policy before weights are read."""
-        return load(path, threads=self.threads, policy=policy, **self.options, **more)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(MachineOptions):
-    """How a model is run by commands that answer requests."""
-
-    kv_cache_tokens: KVCacheTokens = None
-    kv_cache_dtype: KVCacheDtype = None
-    exits: DraftHeadDirectory = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {
-            **super().options,
-            "kv_cache_tokens": self.kv_cache_tokens,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "exits": False if self.exits == "none" else self.exits,
-        }
 
 
 def check_path(path: str, *, takes_gguf: bool = True) -> Path:
