@@ -17,7 +17,7 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.engine import intake
-from eecore.exit_text import POLICIES, ExitTextError, exit_text, parse_exit, usual_exit
+from eecore.exit_text import MODES, ExitTextError, exit_text, parse_exit, usual_exit
 
 SAID = {
     "full": Full(),
@@ -48,8 +48,9 @@ def test_policies_that_have_no_text_are_named_all_the_same() -> None:
 
 
 def test_every_policy_but_one_has_a_text() -> None:
-    assert {text.partition(":")[0] for text in SAID} == set(POLICIES)
+    assert {text.partition(":")[0] for text in SAID} == set(MODES) - {"draft-verify"}
     kinds = {type(policy) for policy in SAID.values()}
+    assert {mode.policy for mode in MODES.values()} == kinds | {eecore.DraftAndVerify}
     exported = {getattr(eecore, name) for name in eecore.__all__}
     policies = {
         each
@@ -69,12 +70,12 @@ def test_every_policy_but_one_has_a_text() -> None:
         ("fixed", "expected fixed:E, such as fixed:12"),
         ("fixed:two", "expected fixed:E"),
         ("fixed:2.5", "expected fixed:E"),
-        ("confident:high", "confident:THRESHOLD"),
+        ("confident:high", r"confident\[:THRESHOLD\], such as confident:0.8"),
         ("speculative:4", "speculative:E,D"),
         ("speculative:4,2,1", "speculative:E,D"),
         ("speculative:4,", "speculative:E,D"),
-        ("lookup:1,2", "lookup:D"),
-        ("head:x", "head:D"),
+        ("lookup:1,2", r"lookup\[:D\]"),
+        ("head:x", r"head\[:D\]"),
         ("auto:", None),
     ],
 )

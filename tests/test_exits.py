@@ -37,7 +37,10 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
         (lambda: ConfidentExit("0.5"), r"threshold: expected 0\.\.1, got '0\.5'"),
         (lambda: ConfidentExit(-0.1), r"threshold: expected 0\.\.1, got -0\.1"),
         (lambda: ConfidentExit(math.nan), r"threshold: expected 0\.\.1, got nan"),
-        (lambda: ConfidentExit(thresholds={2: 1.01}), r"thresholds\[2\]: expected 0\.\.1, got 1\."),
+        (
+            lambda: ConfidentExit(thresholds={2: 1.01}),
+            r"thresholds: expected a threshold, 0\.\.1, for each of some layers, got \{2: 1\.01\}",
+        ),
         (
             lambda: ConfidentExit(measure="margin"),
             "measure: expected softmax, state, classifier or cut",
@@ -75,14 +78,20 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
         ),
         (lambda: Auto(0), r"Auto\.num_drafts: expected a whole number, 1\.\."),
         (lambda: Auto(lookup=1), "Auto.lookup: expected True or False, got 1"),
-        (lambda: Auto(exit_layers="ab"), "exit_layers: expected at most 65536 layers, got 'ab'"),
+        (
+            lambda: Auto(exit_layers="ab"),
+            "exit_layers: expected None or at most 65536 layers, got 'ab'",
+        ),
         (lambda: PromptLookup(0), r"PromptLookup\.num_drafts: expected a whole number, 1\.\."),
         (
             lambda: PromptLookup(max_ngram=65),
             r"max_ngram: expected a whole number, 1\.\.64, got 65",
         ),
         (lambda: PromptLookup(4, 2, 3), r"min_ngram: expected 1\.\.max_ngram=2, got 3"),
-        (lambda: PromptLookup(4, min_ngram=0), r"min_ngram: expected 1\.\.max_ngram=8, got 0"),
+        (
+            lambda: PromptLookup(4, min_ngram=0),
+            r"min_ngram: expected a whole number, 1\.\.64, got 0",
+        ),
         (lambda: DraftAndVerify({1}, adaptive="no"), "adaptive: expected True or False, got 'no'"),
         (lambda: DraftAndVerify("ab"), "skip_attention: expected at most 65536 layers, got 'ab'"),
         (lambda: DraftAndVerify(itertools.count()), "skip_attention: expected at most 65536"),
@@ -92,9 +101,18 @@ LINEAR = ExitClassifier(torch.zeros(2, 8), torch.zeros(2))
             lambda: ConfidentExit(measure=["softmax"]),
             "measure: expected softmax, state, classifier or",
         ),
-        (lambda: ConfidentExit(exit_points=(1, "2")), "exit_points: expected at most 65536 layers"),
-        (lambda: ConfidentExit(thresholds=[0.5]), "thresholds: expected a threshold for each"),
-        (lambda: ConfidentExit(thresholds={"1": 0.5}), "thresholds: expected layers, got '1'"),
+        (
+            lambda: ConfidentExit(exit_points=(1, "2")),
+            "exit_points: expected None or at most 65536",
+        ),
+        (
+            lambda: ConfidentExit(thresholds=[0.5]),
+            "thresholds: expected a threshold, 0..1",
+        ),
+        (
+            lambda: ConfidentExit(thresholds={"1": 0.5}),
+            "thresholds: expected a threshold, 0..1",
+        ),
         (lambda: ConfidentExit(classifier=3), "classifier: expected None or an ExitClassifier"),
         (lambda: ConfidentExit(calibration="file"), "calibration: expected None or a Calibration"),
         (lambda: DraftAndVerify(), "expected at least one sublayer to skip"),

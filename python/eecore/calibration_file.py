@@ -9,22 +9,31 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from eecore.config import MOST_LAYERS
 from eecore.errors import ExitError
 from eecore.files import write_text
 from eecore.json_fields import JsonFields
 from eecore.readable import path_of
-from eecore.values import INT32_MAX
+from eecore.values import FLAG, Rule, check_fields, choice, real, reals, whole, wholes
 
 __all__ = ["MEASURES", "SIMILARITY_NAMES", "Calibration", "CalibrationStep", "Measure"]
 
 Measure = Literal["softmax", "state", "classifier", "cut"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
+MAX_GRID = 1 << 16
 SIMILARITY_NAMES = ("rougeL", "rouge2", "exact")
 """How alike two texts are; what each means is said where calibrations are made."""
+
+
+Share = Annotated[float, real(0.0, 1.0)]
+Layer = Annotated[int, whole(1, MOST_LAYERS)]
+SHA256 = Rule(
+    lambda value: value if re.fullmatch("[0-9a-f]{64}", str(value)) else None,
+    "64 hexadecimal digits",
+)
 
 
 class Source(Protocol):
@@ -42,37 +51,36 @@ class Source(Protocol):
 class CalibrationStep:
     """One threshold that was tried."""
 
-    threshold: float
-    mean_loss: float
-    p_value: float
-    passed: bool
-    mean_exit_layer: float | None = None
+    threshold: Share
+    mean_loss: Share
+    p_value: Share
+    passed: Annotated[bool, FLAG]
+    mean_exit_layer: Annotated[float | None, real(0.0, MOST_LAYERS)] = None
 
 
 @dataclass(frozen=True)
 class Calibration:
     """A calibrated threshold, what it was calibrated on, and all that was measured."""
 
-    threshold: float
-    measure: Measure
-    delta: float
-    epsilon: float
-    loss: str
-    """``textual`` or ``risk``"""
-    similarity: str
-    num_prompts: int
-    max_tokens: int
-    decay_tau: float
-    exit_points: tuple[int, ...] | None
-    min_exit_layer: int
-    model_sha256: str
-    dtype: str
-    weights: str | None
-    classifier_sha256: str | None
-    grid: tuple[float, ...]
+    threshold: Share
+    measure: Annotated[Measure, choice(*MEASURES)]
+    delta: Share
+    epsilon: Share
+    loss: Annotated[str, choice("textual", "risk")]
+    similarity: Annotated[str, choice(*SIMILARITY_NAMES)]
+    num_prompts: Annotated[int, whole(1)]
+    max_tokens: Annotated[int, whole(1)]
+    decay_tau: Annotated[float, real(0.0, 1e6)]
+    exit_points: Annotated[tuple[int, ...] | None, wholes(1, MOST_LAYERS, most=MOST_LAYERS)]
+    min_exit_layer: Layer
+    model_sha256: Annotated[str, SHA256]
+    dtype: Annotated[str, choice("float32", "bfloat16", "float16")]
+    weights: Annotated[str | None, choice("int8", "int4")]
+    classifier_sha256: Annotated[str | None, SHA256]
+    grid: Annotated[tuple[float, ...], reals(0.0, 1.0, most=MAX_GRID)]
     steps: tuple[CalibrationStep, ...]
-    vocabulary_sha256: str | None = None
-    """Of the tokens over which the ``cut`` measure goes."""
+    vocabulary_sha256: Annotated[str | None, SHA256] = None
+    """Digest of the tokens over which the ``cut`` measure goes."""
 
     @property
     def promise(self) -> str:
@@ -108,38 +116,19 @@ class Calibration:
         read = JsonFields.read(path_of(path, ExitError), ExitError)
         names = [field.name for field in fields(Calibration)]
         read.only(*names, optional=("vocabulary_sha256",))  # files from before it have none
-        measure = read.text("measure", one_of=MEASURES)
-        points = read.integers("exit_points", 1, MOST_LAYERS, None, most=MOST_LAYERS)
-        if points == ():
+        values = read.values
+        for name in ("exit_points", "grid"):
+            if not isinstance(values[name], list | None):
+                raise read.wrong(name, "a list", values[name])
+        values["steps"] = tuple(_step(step) for step in read.objects("steps"))
+        calibration = Calibration(**values)
+        check_fields(calibration, ExitError, f"{read.where}: ")
+        if calibration.exit_points == ():
             raise read.wrong("exit_points", "some layers, or null", [])
-        classifier = _digest(read, "classifier_sha256")
-        if (measure == "classifier") != (classifier is not None):
-            raise read.wrong(
-                "classifier_sha256", "one with measure classifier, null without", classifier
-            )
-        vocabulary = _digest(read, "vocabulary_sha256")
-        if (measure == "cut") != (vocabulary is not None):
-            raise read.wrong("vocabulary_sha256", "one with measure cut, null without", vocabulary)
-        calibration = Calibration(
-            threshold=read.number("threshold", 0.0, 1.0),
-            measure=measure,
-            delta=read.number("delta", 0.0, 1.0),
-            epsilon=read.number("epsilon", 0.0, 1.0),
-            loss=read.text("loss", one_of=("textual", "risk")),
-            similarity=read.text("similarity", one_of=SIMILARITY_NAMES),
-            num_prompts=read.integer("num_prompts", 1),
-            max_tokens=read.integer("max_tokens", 1, INT32_MAX),
-            decay_tau=read.number("decay_tau", 0.0, 1e6),
-            exit_points=points,
-            min_exit_layer=read.integer("min_exit_layer", 1, MOST_LAYERS),
-            model_sha256=_digest(read, "model_sha256") or "",
-            dtype=read.text("dtype", one_of=("float32", "bfloat16", "float16")),
-            weights=read.text("weights", None, one_of=("int8", "int4")),
-            classifier_sha256=classifier,
-            grid=read.numbers("grid", 0.0, 1.0),
-            steps=tuple(_step(step) for step in read.objects("steps")),
-            vocabulary_sha256=vocabulary,
-        )
+        for name, measure in (("classifier_sha256", "classifier"), ("vocabulary_sha256", "cut")):
+            digest = getattr(calibration, name)
+            if (calibration.measure == measure) != (digest is not None):
+                raise read.wrong(name, f"one with measure {measure}, null without", digest)
         passed = {step.threshold for step in calibration.steps if step.passed}
         if calibration.steps and calibration.threshold not in {1.0, *passed}:
             raise read.wrong("threshold", "1 or that of a step that passed", calibration.threshold)
@@ -190,21 +179,9 @@ class Calibration:
 
 def _step(read: JsonFields) -> CalibrationStep:
     read.only(*(field.name for field in fields(CalibrationStep)))
-    return CalibrationStep(
-        threshold=read.number("threshold", 0.0, 1.0),
-        mean_loss=read.number("mean_loss", 0.0, 1.0),
-        p_value=read.number("p_value", 0.0, 1.0),
-        passed=read.flag("passed"),
-        mean_exit_layer=read.number("mean_exit_layer", 0.0, MOST_LAYERS, None),
-    )
-
-
-def _digest(read: JsonFields, name: str) -> str | None:
-    """A SHA-256 in hexadecimal digits; None where there is none."""
-    digest: str | None = read.text(name, None)
-    if digest is None or re.fullmatch("[0-9a-f]{64}", digest):
-        return digest
-    raise read.wrong(name, "64 hexadecimal digits", digest)
+    step = CalibrationStep(**read.values)
+    check_fields(step, ExitError, f"{read.where}: {read.prefix}")
+    return step
 
 
 def _short(digest: str | None) -> str:

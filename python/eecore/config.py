@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from eecore.errors import ModelError, RequestError
 from eecore.guide import Guide
-from eecore.values import MIN_POSITIVE, Fields
+from eecore.values import (
+    FLAG,
+    MIN_POSITIVE,
+    check_field,
+    check_fields,
+    choice,
+    instance,
+    real,
+    texts,
+    weights,
+    whole,
+    wholes,
+)
 
 __all__ = ["EngineConfig", "ModelConfig", "RopeConfig", "SamplingParams", "T5Config"]
 
-# Beyond these float32 is not enough: logits become infinite, or all one.
-TEMPERATURES = (1e-10, 1e10)
-REPETITION_PENALTIES = (0.01, 100.0)
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8")
-# OpenAI's.
-PENALTIES = (-2.0, 2.0)
-BIASES = (-100.0, 100.0)
-MOST_BIASES = 1024
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # No model comes near these: what a file may say before its tensors are looked at.
@@ -35,6 +40,18 @@ MOST_END_TOKENS = 1024
 NUM_BUCKETS = (4, 128)
 MOST_DISTANCE = 1 << 30
 
+Positive = Annotated[float, real(MIN_POSITIVE, MOST_STRETCH, expected="a positive number")]
+Layers = Annotated[int, whole(1, MOST_LAYERS)]
+Hidden = Annotated[int, whole(1, MOST_HIDDEN)]
+Inner = Annotated[int, whole(1, MOST_INNER)]
+Heads = Annotated[int, whole(1, MOST_HEADS)]
+HeadDim = Annotated[int, whole(1, MOST_HEAD_DIM)]
+Positions = Annotated[int, whole(1, MOST_POSITIONS)]
+Vocabulary = Annotated[int, whole(2, MOST_VOCAB)]
+Epsilon = Annotated[float, real(0.0, 1.0)]
+AtLeastOne = Annotated[int, whole(1)]
+EndTokens = Annotated[tuple[int, ...], wholes(0, MOST_VOCAB, most=MOST_END_TOKENS)]
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -43,40 +60,33 @@ class RopeConfig:
     ``type`` is "default", "linear", "llama3" or "yarn"; a field that names other types is ignored.
     """
 
-    type: str = "default"
-    theta: float = 10000.0
-    rotary_dim: int = 0
+    type: Annotated[str, choice(*ROPE_TYPES)] = "default"
+    theta: Positive = 10000.0
+    rotary_dim: Annotated[int, whole(2, MOST_HEAD_DIM)] = 0
     """How many leading dimensions of a head are rotated; even."""
-    factor: float = 1.0
+    factor: Positive = 1.0
     """linear, llama3, yarn: how many times longer the context is than the original."""
     original_max_position: int = 0
     """llama3, yarn: the context that the model was first trained on."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Positive = 1.0
     """llama3"""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Positive = 4.0
     """llama3"""
-    beta_fast: float = 32.0
+    beta_fast: Positive = 32.0
     """yarn"""
-    beta_slow: float = 1.0
+    beta_slow: Positive = 1.0
     """yarn"""
-    truncate: bool = True
+    truncate: Annotated[bool, FLAG] = True
     """yarn: round the correction range to whole dimensions."""
-    attention_factor: float = 1.0
+    attention_factor: Positive = 1.0
     """Multiplies cosines and sines; 1 but for yarn."""
     frequencies: tuple[float, ...] = ()
     """[rotary_dim / 2], where they are not those of the type."""
 
     def __post_init__(self) -> None:
-        check = Fields(self, ModelError, "rope.")
-        check.choice("type", *ROPE_TYPES)
-        check.real("theta", MIN_POSITIVE, MOST_STRETCH, expected="a positive number")
-        check.whole("rotary_dim", 2, MOST_HEAD_DIM)
-        check.flag("truncate")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            check.real(name, MIN_POSITIVE, MOST_STRETCH, expected="a positive number")
-        check.real("attention_factor", MIN_POSITIVE, MOST_STRETCH, expected="a positive number")
-        learnt = self.type in ("llama3", "yarn")
-        check.whole("original_max_position", int(learnt), MOST_POSITIONS)
+        check_fields(self, ModelError, "rope.")
+        positions = whole(int(self.type in ("llama3", "yarn")), MOST_POSITIONS)
+        check_field(self, "original_max_position", positions, ModelError, "rope.")
         for name, ok, expected in (
             ("rotary_dim", self.rotary_dim % 2 == 0, "an even size"),
             (
@@ -107,17 +117,17 @@ class ModelConfig:
 
     architecture: str
     """The name in config.json: "LlamaForCausalLM", "Qwen2ForCausalLM", ..."""
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position: int
+    num_layers: Layers
+    hidden_size: Hidden
+    intermediate_size: Inner
+    num_q_heads: Heads
+    num_kv_heads: Heads
+    head_dim: HeadDim
+    vocab_size: Vocabulary
+    rms_norm_eps: Epsilon
+    max_position: Positions
     """How many positions the rotary embedding reaches; no sequence may be longer."""
-    rope: RopeConfig
+    rope: Annotated[RopeConfig, instance(RopeConfig)]
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """A bias on the q, k and v projections."""
@@ -126,30 +136,15 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """An RMS norm of each query and key head before the rotary embedding."""
-    layer_windows: tuple[int, ...] = ()
+    layer_windows: Annotated[tuple[int, ...], wholes(0, MOST_POSITIONS, most=MOST_LAYERS)] = ()
     """How many keys a query sees in each layer, itself included; 0 for all. Empty: all layers 0."""
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: EndTokens = ()
     dtype: str | None = None
     """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
 
     def __post_init__(self) -> None:
-        check = Fields(self, ModelError)
-        for name, most in (
-            ("num_layers", MOST_LAYERS),
-            ("hidden_size", MOST_HIDDEN),
-            ("intermediate_size", MOST_INNER),
-            ("num_q_heads", MOST_HEADS),
-            ("num_kv_heads", MOST_HEADS),
-            ("head_dim", MOST_HEAD_DIM),
-            ("max_position", MOST_POSITIONS),
-        ):
-            check.whole(name, 1, most)
-        check.whole("vocab_size", 2, MOST_VOCAB)
-        check.real("rms_norm_eps", 0.0, 1.0)
-        check.wholes("layer_windows", 0, MOST_POSITIONS, most=MOST_LAYERS)
-        check.wholes("eos_token_ids", 0, MOST_VOCAB, most=MOST_END_TOKENS)
-        check.instance("rope", RopeConfig)
+        check_fields(self, ModelError)
         if self.num_q_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_kv_heads: expected a divisor of num_q_heads={self.num_q_heads}, "
@@ -206,50 +201,36 @@ class T5Config:
 
     architecture: str
     """The name in config.json: "T5ForConditionalGeneration" or "MT5ForConditionalGeneration"."""
-    num_layers: int
-    """Of the decoder."""
-    num_encoder_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    activation: Activation
+    num_layers: Layers
+    """Layers of the decoder."""
+    num_encoder_layers: Layers
+    hidden_size: Hidden
+    intermediate_size: Inner
+    num_heads: Heads
+    head_dim: HeadDim
+    vocab_size: Vocabulary
+    rms_norm_eps: Epsilon
+    activation: Annotated[Activation, choice(*get_args(Activation))]
     decoder_start_token_id: int
-    max_input: int = 512
+    max_input: Positions = 512
     """How many tokens the encoder was made for; longer inputs are refused unless the engine is told
     otherwise, since relative positions know no limit."""
-    num_buckets: int = 32
-    """Of relative positions."""
+    num_buckets: Annotated[int, whole(*NUM_BUCKETS)] = 32
+    """Buckets of relative positions."""
     max_distance: int = 128
     """From here on relative positions are all alike."""
     tie_word_embeddings: bool = True
     scale_outputs: bool = True
     """Whether states are scaled by hidden_size**-0.5 before the LM head, as the first T5 does."""
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: EndTokens = ()
     dtype: str | None = None
     """What the checkpoint says that it is stored in: "float32", "bfloat16" or "float16"."""
 
     def __post_init__(self) -> None:
-        check = Fields(self, ModelError)
-        for name, most in (
-            ("num_layers", MOST_LAYERS),
-            ("num_encoder_layers", MOST_LAYERS),
-            ("hidden_size", MOST_HIDDEN),
-            ("intermediate_size", MOST_INNER),
-            ("num_heads", MOST_HEADS),
-            ("head_dim", MOST_HEAD_DIM),
-            ("max_input", MOST_POSITIONS),
-        ):
-            check.whole(name, 1, most)
-        check.whole("vocab_size", 2, MOST_VOCAB)
-        check.real("rms_norm_eps", 0.0, 1.0)
-        check.choice("activation", *get_args(Activation))
-        check.whole("decoder_start_token_id", 0, self.vocab_size - 1)
-        check.whole("num_buckets", *NUM_BUCKETS)
-        check.whole("max_distance", self.num_buckets // 2 + 1, MOST_DISTANCE)
-        check.wholes("eos_token_ids", 0, MOST_VOCAB, most=MOST_END_TOKENS)
+        check_fields(self, ModelError)
+        check_field(self, "decoder_start_token_id", whole(0, self.vocab_size - 1), ModelError)
+        distances = whole(self.num_buckets // 2 + 1, MOST_DISTANCE)
+        check_field(self, "max_distance", distances, ModelError)
         if self.num_buckets % 4:
             raise ModelError(f"num_buckets: expected a multiple of 4, got {self.num_buckets}")
 
@@ -308,14 +289,15 @@ class SamplingParams:
     Numbers may be numpy's or fractions; what is kept is Python's own. A bool is no number.
 
     Args:
-        max_tokens: most tokens to generate (N of the decaying threshold); 0, with
-            ``prompt_logprobs`` alone, for a prompt that is to be scored.
-        temperature: 0 is greedy; otherwise 1e-10..1e10.
+        max_tokens: most tokens to generate (N of the decaying threshold). 0, with
+            ``prompt_logprobs`` alone, is for a prompt that is to be scored.
+        temperature: divides the logits; 0 is greedy.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p.
         min_p: drop tokens less probable than min_p times the most probable one.
-        repetition_penalty: divides the logits of seen tokens; 0.01..100, 1 switches it off.
-        seed: of the request's random numbers; None draws one.
+        repetition_penalty: divides the logits of seen tokens; 1 switches it off.
+        seed: start of the request's random numbers: the same seed gives the same text. None draws
+            one.
         logprobs: how many of the most probable tokens to report with their log-probabilities,
             besides the emitted token's own; None reports nothing, 0 the emitted token's alone. At
             most the model's vocabulary.
@@ -323,54 +305,44 @@ class SamplingParams:
             the prompt runs: all layers, and with :class:`eecore.FixedExit` those of the cut model.
             The whole prompt is computed then, whatever the prefix cache has of it. Not for models
             with an encoder.
-        stop: strings that end the text; the text stops before them. At most 64, of 4096 characters.
-        stop_token_ids: tokens that end the request, besides the model's own; at most 1024. Those
-            that the model does not have never come.
+        stop: strings that end the text; the text stops before them.
+        stop_token_ids: tokens that end the request, besides the model's own. Those that the model
+            does not have never come.
         ignore_eos: go on past the model's end-of-sequence tokens.
-        presence_penalty: subtracted from the logits of tokens that were generated, -2..2; the
-            prompt does not count.
-        frequency_penalty: the same for each time that the token was.
-        logit_bias: token ids to what is added to their logits, -100..100; at most 1024. Kept as
-            pairs by ascending id.
+        presence_penalty: subtracted from the logits of tokens that were generated; the prompt
+            does not count.
+        frequency_penalty: subtracted from a token's logit for each time that it was generated.
+        logit_bias: token ids to what is added to their logits. Kept as pairs by ascending id.
         guide: what the text has to look like; None for anything. Confidence and log-probabilities
             are those among the tokens that may come.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
-    guide: Guide | None = None
-    prompt_logprobs: int | None = None
+    # Beyond the ranges of temperature and repetition_penalty float32 is not enough: logits become
+    # infinite, or all one. Those of penalties and biases are OpenAI's.
+    max_tokens: Annotated[int, whole()] = 128
+    temperature: Annotated[float, real(1e-10, 1e10, or_zero=True)] = 0.0
+    top_k: Annotated[int, whole()] = 0
+    top_p: Annotated[float, real(MIN_POSITIVE, 1.0, expected="above 0, at most 1")] = 1.0
+    min_p: Annotated[float, real(0.0, 1.0)] = 0.0
+    repetition_penalty: Annotated[float, real(0.01, 100.0)] = 1.0
+    seed: Annotated[int | None, whole(0, 2**64 - 1)] = None
+    logprobs: Annotated[int | None, whole()] = None
+    stop: Annotated[tuple[str, ...], texts(most=64, longest=4096)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], wholes(most=1024)] = ()
+    ignore_eos: Annotated[bool, FLAG] = False
+    presence_penalty: Annotated[float, real(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, real(-2.0, 2.0)] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float] | tuple[tuple[int, float], ...] | None,
+        weights(-100.0, 100.0, most=1024),
+    ] = None
+    guide: Annotated[Guide | None, instance(Guide)] = None
+    prompt_logprobs: Annotated[int | None, whole()] = None
 
     def __post_init__(self) -> None:
-        fields = Fields(self, RequestError)
-        fields.whole("prompt_logprobs", optional=True)
-        fields.whole("max_tokens", 1 if self.prompt_logprobs is None else 0)
-        fields.real("temperature", *TEMPERATURES, or_zero=True)
-        fields.whole("top_k")
-        fields.real("top_p", MIN_POSITIVE, 1.0, expected="above 0, at most 1")
-        fields.real("min_p", 0.0, 1.0)
-        fields.real("repetition_penalty", *REPETITION_PENALTIES)
-        fields.whole("seed", 0, 2**64 - 1, optional=True)
-        fields.whole("logprobs", optional=True)
-        fields.texts("stop", most=64, longest=4096)
-        fields.wholes("stop_token_ids", most=1024)
-        fields.flag("ignore_eos")
-        fields.real("presence_penalty", *PENALTIES)
-        fields.real("frequency_penalty", *PENALTIES)
-        fields.weights("logit_bias", *BIASES, most=MOST_BIASES)
-        fields.instance("guide", Guide, optional=True)
+        check_fields(self, RequestError)
+        if self.prompt_logprobs is None:
+            check_field(self, "max_tokens", whole(1), RequestError)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -405,28 +377,17 @@ class EngineConfig:
             is it by models with an encoder.
     """
 
-    kv_cache_tokens: int = 16384
-    page_size: int = 16
-    max_num_seqs: int = 64
-    max_batch_tokens: int = 1024
-    max_prefill_chunk: int = 512
-    max_input_tokens: int | None = None
-    prefix_cache: bool = True
-    kv_cache_dtype: str = "auto"
+    kv_cache_tokens: AtLeastOne = 16384
+    page_size: AtLeastOne = 16
+    max_num_seqs: AtLeastOne = 64
+    max_batch_tokens: AtLeastOne = 1024
+    max_prefill_chunk: AtLeastOne = 512
+    max_input_tokens: Annotated[int | None, whole(1)] = None
+    prefix_cache: Annotated[bool, FLAG] = True
+    kv_cache_dtype: Annotated[str, choice(*KV_CACHE_DTYPES)] = "auto"
 
     def __post_init__(self) -> None:
-        fields = Fields(self, RequestError)
-        for name in (
-            "kv_cache_tokens",
-            "page_size",
-            "max_num_seqs",
-            "max_batch_tokens",
-            "max_prefill_chunk",
-        ):
-            fields.whole(name, 1)
-        fields.whole("max_input_tokens", 1, optional=True)
-        fields.flag("prefix_cache")
-        fields.choice("kv_cache_dtype", *KV_CACHE_DTYPES)
+        check_fields(self, RequestError)
 
     @property
     def num_pages(self) -> int:

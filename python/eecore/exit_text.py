@@ -1,12 +1,13 @@
-"""Exit policies in words: ``full``, ``confident:0.9``, ``speculative:3,6``, ``auto``, ..."""
+"""The list of exit modes, and policies in words: ``full``, ``confident:0.9``, ``auto``, ...
+
+Command line, server and documentation take names, fields and words of a mode from :data:`MODES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from eecore.errors import ExitError
 from eecore.exits import (
@@ -20,9 +21,12 @@ from eecore.exits import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.values import shown
+from eecore.values import rules_of, shown
 
-__all__ = ["POLICIES", "ExitTextError", "exit_text", "parse_exit", "usual_exit"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MODES", "ExitTextError", "Mode", "exit_text", "parse_exit", "said_exit", "usual_exit"]
 
 
 class ExitTextError(ExitError):
@@ -30,47 +34,94 @@ class ExitTextError(ExitError):
 
 
 @dataclass(frozen=True)
-class _Form:
-    """What stands behind the name of one policy."""
+class Mode:
+    """One way to spend layers, as users call it.
 
+    Attributes:
+        name: the word that its text begins with.
+        policy: its class, whose fields have types, ranges, defaults and descriptions.
+        summary: what it does, in a few words.
+        said: the fields that its text has after the colon, and what stands for them in help.
+        example: such a text, after the colon.
+        is_partial: a text alone does not say enough.
+    """
+
+    name: str
     policy: type[Exit]
-    form: str
-    """As an error says it."""
-    numbers: tuple[Callable[[str], Any], ...] = ()
-    least: int = 0
-    fields: tuple[str, ...] = ()
-    """Of the policy, that the numbers are."""
+    summary: str
+    said: Mapping[str, str] = field(default_factory=dict)
+    example: str = ""
+    is_partial: bool = False
 
-    def values(self, rest: str) -> list[Any]:
-        """What stands behind the colon; a ValueError where it does not fit."""
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that JSON can say, and their defaults; ``MISSING`` where there is none."""
+        rules = rules_of(self.policy)
+        named = {name for name, rule in rules.items() if rule.is_plain}
+        return {each.name: each.default for each in fields(self.policy) if each.name in named}
+
+    @property
+    def required(self) -> list[str]:
+        """The fields that have no default."""
+        return [name for name, default in self.fields.items() if default is MISSING]
+
+    @property
+    def form(self) -> str:
+        """The text with letters for numbers: ``speculative:E,D``, ``lookup[:D]``."""
+        letters = ":" * bool(self.said) + ",".join(self.said.values())
+        return self.name + (letters if self.required or not letters else f"[{letters}]")
+
+    def read(self, rest: str) -> dict[str, Any]:
+        """The fields that are said after the colon; a ValueError where it does not fit."""
         given = rest.split(",") if rest else []
-        if not self.least <= len(given) <= len(self.numbers):
+        if len(given) not in ((len(self.said),) if self.required else (0, len(self.said))):
             raise ValueError(rest)
-        return [number(text) for number, text in zip(self.numbers, given, strict=False)]
+        rules = rules_of(self.policy)
+        return {name: rules[name].read(text) for name, text in zip(self.said, given, strict=False)}
 
 
-DRAFTS = ("num_drafts",)
-POLICIES = {
-    "full": _Form(Full, "full"),
-    "fixed": _Form(FixedExit, "fixed:E, such as fixed:12", (int,), 1, ("exit_layer",)),
-    "confident": _Form(
-        ConfidentExit,
-        "confident or confident:THRESHOLD, such as confident:0.8",
-        (float,),
-        fields=("threshold",),
-    ),
-    "speculative": _Form(
-        SelfSpeculative,
-        "speculative:E,D, such as speculative:8,6",
-        (int, int),
-        2,
-        ("exit_layer", "num_drafts"),
-    ),
-    "lookup": _Form(PromptLookup, "lookup or lookup:D, such as lookup:8", (int,), fields=DRAFTS),
-    "head": _Form(HeadDrafts, "head or head:D, such as head:4", (int,), fields=DRAFTS),
-    "auto": _Form(Auto, "auto or auto:D, such as auto:10", (int,), fields=DRAFTS),
+_DRAFTS = {"num_drafts": "D"}
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("full", Full, "every layer"),
+        Mode("fixed", FixedExit, "always stop after layer E", {"exit_layer": "E"}, "12"),
+        Mode(
+            "confident",
+            ConfidentExit,
+            "stop once confident; 1 never",
+            {"threshold": "THRESHOLD"},
+            "0.8",
+        ),
+        Mode(
+            "speculative",
+            SelfSpeculative,
+            "draft D tokens with E layers, verify with all",
+            {"exit_layer": "E", "num_drafts": "D"},
+            "8,6",
+        ),
+        Mode(
+            "draft-verify",
+            DraftAndVerify,
+            "draft with some sublayers left out",
+            _DRAFTS,
+            "8",
+            is_partial=True,
+        ),
+        Mode(
+            "lookup",
+            PromptLookup,
+            "draft what followed the last tokens where they occurred before",
+            _DRAFTS,
+            "8",
+        ),
+        Mode("head", HeadDrafts, "draft with a head that eecore train-exits made", _DRAFTS, "4"),
+        Mode(
+            "auto", Auto, "whatever is fastest of full, speculative, lookup and head", _DRAFTS, "10"
+        ),
+    )
 }
-"""By name; DraftAndVerify has none here, whose sets of sublayers no short text says."""
+"""The list of modes, by name."""
 
 
 def usual_exit(device: torch.device) -> str:
@@ -81,38 +132,44 @@ def usual_exit(device: torch.device) -> str:
     return "auto" if device.type == "cpu" else "full"
 
 
+def said_exit(text: str) -> tuple[Mode, dict[str, Any]]:
+    """The mode of a text, and the fields that it says.
+
+    Raises:
+        ExitTextError: it says none.
+    """
+    name, _, rest = str.__str__(text).partition(":")  # of any class of str
+    mode = MODES.get(name)
+    if mode is None:
+        raise ExitTextError(f"exit: expected {', '.join(MODES)}, got {shown(text)}")
+    try:
+        return mode, mode.read(rest)
+    except ValueError:
+        example = f", such as {mode.name}:{mode.example}" if mode.example else ""
+        raise ExitTextError(f"exit: expected {mode.form}{example}, got {shown(text)}") from None
+
+
 def parse_exit(text: str) -> Exit:
-    """The policy that a text says.
+    """The policy that a text says. Of ``draft-verify`` a text alone does not say enough.
 
     Raises:
         ExitTextError: it says none.
         ExitError: it says one that contradicts itself.
     """
-    name, _, rest = str.__str__(text).partition(":")  # of any class of str
-    form = POLICIES.get(name)
-    if form is None:
-        raise ExitTextError(f"exit: expected {', '.join(POLICIES)}, got {shown(text)}")
-    try:
-        values = form.values(rest)
-    except ValueError:
-        raise ExitTextError(f"exit: expected {form.form}, got {shown(text)}") from None
-    return form.policy(*values)
+    mode, settings = said_exit(text)
+    return mode.policy(**settings)
 
 
 def exit_text(policy: Exit) -> str:
     """A policy in a few words: those that :func:`parse_exit` takes, where they say all of it.
 
     What they have no room for is left out. ``calibrated:MEASURE`` is a threshold that was
-    calibrated, ``draft-verify:D`` :class:`eecore.DraftAndVerify`.
+    calibrated.
     """
     if isinstance(policy, ConfidentExit) and policy.calibration is not None:
         return f"calibrated:{policy.measure}"
-    if isinstance(policy, DraftAndVerify):
-        return f"draft-verify:{policy.num_drafts}"
-    for name, form in POLICIES.items():
-        if type(policy) is form.policy:
-            values = [getattr(policy, field) for field in form.fields]
-            return ":".join(
-                [name, *([",".join(f"{value:g}" for value in values)] if values else [])]
-            )
+    for mode in MODES.values():
+        if type(policy) is mode.policy:
+            values = ",".join(f"{getattr(policy, name):g}" for name in mode.said)
+            return f"{mode.name}:{values}" if values else mode.name
     return type(policy).__name__

@@ -13,16 +13,29 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from eecore.calibration_file import MEASURES, Calibration, Measure, Source
 from eecore.errors import ExitError, RequestError
 from eecore.readable import path_of
-from eecore.tensor_files import TensorFile
-from eecore.values import INT32_MAX, Fields, as_items, as_real, as_whole, is_whole, shown
+from eecore.values import (
+    FLAG,
+    INT32_MAX,
+    Rule,
+    check_fields,
+    choice,
+    instance,
+    real,
+    rules_of,
+    shown,
+    weights,
+    whole,
+    wholes,
+)
+
+if TYPE_CHECKING:  # the command line knows the modes before torch is there
+    import torch
+    from torch import Tensor
 
 __all__ = [
     "MEASURES",
@@ -37,39 +50,60 @@ __all__ = [
     "Measure",
     "PromptLookup",
     "SelfSpeculative",
+    "layer",
+    "layers",
 ]
 
 BatchMode = Literal["each", "all"]
-MOST_LAYERS = 65536
-MOST_NGRAM = 64
+MAX_LAYERS = 65536
+MAX_NGRAM = 64
 
 
-def _check_layer(name: str, value: int, low: int, high: int, num_layers: int) -> None:
-    if not is_whole(value, low, high):
-        raise ExitError(
-            f"{name}: expected {low}..{high} for a model of {num_layers} layers, got {shown(value)}"
-        )
+@dataclass(frozen=True)
+class LayerRule(Rule):
+    """The rule of layers, which a model has or has not.
+
+    Attributes:
+        first: the lowest one.
+        spare: how many of the model's last ones they may not be.
+    """
+
+    first: int = 1
+    spare: int = 0
+
+    def check(self, name: str, value: Any, num_layers: int) -> None:
+        """Raise :class:`eecore.ExitError` for a layer that the model does not have."""
+        high = num_layers - self.spare
+        for each in (value,) if isinstance(value, int) else value or ():
+            if not self.first <= each <= high:
+                raise ExitError(
+                    f"{name}: expected {self.first}..{high} for a model of {num_layers} layers, "
+                    f"got {shown(each)}"
+                )
 
 
-def _fields(policy: Exit) -> Fields:
-    return Fields(policy, ExitError, f"{type(policy).__name__}.")
+def layer(first: int = 1, spare: int = 0) -> LayerRule:
+    """A number of layers; whether there are so many is known with the model."""
+    own = whole(-INT32_MAX).own
+    return LayerRule(own, "a layer", int, first=first, spare=spare)
 
 
-def _layer(policy: Exit, name: str) -> None:
-    """A number of layers as an int; whether there are so many is known with the model."""
-    _fields(policy).whole(name, -INT32_MAX, expected="a layer")
+def layers(first: int = 1, spare: int = 0, kind: Any = tuple) -> LayerRule:
+    """Layers; whether the model has them is known with it."""
+    expected = f"at most {MAX_LAYERS} layers"
+    own = wholes(-INT32_MAX, most=MAX_LAYERS, kind=kind).own
+    return LayerRule(own, expected, first=first, spare=spare)
 
 
-def _layers(policy: Exit, name: str, kind: Any) -> None:
-    """Layers as ints; whether the model has them is known with it."""
-    _fields(policy).wholes(
-        name, -INT32_MAX, most=MOST_LAYERS, expected=f"at most {MOST_LAYERS} layers", kind=kind
-    )
+Drafts = Annotated[int, whole(1)]
 
 
 @dataclass(frozen=True)
 class Exit:
-    """Base of every exit policy."""
+    """Base of every exit policy. Its fields are checked by their rules."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, ExitError, f"{type(self).__name__}.")
 
     @property
     def contract(self) -> str:
@@ -79,19 +113,27 @@ class Exit:
     @property
     def max_drafts(self) -> int:
         """Most tokens drafted a round; 0 for a policy that does not speculate."""
-        return 0
+        return int(getattr(self, "num_drafts", 0))
 
     @property
     def needs_head(self) -> bool:
         """Whether it takes a model with a draft head."""
         return False
 
+    @property
+    def lowest_exit(self) -> int:
+        """The lowest layer that a token can come from; 0 where no layer drafts it."""
+        return int(getattr(self, "exit_layer", 1))
+
     def wants_training(self, num_layers: int) -> bool:  # noqa: ARG002
         """Whether its text is good only on a model that was trained for early exit."""
         return False
 
-    def check(self, num_layers: int, hidden_size: int) -> None:
+    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
         """Raise :class:`eecore.ExitError` when a model of this shape cannot run the policy."""
+        for name, rule in rules_of(type(self)).items():
+            if isinstance(rule, LayerRule):
+                rule.check(f"{type(self).__name__}.{name}", getattr(self, name), num_layers)
 
     def check_request(
         self, source: Source | None, vocabulary: str | None, temperature: float
@@ -125,10 +167,7 @@ class FixedExit(Exit):
     Layers from ``exit_layer`` up are never run nor filled, not for the prompt either.
     """
 
-    exit_layer: int
-
-    def __post_init__(self) -> None:
-        _layer(self, "exit_layer")
+    exit_layer: Annotated[int, layer()]
 
     @property
     def contract(self) -> str:
@@ -136,9 +175,6 @@ class FixedExit(Exit):
 
     def wants_training(self, num_layers: int) -> bool:
         return self.exit_layer < num_layers
-
-    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
-        _check_layer("FixedExit.exit_layer", self.exit_layer, 1, num_layers, num_layers)
 
 
 CLASSIFIER_TENSORS = ("weight1", "bias1", "weight2", "bias2")
@@ -162,8 +198,9 @@ class ExitClassifier:
     _moved: dict[torch.device, ExitClassifier] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("weight1", "bias1", "weight2", "bias2"):
-            tensor = getattr(self, name)
+        from torch import Tensor
+
+        for name, tensor in zip(CLASSIFIER_TENSORS, self.tensors, strict=True):
             if tensor is None and name != "weight1":
                 continue
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -189,20 +226,23 @@ class ExitClassifier:
                     f"got {list(tensor.shape)}"
                 )
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.weight1, self.bias1, self.weight2, self.bias2
+
     def on(self, device: torch.device) -> ExitClassifier:
         """The classifier with contiguous float32 weights on ``device``, moved once."""
         if device not in self._moved:
-            tensors = (self.weight1, self.bias1, self.weight2, self.bias2)
-            moved = [t if t is None else t.to(device, torch.float32).contiguous() for t in tensors]
+            moved = [t if t is None else t.to(device).float().contiguous() for t in self.tensors]
             assert moved[0] is not None
             self._moved[device] = ExitClassifier(moved[0], *moved[1:])
         return self._moved[device]
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the weights in float32: the same numbers are the same classifier."""
+        """Digest of the weights in float32: the same numbers are the same classifier."""
         digest = hashlib.sha256()
-        for tensor in (self.weight1, self.bias1, self.weight2, self.bias2):
+        for tensor in self.tensors:
             digest.update(b"none" if tensor is None else str(list(tensor.shape)).encode())
             if tensor is not None:
                 digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
@@ -215,6 +255,8 @@ class ExitClassifier:
         Raises:
             ExitError: the file cannot be read, or is not a classifier.
         """
+        from eecore.tensor_files import TensorFile
+
         with TensorFile(path_of(path, ExitError), ExitError) as file:
             if "weight1" not in file.names:
                 raise ExitError(
@@ -236,87 +278,65 @@ class ExitClassifier:
             raise ExitError(f"{path}: {error}") from None
 
 
+def _by_layer(given: Any) -> dict[int, float] | None:
+    pairs = weights(0.0, 1.0, most=MAX_LAYERS).own(given)
+    return None if pairs is None else dict(pairs)
+
+
+THRESHOLDS = Rule(_by_layer, "a threshold, 0..1, for each of some layers", is_plain=False)
+
+
 @dataclass(frozen=True)
 class ConfidentExit(Exit):
     """Exit once the model is confident: per token, measured after each exit point.
 
     Args:
-        threshold: lambda. A token is accepted when its confidence is at least lambda; 1 never
+        threshold: lambda: a token is accepted when its confidence is at least lambda; 1 never
             exits.
-        measure: ``softmax`` (gap of the two largest probabilities), ``state`` (cosine of the states
-            of two consecutive layers), ``classifier`` (early-exit framework §2.1; CALM §3), or
-            ``cut``: the gap of ``softmax`` over the tokens that the model's draft head knows, a
-            fraction of the work where a vocabulary is large. The token of an exit is the whole
-            head's under every measure.
-        batch: ``each`` row leaves when it is accepted; ``all`` rows leave together at the first
-            exit point at which every one of them is accepted (early-exit framework, Algorithm 1).
-        decay_tau: tau of CALM's decaying threshold
-            ``clip(0.9 * lambda + 0.1 * exp(-tau * t / N), 0, 1)`` (CALM eq. 5); 0 switches it off.
-        exit_points: exit layers at which confidence is measured; all of them when None.
+        measure: how confidence is measured. ``softmax``: the gap of the two largest probabilities.
+            ``state``: the cosine of the states of two consecutive layers. ``classifier``: M of
+            ``classifier`` (early-exit framework §2.1; CALM §3). ``cut``: the gap of ``softmax``
+            over the tokens that the model's draft head knows, a fraction of the work where a
+            vocabulary is large. The token of an exit is the whole head's under every measure.
+        batch: whether each row exits when it is accepted, or all rows together. ``all``: at the
+            first exit point at which every one of them is accepted (early-exit framework,
+            Algorithm 1).
+        decay_tau: tau of CALM's decaying threshold, 4 in its summaries; 0 switches it off. It is
+            ``clip(0.9 * lambda + 0.1 * exp(-tau * t / N), 0, 1)`` (CALM eq. 5).
+        exit_points: exit layers at which confidence is measured. None: all of them.
         min_exit_layer: the earliest exit.
         thresholds: lambda of single exit points, in place of ``threshold``.
         classifier: for the ``classifier`` measure.
         calibration: what the threshold was found by; :meth:`calibrated` sets it.
     """
 
-    threshold: float = 0.9
-    measure: Measure = "softmax"
-    batch: BatchMode = "each"
-    decay_tau: float = 0.0
-    exit_points: tuple[int, ...] | None = None
-    min_exit_layer: int = 1
-    thresholds: Mapping[int, float] = field(default_factory=dict)
-    classifier: ExitClassifier | None = None
-    calibration: Calibration | None = None
+    threshold: Annotated[float, real(0.0, 1.0)] = 0.9
+    measure: Annotated[Measure, choice(*MEASURES)] = "softmax"
+    batch: Annotated[BatchMode, choice("each", "all")] = "each"
+    decay_tau: Annotated[float, real(0.0, sys.float_info.max, expected="0 or more")] = 0.0
+    exit_points: Annotated[tuple[int, ...] | None, layers()] = None
+    min_exit_layer: Annotated[int, layer()] = 1
+    thresholds: Annotated[Mapping[int, float], THRESHOLDS] = field(default_factory=dict)
+    classifier: Annotated[ExitClassifier | None, instance(ExitClassifier)] = None
+    calibration: Annotated[Calibration | None, instance(Calibration)] = None
 
     def __post_init__(self) -> None:
-        fields = _fields(self)
-        fields.real("threshold", 0.0, 1.0)
-        fields.choice("measure", *MEASURES)
-        fields.choice("batch", "each", "all")
-        fields.real("decay_tau", 0.0, sys.float_info.max, expected="0 or more")
-        _layer(self, "min_exit_layer")
-        if self.exit_points is not None:
-            _layers(self, "exit_points", tuple)
-            if not self.exit_points:
-                raise ExitError("ConfidentExit.exit_points: expected some layers, or None, got ()")
-        fields.put("thresholds", self._own_thresholds())
-        fields.instance("classifier", ExitClassifier, optional=True)
-        if (self.measure == "classifier") != (self.classifier is not None):
-            raise ExitError(
-                "ConfidentExit.classifier: expected one with measure='classifier', none without, "
-                f"got measure={self.measure!r} and classifier={self.classifier!r}"
-            )
-        fields.instance("calibration", Calibration, optional=True)
-        if self.calibration is not None:
-            self.calibration.check_fits(self)
-
-    def _own_thresholds(self) -> dict[int, float]:
-        """The thresholds of single exit points, layers and numbers as Python's own."""
-        given = self.thresholds
-        items = as_items(given.items(), MOST_LAYERS) if isinstance(given, Mapping) else None
-        if items is None:
-            raise ExitError(
-                "ConfidentExit.thresholds: expected a threshold for each of some layers, "
-                f"got {shown(given)}"
-            )
-        own: dict[int, float] = {}
-        for layer, value in items:
-            at, threshold = as_whole(layer, -INT32_MAX, INT32_MAX), as_real(value, 0.0, 1.0)
-            if at is None:
-                raise ExitError(f"ConfidentExit.thresholds: expected layers, got {shown(layer)}")
-            if threshold is None:
-                raise ExitError(
-                    f"ConfidentExit.thresholds[{at}]: expected 0..1, got {shown(value)}"
-                )
-            own[at] = threshold
-        strangers = sorted(set(own) - set(own if self.exit_points is None else self.exit_points))
+        super().__post_init__()
+        if self.exit_points == ():
+            raise ExitError("ConfidentExit.exit_points: expected some layers, or None, got ()")
+        strangers = sorted(set(self.thresholds) - set(self.exit_points or self.thresholds))
         if strangers:
             raise ExitError(
                 f"ConfidentExit.thresholds: expected layers of exit_points={self.exit_points}, "
                 f"got {strangers[0]}"
             )
-        return own
+        if (self.measure == "classifier") != (self.classifier is not None):
+            raise ExitError(
+                "ConfidentExit.classifier: expected one with measure='classifier', none without, "
+                f"got measure={self.measure!r} and classifier={self.classifier!r}"
+            )
+        if self.calibration is not None:
+            self.calibration.check_fits(self)
 
     @staticmethod
     def calibrated(
@@ -344,6 +364,10 @@ class ConfidentExit(Exit):
         return self.measure == "cut"
 
     @property
+    def lowest_exit(self) -> int:
+        return max(self.min_exit_layer, min(self.exit_points or (1,)))
+
+    @property
     def contract(self) -> str:
         promise = "uncalibrated" if self.calibration is None else self.calibration.promise
         return f"confident exit ({self.measure}, threshold {self.threshold:g}): {promise}"
@@ -352,10 +376,8 @@ class ConfidentExit(Exit):
         return self.calibration is None and bool(self.points(num_layers))
 
     def check(self, num_layers: int, hidden_size: int) -> None:
-        _check_layer("ConfidentExit.min_exit_layer", self.min_exit_layer, 1, num_layers, num_layers)
-        for name, layers in (("exit_points", self.exit_points), ("thresholds", self.thresholds)):
-            for layer in layers or ():
-                _check_layer(f"ConfidentExit.{name}", layer, 1, num_layers, num_layers)
+        super().check(num_layers, hidden_size)
+        layer().check("ConfidentExit.thresholds", self.thresholds, num_layers)
         if self.classifier is not None and self.classifier.weight1.shape[-1] != hidden_size:
             raise ExitError(
                 f"ConfidentExit.classifier: expected weight1 [*, hidden_size={hidden_size}], got "
@@ -417,31 +439,16 @@ class SelfSpeculative(Exit):
             saves (LayerSkip §4.3.3, Table 7).
     """
 
-    exit_layer: int
-    num_drafts: int = 6
-    draft_threshold: float | None = None
-    reuse: bool = True
-
-    def __post_init__(self) -> None:
-        _layer(self, "exit_layer")
-        fields = _fields(self)
-        fields.whole("num_drafts", 1)
-        fields.real("draft_threshold", 0.0, 1.0, optional=True)
-        fields.flag("reuse")
-
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
+    exit_layer: Annotated[int, layer(spare=1)]
+    num_drafts: Drafts = 6
+    draft_threshold: Annotated[float | None, real(0.0, 1.0)] = None
+    reuse: Annotated[bool, FLAG] = True
 
     @property
     def contract(self) -> str:
         return (
             f"self-speculation (exit layer {self.exit_layer}, {self.num_drafts} drafts): lossless"
         )
-
-    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
-        high = num_layers - 1
-        _check_layer("SelfSpeculative.exit_layer", self.exit_layer, 1, high, num_layers)
 
 
 @dataclass(frozen=True)
@@ -461,35 +468,21 @@ class DraftAndVerify(Exit):
             sampled ones.
     """
 
-    skip_attention: frozenset[int] = frozenset()
-    skip_mlp: frozenset[int] = frozenset()
-    num_drafts: int = 8
-    adaptive: bool = True
-    initial_threshold: float | None = None
+    skip_attention: Annotated[frozenset[int], layers(0, 1, frozenset)] = frozenset()
+    skip_mlp: Annotated[frozenset[int], layers(0, 1, frozenset)] = frozenset()
+    num_drafts: Drafts = 8
+    adaptive: Annotated[bool, FLAG] = True
+    initial_threshold: Annotated[float | None, real(0.0, 1.0)] = None
 
     def __post_init__(self) -> None:
-        _layers(self, "skip_attention", frozenset)
-        _layers(self, "skip_mlp", frozenset)
+        super().__post_init__()
         if not self.skip_attention and not self.skip_mlp:
             raise ExitError("DraftAndVerify: expected at least one sublayer to skip, got none")
-        fields = _fields(self)
-        fields.whole("num_drafts", 1)
-        fields.flag("adaptive")
-        fields.real("initial_threshold", 0.0, 1.0, optional=True)
-
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
 
     @property
     def contract(self) -> str:
         skipped = len(self.skip_attention) + len(self.skip_mlp)
         return f"draft and verify ({skipped} sublayers skipped): lossless"
-
-    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
-        for name, layers in (("skip_attention", self.skip_attention), ("skip_mlp", self.skip_mlp)):
-            for layer in layers:
-                _check_layer(f"DraftAndVerify.{name}", layer, 0, num_layers - 1, num_layers)
 
     @property
     def first_skipped(self) -> int:
@@ -512,19 +505,18 @@ class PromptLookup(Exit):
         min_ngram: how many have to be found at least.
     """
 
-    num_drafts: int = 8
-    max_ngram: int = 8
-    min_ngram: int = 2
+    num_drafts: Drafts = 8
+    max_ngram: Annotated[int, whole(1, MAX_NGRAM)] = 8
+    min_ngram: Annotated[int, whole(1, MAX_NGRAM)] = 2
+    lowest_exit = 0
 
     def __post_init__(self) -> None:
-        fields = _fields(self)
-        fields.whole("num_drafts", 1)
-        fields.whole("max_ngram", 1, MOST_NGRAM)
-        fields.whole("min_ngram", 1, self.max_ngram, expected=f"1..max_ngram={self.max_ngram}")
-
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
+        super().__post_init__()
+        if self.min_ngram > self.max_ngram:
+            raise ExitError(
+                f"PromptLookup.min_ngram: expected 1..max_ngram={self.max_ngram}, "
+                f"got {self.min_ngram}"
+            )
 
     @property
     def ngrams(self) -> tuple[int, int]:
@@ -552,21 +544,10 @@ class HeadDrafts(Exit):
             is there one behind it.
     """
 
-    num_drafts: int = 4
-    threshold: float = 0.3
-
-    def __post_init__(self) -> None:
-        fields = _fields(self)
-        fields.whole("num_drafts", 1)
-        fields.real("threshold", 0.0, 1.0)
-
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
-
-    @property
-    def needs_head(self) -> bool:
-        return True
+    num_drafts: Drafts = 4
+    threshold: Annotated[float, real(0.0, 1.0)] = 0.3
+    needs_head = True
+    lowest_exit = 0
 
     @property
     def contract(self) -> str:
@@ -593,22 +574,11 @@ class Auto(Exit):
         head: whether the model's draft head drafts, if it has one.
     """
 
-    num_drafts: int = 10
-    exit_layers: tuple[int, ...] | None = None
-    lookup: bool = True
-    head: bool = True
-
-    def __post_init__(self) -> None:
-        fields = _fields(self)
-        fields.whole("num_drafts", 1)
-        if self.exit_layers is not None:
-            _layers(self, "exit_layers", tuple)
-        fields.flag("lookup")
-        fields.flag("head")
-
-    @property
-    def max_drafts(self) -> int:
-        return self.num_drafts
+    num_drafts: Drafts = 10
+    exit_layers: Annotated[tuple[int, ...] | None, layers(spare=1)] = None
+    lookup: Annotated[bool, FLAG] = True
+    head: Annotated[bool, FLAG] = True
+    lowest_exit = 0
 
     @property
     def ngrams(self) -> tuple[int, int] | None:
@@ -618,7 +588,3 @@ class Auto(Exit):
     @property
     def contract(self) -> str:
         return f"auto (at most {self.num_drafts} drafts): lossless"
-
-    def check(self, num_layers: int, hidden_size: int) -> None:  # noqa: ARG002
-        for layer in self.exit_layers or ():
-            _check_layer("Auto.exit_layers", layer, 1, num_layers - 1, num_layers)

@@ -393,7 +393,7 @@ def test_a_bad_line_in_a_file_is_named(
         (["hi", "--exit", "deep"], "--exit: expected full"),
         (["hi", "--exit", "fixed"], "fixed:E"),
         (["hi", "--exit", "fixed:two"], "expected fixed:E, such as"),
-        (["hi", "--exit", "confident:high"], "confident:THRESHOLD"),
+        (["hi", "--exit", "confident:high"], "confident[:THRESHOLD]"),
         (["hi", "--exit", "speculative:4"], "speculative:E,D"),
         (["hi", "--exit", "draft-verify"], "--skips"),
         (["hi", "--exit", "draft-verify", "--skips", "no-such-file"], "no-such-file"),

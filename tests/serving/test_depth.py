@@ -21,9 +21,9 @@ from eecore import (
     PromptLookup,
     SelfSpeculative,
 )
-from eecore.console.exit_options import KINDS, ExitOptions
+from eecore.console.exit_options import ExitOptions
 from eecore.exits import Exit
-from eecore.serving.depth import MODES, Depths, Policies
+from eecore.serving.depth import Depths, Policies
 from servers import Asker, asker, assert_idle, events
 
 PROMPT = "turn the kitchen lights down to 20 percent"
@@ -77,10 +77,6 @@ def test_policies_as_they_are_said(policies: Policies, said: Any, policy: Exit) 
 @pytest.mark.parametrize("said", [said for said, _ in POLICIES if isinstance(said, str)])
 def test_text_means_what_it_means_on_the_command_line(policies: Policies, said: str) -> None:
     assert policies.of(said) == ExitOptions(exit=said).policy()
-
-
-def test_modes_are_those_of_the_command_line() -> None:
-    assert set(MODES) - {"calibrated"} == set(KINDS)
 
 
 @pytest.mark.parametrize(("said", "expected"), WRONG)

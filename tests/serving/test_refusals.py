@@ -47,7 +47,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1.5}, "max_tokens", "valid integer"),
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1000}, None, "expected at most 256 together"),
     (COMPLETIONS, {"prompt": "door " * 400}, None, "expected at most 256 together"),
-    (COMPLETIONS, {"prompt": PROMPT, "temperature": -1}, "temperature", "greater than"),
+    (COMPLETIONS, {"prompt": PROMPT, "temperature": -1}, "temperature", "expected 0 or 1e-10"),
     (COMPLETIONS, {"prompt": PROMPT, "temperature": 1e99}, "temperature", "expected 0 or"),
     (COMPLETIONS, {"prompt": PROMPT, "top_p": -0.1}, "top_p", "expected above 0"),
     (COMPLETIONS, {"prompt": PROMPT, "top_k": -2}, "top_k", "whole number"),

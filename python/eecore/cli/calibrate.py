@@ -18,22 +18,15 @@ from eecore.console.exit_options import (
 )
 from eecore.console.failures import UsageError
 from eecore.console.files import check_out
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    ModelPath,
-    Threads,
-    Weights,
-    check_path,
-    load,
-)
+from eecore.console.loading import ModelPath, check_path
 from eecore.console.model_files import load_classifier
+from eecore.console.options import LoadOptions, takes_options
 
 if TYPE_CHECKING:
     from eecore.calibration_file import CalibrationStep
 
 
+@takes_options
 def calibrate(
     model: ModelPath,
     data: Annotated[
@@ -66,11 +59,8 @@ def calibrate(
     decay_tau: DecayTau = None,
     exit_points: ExitPoints = None,
     min_exit_layer: MinExitLayer = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+    *,
+    loading: LoadOptions,
 ) -> int:
     """Find the lowest threshold that keeps the loss below delta (Learn then Test, CALM §4).
 
@@ -89,7 +79,7 @@ def calibrate(
     check_number(len(examples), delta, epsilon)
     points = parse_exit_points(exit_points)
     learnt = None if classifier is None else load_classifier(classifier, directory)
-    loaded = load(model, threads=threads, device=device, dtype=dtype, weights=weights)
+    loaded = loading.load(model)
     found = run(
         loaded,
         examples,

@@ -6,8 +6,9 @@ import logging
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
@@ -15,48 +16,68 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eecore.cli.prompts import Prompt, read_prompts
 from eecore.cli.results import JsonLines, Results, StreamedText, TextByPrompt, print_stats
-from eecore.console.exit_options import (
-    EXIT_HELP,
-    PANEL,
-    USUAL_EXIT,
-    CalibrationFile,
-    ClassifierFile,
-    DecayTau,
-    DraftHeadDirectory,
-    ExitOptions,
-    ExitPoints,
-    Measure,
-    MinExitLayer,
-    SkipsFile,
-)
+from eecore.config import SamplingParams
+from eecore.console.exit_options import ExitOptions
 from eecore.console.failures import FAILED, UsageError
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    KVCacheDtype,
-    KVCacheTokens,
-    OptionalModel,
-    Threads,
-    Weights,
-    check_path,
-    load,
-    model_and_prompt,
-)
+from eecore.console.loading import OptionalModel, check_path, model_and_prompt
+from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.console.streams import say
+from eecore.exit_text import parse_exit, usual_exit
+from eecore.values import help_of
 
 if TYPE_CHECKING:
-    from eecore.config import SamplingParams
     from eecore.exits import Exit
     from eecore.generation import Model
     from eecore.output import Output
 
-SAMPLING = "Sampling"
-OUTPUT = "Output"
-MACHINE = "Machine"
+
+def _sampling(name: str, *flags: str, **details: Any) -> Any:
+    """A field of SamplingParams as an option."""
+    default = getattr(SamplingParams, name)
+    return option(default, f"{help_of(SamplingParams, name)}.", *flags, **details)
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options that are fields of SamplingParams."""
+
+    PANEL: ClassVar = "Sampling"
+
+    max_tokens: int = _sampling("max_tokens", "--max-tokens", "-n")
+    temperature: float = _sampling("temperature", "--temperature", "-t")
+    top_k: int = _sampling("top_k")
+    top_p: float = _sampling("top_p")
+    min_p: float = _sampling("min_p")
+    repetition_penalty: float = _sampling("repetition_penalty")
+    presence_penalty: float = _sampling("presence_penalty")
+    frequency_penalty: float = _sampling("frequency_penalty")
+    seed: int | None = _sampling("seed")
+    stop: list[str] | None = option(None, "End before this string; may be repeated.")
+    ignore_eos: bool = _sampling("ignore_eos")
+    logprobs: int | None = option(
+        None, "With --json: log-probabilities, and of so many other tokens."
+    )
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings, checked."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return SamplingParams(**given | {"stop": tuple(self.stop or ())})
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is printed."""
+
+    PANEL: ClassVar = "Output"
+
+    json: bool = option(False, "One JSON object a prompt.")
+    depth: bool = option(False, "Colour each token by its exit layer.")
+    stats: bool = option(False, "A table on stderr at the end.")
+
+
+@takes_options
 def generate(
     model: OptionalModel = None,
     prompt: Annotated[
@@ -75,170 +96,35 @@ def generate(
         bool, typer.Option("--chat", help="Put prompts into the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    exit: Annotated[
-        str | None, typer.Option(help=EXIT_HELP, show_default=USUAL_EXIT, rich_help_panel=PANEL)
-    ] = None,
-    measure: Measure = None,
-    batch_mode: Annotated[
-        str | None,
-        typer.Option(
-            help="confident: each prompt exits on its own, or all together: each | all.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    decay_tau: DecayTau = None,
-    exit_points: ExitPoints = None,
-    min_exit_layer: MinExitLayer = None,
-    classifier: ClassifierFile = None,
-    calibration: CalibrationFile = None,
-    draft_threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="speculative: end a draft at a token less sure than this.", rich_help_panel=PANEL
-        ),
-    ] = None,
-    exits: DraftHeadDirectory = None,
-    skips: SkipsFile = None,
-    skip_attention: Annotated[
-        str | None,
-        typer.Option(
-            help="draft-verify: layers (from 0) whose attention the draft leaves out.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    skip_mlp: Annotated[
-        str | None,
-        typer.Option(
-            help="draft-verify: layers (from 0) whose MLP the draft leaves out.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="Most new tokens.", rich_help_panel=SAMPLING)
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="0: greedy.", rich_help_panel=SAMPLING)
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0: all tokens.", rich_help_panel=SAMPLING)] = 0,
-    top_p: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 1.0,
-    min_p: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(rich_help_panel=SAMPLING)] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Same seed, same text.", rich_help_panel=SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End before this string; may be repeated.", rich_help_panel=SAMPLING),
-    ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Go on past the end token.", rich_help_panel=SAMPLING),
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="With --json: log-probabilities, and of so many other tokens.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a prompt.", rich_help_panel=OUTPUT)
-    ] = False,
-    depth: Annotated[
-        bool,
-        typer.Option(
-            "--depth", help="Colour each token by its exit layer.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="A table on stderr at the end.", rich_help_panel=OUTPUT)
-    ] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    kv_cache_tokens: KVCacheTokens = None,
-    kv_cache_dtype: KVCacheDtype = None,
-    debug: Debug = False,
+    *,
+    depths: ExitOptions,
+    sampling: SamplingOptions,
+    printed: OutputOptions,
+    engine: EngineOptions,
 ) -> int:
     """Continue prompts: text as it comes, or JSON lines."""
-    options = ExitOptions(
-        exit=exit,
-        measure=measure,
-        batch_mode=batch_mode,
-        decay_tau=decay_tau,
-        exit_points=exit_points,
-        min_exit_layer=min_exit_layer,
-        classifier=classifier,
-        calibration=calibration,
-        draft_threshold=draft_threshold,
-        skips=skips,
-        skip_attention=skip_attention,
-        skip_mlp=skip_mlp,
-    )
     if system is not None and not chat:
         raise UsageError("--system: goes with --chat")
-    if json and depth:
+    if printed.json and printed.depth:
         raise UsageError("--depth: goes with text, not with --json (which has exit_layers)")
-    if logprobs is not None and not json:
+    if sampling.logprobs is not None and not printed.json:
         raise UsageError("--logprobs: goes with --json")
     model, prompt = model_and_prompt(model, prompt, has_file=file is not None)
     directory = check_path(model)
     prompts = read_prompts(prompt, file)
-
-    from eecore.config import SamplingParams
-    from eecore.exit_text import parse_exit, usual_exit
-
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        logprobs=logprobs,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
-    if not debug:  # an error of a prompt is reported in a line
+    params = sampling.params
+    if not engine.debug:  # an error of a prompt is reported in a line
         logging.getLogger("eecore").addHandler(logging.NullHandler())
-    said = None if exit is None else options.policy(directory)
-    loaded = load(
-        model,
-        threads=threads,
-        policy=said,
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        kv_cache_tokens=kv_cache_tokens,
-        kv_cache_dtype=kv_cache_dtype,
-        exits=False if exits == "none" else exits,
-    )
+    said = None if depths.exit is None else depths.policy(directory)
+    loaded = engine.load(model, said)
     policy = said or parse_exit(usual_exit(loaded.network.device))
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
-    results, progress = _results(loaded, prompts, json, lowest_exit(policy) if depth else None)
-    code, outputs = _run(loaded, asked, policy, sampling, results, progress, stats)
-    if not chat and not stop and _says_nothing_unasked(loaded, prompts, outputs):
+    lowest = policy.lowest_exit if printed.depth else None
+    results, progress = _results(loaded, prompts, printed.json, lowest)
+    code, outputs = _run(loaded, asked, policy, params, results, progress, printed.stats)
+    if not chat and not sampling.stop and _says_nothing_unasked(loaded, prompts, outputs):
         say("note: the model ended at once; it has a template for conversations: --chat")
     return code
-
-
-def lowest_exit(policy: Exit) -> int:
-    """The lowest layer after which a token can leave, where the colours begin; 0 where no layer
-    drafts it.
-    """
-    from eecore import exits
-
-    if isinstance(policy, (exits.SelfSpeculative, exits.FixedExit)):
-        return policy.exit_layer
-    if isinstance(policy, exits.ConfidentExit):
-        return max(policy.min_exit_layer, min(policy.exit_points or (1,)))
-    return 0 if isinstance(policy, (exits.PromptLookup, exits.HeadDrafts, exits.Auto)) else 1
 
 
 def _chat_ids(model: Model, prompt: Prompt, system: str | None) -> Prompt:

@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eecore.console.files import check_out
-from eecore.console.loading import (
-    Debug,
-    Device,
-    Dtype,
-    ModelPath,
-    Threads,
-    Weights,
-    check_path,
-    load,
-    spinner,
-)
+from eecore.console.loading import ModelPath, check_path, spinner
+from eecore.console.options import LoadOptions, takes_options
 from eecore.console.signals import INTERRUPTED, SIGNALS
 from eecore.textfiles import read_text
 
@@ -30,6 +21,7 @@ if TYPE_CHECKING:
 MOST_CHARACTERS_A_TOKEN = 32
 
 
+@takes_options
 def search(
     model: ModelPath,
     text: Annotated[
@@ -41,11 +33,8 @@ def search(
         int | None,
         typer.Option(min=1, help="Most sublayers to leave out.", show_default="half of them"),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    weights: Weights = None,
-    threads: Threads = None,
-    debug: Debug = False,  # noqa: ARG001 (read where failures are reported)
+    *,
+    loading: LoadOptions,
 ) -> int:
     """Search the sublayers to skip for --exit draft-verify --skips FILE.
 
@@ -54,9 +43,7 @@ def search(
     check_path(model)
     content = read_text(text)[: max_tokens * MOST_CHARACTERS_A_TOKEN]
     check_out("--out", out)
-    loaded = load(
-        model, threads=threads, device=device, dtype=dtype, weights=weights, kv_cache_tokens=16
-    )
+    loaded = loading.load(model, kv_cache_tokens=16)
 
     from eecore import SkipSearch, search_skipped_sublayers
 

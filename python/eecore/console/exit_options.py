@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from eecore.console.failures import UsageError
 from eecore.console.model_files import in_model, load_classifier
+from eecore.console.options import option
 from eecore.errors import RequestError
+from eecore.exit_text import MODES, ExitTextError, Mode, said_exit
+from eecore.values import help_of
 
 if TYPE_CHECKING:
-    from eecore.exits import Exit, ExitClassifier
+    from eecore.exits import Exit
 
 __all__ = [
     "EXIT_HELP",
@@ -22,7 +25,6 @@ __all__ = [
     "CalibrationFile",
     "ClassifierFile",
     "DecayTau",
-    "DraftHeadDirectory",
     "ExitOptions",
     "ExitPoints",
     "Measure",
@@ -33,48 +35,32 @@ __all__ = [
 ]
 
 EXIT_HELP = (
-    "full | fixed:E (always stop after layer E) | confident[:THRESHOLD] (stop once confident; 1 "
-    "never) | speculative:E,D (draft D tokens with E layers, verify with all) | draft-verify[:D] "
-    "(draft with some sublayers left out) | lookup[:D] (draft what followed the last tokens where "
-    "they occurred before) | head[:D] (draft with the head that eecore train-exits made) | "
-    "auto[:D] (whatever is fastest of full, speculative, lookup and head). The last five keep the "
-    "text of full."
+    " | ".join(f"{mode.form} ({mode.summary})" for mode in MODES.values())
+    + ". Modes that draft keep the text of full."
 )
 USUAL_EXIT = "auto on a CPU, full on a GPU"
 PANEL = "Exit mode"
-# Options of every command that has to do with exits; None where not given.
-Measure = Annotated[
-    str | None,
-    typer.Option(
-        help="confident: softmax | state | classifier | cut.",
-        show_default="softmax",
-        rich_help_panel=PANEL,
-    ),
-]
+LAYERS = "such as 4,8,12-20"
+MAX_LAYERS = 10_000
+
+
+def _said(mode: str, name: str, *flags: str, form: str = "", **details: Any) -> Any:
+    """The option for a field of a mode, with its words, range and default."""
+    words = help_of(MODES[mode].policy, name)
+    words = f"{words.partition(' (at most')[0]}, {form}" if form else words
+    default = MODES[mode].fields.get(name)
+    if "show_default" not in details and default not in (None, frozenset()):
+        details["show_default"] = f"{default:g}" if isinstance(default, float) else str(default)
+    return typer.Option(*flags, help=f"{mode}: {words}.", rich_help_panel=PANEL, **details)
+
+
+# Options of several commands; None where not given.
+Measure = Annotated[str | None, _said("confident", "measure")]
 ExitPoints = Annotated[
-    str | None,
-    typer.Option(
-        help="confident: the layers to measure after, such as 4,8,12-20.",
-        show_default="all",
-        rich_help_panel=PANEL,
-    ),
+    str | None, _said("confident", "exit_points", form=LAYERS, show_default="all")
 ]
-MinExitLayer = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="confident: the earliest exit.", show_default="1", rich_help_panel=PANEL
-    ),
-]
-DecayTau = Annotated[
-    float | None,
-    typer.Option(
-        "--decay-tau",
-        "--tau",
-        help="confident: tau of CALM's decaying threshold, 4 in its summaries; 0: none.",
-        show_default="0",
-        rich_help_panel=PANEL,
-    ),
-]
+MinExitLayer = Annotated[int | None, _said("confident", "min_exit_layer", min=1)]
+DecayTau = Annotated[float | None, _said("confident", "decay_tau", "--decay-tau", "--tau")]
 ClassifierFile = Annotated[
     Path | None,
     typer.Option(
@@ -95,69 +81,52 @@ SkipsFile = Annotated[
     Path | None,
     typer.Option(help="draft-verify: a file from eecore search.", rich_help_panel=PANEL),
 ]
-DraftHeadDirectory = Annotated[
-    str | None,
-    typer.Option(
-        help="head, auto: a directory that eecore train-exits made; none.",
-        show_default="the one beside the model, or one that ships for it",
-        rich_help_panel=PANEL,
-    ),
-]
-BELONGS_TO = {
-    "measure": "confident",
-    "batch_mode": "confident",
-    "decay_tau": "confident",
-    "exit_points": "confident",
-    "min_exit_layer": "confident",
-    "classifier": "confident",
-    "calibration": "confident",
-    "draft_threshold": "speculative",
-    "skip_attention": "draft-verify",
-    "skip_mlp": "draft-verify",
-    "skips": "draft-verify",
-}
-MOST_LAYERS = 10_000
-KINDS = ("full", "fixed", "confident", "speculative", "draft-verify", "lookup", "head", "auto")
 
 
 @dataclass(frozen=True)
 class ExitOptions:
-    """``--exit`` and the options that go with it; None where not given."""
+    """``--exit`` and the options that go with one mode; None where not given."""
 
-    exit: str | None = None
-    measure: str | None = None
-    batch_mode: str | None = None
-    decay_tau: float | None = None
-    exit_points: str | None = None
-    min_exit_layer: int | None = None
-    classifier: Path | None = None
-    calibration: Path | None = None
-    draft_threshold: float | None = None
-    skip_attention: str | None = None
-    skip_mlp: str | None = None
-    skips: Path | None = None
+    PANEL: ClassVar = PANEL
+
+    exit: str | None = option(None, EXIT_HELP, show_default=USUAL_EXIT)
+    measure: Measure = None
+    batch_mode: Annotated[str | None, _said("confident", "batch")] = None
+    decay_tau: DecayTau = None
+    exit_points: ExitPoints = None
+    min_exit_layer: MinExitLayer = None
+    classifier: ClassifierFile = None
+    calibration: CalibrationFile = None
+    draft_threshold: Annotated[float | None, _said("speculative", "draft_threshold")] = None
+    skip_attention: Annotated[str | None, _said("draft-verify", "skip_attention", form=LAYERS)] = (
+        None
+    )
+    skip_mlp: Annotated[str | None, _said("draft-verify", "skip_mlp", form=LAYERS)] = None
+    skips: SkipsFile = None
 
     def __post_init__(self) -> None:
-        if self.exit is not None and self.kind not in KINDS:
-            raise UsageError(f"--exit: expected {', '.join(KINDS)}, got {self.exit!r}")
-        for option in fields(self):
-            kind = BELONGS_TO.get(option.name, self.kind)
-            if getattr(self, option.name) is not None and kind != self.kind:
-                flag = "--" + option.name.replace("_", "-")
-                raise UsageError(f"{flag}: goes with --exit {kind}, got {self._said_exit}")
+        if self.exit is None:
+            mode, got = "", "no --exit"
+        else:
+            mode, got = self._parsed[0].name, f"--exit {self.exit}"
+        for name in self._given:
+            kind = "draft-verify" if name == "skips" else _mode_of(_field(name))
+            if kind != mode:
+                raise UsageError(f"{_flag(name)}: goes with --exit {kind}, got {got}")
 
     @property
-    def _said_exit(self) -> str:
-        return "no --exit" if self.exit is None else f"--exit {self.exit}"
+    def _parsed(self) -> tuple[Mode, dict[str, Any]]:
+        """The mode of ``--exit``, and the fields that its text says."""
+        try:
+            return said_exit(self.exit or "")
+        except ExitTextError as error:
+            raise UsageError(f"--{error}") from None
 
     @property
-    def kind(self) -> str:
-        return (self.exit or "").partition(":")[0]
-
-    @property
-    def _numbers(self) -> list[str]:
-        text = (self.exit or "").partition(":")[2]
-        return text.split(",") if text else []
+    def _given(self) -> list[str]:
+        """The options that are given, but for ``--exit``."""
+        names = [each.name for each in fields(self) if each.name != "exit"]
+        return [name for name in names if getattr(self, name) is not None]
 
     def policy(self, directory: Path | None = None) -> Exit:
         """The exit policy that is said; an ExitError when it contradicts itself.
@@ -165,87 +134,73 @@ class ExitOptions:
         Calibrations and classifiers may be named as they are called in the model's ``directory``,
         and a classifier that was made for another model is an error.
         """
-        if self.kind == "draft-verify":
-            return self._draft_and_verify()
-        if self.kind == "confident":
-            return self._confident(directory)
-        policy = self._said()
-        if self.draft_threshold is not None:
-            policy = replace(policy, draft_threshold=self.draft_threshold)  # type: ignore[call-arg]
-        return policy
-
-    def _said(self) -> Exit:
-        """The policy of the text alone."""
-        from eecore.exit_text import ExitTextError, parse_exit
-
-        try:
-            return parse_exit(self.exit or "")
-        except ExitTextError as error:
-            raise UsageError(f"--{error}") from None
-
-    def _confident(self, directory: Path | None) -> Exit:
-        if self.calibration is not None:
-            return self._calibrated(in_model(self.calibration, directory), directory)
-        said = self._said()
-        measure = self.measure or ("classifier" if self.classifier else "softmax")
-        if measure == "classifier" and self.classifier is None:
-            raise UsageError("--classifier: expected a file for --measure classifier, got none")
-        return replace(
-            said,  # type: ignore[call-arg]
-            measure=measure,
-            batch=self.batch_mode or "each",
-            decay_tau=self.decay_tau or 0.0,
-            exit_points=parse_exit_points(self.exit_points),
-            min_exit_layer=self.min_exit_layer or 1,
-            classifier=self._classifier(directory),
-        )
-
-    def _calibrated(self, path: Path, directory: Path | None) -> Exit:
-        from eecore import exits
-
-        self._expect(0, "confident alone: the threshold is that of --calibration")
-        settings = ("measure", "batch_mode", "decay_tau", "exit_points", "min_exit_layer")
-        for name in settings:
-            if getattr(self, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag}: expected none beside --calibration, which holds it")
-        return exits.ConfidentExit.calibrated(path, self._classifier(directory))
-
-    def _classifier(self, directory: Path | None) -> ExitClassifier | None:
-        return None if self.classifier is None else load_classifier(self.classifier, directory)
-
-    def _draft_and_verify(self) -> Exit:
-        from eecore import DraftAndVerify, SkipSearch
-
-        self._expect((0, 1), "draft-verify or draft-verify:D, such as draft-verify:8")
-        num_drafts = self._integer(0) if self._numbers else None
+        mode, said = self._parsed
         if self.skips is not None:
-            if self.skip_attention is not None or self.skip_mlp is not None:
-                raise UsageError("--skips: expected it or --skip-attention/--skip-mlp, got both")
-            try:
-                return SkipSearch.load(self.skips).policy(num_drafts)
-            except RequestError as error:
-                raise UsageError(f"--skips: {error}") from None
-        if self.skip_attention is None and self.skip_mlp is None:
+            return self._searched(said)
+        settings = said | {_field(name): self._value(name, directory) for name in self._given}
+        if self.calibration is not None:
+            return self._calibrated(directory, settings)
+        if self.classifier is not None:
+            settings.setdefault("measure", "classifier")
+        elif self.measure == "classifier":
+            raise UsageError("--classifier: expected a file for --measure classifier, got none")
+        if mode.is_partial and settings.keys() <= mode.said.keys():
             raise UsageError(
-                "--exit draft-verify: expected --skips FILE (from eecore search), or "
+                f"--exit {mode.name}: expected --skips FILE (from eecore search), or "
                 "--skip-attention or --skip-mlp with layers from 0, such as 10,12-15"
             )
-        return DraftAndVerify(
-            frozenset(parse_layers("--skip-attention", self.skip_attention or "")),
-            frozenset(parse_layers("--skip-mlp", self.skip_mlp or "")),
-            num_drafts=8 if num_drafts is None else num_drafts,
-        )
+        return mode.policy(**settings)
 
-    def _expect(self, count: int | tuple[int, ...], form: str) -> None:
-        if len(self._numbers) not in (count if isinstance(count, tuple) else (count,)):
-            raise UsageError(f"--exit: expected {form}, got {self.exit!r}")
+    def _value(self, name: str, directory: Path | None) -> Any:
+        """An option as the field of its policy."""
+        given = getattr(self, name)
+        if name in ("exit_points", "skip_attention", "skip_mlp"):
+            return parse_layers(_flag(name), given)
+        return load_classifier(given, directory) if name == "classifier" else given
 
-    def _integer(self, index: int) -> int:
+    def _calibrated(self, directory: Path | None, settings: dict[str, Any]) -> Exit:
+        from eecore import exits
+
+        assert self.calibration is not None
+        if "threshold" in settings:
+            raise UsageError(
+                "--exit: expected confident alone: the threshold is that of --calibration, got "
+                f"{self.exit!r}"
+            )
+        for name in self._given:
+            if name not in ("classifier", "calibration"):
+                raise UsageError(
+                    f"{_flag(name)}: expected none beside --calibration, which holds it"
+                )
+        path = in_model(self.calibration, directory)
+        return exits.ConfidentExit.calibrated(path, settings.get("classifier"))
+
+    def _searched(self, said: dict[str, Any]) -> Exit:
+        from eecore import SkipSearch
+
+        assert self.skips is not None
+        if self.skip_attention is not None or self.skip_mlp is not None:
+            raise UsageError("--skips: expected it or --skip-attention/--skip-mlp, got both")
         try:
-            return int(self._numbers[index])
-        except ValueError:
-            raise UsageError(f"--exit: expected whole numbers, got {self.exit!r}") from None
+            return SkipSearch.load(self.skips).policy(said.get("num_drafts"))
+        except RequestError as error:
+            raise UsageError(f"--skips: {error}") from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _field(name: str) -> str:
+    """The field of a policy that an option is."""
+    return "batch" if name == "batch_mode" else name
+
+
+def _mode_of(name: str) -> str:
+    """The mode with a field."""
+    return next(
+        mode.name for mode in MODES.values() if name in {each.name for each in fields(mode.policy)}
+    )
 
 
 def parse_exit_points(text: str | None) -> tuple[int, ...] | None:
@@ -262,8 +217,8 @@ def parse_layers(flag: str, text: str, *, what: str = "layers") -> tuple[int, ..
             stretch = range(int(first), int(last or first) + 1)
             if not stretch:
                 raise ValueError
-            if stretch[-1] >= MOST_LAYERS:
-                raise UsageError(f"{flag}: expected {what} below {MOST_LAYERS}, got {text!r}")
+            if stretch[-1] >= MAX_LAYERS:
+                raise UsageError(f"{flag}: expected {what} below {MAX_LAYERS}, got {text!r}")
             layers.update(stretch)
     except ValueError:
         raise UsageError(f"{flag}: expected {what} such as 4,8,12-20, got {text!r}") from None

@@ -13,12 +13,12 @@ import logging
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from eecore.errors import ModelError, RequestError
 from eecore.integrations.layer_drafts import PAGE_SIZE, LayerDrafter, Tokens
 from eecore.models import LlamaModel, load_first_layers
-from eecore.values import INT32_MAX, Fields, shown
+from eecore.values import INT32_MAX, check_fields, real, shown, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,17 +52,14 @@ class LayerSkipSettings:
         weights: ``int8`` or ``int4`` to quantise the drafts' weights.
     """
 
-    exit_layer: int
-    draft_threshold: float | None = None
-    kv_cache_tokens: int | None = None
+    exit_layer: Annotated[int, whole(1)]
+    draft_threshold: Annotated[float | None, real(0.0, 1.0)] = None
+    kv_cache_tokens: Annotated[int | None, whole(1)] = None
     dtype: str | None = None
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        check = Fields(self, RequestError, "additional_config['eecore'].")
-        check.whole("exit_layer", 1)
-        check.real("draft_threshold", 0.0, 1.0, optional=True)
-        check.whole("kv_cache_tokens", 1, optional=True)
+        check_fields(self, RequestError, "additional_config['eecore'].")
 
     @classmethod
     def of(cls, given: Any) -> LayerSkipSettings:

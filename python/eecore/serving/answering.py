@@ -120,21 +120,27 @@ class Answer(Response, Generic[Body]):
         self._service, self._kind, self._says = service, kind, says
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
         try:
-            with service.admission.seats():
-                body = await read_body(scope, receive, service.max_body)
-                said = await service.beside(
-                    lambda: self._says(service.served, read(self._kind, body))
-                )
-            await JSONResponse(said)(scope, receive, send)
+            with self._service.admission.seats() as seats:
+                body = await read_body(scope, receive, self._service.max_body)
+                await self._answer(body, seats, scope, receive, send)
         except ClientGoneError:
             return
         except Exception as error:
-            await refusal(error)(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
+
+    async def _answer(
+        self, body: bytes, _seats: Seats, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        service = self._service
+        said = await service.beside(lambda: self._says(service.served, read(self._kind, body)))
+        await JSONResponse(said)(scope, receive, send)
+
+    async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        await refusal(error)(scope, receive, send)
 
 
-class Generation(Response, Generic[Asking]):
+class Generation(Answer[Asking]):
     """What a model says to a body, whole or as a stream.
 
     Args:
@@ -151,28 +157,19 @@ class Generation(Response, Generic[Asking]):
         ask: Callable[[ServedModel, Asking], Asked],
         shape: type[Shape],
     ) -> None:
-        super().__init__()
-        self._service, self._kind, self._ask, self._shape = service, kind, ask, shape
+        super().__init__(service, kind, ask)
+        self._shape = shape
         self._is_started = False
         self._began = time.time_ns()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
-
-        async def counted(message: Any) -> None:
+    async def _answer(
+        self, body: bytes, _seats: Seats, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        async def noted(message: Any) -> None:
             self._is_started = True
             await send(message)
 
-        try:
-            with service.admission.seats() as seats:
-                body = await read_body(scope, receive, service.max_body)
-                await _unless_gone(receive, self._served(body, seats, scope, receive, counted))
-        except ClientGoneError:
-            return
-        except Exception as error:
-            if not isinstance(as_api_error(error), ApiError):
-                LOGGER.error("a request failed", exc_info=error)
-            await self._refuse(error, scope, receive, send)
+        await _unless_gone(receive, self._served(body, _seats, scope, receive, noted))
 
     async def _served(
         self, body: bytes, seats: Seats, scope: Scope, receive: Receive, send: Send
@@ -181,7 +178,7 @@ class Generation(Response, Generic[Asking]):
         said = await service.beside(lambda: read(self._kind, body))
         if has_guide(said):
             await service.compiled(said)
-        asked = await service.beside(lambda: self._ask(service.served, said))
+        asked: Asked = await service.beside(lambda: self._says(service.served, said))
         seats.take(len(asked.choices))
         tracing = service.tracing
         span = None if tracing is None else tracing.begin(scope, asked, self._began)
@@ -254,6 +251,8 @@ class Generation(Response, Generic[Asking]):
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         """An error in place of the answer, or at the end of a stream that has begun."""
+        if as_api_error(error) is None:
+            LOGGER.error("a request failed", exc_info=error)
         if not self._is_started:
             self._service.metrics.refused()
             await refusal(error)(scope, receive, send)

@@ -204,9 +204,6 @@ def _sampling(
         settings["seed"] %= SEEDS
     if "logit_bias" in settings:
         settings["logit_bias"] = _biases(settings["logit_bias"])
-    if "stop" in settings:
-        stop = settings["stop"]
-        settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     return SamplingParams(**settings)
 
 

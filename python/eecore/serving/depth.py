@@ -6,65 +6,26 @@ lies beside the model. Nothing that a request says names a file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eecore import exit_text
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import parse_exit
-from eecore.exits import (
-    MEASURES,
-    Auto,
-    ConfidentExit,
-    DraftAndVerify,
-    Exit,
-    ExitClassifier,
-    FixedExit,
-    Full,
-    HeadDrafts,
-    PromptLookup,
-    SelfSpeculative,
-)
+from eecore.exits import MEASURES, ConfidentExit, Exit, ExitClassifier
 from eecore.readable import beside_model
 from eecore.serving.refusals import invalid
-from eecore.values import shown
+from eecore.values import rules_of, shown
 
 __all__ = ["MODES", "Depths", "Policies", "recommended"]
 
 # An exit layer is recommended for drafts where so many of its tokens are the last layer's, of a
 # model that says so.
 AGREEMENT, NUM_DRAFTS = 0.97, 6
-
-# What an object may say for each mode; but for "calibrated" as fields of the policy.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "full": (),
-    "fixed": ("exit_layer",),
-    "confident": (
-        "threshold",
-        "measure",
-        "batch",
-        "decay_tau",
-        "exit_points",
-        "min_exit_layer",
-    ),
-    "calibrated": ("measure",),
-    "speculative": ("exit_layer", "num_drafts", "draft_threshold", "reuse"),
-    "draft-verify": ("skip_attention", "skip_mlp", "num_drafts", "adaptive", "initial_threshold"),
-    "lookup": ("num_drafts", "max_ngram", "min_ngram"),
-    "head": ("num_drafts", "threshold"),
-    "auto": ("num_drafts", "exit_layers", "lookup", "head"),
-}
-MODES: tuple[str, ...] = tuple(FIELDS)
-KINDS: dict[str, Callable[..., Exit]] = {
-    "full": Full,
-    "fixed": FixedExit,
-    "speculative": SelfSpeculative,
-    "draft-verify": DraftAndVerify,
-    "lookup": PromptLookup,
-    "head": HeadDrafts,
-    "auto": Auto,
-}
+CALIBRATED = "calibrated"
+MODES = (*exit_text.MODES, CALIBRATED)
 
 
 class Policies:
@@ -87,24 +48,21 @@ class Policies:
         if isinstance(said, str):
             return self._of_text(said)
         mode, settings = _of_object(said)
-        if mode == "calibrated":
+        if mode == CALIBRATED:
             return self.calibrated(settings.get("measure", "softmax"))
-        if mode == "confident":
-            if settings.get("measure") == "classifier":
-                settings["classifier"] = self._classifier()
-            return ConfidentExit(**settings)
-        return KINDS[mode](**settings)
+        if settings.get("measure") == "classifier":
+            settings["classifier"] = self._classifier()
+        return exit_text.MODES[mode].policy(**settings)
 
     def _of_text(self, said: str) -> Exit:
         mode, _, rest = said.partition(":")
-        if mode == "calibrated":
+        if mode == CALIBRATED:
             return self.calibrated(rest or "softmax")
-        if mode == "draft-verify":
-            raise ExitError(
-                f"exit: expected an object with skip_attention and skip_mlp, got {shown(said)}"
-            )
         if mode not in MODES:
             raise ExitError(f"exit: expected {', '.join(MODES)}, got {shown(said)}")
+        if exit_text.MODES[mode].is_partial:
+            names = " and ".join(list(exit_text.MODES[mode].fields)[:2])
+            raise ExitError(f"exit: expected an object with {names}, got {shown(said)}")
         return parse_exit(said)
 
     def calibrated(self, measure: Any) -> Exit:
@@ -227,13 +185,14 @@ def _of_object(said: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(mode, str) or mode not in MODES:
         raise ExitError(f"exit.mode: expected {', '.join(MODES)}, got {shown(mode)}")
     settings = {name: value for name, value in said.items() if name != "mode"}
+    known = exit_text.MODES.get(mode)
+    fields = ["measure"] if known is None else list(known.fields)
     for name in settings:
-        if name not in FIELDS[mode]:
-            expected = ", ".join(FIELDS[mode]) or "nothing but the mode"
+        if name not in fields:
+            expected = ", ".join(fields) or "nothing but the mode"
             raise ExitError(f"exit: expected {expected} for {mode}, got {shown(name)}")
-    for name in ("exit_points", "exit_layers"):
-        if isinstance(settings.get(name), list):
-            settings[name] = tuple(settings[name])
-    if mode in ("fixed", "speculative") and "exit_layer" not in settings:
-        raise ExitError(f"exit.exit_layer: expected a layer for {mode}, got none")
+    missing = [] if known is None else [name for name in known.required if name not in settings]
+    if known is not None and missing:
+        expected = rules_of(known.policy)[missing[0]].expected
+        raise ExitError(f"exit.{missing[0]}: expected {expected} for {mode}, got none")
     return mode, settings

@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from eecore.config import SamplingParams
 from eecore.serving.refusals import ApiError, invalid
-from eecore.values import shown
+from eecore.values import help_of, shown
 
 __all__ = [
+    "MAX_CHOICES",
     "NOT_SUPPORTED",
     "WITHOUT_EFFECT",
     "ChatRequest",
@@ -29,9 +31,9 @@ __all__ = [
     "read",
 ]
 
-MOST_CHOICES = 128
-MOST_MESSAGES = 4096
-MOST_PROMPTS = 1024
+MAX_CHOICES = 128
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 1024
 MAX_UNKNOWN = 256
 """Names of unknown fields that are logged."""
 LOGGER = logging.getLogger("eecore")
@@ -138,9 +140,9 @@ NOTHING: tuple[Any, ...] = (False, "", [], {})
 
 
 # The first thing that is wrong is enough: a list may be long.
-Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
-TokenPrompts = Annotated[list[Tokens], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+TokenPrompts = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
 class Request(BaseModel):
@@ -164,23 +166,28 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Literal[False] | None = None
 
 
+def _setting(name: str, more: str = "") -> Any:
+    """A field of SamplingParams, which has its range and its words."""
+    return Field(None, description=f"{help_of(SamplingParams, name)}.{more}")
+
+
 class GenerationRequest(Request):
     """What completions and chats have in common."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, description="0, greedy, when left out.")
-    top_p: float | None = Field(None, description="0 keeps the most probable token alone.")
-    top_k: int | None = Field(None, description="0 and -1 keep all tokens.")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token ids to biases.")
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    temperature: float | None = _setting("temperature", " 0 when left out.")
+    top_p: float | None = _setting("top_p", " 0 keeps the most probable token alone.")
+    top_k: int | None = _setting("top_k", " -1 does, too.")
+    min_p: float | None = _setting("min_p")
+    repetition_penalty: float | None = _setting("repetition_penalty")
+    presence_penalty: float | None = _setting("presence_penalty")
+    frequency_penalty: float | None = _setting("frequency_penalty")
+    logit_bias: dict[str, float] | None = _setting("logit_bias")
+    seed: int | None = _setting("seed")
+    stop: str | list[str] | None = _setting("stop")
+    stop_token_ids: list[int] | None = _setting("stop_token_ids")
+    ignore_eos: bool | None = _setting("ignore_eos")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(
         None, description="For a stream; a whole answer has its usage anyway."
@@ -220,7 +227,7 @@ class GenerationRequest(Request):
 class Conversation(Request):
     """What the chat template makes a prompt of."""
 
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     reasoning_effort: str | None = Field(None, description="For a chat template that names it.")
@@ -234,7 +241,7 @@ class Conversation(Request):
 
 
 class ChatRequest(GenerationRequest, Conversation):
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

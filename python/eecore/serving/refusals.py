@@ -12,18 +12,13 @@ __all__ = ["MOST_MESSAGE", "ApiError", "as_api_error", "invalid", "unavailable"]
 MOST_MESSAGE = 1000
 
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
     504: "timeout_error",
 }
+"""Other statuses are server_error from 500 on, and invalid_request_error below."""
 
 
 class ApiError(Exception):
@@ -55,15 +50,9 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else TYPES[400])
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind, known = TYPES.get(self.status, other), {"param": self.param, "code": self.code}
+        return {"error": {"message": self.message, "type": kind, **known}}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -9,20 +9,18 @@ from pathlib import Path
 from eecore.config import SamplingParams
 from eecore.errors import ExitError, GuideError, RequestError
 from eecore.exit_text import usual_exit
-from eecore.exits import Exit
 from eecore.guide import Guide
 from eecore.serving.admission import Admission
 from eecore.serving.answering import Service
 from eecore.serving.depth import MODES, Depths, Policies, recommended
 from eecore.serving.metrics import Metrics
+from eecore.serving.protocol import MAX_CHOICES
 from eecore.serving.served import Servable, ServedModel
 from eecore.serving.tool_calls import TOOL_PARSERS, tool_format
 from eecore.serving.tracing import tracing_of_environment
 from eecore.values import shown
 
 __all__ = ["ServerSettings", "service_of"]
-
-MOST_CHOICES = 128
 
 
 @dataclass(frozen=True)
@@ -57,19 +55,19 @@ class ServerSettings:
             raise RequestError(f"tool_parser: expected {expected}, got {shown(self.tool_parser)}")
 
     def check(self, policies: Policies) -> None:
-        """Of the policies all that can be known without the model.
+        """Check the policies as far as they can be without the model.
 
         Raises:
             ExitError: names the first that is none.
         """
-        for name, said in (
-            ("exit", (self.exit,) if self.exit else ()),
-            ("allow-exit", self.allow_exit or ()),
-            ("alias", self.aliases or ()),
-        ):
+        allowed = [each for each in self.allow_exit or () if each not in MODES]
+        usual = [self.exit] if self.exit else []
+        for name, said in (("exit", usual), ("allow-exit", allowed), ("alias", self.aliases or ())):
             for each in said:
-                if name != "allow-exit" or each not in MODES:
-                    _named(name, policies, each)
+                try:
+                    policies.of(each)
+                except RequestError as error:
+                    raise ExitError(f"--{name} {each}: {error}") from None
 
 
 def service_of(model: Servable, settings: ServerSettings) -> Service:
@@ -104,19 +102,13 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
         engine.prepare([0], sampling=SamplingParams(max_tokens=1, guide=guide))
     admission = Admission(limits.max_num_seqs, settings.max_waiting)
     name = settings.name or directory.resolve().stem or "model"
-    most_choices = min(MOST_CHOICES, admission.capacity)
+    most_choices = min(MAX_CHOICES, admission.capacity)
     calls = tool_format(settings.tool_parser, _tools_template(model))
     served = ServedModel(model, name, depths, engine, most_choices, calls)
     labelled = map(policies.of, (usual, *aliases))
     metrics = Metrics(engine.engine, name, labelled, lambda: engine.num_restarts)
-    return Service(
-        served,
-        admission,
-        metrics,
-        settings.max_body,
-        settings.timeout,
-        tracing_of_environment(),
-    )
+    bounds = (settings.max_body, settings.timeout)
+    return Service(served, admission, metrics, *bounds, tracing_of_environment())
 
 
 def _tools_template(model: Servable) -> str | None:
@@ -124,10 +116,3 @@ def _tools_template(model: Servable) -> str | None:
     if model.tokenizer is None:
         return None
     return model.tokenizer.named_templates.get("tool_use", model.tokenizer.chat_template)
-
-
-def _named(name: str, policies: Policies, said: str) -> Exit:
-    try:
-        return policies.of(said)
-    except RequestError as error:
-        raise ExitError(f"--{name} {said}: {error}") from None

@@ -60,8 +60,7 @@ class Shape:
         found: list[str] = []
         frame = self._frames.get(index)
         if frame is None:
-            choice = {"index": index, **self._text(PLACE), "logprobs": None, "finish_reason": None}
-            frame = event(self._chunk([choice])).split(JSON.encode(PLACE))
+            frame = event(self._chunk(index, self._text(PLACE))).split(JSON.encode(PLACE))
             self._frames[index] = frame
             first = self.first(index, step)
             found += [] if first is None else [event(first)]
@@ -83,21 +82,21 @@ class Shape:
         added = self._added(index, step)
         if not added and step.token_ids and self._wants_tokens:
             added = [self._text("")]
-        chunks = []
-        for number, each in enumerate(added):
-            details = {"logprobs": None} if number else self._details(index, step)
-            choice = {"index": index, **each, **details, "finish_reason": None}
-            chunks.append(self._chunk([choice]))
-        return chunks
+        details = self._details(index, step)
+        return [
+            self._chunk(index, each, **({} if number else details))
+            for number, each in enumerate(added)
+        ]
 
     def last(self, index: int, output: Output) -> dict[str, Any]:
         """The end of a choice."""
-        choice = {"index": index, **self._text(None), "logprobs": None}
-        return self._chunk([{**choice, "finish_reason": self._reason(index, output)}])
+        reason = self._reason(index, output)
+        return self._chunk(index, self._text(None), finish_reason=reason)
 
     def total(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The chunk with the usage, behind all choices."""
-        return {**self._chunk([]), "usage": usage(self.served, self.asked, outputs)}
+        """The chunk with the usage, after all choices."""
+        total = usage(self.served, self.asked, outputs)
+        return {**self._head(self.chunk_object), "choices": [], "usage": total}
 
     @property
     def _wants_tokens(self) -> bool:
@@ -112,8 +111,10 @@ class Shape:
             "system_fingerprint": None,
         }
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head(self.chunk_object), "choices": choices}
+    def _chunk(self, index: int, part: dict[str, Any], **details: Any) -> dict[str, Any]:
+        """A chunk with a part of one choice."""
+        choice = {"index": index, **part, "logprobs": None, "finish_reason": None, **details}
+        chunk = {**self._head(self.chunk_object), "choices": [choice]}
         return {**chunk, "usage": None} if self.asked.includes_usage else chunk
 
     def _details(self, index: int, tokens: Tokens) -> dict[str, Any]:
@@ -125,7 +126,9 @@ class Shape:
             known["token_ids"] = tokens.token_ids
             known["tokens"] = [self.served.token_text(token) for token in tokens.token_ids]
             known["exit_layers"] = tokens.exit_layers
-            known["confidences"] = [_number(value) for value in tokens.confidences]
+            known["confidences"] = [
+                value if math.isfinite(value) else None for value in tokens.confidences
+            ]
         return known
 
     def _added(self, index: int, step: StepOutput) -> list[dict[str, Any]]:  # noqa: ARG002
@@ -169,15 +172,13 @@ class ChatShape(Shape):
         return {**super().whole(outputs), **self._scored(outputs[0])}
 
     def first(self, index: int, step: StepOutput) -> dict[str, Any]:  # noqa: ARG002
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk([choice])
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": output.text or ""}
-        message["refusal"] = None
+        text = output.text or ""
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._readers:
-            parts = self._readers[index].add(output.text or "", last=True)
+            parts = self._readers[index].add(text, last=True)
             calls = [part.whole() for part in parts if isinstance(part, ToolCall)]
             if calls:
                 text = "".join(part for part in parts if isinstance(part, str))
@@ -234,8 +235,7 @@ class CompletionShape(Shape):
         echo, logprobs = self.asked.choices[index].echo, self._echoed(index, step)
         if not echo and logprobs is None:
             return None
-        choice = {"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None}
-        return self._chunk([choice])
+        return self._chunk(index, {"text": echo}, logprobs=logprobs)
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         text = self.asked.choices[index].echo + (output.text or "")
@@ -252,14 +252,9 @@ class CompletionShape(Shape):
         """Log-probabilities of the prompt that a text begins with."""
         if not self.asked.echoes_logprobs or tokens.prompt_logprobs is None:
             return None
-        choice = self.asked.choices[index]
-        return echoed(
-            self.served,
-            choice.prepared.prompt_ids,
-            tokens.prompt_logprobs,
-            choice.echo,
-            self.asked.logprobs or 0,
-        )
+        choice, count = self.asked.choices[index], self.asked.logprobs or 0
+        ids, entries = choice.prepared.prompt_ids, tokens.prompt_logprobs
+        return echoed(self.served, ids, entries, choice.echo, count)
 
     def _text(self, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}
@@ -318,7 +313,3 @@ def usage(served: ServedModel, asked: Asked, outputs: Sequence[Output]) -> dict[
             "accepted": sum(each.accepted for each in stats),
         },
     }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
