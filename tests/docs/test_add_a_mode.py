@@ -15,7 +15,7 @@ import test_house
 from eecore import ExitError, exit_text, exits
 from eecore.cli.app import run
 from eecore.exit_text import parse_exit
-from eecore.planning import route
+from eecore.planning import draft_state, route
 from eecore.serving import depth
 from servers import asker
 from tiny_models import write_model
@@ -40,7 +40,7 @@ def policy() -> Iterator[Any]:
         followed = f"{head}{textwrap.indent(textwrap.dedent(branch), '    ')}{last}{tail}"
         module = {**vars(route), "PartOfModel": kind}
         exec(compile(followed, str(PAGE), "exec"), module)
-        patch.setattr(route, "make_route", module["make_route"])
+        patch.setattr(draft_state, "make_route", module["make_route"])
         yield kind
     del exits.PartOfModel  # type: ignore[attr-defined]
 

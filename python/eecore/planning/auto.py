@@ -86,7 +86,8 @@ class Auto:
         self.costs = Costs()
         self.exit_layers = best_exit_layers(agreement)
         """Layers that may draft where a policy names none."""
-        self._odds = Odds(self._expected)
+        self.odds_of_all = Odds(self._expected)
+        """Odds of which those of each request begin."""
         accepted, chance = 0.0, 1.0
         for share in head_agreement:
             chance *= share
@@ -103,14 +104,14 @@ class Auto:
         source, about = key
         if not source.startswith("layer "):
             return (about + 0.5) / 10
-        if (source, about - 1) in self._odds.counts:
-            return self._odds.share((source, about - 1))
+        if (source, about - 1) in self.odds_of_all.counts:
+            return self.odds_of_all.share((source, about - 1))
         return 0.5 if self._agreement is None else self._agreement[int(source[6:]) - 1]
 
     def odds(self, draft: DraftState) -> Odds:
         """The odds of a request, which begin as those of all."""
         if draft.odds is None:
-            draft.odds = Odds(self._odds.share)
+            draft.odds = Odds(self.odds_of_all.share)
         return draft.odds
 
     # Choosing
@@ -158,7 +159,7 @@ class Auto:
                 trial = options[name][1]
                 if not trial.layer:
                     return trial._replace(rounds=TRIAL_ROUNDS)
-                self._odds.fade(name)
+                self.odds_of_all.fade(name)
                 return trial._replace(rounds=1, drafts=min(max(trial.drafts, TRIAL_ROUNDS), most))
         self._wins(best)
         return options[best][1]
@@ -275,7 +276,7 @@ class Auto:
         for count in range(1, most + 1):
             for place, chance in chances.items():
                 here = ((1 << place >> 1) + count).bit_length()
-                chances[place] = chance * min(self._odds.share((source, here)), 0.999)
+                chances[place] = chance * min(self.odds_of_all.share((source, here)), 0.999)
             tokens += sum(chances.values())
             speed = tokens / times.at(count)
             if speed <= best:
@@ -328,13 +329,13 @@ class Auto:
         for k, score in enumerate(given.scores[: min(verified, accepted + 1)]):
             key = given.source, min(int(10 * score), 9)
             odds.add(key, k < accepted)
-            self._odds.add(key, k < accepted)
+            self.odds_of_all.add(key, k < accepted)
 
     def learn_layer_drafts(self, layer: int, written: int, verified: int, accepted: int) -> None:
         """Count a layer's drafts after so many tokens, by their places."""
         source = f"layer {layer}"
         for k in range(min(verified, accepted + 1)):
-            self._odds.add((source, (written + k).bit_length()), k < accepted)
+            self.odds_of_all.add((source, (written + k).bit_length()), k < accepted)
 
     def learn_head(
         self, draft: DraftState, requests: int, accepted: int, verified: int, steps: int
