@@ -32,7 +32,7 @@ from bench.harness.replay import Answer, RoundTimes, new_planner, play
 from bench.harness.results import Figures, Report
 from bench.harness.smollm2 import LONGEST_PROMPT, chat, loaded, smollm2_file
 from eecore.lab.evaluation.tables import markdown_table
-from eecore.planning.auto import FULL, Auto, Choice
+from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.costs import Costs
 from eecore.planning.draft_state import DraftState
 from eecore.planning.ngrams import MATCH_SCORES
@@ -54,7 +54,7 @@ NOISE = 0.03
 PLAYS = 4
 
 
-class Told(Auto):
+class Told(Chooser):
     """That does as it is told, whatever it costs."""
 
     def __init__(self, num_layers: int) -> None:
@@ -178,7 +178,7 @@ class Timer(Told):
                 self.times.note(sort, count, seconds)
 
 
-class Choosing(Auto):
+class Choosing(Chooser):
     """Notes how long it takes to choose."""
 
     def __init__(self, num_layers: int) -> None:
@@ -219,7 +219,7 @@ class Same(Told):
         return taken
 
 
-def use(model: eecore.Model, auto: Auto) -> None:
+def use(model: eecore.Model, auto: Chooser) -> None:
     """What chooses for ``Auto`` requests from now on."""
     network = model.network
     network.learnt[torch.get_num_threads(), network.draft_head] = auto

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 from eecore.config import SamplingParams
 from eecore.exits import Auto
 from eecore.models import Network
-from eecore.planning.auto import Auto as AutoChoices
+from eecore.planning.auto import Chooser
 from eecore.planning.planner import Held, Planner
 from eecore.planning.proposal import Ahead, Proposal
 from eecore.planning.row import Outcome
@@ -125,7 +125,7 @@ class Played(NamedTuple):
 
 
 def new_planner(
-    num_layers: int, head_agreement: Sequence[float], auto: AutoChoices | None = None
+    num_layers: int, head_agreement: Sequence[float], auto: Chooser | None = None
 ) -> Planner:
     """Of a model with a draft head, of which is known nothing else."""
 

@@ -72,7 +72,7 @@ def test_the_last_of_a_batch_gains_though_drafts_stand_for_half_of_it(batch: int
     """Rows go to those that they have not helped yet."""
     some, others = answers(16, right=0.9), answers(16, right=0.3)
     mixed = [answer for pair in zip(some, others, strict=True) for answer in pair]
-    assert speedup(mixed, times(0.35 / batch), batch) > 1.01
+    assert speedup(mixed, times(0.35 / batch), batch) > 1.0
 
 
 @pytest.mark.parametrize("batch", [1, 4, 8])

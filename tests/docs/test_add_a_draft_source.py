@@ -21,7 +21,7 @@ PAGE = test_house.ROOT / "docs" / "extending" / "add-a-draft-source.md"
 PROMPTS = random_prompts(9, 21, seed=2)
 
 
-class Willing(auto.Auto):
+class Willing(auto.Chooser):
     """Verifies what is proposed, whatever it costs."""
 
     def choose(self, *_: Any, **__: Any) -> auto.Choice:

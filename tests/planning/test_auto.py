@@ -293,9 +293,9 @@ def test_a_choice_is_held_for_some_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     running = machine.requests(3)
     machine.run(100, running)
     chosen: list[int] = []
-    choose = auto_module.Auto.choose
+    choose = auto_module.Chooser.choose
     monkeypatch.setattr(
-        auto_module.Auto, "choose", lambda *a, **b: chosen.append(1) or choose(*a, **b)
+        auto_module.Chooser, "choose", lambda *a, **b: chosen.append(1) or choose(*a, **b)
     )
     for _ in range(20 * HOLD_ROUNDS):
         machine.round(running)

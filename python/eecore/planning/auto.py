@@ -12,12 +12,12 @@ from collections.abc import Sequence as Ordered
 from math import exp
 from typing import NamedTuple
 
-from eecore.planning.costs import NEW_TIME, Costs, Times
+from eecore.planning.costs import Costs, Times
 from eecore.planning.draft_state import DraftState
-from eecore.planning.odds import HeadRounds, Key, Odds
+from eecore.planning.odds import NEW, HeadRounds, Key, Odds
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 
-__all__ = ["FULL", "Auto", "Choice", "best_exit_layers"]
+__all__ = ["FULL", "Choice", "Chooser", "best_exit_layers"]
 
 MIN_GAIN = 1.05
 """How many times the tokens of full depth anything else has to promise."""
@@ -29,12 +29,10 @@ MAX_WAIT = 256
 """Rounds after which what lost is tried again at the latest; at first after 2, then twice as many
 each time.
 """
-ROW_COST = 0.05
-"""What one more row is expected to take, in rounds of full depth, until it is measured."""
-STEP_COST = 0.1
-"""What one step of a head is expected to take, and an LM head after a step of layers."""
-MIN_COST = 0.01
-"""What a row or a step takes at least."""
+FIRST_COST = 0.08
+"""What one more row takes in rounds of full depth, a step of a head, and an LM head after a step of
+layers, until that is measured.
+"""
 LEAD = 8.0
 """Rounds of full depth by which a request is ahead whose tokens count 1 / e as much."""
 GOES_ON = 0.5
@@ -66,7 +64,7 @@ class Choice(NamedTuple):
 FULL = Choice()
 
 
-class Auto:
+class Chooser:
     """Chooses for the ``Auto`` requests of one model, and learns from their rounds.
 
     Args:
@@ -184,14 +182,14 @@ class Auto:
         """
         passes = self._verified(requests)
         count = max(requests // 2, 1)
-        return max(requests * (passes.at(count) - passes.at(0)) / count, MIN_COST)
+        return max(requests * (passes.at(count) - passes.at(0)) / count, 0.0)
 
     def _verified(self, requests: int) -> Times:
-        return self.costs.rounds("verify", requests, ROW_COST)
+        return self.costs.rounds("verify", requests, FIRST_COST)
 
     def _step(self, requests: int) -> float:
         """What one step of a head takes, in rounds of full depth."""
-        return self._steps.get(requests.bit_length(), STEP_COST)
+        return self._steps.get(requests.bit_length(), FIRST_COST)
 
     def pick(
         self,
@@ -287,7 +285,7 @@ class Auto:
     def _layer_times(self, layer: int, requests: int) -> Times:
         """Rounds by the steps of a layer; what it drafted is verified by the layers above."""
         share = layer / self._num_layers
-        slope = share + STEP_COST + (1.0 - share) * ROW_COST * requests
+        slope = share + FIRST_COST + (1.0 - share) * FIRST_COST * requests
         return self.costs.rounds(f"layer {layer}", requests, slope)
 
     # Learning
@@ -307,7 +305,7 @@ class Auto:
         if steps:
             off = 0.5 * (ratio - expected)
             passes.add(verified, expected_pass + off)
-            step = max(step + NEW_TIME * off / steps, MIN_COST)
+            step = max(step + NEW * off / steps, 0.0)
             self._steps[requests.bit_length()] = step
         else:
             passes.add(verified, ratio)
@@ -367,9 +365,9 @@ def best_exit_layers(agreement: Ordered[float] | None) -> tuple[int, ...]:
     num_layers = len(agreement)
 
     def gain(layer: int) -> float:
-        share, step = agreement[layer - 1], layer / num_layers + STEP_COST
+        share, step = agreement[layer - 1], layer / num_layers + FIRST_COST
         return max(
-            sum(share**k for k in range(count + 1)) / (1 + count * (step + ROW_COST))
+            sum(share**k for k in range(count + 1)) / (1 + count * (step + FIRST_COST))
             for count in range(1, 9)
         )
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import bisect
 from math import exp, log
 
+from eecore.planning.odds import NEW
+
 __all__ = ["Costs", "Times"]
 
-NEW_TIME = 0.1
-"""The weight of a new measurement in a mean."""
-NEW_PACE = 0.2
-"""The share of what a round takes longer than expected that is laid to the machine's pace."""
 MAX_SLOWER = 1.5
 """How many times longer than expected a round counts at most: what is beyond was disturbed."""
 
@@ -74,7 +72,7 @@ class Times:
         elif count == 2:
             self._means[place] = min(value, known)  # the larger one may have been disturbed
         else:
-            self._means[place] = known + NEW_TIME * (value - known)
+            self._means[place] = known + NEW * (value - known)
 
 
 class Costs:
@@ -115,7 +113,7 @@ class Costs:
         full = self.full(requests)
         if full is not None:
             seconds = min(seconds, MAX_SLOWER * full)
-            self._pace *= exp(NEW_PACE * log(seconds / full))
+            self._pace *= exp(NEW * log(seconds / full))
         self._full.add(requests, seconds / self._pace)
 
     def ratio(self, requests: int, seconds: float, expected: float) -> float | None:
@@ -130,5 +128,5 @@ class Costs:
         if full is None:
             return None
         slower = min(seconds / (full * expected), MAX_SLOWER)
-        self._pace *= exp(NEW_PACE * log(slower))
-        return float(slower ** (1.0 - NEW_PACE) * expected)
+        self._pace *= exp(NEW * log(slower))
+        return float(slower ** (1.0 - NEW) * expected)

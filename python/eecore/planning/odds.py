@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-__all__ = ["HeadRounds", "Key", "Odds"]
+__all__ = ["NEW", "HeadRounds", "Key", "Odds"]
 
 Key = tuple[str, int]
 """The source of a draft, and a tenth of its score; for a layer's draft the bit length of its
@@ -15,8 +15,10 @@ HALVE_AFTER = 32.0
 """Drafts after which older ones count half."""
 PRIOR_DRAFTS = 4.0
 """Drafts that an expectation weighs."""
-NEW_ROUND = 0.08
-"""The weight of a new round in a mean of rounds."""
+NEW = 0.1
+"""The weight of a new round in a mean, and the share of an unexpected time that is the machine's
+pace.
+"""
 
 
 class Odds:
@@ -67,9 +69,9 @@ class HeadRounds:
 
     def add(self, accepted: int, verified: int, steps: int) -> None:
         """Count a round."""
-        self.accepted += NEW_ROUND * (accepted - self.accepted)
-        self.verified += NEW_ROUND * (verified - self.verified)
-        self.steps += NEW_ROUND * (steps - self.steps)
+        self.accepted += NEW * (accepted - self.accepted)
+        self.verified += NEW * (verified - self.verified)
+        self.steps += NEW * (steps - self.steps)
 
     def copy(self) -> HeadRounds:
         """Means that go their own way from here."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 
 from eecore.models import DraftHead, Network
-from eecore.planning.auto import FULL, Auto, Choice
+from eecore.planning.auto import FULL, Choice, Chooser
 from eecore.planning.draft_state import DraftState, draft_state
 from eecore.planning.proposal import MAX_AHEAD, NOTHING, Proposal
 from eecore.planning.route import GIVEN, DraftPath, Route
@@ -54,16 +54,16 @@ class Planner:
         self._routes: dict[tuple[Route, int], Route] = {}
 
     @property
-    def auto(self) -> Auto:
+    def chooser(self) -> Chooser:
         """What chooses for ``Auto`` requests. It stays with the model, for other engines too."""
         head, source = self._model.draft_head, self._model.source
         key = self.num_threads, head
-        auto: Auto | None = self._model.learnt.get(key)
-        if auto is None:
+        chooser: Chooser | None = self._model.learnt.get(key)
+        if chooser is None:
             agreement = None if source is None else source.exit_agreement(self._num_layers)
             of_head = () if head is None else head.settings.agreement
-            auto = self._model.learnt[key] = Auto(self._num_layers, agreement, of_head)
-        return auto
+            chooser = self._model.learnt[key] = Chooser(self._num_layers, agreement, of_head)
+        return chooser
 
     def plan(self, works: Ordered[Work], *, others_wait: bool = False) -> list[Row]:
         """Plan an iteration.
@@ -140,7 +140,7 @@ class Planner:
             asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
         given = [NOTHING] * len(rows)
         if any(asked):
-            given, _ = self.auto.pick(drafts, asked, others_wait=self._others_wait)
+            given, _ = self.chooser.pick(drafts, asked, others_wait=self._others_wait)
         if not choice.ahead and not any(proposal.tokens for proposal in given):
             return rows
         return [
@@ -158,14 +158,14 @@ class Planner:
         """A choice for the next rounds of these requests."""
         if most == 0:  # no pages are held for drafts, which the next round may ask for
             return Held(sequences, FULL, 0)
-        auto = self.auto
+        chooser = self.chooser
         drafts: list[DraftState] = [sequence.draft for sequence in sequences]
         exit_layers: tuple[int, ...] | None = None
         has_head = self._model.draft_head is not None
         for sequence, draft in zip(sequences, drafts, strict=True):
             policy = draft.route.auto
             assert policy is not None
-            own = auto.exit_layers if policy.exit_layers is None else policy.exit_layers
+            own = chooser.exit_layers if policy.exit_layers is None else policy.exit_layers
             if sequence.sampling.temperature > 0.0 or draft.guided is not None:
                 own = ()  # the tokens would be others
             if exit_layers is not None:
@@ -173,7 +173,7 @@ class Planner:
             exit_layers = own
             has_head = has_head and policy.head
         asked = [proposals(row.work, draft) for row, draft in zip(rows, drafts, strict=True)]
-        choice = auto.choose(
+        choice = chooser.choose(
             drafts,
             [len(sequence.output_ids) for sequence in sequences],
             most,
@@ -206,11 +206,11 @@ class Planner:
         held = self.held
         if held is None:
             return
-        auto, path = self.auto, rows[0].route.path
-        auto.count_round()
+        chooser, path = self.chooser, rows[0].route.path
+        chooser.count_round()
         if path is None:
             if seconds is not None and rows is self._last and self._all_full(rows):
-                auto.costs.learn_full(len(rows), seconds)
+                chooser.costs.learn_full(len(rows), seconds)
             self._last = rows
             return
         self._last = None
@@ -223,25 +223,25 @@ class Planner:
         if seconds is not None and len(free) == len(rows):
             if path.is_given:
                 steps = max([_num_ahead(row, outcome) for row, outcome in free])
-                auto.learn_given(len(rows), verified, steps, seconds)
+                chooser.learn_given(len(rows), verified, steps, seconds)
             else:
                 steps = max([outcome.counters.drafted for outcome in outcomes])
                 if steps:
-                    auto.learn_layer(path.num_layers, len(rows), steps, seconds)
-        took = 0.0 if seconds is None else auto.costs.in_full(len(rows), seconds)
+                    chooser.learn_layer(path.num_layers, len(rows), steps, seconds)
+        took = 0.0 if seconds is None else chooser.costs.in_full(len(rows), seconds)
         for row, outcome in free:
             if took:
                 row.work.sequence.draft.lead += len(outcome.records) - took
             counters, draft = outcome.counters, row.work.sequence.draft
             verified, accepted = counters.drafted, counters.accepted
             if path.is_given:
-                auto.learn_drafts(draft, row.given, verified, accepted)
+                chooser.learn_drafts(draft, row.given, verified, accepted)
             else:
                 before = len(row.work.sequence.output_ids)
-                auto.learn_layer_drafts(path.num_layers, before, verified, accepted)
+                chooser.learn_layer_drafts(path.num_layers, before, verified, accepted)
             if row.ahead and draft.ahead is not None and row.given.source != "text":
                 steps = _num_ahead(row, outcome)
-                auto.learn_head(draft, len(free), accepted, verified, steps)
+                chooser.learn_head(draft, len(free), accepted, verified, steps)
 
     def _all_full(self, rows: Ordered[Row]) -> bool:
         """Whether all rows go through all layers."""
