@@ -368,6 +368,24 @@ def test_exit_layers_that_promise_most() -> None:
     assert set(best_exit_layers(agreement)) == {2, 3}
 
 
+def test_it_is_known_whether_others_wait(
+    agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, bool]] = set()
+    plan = Planner.plan
+
+    def noted(planner: Planner, works: list[Work], *, others_wait: bool) -> list[Row]:
+        seen.add((len(works), others_wait))
+        return plan(planner, works, others_wait=others_wait)
+
+    monkeypatch.setattr(Planner, "plan", noted)
+    engine = agreeing.engine(eecore.EngineConfig(kv_cache_tokens=512, max_num_seqs=2))
+    for prompt in PROMPTS[:3]:
+        engine.add_request(prompt, exit=Auto(), sampling=SamplingParams(max_tokens=6))
+    list(engine.run())
+    assert {(2, True), (1, False)} <= seen
+
+
 def test_what_was_learnt_stays_with_the_model(agreeing: eecore.Model) -> None:
     agreeing.network.learnt.clear()
     for _ in range(2):

@@ -102,8 +102,13 @@ class Iterations:
         """Of the programs that are kept: the time and memory that each capture took."""
         return self.run.captures
 
-    def iterate(self, works: list[Work]) -> list[Outcome]:
-        """Run all works; one outcome for each, in order. No sequence has changed yet."""
+    def iterate(self, works: list[Work], *, others_wait: bool = False) -> list[Outcome]:
+        """Run all works; one outcome for each, in order. No sequence has changed yet.
+
+        Args:
+            works: what each sequence does.
+            others_wait: whether requests wait for these to end.
+        """
         self.planner.num_threads = torch.get_num_threads()
         last, self._ended = self._ended, None
         prompts = [work for work in works if work.is_prefill]
@@ -114,7 +119,7 @@ class Iterations:
         if prompts:
             for outcome in self._prefill(prompts):
                 outcomes[outcome.sequence] = outcome
-        families = _families(self.planner.plan(decoding))
+        families = _families(self.planner.plan(decoding, others_wait=others_wait))
         if len(families) == 1 and not prompts:
             came = self._run_family(families[0], since)
             self._ended = time.perf_counter(), sequences

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Container, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
@@ -330,7 +331,7 @@ class Engine:
             if flight is not None:
                 works = [w for w in works if w.sequence.status is SequenceStatus.RUNNING]
             behind = None
-            run = self.iterations.iterate
+            run = partial(self.iterations.iterate, others_wait=bool(self.scheduler.waiting))
             outcomes = isolated(run, works, self._failed) if works else []
         self._take_over(outcomes, behind)
 
