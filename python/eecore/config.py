@@ -372,6 +372,12 @@ class SamplingParams:
         fields.weights("logit_bias", *BIASES, most=MOST_BIASES)
         fields.instance("guide", Guide, optional=True)
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with a seed; what has been checked is not checked again."""
+        made = object.__new__(SamplingParams)
+        vars(made).update(vars(self), seed=seed)
+        return made
+
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Token ids, ascending, and what is added to their logits."""
