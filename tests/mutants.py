@@ -600,23 +600,23 @@ ENGINE = (
     ),
     Mutant(
         "tokens-after-the-end-kept",
-        "python/eecore/engine/changes.py",
-        "records = records[:added]",
-        "records = records[: added + 1]",
+        "python/eecore/engine/commit.py",
+        "taken.records = taken.records[:added]",
+        "taken.records = taken.records[: added + 1]",
         "tests/engine/test_engine.py tests/decoding/test_speculation.py",
     ),
     Mutant(
         "early-exits-count-as-exact",
-        "python/eecore/engine/changes.py",
+        "python/eecore/engine/commit.py",
         "if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:",
         "if not records:",
         "tests/scheduling/test_prefix_cache.py tests/engine/test_engine.py",
     ),
     Mutant(
         "pages-of-rejected-drafts-kept",
-        "python/eecore/engine/changes.py",
-        "change.crops = sequence.max_drafts > 0 and sequence not in going_on",
-        "change.crops = False",
+        "python/eecore/engine/commit.py",
+        "if output is None and sequence.max_drafts > 0 and sequence not in going_on:",
+        "if False:",
         "tests/engine/test_engine.py tests/decoding/test_speculation.py",
     ),
     Mutant(
@@ -628,9 +628,9 @@ ENGINE = (
     ),
     Mutant(
         "pages-of-a-failure-stay-shared",
-        "python/eecore/engine/engine.py",
-        "scheduler.pages.forget(change.sequence.pages)",
-        "scheduler.pages.publish(change.sequence)",
+        "python/eecore/engine/commit.py",
+        "pages.forget(sequence.pages)",
+        "pages.publish(sequence)",
         "tests/engine/test_faults.py tests/scheduling/test_prefix_cache.py",
     ),
     Mutant(
@@ -656,10 +656,10 @@ ENGINE = (
     ),
     Mutant(
         "closed-stream-goes-on-in-the-engine",
-        "python/eecore/engine/shared.py",
-        "                self.engine.cancel(request.request_id)\n",
-        "                pass\n",
-        "tests/engine/test_shared_engine.py tests/engine/test_async_engine.py",
+        "python/eecore/engine/worker.py",
+        "                    self.engine.cancel(name)\n",
+        "                    pass\n",
+        "tests/engine/test_worker.py tests/engine/test_async_engine.py",
     ),
 )
 
@@ -729,7 +729,7 @@ SERVER = (
     ),
     Mutant(
         "stop-token-in-the-text",
-        "python/eecore/serving/connection.py",
+        "python/eecore/serving/remote.py",
         "count = len(ids) - (bool(ids) and ids[-1] in request.stop_set)",
         "count = len(ids)",
         "tests/serving/test_engine_process.py tests/serving/test_server.py",

@@ -35,7 +35,7 @@ SOME = {
     "engine/test_faults.py": ("test_generate_gives", "test_all_that_fail", "test_a_row_of_nan"),
     "engine/test_async_engine.py": ("test_concurrent", "test_closing_a", "test_a_refused"),
     "engine/test_engine.py": ("test_modes_in_one_batch", "test_preemption", "test_st", "test_bad"),
-    "engine/test_shared_engine.py": ("test_overlapping", "test_threads_share"),
+    "engine/test_worker.py": ("test_overlapping", "test_threads_share"),
     "evaluation/test_calibration.py": ("test_p_values", "test_every_threshold", "test_bad_sett"),
     "evaluation/test_layerskip.py": ("test_scores_are",),
     "fuzz/test_fuzzing.py": ("test_figures", "test_mutations"),

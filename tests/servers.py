@@ -26,6 +26,7 @@ from eecore.serving.app import create_app
 from eecore.serving.served import Servable
 from eecore.serving.server import listen
 from eecore.serving.settings import ServerSettings, service_of
+from workloads import until
 
 LONG = 20_000
 """Tokens of a request that still runs when a test has long made its point."""
@@ -126,14 +127,8 @@ def events(text: str) -> list[Any]:
 def assert_idle(service: Service) -> None:
     """Nobody has a seat, and all pages are back."""
     engine = service.served.engine
-    until = time.monotonic() + 60
-    while (engine.num_streams or service.admission.taken) and time.monotonic() < until:
-        time.sleep(0.002)
-    while engine.engine.has_unfinished and time.monotonic() < until:
-        time.sleep(0.002)
-    assert not engine.num_streams
-    assert not service.admission.taken
-    assert not engine.engine.num_used_pages
+    assert until(lambda: not (engine.num_streams or service.admission.taken))
+    assert until(lambda: not (engine.engine.has_unfinished or engine.engine.num_used_pages))
 
 
 def script(service: Service, output: Output, pieces: Sequence[str], *, ready: bool = False) -> None:

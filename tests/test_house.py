@@ -341,7 +341,7 @@ def test_training_never_imports_its_extra_outright() -> None:
 
 def test_the_command_line_needs_nothing_of_the_server() -> None:
     """Its packages come with an extra; ``eecore serve`` says so where they are not there."""
-    extra = {"fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic", "anyio"}
+    extra = {"fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic", "anyio", "msgspec"}
     for module in ["eecore.serving", *on_floor("console"), *on_floor("lab"), *on_floor("cli")]:
         names = {name.split(".")[0] for name in imports(module)}
         assert not names & extra, f"{module} imports {names & extra}"

@@ -1,8 +1,8 @@
 """Faults at any line of the engine, and what fails without one.
 
 A fault is an exception where a call begins its n-th line. Lines are counted in the folders that
-keep the books of requests, whatever is called from there. What fails without a planted fault is
-done again by the engine, so that outputs never show it: it is watched for here.
+keep the books of requests, whatever is called from there. Some of what fails without a planted
+fault is done again by the engine, so that outputs never show it: it is watched for here.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ def nothing_done_again() -> Iterator[None]:
 
 
 def _is_planted(error: BaseException | None) -> bool:
-    """Whether an error, or one that it comes from, is a planted fault, or a guide that explodes.
+    """Whether an error, or one that it comes from, is a planted fault, an interrupt, or a guide
+    that explodes.
 
     A matcher finds out that a hostile guide is one in the middle of an iteration.
     """
-    while error is not None and not isinstance(error, (Fault, GuideError)):
+    while isinstance(error, Exception) and not isinstance(error, (Fault, GuideError)):
         error = error.__cause__ or error.__context__
     return error is not None

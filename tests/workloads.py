@@ -1,10 +1,12 @@
 """Requests served with faults in between, and what has to hold whatever happened.
 
-A driver plays a client that calls again whatever raised: nothing may be lost or done twice.
+A driver plays a client that calls again whatever raised: a call that does may end requests with
+an error, but no page is lost, and nothing is done twice.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +34,17 @@ from eecore.scheduling.sequence import Sequence, SequenceStatus
 from tripwire import Fault, Interrupt, Tripwire
 
 T = TypeVar("T")
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether something comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
 
 # Few pages, pages of one position, chunks, and batches cut short by the budget.
 SMALL_CACHES = [
@@ -152,6 +165,8 @@ class Driver:
     given: dict[str, list[int]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+    """Those that may have ended without an output, in a call that raised."""
     tripped: int = 0
 
     def add(self, request: Request, request_id: str) -> None:
@@ -168,12 +183,13 @@ class Driver:
         self.given[request_id], self.text[request_id] = [], ""
 
     def step(self) -> None:
-        """A step, of which nothing is lost when the call raises."""
+        """A step; what each request got until then is not lost when the call raises."""
         for step in self._called(self.engine.step):
             self._take(step)
 
     def cancel(self, request_id: str) -> Output | None:
-        """The output, however often it takes to get it."""
+        """The output, unless the call raises."""
+        self.cancelled.add(request_id)
         output = self._called(lambda: self.engine.cancel(request_id))
         assert request_id not in self.engine.requests
         if output is not None:
@@ -195,7 +211,7 @@ class Driver:
             self.step()
         check_books(self.engine)
         assert self.engine.pages.num_free == self.engine.pages.num_pages
-        assert set(self.outputs) == set(self.given)
+        assert set(self.outputs) | self.cancelled == set(self.given) | self.cancelled
 
     def _called(self, call: Callable[[], T]) -> T:
         """What a call returns, which is made until it does."""
@@ -221,7 +237,11 @@ class Driver:
         if step.prompt_logprobs is not None:
             assert name not in self.scores, "a prompt was scored twice"
             self.scores[name] = step.prompt_logprobs
-        if step.output is not None:
+        if step.output is not None and step.output.finish_reason == "error":
+            given = self.given[name]  # a call that raised may have kept back some more
+            assert step.output.token_ids[: len(given)] == given
+            self.outputs[name] = step.output
+        elif step.output is not None:
             assert step.output.token_ids == self.given[name], "a token is lost, or came twice"
             assert step.output.text == self.text[name]
             assert step.output.prompt_logprobs == self.scores.get(name)

@@ -1,7 +1,7 @@
-"""A socket between two processes of one program, for messages of plain values.
+"""A socket between two processes of one program, for messages of plain values or of bytes.
 
-They are written with marshal: numbers, strings and containers of them, nothing that could be run.
-Needs no import of weight, so that a process can listen before it has loaded anything.
+Plain values are written with marshal: numbers, strings and containers of them, nothing that could
+be run. It needs no import of weight, so that a process can listen before it has loaded anything.
 """
 
 from __future__ import annotations
@@ -35,12 +35,24 @@ class Channel:
             OSError: the other end has gone.
             ValueError: it holds what is no plain value.
         """
-        data = marshal.dumps(message)
-        with self._sending:
-            self._socket.sendall(len(data).to_bytes(SIZE_BYTES, "little") + data)
+        self.send_bytes(marshal.dumps(message))
 
     def receive(self) -> Message | None:
         """The next message; None when the other end has gone."""
+        data = self.receive_bytes()
+        return None if data is None else marshal.loads(data)
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a message that is written already; it waits while the other end is full.
+
+        Raises:
+            OSError: the other end has gone.
+        """
+        with self._sending:
+            self._socket.sendall(len(data).to_bytes(SIZE_BYTES, "little") + data)
+
+    def receive_bytes(self) -> bytes | None:
+        """The next message as it was sent; None when the other end has gone."""
         try:
             size = self._file.read(SIZE_BYTES)
             data = self._file.read(int.from_bytes(size, "little"))
@@ -48,8 +60,7 @@ class Channel:
             return None
         if len(size) < SIZE_BYTES or len(data) < int.from_bytes(size, "little"):
             return None
-        message: Message = marshal.loads(data)
-        return message
+        return data
 
     def close(self) -> None:
         """Both ends have gone then; whoever waits for a message gets to know."""

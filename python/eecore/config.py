@@ -344,6 +344,12 @@ class SamplingParams:
         if self.prompt_logprobs is None:
             check_field(self, "max_tokens", whole(1), RequestError)
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with a seed; what has been checked is not checked again."""
+        made = object.__new__(SamplingParams)
+        vars(made).update(vars(self), seed=seed)
+        return made
+
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Token ids, ascending, and what is added to their logits."""

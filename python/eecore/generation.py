@@ -14,9 +14,9 @@ import torch
 from eecore.builtin import model_directory
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
 from eecore.engine.async_engine import AsyncEngine
-from eecore.engine.client import Client
+from eecore.engine.callers import Client
 from eecore.engine.engine import Engine, RunProgram
-from eecore.engine.shared import SharedEngine
+from eecore.engine.worker import Worker
 from eecore.errors import RequestError
 from eecore.exits import Exit
 from eecore.free_memory import free_memory
@@ -37,7 +37,7 @@ class Model:
     engine_config: EngineConfig
     run_program: RunProgram | None = field(default=None, repr=False)
     """How decoding programs run; what suits the device when None."""
-    _shared: dict[int, SharedEngine] = field(default_factory=dict, repr=False)  # by process
+    _shared: dict[int, Worker] = field(default_factory=dict, repr=False)  # by process
     _locks: dict[int, threading.Lock] = field(default_factory=dict, repr=False)
 
     @property
@@ -56,7 +56,7 @@ class Model:
         config = replace(self.engine_config, prefix_cache=False)
         return Model(self.network, self.tokenizer, config, self.run_program)
 
-    def shared_engine(self) -> SharedEngine:
+    def shared_engine(self) -> Worker:
         """The engine that serves :func:`generate`, :func:`stream` and :meth:`async_engine`.
 
         A process has one; a child process that was forked makes another when it needs it.
@@ -66,7 +66,7 @@ class Model:
             # Not a lock that a thread of the parent may have held.
             with self._locks.setdefault(process, threading.Lock()):
                 if process not in self._shared:
-                    self._shared = {process: SharedEngine(self.engine())}
+                    self._shared = {process: Worker(self.engine())}
         return self._shared[process]
 
     def async_engine(self, config: EngineConfig | None = None) -> AsyncEngine:
@@ -195,13 +195,14 @@ def generate(
             nothing has run then.
         ExitError: for an exit policy that the model cannot run.
     """
-    order: list[str] = []
-    outputs = {
-        step.request_id: step.output
-        for step in _steps(model, prompts, exit, sampling, sampling_fields, order, whole=True)
-        if step.output is not None
-    }
-    return [outputs[request_id] for request_id in order]
+    worker, requests = _prepared(model, prompts, exit, sampling, sampling_fields)
+    client = Client(worker, whole=True)
+    try:
+        names = client.open(requests)
+        outputs = {step.request_id: step.output for step in client}
+    finally:
+        client.close()
+    return [output for name in names if (output := outputs[name]) is not None]
 
 
 def stream(
@@ -216,27 +217,27 @@ def stream(
     """Like :func:`generate`, yielding what each engine step adds.
 
     Closing or dropping the iterator early, or an exception such as KeyboardInterrupt, cancels what
-    is unfinished. What is not read goes on for some steps, if others have the engine step, and is
-    then put on hold.
+    is unfinished. A request whose steps are not read goes on for some of them, and is then put on
+    hold.
 
     Args:
         order: gets the request ids, in the order of the prompts.
     """
-    order = [] if order is None else order
-    return _steps(model, prompts, exit, sampling, sampling_fields, order, whole=False)
+    worker, requests = _prepared(model, prompts, exit, sampling, sampling_fields)
+    client = Client(worker)
+    try:
+        names = client.open(requests)
+        if order is not None:
+            order += names
+        yield from client
+    finally:
+        client.close()
 
 
-def _steps(
-    model: Model,
-    prompts: Any,
-    exit: Any,
-    sampling: Any,
-    sampling_fields: dict[str, Any],
-    order: list[str],
-    *,
-    whole: bool,
-) -> Generator[StepOutput, None, None]:
-    """What each step adds, or with ``whole`` the last ones alone."""
+def _prepared(
+    model: Model, prompts: Any, exit: Any, sampling: Any, sampling_fields: dict[str, Any]
+) -> tuple[Worker, list[Any]]:
+    """The worker of a model, and a checked request for each prompt."""
     if not isinstance(model, Model):
         raise RequestError(f"model: expected one that eecore.load has loaded, got {model!r}")
     many = _as_list(prompts)
@@ -244,20 +245,10 @@ def _steps(
     samplings = _per_prompt(
         "sampling", _sampling(sampling, sampling_fields), SamplingParams, len(many)
     )
-    shared = model.shared_engine()
-    prepare = shared.engine.prepare
+    worker = model.shared_engine()
+    prepare = worker.engine.prepare
     given = zip(many, exits, samplings, strict=True)
-    client = Client([prepare(p, exit=e, sampling=s) for p, e, s in given], whole=whole)
-    try:
-        try:
-            shared.open(client)
-            order += client.names
-            while (step := shared.read(client)) is not None:
-                yield step
-        finally:
-            shared.close(client)
-    finally:
-        shared.close(client)  # an interrupt may have hit the first
+    return worker, [prepare(p, exit=e, sampling=s) for p, e, s in given]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

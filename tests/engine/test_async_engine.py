@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -27,12 +26,12 @@ from eecore import (
     SelfSpeculative,
 )
 from eecore.decoding.iterate import Iterations
-from eecore.engine import shared
-from eecore.engine.async_engine import AsyncStream
-from eecore.engine.client import READ_AHEAD
+from eecore.engine import worker
+from eecore.engine.callers import READ_AHEAD
 from eecore.errors import EngineClosedError
 from tiny_models import random_prompts
 from tripwire import Fault
+from workloads import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,16 +45,15 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, timeout=120))
 
 
-def assert_idle(engine: AsyncEngine, streams: int = 0) -> None:
+def assert_idle(engine: AsyncEngine) -> None:
     """Nothing is left once the step that may be running is done."""
-    until = time.monotonic() + 60
-    while engine._shared.num_clients and time.monotonic() < until:
-        time.sleep(0.001)
     inner = engine.engine
+    assert isinstance(inner, eecore.Engine)
+    until(lambda: not (inner.has_unfinished or engine.num_streams))
     assert not inner.has_unfinished
-    assert engine.num_streams == streams
-    assert engine._shared.num_clients == 0
-    assert not engine._shared._names
+    assert engine.num_streams == 0
+    assert engine._callers.num_unfinished == 0
+    assert not engine._callers._names
     assert inner.pages.num_free == inner.pages.num_pages
 
 
@@ -257,7 +255,7 @@ def test_a_loop_that_shuts_down_in_the_middle_leaves_nothing(agreeing: eecore.Mo
 @pytest.fixture
 def engine(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
     """Whatever happens with it, in the end nothing is left."""
-    monkeypatch.setattr(shared, "LOOK_S", 30.0)  # nobody has to be reminded
+    monkeypatch.setattr(worker, "LOOK_S", 30.0)  # no caller has to be looked for
     engine = agreeing.async_engine()
     yield engine
     assert_idle(engine)
@@ -338,7 +336,7 @@ def test_whoever_stops_reading_cancels(
             *(leaves() for _ in range(3)),
         )
         # The loop goes on, and holds nothing.
-        while engine._shared.num_clients:
+        while engine._callers.num_unfinished:
             await asyncio.sleep(0.001)
         return stays
 
@@ -348,7 +346,7 @@ def test_whoever_stops_reading_cancels(
 def test_a_closed_loop_with_its_task_and_stream_still_there(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "LOOK_S", 0.05)  # a stream on hold is looked at now and then
+    monkeypatch.setattr(worker, "LOOK_S", 0.05)  # a stream on hold is looked at now and then
     for whole in (False, True):
         loop = asyncio.new_event_loop()
         stream = engine.stream(PROMPTS[0], sampling=LONG)
@@ -362,7 +360,7 @@ def test_a_closed_loop_with_its_task_and_stream_still_there(
 
         task = loop.run_until_complete(main())
         loop.close()
-        assert_idle(engine, streams=2)
+        assert_idle(engine)
         with pytest.raises(RuntimeError, match="event loop that read it was closed in the middle"):
             run(collect(slow))
         task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -371,41 +369,11 @@ def test_a_closed_loop_with_its_task_and_stream_still_there(
         gc.collect()  # a task and the future that it waits for hold each other
 
 
-def test_an_interrupt_where_a_dropped_stream_is_closed(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody is left to close it again, but the worker sees that it is gone."""
-    monkeypatch.setattr(shared, "LOOK_S", 0.05)
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # it would keep the stream
-    hit = []
-
-    def interrupted(_: AsyncStream) -> None:
-        hit.append(True)
-        raise KeyboardInterrupt
-
-    async def main() -> None:
-        stream = engine.stream(PROMPTS[0], sampling=LONG)
-        await anext(stream)
-        with monkeypatch.context() as patch:
-            patch.setattr(AsyncStream, "close", interrupted)
-            del stream
-        assert hit
-        while engine._shared.num_clients:
-            await asyncio.sleep(0.001)
-
-    run(main())
-    assert_idle(engine)
-
-
-def test_a_stream_whose_making_was_interrupted_is_closed() -> None:
-    AsyncStream.__new__(AsyncStream).close()
-
-
 @pytest.mark.parametrize("when", ["prepare", "open"])
 def test_the_engine_closed_where_a_stream_begins(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    owner = engine.engine if when == "prepare" else engine._shared
+    owner = engine.engine if when == "prepare" else engine._callers
     begin = getattr(owner, when)
 
     def closing(*args: Any, **settings: Any) -> Any:
@@ -465,11 +433,9 @@ def test_a_slow_reader_holds_up_itself_alone(engine: AsyncEngine) -> None:
         got = (await anext(slow)).token_ids
         others = [await collect(engine.stream(PROMPTS[1], sampling=LONG)) for _ in range(2)]
         assert engine.engine.num_held == 1
-        (client,) = engine._shared._busy
-        assert client.mail.qsize() <= READ_AHEAD + 1
         async for step in slow:
             got += step.token_ids
-            assert client.mail.qsize() <= READ_AHEAD + 1
+            assert len(slow._unread) <= READ_AHEAD
         assert others[0] == others[1]
         return got, others[0]
 
@@ -482,7 +448,7 @@ def agreeing_of(engine: AsyncEngine) -> eecore.Model:
     """A model that generates with the same engine."""
     inner = engine.engine
     model = eecore.Model(inner.network, inner.tokenizer, inner.config)
-    model._shared[os.getpid()] = engine._shared
+    model._shared[os.getpid()] = engine._callers
     return model
 
 
@@ -534,7 +500,7 @@ def test_one_reader_at_a_time(engine: AsyncEngine) -> None:
 def test_closing_the_engine_ends_its_streams_and_no_others(
     agreeing: eecore.Model, expected: list[eecore.Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "LOOK_S", 0.02)
+    monkeypatch.setattr(worker, "LOOK_S", 0.02)
     stays = agreeing.async_engine()
 
     async def main() -> list[int]:

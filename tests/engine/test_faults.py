@@ -26,13 +26,13 @@ from eecore.decoding.draft_step import DraftStep
 from eecore.decoding.exit_step import ExitStep
 from eecore.decoding.iterate import Iterations
 from eecore.decoding.prefill import Prefill
-from eecore.engine.changes import Changes
+from eecore.engine.commit import Commits
 from eecore.engine.faults import described, isolated
 from eecore.engine.text import TextStream
 from eecore.errors import ModelError
 from eecore.exits import Exit
 from eecore.planning.row import Outcome
-from eecore.scheduling.scheduler import Scheduler, Work
+from eecore.scheduling.scheduler import Work
 from eecore.scheduling.sequence import Sequence
 from tiny_models import scale_layers, write_model
 from tripwire import Fault, nothing_done_again
@@ -83,10 +83,7 @@ def break_for_the_bad(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) ->
         (DraftStep, "load", SelfSpeculative(2, 4)),
         (DraftStep, "_outcome", DraftAndVerify({3}, {2, 4})),
         (DraftStep, "_records", SelfSpeculative(2, 4)),
-        (Scheduler, "_work_for", Full()),
-        (Scheduler, "_grow", SelfSpeculative(2, 4)),
-        (Scheduler, "_input_pages", Full()),
-        (Changes, "of", Full()),
+        (Commits, "taken", Full()),
         (TextStream, "after", Full()),
         (TextStream, "whole", Full()),
     ],
@@ -128,7 +125,7 @@ def test_a_device_that_is_broken_ends_everybody(
     engine.step()
     calls = []
 
-    def broken(_: Iterations, works: list[Work]) -> list[Outcome]:
+    def broken(_: Iterations, works: list[Work], **_settings: Any) -> list[Outcome]:
         calls.append(len(works))
         raise Fault("the device is gone")
 
@@ -166,10 +163,10 @@ def test_what_nobody_planted_is_found(
     """Outputs do not show that an iteration was done again."""
     whole, left = Iterations.iterate, [error("here")]
 
-    def broken(iterations: Iterations, works: list[Work]) -> list[Outcome]:
+    def broken(iterations: Iterations, works: list[Work], **settings: Any) -> list[Outcome]:
         if left:
             raise RuntimeError from left.pop()
-        return whole(iterations, works)
+        return whole(iterations, works, **settings)
 
     monkeypatch.setattr(Iterations, "iterate", broken)
     monkeypatch.setattr(eecore.Engine, "_failed", lambda *_: None)  # no other watches

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,12 +37,15 @@ from eecore import (
     generation,
 )
 from eecore.engine import async_engine
-from eecore.engine import client as calls
-from eecore.engine import shared as driver
+from eecore.engine import callers as reach
+from eecore.engine import worker as driver
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
+from eecore.output import Output, RequestFailedError
+from eecore.scheduling.scheduler import Scheduler, Work
 from tiny_models import random_prompts, scale_layers, write_model
-from tripwire import nothing_done_again
+from tripwire import Fault, nothing_done_again
+from workloads import until
 
 SHARE = 60
 LIMIT_S = 60.0
@@ -61,7 +64,7 @@ CONFIGS = [
     EngineConfig(kv_cache_tokens=1024),
 ]
 NUM_REQUESTS = 40
-INTERRUPTED = {module.__file__ for module in (driver, async_engine, generation)}
+INTERRUPTED = {module.__file__ for module in (reach, driver, async_engine, generation)}
 
 
 class Request:
@@ -106,10 +109,6 @@ class Left(BaseException):
     """Why a caller stops reading: any exception of its own."""
 
 
-class Broken(Exception):
-    """A step that fails for everybody."""
-
-
 class Caller:
     """One caller: what it asks for, how it reads, and how it leaves."""
 
@@ -138,7 +137,11 @@ class Caller:
         is_stopped = self.cancels if self.is_async else self.interrupted_at
         return not is_stopped and (self.whole or self.leaves_after is None)
 
-    def check(self, request: Request, tokens: list[int], text: str | None) -> None:
+    def check(self, request: Request, output: Output) -> None:
+        if output.finish_reason == "error":  # of a step that failed for everybody
+            assert output.token_ids == request.tokens[: len(output.token_ids)]
+            return
+        tokens, text = output.token_ids, output.text
         assert tokens == request.tokens, (self, tokens, request.tokens)
         assert text is None or text == request.text, (self, text, request.text)
         self.served += 1
@@ -151,7 +154,7 @@ class Caller:
         try:
             with interrupted(None if self.is_async else self.interrupted_at):
                 self._generate(model) if self.whole else self._stream(model)
-        except (Left, Broken):
+        except Left:
             pass
         except EecoreError:
             self.refused += 1
@@ -175,7 +178,7 @@ class Caller:
         for request, output in zip(
             self.requests, eecore.generate(**self._asked(model)), strict=True
         ):
-            self.check(request, output.token_ids, output.text)
+            self.check(request, output)
 
     def _stream(self, model: eecore.Model) -> None:
         order: list[str] = []
@@ -198,8 +201,12 @@ class Caller:
             self._check_steps(request, got[name])
 
     def _check_steps(self, request: Request, steps: list[StepOutput]) -> None:
-        tokens = [token for step in steps for token in step.token_ids]
-        self.check(request, tokens, "".join(step.text for step in steps))
+        output = steps[-1].output
+        assert output is not None
+        if output.finish_reason != "error":
+            assert output.token_ids == [token for step in steps for token in step.token_ids]
+            assert output.text == "".join(step.text for step in steps)
+        self.check(request, output)
 
     # As tasks
 
@@ -220,7 +227,7 @@ class Caller:
                 if isinstance(result, EecoreError):
                     self.refused += 1
                 elif isinstance(result, BaseException) and not isinstance(
-                    result, (Left, Broken, asyncio.CancelledError)
+                    result, (Left, RequestFailedError, asyncio.CancelledError)
                 ):
                     raise result
         except (asyncio.CancelledError, GeneratorExit):
@@ -232,7 +239,7 @@ class Caller:
         settings: dict[str, Any] = {"exit": request.exit, "sampling": request.sampling}
         if self.whole:
             output = await engine.generate(request.prompt, **settings)
-            self.check(request, output.token_ids, output.text)
+            self.check(request, output)
             return
         stream = engine.stream(request.prompt, **settings)
         if self.how == "cycle":
@@ -285,22 +292,22 @@ def interrupted(nth: int | None, error: type[BaseException] = Left) -> Iterator[
 
 @contextlib.contextmanager
 def broken(engine: eecore.Engine, nth: int | None) -> Iterator[None]:
-    """The n-th step fails."""
-    step, count = engine.step, 0
+    """The n-th step fails, for all requests."""
+    whole, count = Scheduler.schedule, 0
 
-    def counted() -> list[StepOutput]:
+    def counted(scheduler: Scheduler) -> list[Work]:
         nonlocal count
-        count += 1
+        count += scheduler is engine.scheduler
         if count == nth:
-            raise Broken
-        return step()
+            count += 1
+            raise Fault
+        return whole(scheduler)
 
-    if nth is not None:
-        engine.step = counted  # type: ignore[method-assign]
+    Scheduler.schedule = counted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        engine.__dict__.pop("step", None)
+        Scheduler.schedule = whole  # type: ignore[method-assign]
 
 
 def run_loop(
@@ -327,32 +334,21 @@ def run_loop(
         loop.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that takes a step, or a thread's end."""
-    end = time.monotonic() + LIMIT_S / 3
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.0002)
-
-
-def check_idle(shared: driver.SharedEngine, engines: list[AsyncEngine]) -> None:
+def check_idle(model: eecore.Model, engines: list[AsyncEngine]) -> None:
     """Nothing is left."""
+    worker = model.shared_engine()
+    engine = worker.engine
     for _ in range(2):  # streams in cycles, then tasks of closed loops
         gc.collect()
-        until(lambda: not (shared.num_clients or shared._inbox or shared._turn))
-    workers = [thread for thread in threading.enumerate() if thread.name == "eecore"]
-    for _ in workers:
-        shared.let_go()
-    until(lambda: not any(worker.is_alive() for worker in workers))
-    assert not any(worker.is_alive() for worker in workers)
-    engine = shared.engine
+        eecore.generate(model, [[1]], max_tokens=1)  # then all that was said has been heard
+        until(lambda: not (engine.has_unfinished or worker._names or worker.num_unfinished))
+    worker.let_go()
+    assert until(lambda: not worker._threads)
     assert not engine.requests, list(engine.requests)
     assert not engine.has_unfinished
     assert engine.pages.num_free == engine.pages.num_pages
-    assert shared.num_clients == shared.num_followers == 0
-    assert not shared._names, shared._names
-    assert not shared._readers, shared._readers
-    assert not shared._turn
-    assert not shared._inbox
+    assert not worker._names, worker._names
+    assert not worker._requests, worker._requests
     assert not any(engine.num_streams for engine in engines)
 
 
@@ -370,7 +366,7 @@ def one(random: Random) -> bool:
 def _one(random: Random) -> bool:
     model = random.choice(MODELS)
     shared = model.shared_engine()
-    calls.READ_AHEAD = random.choice((1, 3, 16))
+    reach.READ_AHEAD = driver.READ_AHEAD = random.choice((2, 4, 16))
     driver.LINGER_S = random.choice((0.0, 5.0))
     driver.LOOK_S = random.choice((0.005, 1.0))
     callers = [Caller(random) for _ in range(random.choice((1, 2, 3, 4)))]
@@ -398,7 +394,7 @@ def _one(random: Random) -> bool:
             engines[0].close()
         for thread in threads:
             thread.join()
-        check_idle(shared, engines)
+        check_idle(model, engines)
     for caller in callers:
         if caller.error is not None:
             raise caller.error

@@ -65,15 +65,3 @@ def test_exactness_belongs_to_the_owner_of_a_page() -> None:
 def test_empty_caches_are_refused(num_pages: int, page_size: int) -> None:
     with pytest.raises(ValueError, match="expected num_pages >= 1 and page_size >= 1"):
         PageAllocator(num_pages, page_size)
-
-
-def test_pages_are_what_their_owners_say() -> None:
-    pages = PageAllocator(4, 4)
-    kept, lost = pages.allocate(2)
-    pages.mark_approximate([kept, lost])
-    pages.hold([kept])
-    assert pages.num_free == 3
-    assert (pages.is_exact(kept), pages.is_exact(lost)) == (False, True)
-    assert sorted(pages.allocate(3)) == sorted({0, 1, 2, 3} - {kept})
-    pages.free([kept])
-    assert pages.num_free == 1

@@ -486,8 +486,8 @@ def test_of_a_failed_request_nothing_is_left(
     prompt = prompt_of(60)
     whole = Iterations.iterate
 
-    def fails(self: Iterations, works: list[Work]) -> Any:
-        outcomes = whole(self, works)  # keys and values are written by now
+    def fails(self: Iterations, works: list[Work], **settings: Any) -> Any:
+        outcomes = whole(self, works, **settings)  # keys and values are written by now
         bad = [work.sequence for work in works if work.sequence.request_id == "bad"]
         if bad and bad[0].num_computed >= 16 * chunks:
             raise Fault
@@ -523,26 +523,6 @@ def test_what_lies_behind_the_end_of_a_text_is_not_shared(model: eecore.Model) -
 
 
 # Books
-
-
-def test_books_are_found_anew_from_the_requests(model: eecore.Model) -> None:
-    engine = engine_of(model)
-    prompt = prompt_of(24)
-    for each in (prompt, prompt_of(24, 1)):
-        run(engine, each)
-    for tail in (1, 2):
-        engine.add_request([*prompt, tail], sampling=SIX)
-    engine.step()
-    before = engine.pages._owners.copy()
-    assert set(before.values()) == {1, 2}
-    kept = list(engine.pages._kept)
-    engine.pages._owners.clear()
-    engine.pages._free.clear()
-    engine.pages._cache._keys.clear()  # type: ignore[union-attr]
-    engine.scheduler.is_dirty = True
-    assert engine.pages._owners == before
-    assert list(engine.pages._kept) == kept
-    check_books(engine)
 
 
 def test_a_page_is_back_when_its_last_owner_gives_it_back(model: eecore.Model) -> None:

@@ -9,7 +9,7 @@ import pytest
 from eecore import EngineConfig, Full, SamplingParams, SelfSpeculative
 from eecore.exits import Exit
 from eecore.scheduling.pages import PageAllocator
-from eecore.scheduling.scheduler import ScheduleError, Scheduler, Work
+from eecore.scheduling.scheduler import Scheduler, Work
 from eecore.scheduling.sequence import MAX_DRAFTS, Sequence, SequenceStatus, TokenRecord
 
 
@@ -410,49 +410,3 @@ def test_places_on_hold_are_free_and_may_be_gone() -> None:
     assert not held.pages
     bench.scheduler.finish(other)
     assert summary(bench.step()) == [("0", 3)]
-
-
-# After an interruption
-
-
-def test_what_follows_from_the_requests_is_found_anew() -> None:
-    bench = Bench(kv_cache_tokens=24, page_size=4)
-    running, held, done, waiting, late = (bench.add(3) for _ in range(5))
-    bench.step()
-    bench.scheduler.hold(held)
-    # Changes that stopped halfway.
-    done.status = SequenceStatus.FINISHED
-    waiting.status = SequenceStatus.WAITING
-    bench.pages.allocate(1)  # for nobody
-    bench.scheduler.running.remove(running)
-    bench.scheduler.is_dirty = True
-    for _ in range(2):
-        bench.scheduler.reconcile()
-        assert not bench.scheduler.is_dirty
-        assert list(bench.scheduler.requests.values()) == [running, held, waiting, late]
-        assert bench.scheduler.running == [running, late]
-        assert bench.scheduler.held == [held]
-        assert list(bench.scheduler.waiting) == [waiting]
-        assert (waiting.pages, waiting.num_computed) == ([], 0)
-        assert bench.pages.num_free == 6 - 3
-    assert summary(bench.step()) == [("0", 1), ("4", 1), ("3", 3)]
-
-
-def test_a_schedule_that_fails_names_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    _, bad = bench.add(3), bench.add(3)
-    work_for = Scheduler._work_for
-
-    def broken(scheduler: Scheduler, sequence: Sequence, budget: int) -> Work:
-        if sequence is bad:
-            raise ZeroDivisionError
-        return work_for(scheduler, sequence, budget)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "_work_for", broken)
-        with pytest.raises(ScheduleError, match="request '1' could not be scheduled") as error:
-            bench.scheduler.schedule()
-        assert error.value.sequence is bad
-    assert bench.scheduler.is_dirty
-    bench.scheduler.reconcile()
-    assert summary(bench.step()) == [("0", 3), ("1", 3)]

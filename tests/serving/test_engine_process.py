@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 import eecore
 from eecore.cli.app import run
 from eecore.errors import EngineLostError, RequestError
-from eecore.serving import connection, remote
+from eecore.serving import remote
 from eecore.serving.remote import RemoteModel, Start
 from eecore.serving.server import listen, serve
 from eecore.serving.settings import ServerSettings, service_of
@@ -306,7 +306,7 @@ def waited_for(so: Callable[[], bool], seconds: float = 60) -> bool:
 
 
 def killed(model: RemoteModel) -> None:
-    model._engine.connection.process.send_signal(signal.SIGKILL)
+    model._engine._process.process.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -406,12 +406,12 @@ def test_a_guide_that_waits_for_a_process_that_ends(endless: tuple[Asker, Remote
     _, model = endless
     engine = model._engine
     assert waited_for(lambda: engine.is_up)
-    process = engine.connection.process
+    process = engine._process.process
     process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         sampling = eecore.SamplingParams(guide=eecore.Guide.choice(["a"]))
         asked = pool.submit(engine.engine.prepare, [5], sampling=sampling)
-        assert waited_for(lambda: bool(engine.connection.answers))
+        assert waited_for(lambda: bool(engine.answers))
         process.kill()
         with pytest.raises(EngineLostError, match="SIGKILL"):
             asked.result(30)
@@ -424,7 +424,7 @@ def test_a_guide_that_waits_for_a_process_that_ends(endless: tuple[Asker, Remote
 def test_a_server_that_gets_no_engine_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "MOST_FAILURES", 2)
+    monkeypatch.setattr(remote, "MAX_FAILURES", 2)
     directory = write_model(tmp_path / "gone")
     model = RemoteModel(Start(directory, {}, 1))
     service = service_of(model, ServerSettings())
@@ -463,7 +463,7 @@ def test_an_untrained_model_is_warned_of_once(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PROGRAM", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(remote, "PROGRAM", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(EngineLostError, match="load the model, but its process was ended by SIGK"):
         RemoteModel(Start(eecore.default_model(), {}))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 import math
 import socket
 from pathlib import Path
@@ -32,16 +31,49 @@ from eecore.generation import load
 from eecore.models import ModelSource
 from eecore.models.text.chat_template import ChatTemplateError
 from eecore.output import PromptLogprob, StepOutput
-from eecore.serving.wire import STEP_FIELDS, Start, Wire, error_of, plain_classifier, plain_error
+from eecore.serving.wire import (
+    Error,
+    FromEngine,
+    Loaded,
+    Request,
+    Start,
+    Step,
+    ToEngine,
+    classifier_of,
+    decode,
+    encode,
+    error_of,
+    exit_of,
+    plain_classifier,
+    plain_error,
+    plain_exit,
+)
 
 
-def crossed(value: Any) -> Any:
-    """What comes of a value in the other process."""
-    return Wire().value(marshal.loads(marshal.dumps(Wire().plain(value))))
+def crossed(message: Any) -> Any:
+    """What comes of a message in the other process."""
+    return decode(encode(message), type(message))
+
+
+def requested(**settings: Any) -> Request:
+    """What comes of a request."""
+    fields: dict[str, Any] = {
+        "key": 3,
+        "name": "a",
+        "prompt_ids": [1, 2],
+        "input_ids": None,
+        "exit": plain_exit(Full()),
+        "sampling": SamplingParams(),
+        "special_texts": {7: "<call>"},
+        "whole": False,
+    }
+    found = crossed(ToEngine(add=Request(**{**fields, **settings}))).add
+    assert isinstance(found, Request)
+    return found
 
 
 @pytest.mark.parametrize(
-    "value",
+    "policy",
     [
         Full(),
         FixedExit(3),
@@ -51,63 +83,96 @@ def crossed(value: Any) -> Any:
         PromptLookup(4),
         HeadDrafts(threshold=0.1),
         Auto(exit_layers=(), lookup=False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_policies(policy: Any) -> None:
+    found = exit_of(requested(exit=plain_exit(policy)).exit, {})
+    assert found == policy
+    assert type(found) is type(policy)
+
+
+def test_a_calibrated_policy() -> None:
+    directory = eecore.default_model()
+    policy = ConfidentExit.calibrated(directory / "calibration-softmax.json")
+    found = exit_of(requested(exit=plain_exit(policy)).exit, {})
+    assert found == policy
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
         SamplingParams(),
-        [None, PromptLogprob(5, -0.5, 2, {7: -0.25, 5: -0.5}), PromptLogprob(1, -1.0, 1, {})],
         SamplingParams(
             max_tokens=3,
             temperature=0.1 + 0.2,
             seed=2**64 - 1,
-            stop=("Path", "\ud800 \N{SNOWMAN}"),
+            stop=("Path", "\N{SNOWMAN}"),
             stop_token_ids=(5, 7),
             logit_bias={7: -1.5, 3: 100.0},
             guide=Guide.json_schema({"type": "object"}),
         ),
-        EngineConfig(kv_cache_tokens=32, max_input_tokens=5),
-        ModelSource(Path("a") / "b", "float32", "int8"),
-        Start(Path("c"), {"exits": False, "dtype": None}, 2),
-        (FixedExit(1), FixedExit(2)),
-        [],
-        (),
     ],
-    ids=lambda value: type(value).__name__,
 )
-def test_values(value: Any) -> None:
-    found = crossed(value)
-    assert found == value
-    assert type(found) is type(value)
+def test_requests(sampling: SamplingParams) -> None:
+    found = requested(sampling=sampling, input_ids=[5], whole=True)
+    assert found.sampling == sampling
+    assert (found.key, found.name, found.prompt_ids, found.input_ids) == (3, "a", [1, 2], [5])
+    assert found.special_texts == {7: "<call>"}
+    assert found.whole
 
 
-def test_what_the_model_is(intent: eecore.Model) -> None:
-    assert crossed(intent.config) == intent.config
-    assert crossed(intent.config).rope == intent.config.rope
+def test_text_that_utf8_cannot_say_is_refused_where_it_is_said() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        requested(sampling=SamplingParams(stop=("\ud800",)))
+
+
+def test_what_is_started_and_loaded(intent: eecore.Model, tmp_path: Path) -> None:
+    path = tmp_path / "\udcff"  # a name that is no UTF-8
+    start = Start(path, {"exits": False, "dtype": None}, 2)
+    assert crossed(ToEngine(start=start)).start == start
+    source = ModelSource(Path("a") / "b", "float32", "int8")
+    limits = EngineConfig(kv_cache_tokens=32, max_input_tokens=5)
+    assert isinstance(intent.config, eecore.config.ModelConfig)
+    loaded = Loaded(intent.config, None, "cpu", source, None, limits, True)
+    found = crossed(FromEngine(loaded=loaded)).loaded
+    assert found == loaded
+    assert found.model.rope == intent.config.rope
 
 
 def test_steps_and_outputs(intent: eecore.Model) -> None:
     settings: Any = {"max_tokens": 4, "logprobs": 2, "ignore_eos": True, "exit": "confident:0.5"}
     for step in eecore.stream(intent, "lock the front door", **settings):
-        plain = marshal.loads(marshal.dumps(Wire().plain_step(step)))
-        values = dict(zip(STEP_FIELDS, map(Wire().value, plain), strict=True))
-        assert values == {name: getattr(step, name) for name in STEP_FIELDS}
+        (found,) = crossed(FromEngine(steps=[Step.of(5, step)])).steps
+        assert found.key == 5
+        given = found.output_of(step.request_id)
+        assert given.text == step.text
+        for name in ("request_id", "token_ids", "exit_layers", "confidences", "logprobs", "output"):
+            assert getattr(given, name) == getattr(step, name)
     assert step.output is not None
     assert len(step.output.top_logprobs or ()) == 4
 
 
 def test_every_number_of_a_step() -> None:
     numbers = [math.inf, -math.inf, 5e-324, 0.1]
-    step = StepOutput("a", [1] * 4, [2] * 4, numbers, None)
-    assert marshal.loads(marshal.dumps(Wire().plain_step(step)))[3] == numbers
+    scores = [None, PromptLogprob(5, -0.5, 2, {7: -0.25, 5: -0.5}), PromptLogprob(1, -1.0, 1, {})]
+    step = StepOutput("a", [1] * 4, [2] * 4, numbers, None, prompt_logprobs=scores)
+    (found,) = crossed(FromEngine(steps=[Step.of(0, step)])).steps
+    assert found.confidences == numbers
+    assert found.prompt_logprobs == scores
+    assert found.text is None
 
 
 def test_classifiers_go_once_and_then_by_their_digests() -> None:
     classifier = ExitClassifier(torch.randn(2, 8), torch.randn(2))
     policy = ConfidentExit(0.5, "classifier", classifier=classifier)
-    plain = Wire().plain(policy)
-    assert len(marshal.dumps(plain)) < 500
-    there = Wire()
-    there.keep(classifier.sha256, plain_classifier(classifier))
-    found = [there.value(plain) for _ in range(2)]
-    assert found[0].classifier is found[1].classifier
-    assert found[0].classifier.sha256 == classifier.sha256
+    digest, tensors = classifier.sha256, plain_classifier(classifier)
+    _, tensors = crossed(ToEngine(classifier=(digest, tensors))).classifier
+    known = {digest: classifier_of(tensors)}
+    assert known[digest].sha256 == digest
+    found = exit_of(requested(exit=plain_exit(policy)).exit, known)
+    assert isinstance(found, ConfidentExit)
+    assert found.classifier is known[digest]
 
 
 class PeculiarError(RuntimeError):
@@ -117,6 +182,11 @@ class PeculiarError(RuntimeError):
 class OfTwoError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
+
+
+def crossed_error(error: BaseException) -> Error:
+    (found,) = crossed(FromEngine(ended=[(1, plain_error(error))])).ended
+    return found[1]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +203,7 @@ class OfTwoError(Exception):
     ids=lambda error: type(error).__name__,
 )
 def test_errors(error: Exception) -> None:
-    found = error_of(*marshal.loads(marshal.dumps(plain_error(error))))
+    found = error_of(crossed_error(error))
     assert type(found) is type(error)
     assert str(found) == str(error)
     assert getattr(found, "filename", None) == getattr(error, "filename", None)
@@ -146,7 +216,7 @@ def test_errors_of_other_kinds() -> None:
         (UnicodeDecodeError("utf-8", b"a", 0, 1, "why"), Exception),
         (ChatTemplateError("no template"), eecores.ModelError),
     ):
-        found = error_of(*plain_error(error))
+        found = error_of(crossed_error(error))
         assert isinstance(found, kind)
         assert type(found).__name__ == type(error).__name__
         assert str(found) == str(error)
@@ -155,7 +225,7 @@ def test_errors_of_other_kinds() -> None:
 def test_errors_say_where_they_are_from(tmp_path: Path) -> None:
     with pytest.raises(eecores.ModelNotFoundError) as caught:
         load(tmp_path / "none")
-    found = error_of(*plain_error(caught.value))
+    found = error_of(crossed_error(caught.value))
     assert "load_model" in str(found.__cause__)
 
 

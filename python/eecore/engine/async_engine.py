@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from weakref import ReferenceType, WeakValueDictionary, ref
 
 from eecore.config import SamplingParams
-from eecore.engine.client import Client
+from eecore.engine.callers import Batch, Caller, Callers
 from eecore.engine.engine import Engine
-from eecore.engine.shared import SharedEngine
-from eecore.engine.sharing import EngineView, Sharing
+from eecore.engine.view import EngineView
+from eecore.engine.worker import Worker
 from eecore.errors import EngineClosedError
 from eecore.exits import Exit
 from eecore.guide import Guide
@@ -36,40 +35,37 @@ class AsyncEngine:
     itself alone.
 
     Args:
-        engine: the engine, or what shares it among callers.
+        engine: the engine, or what callers reach it by.
     """
 
-    def __init__(self, engine: Engine | Sharing) -> None:
-        self._shared: Sharing = SharedEngine(engine) if isinstance(engine, Engine) else engine
-        self._bells: WeakValueDictionary[int, _Bells] = WeakValueDictionary()  # by event loop
-        self._streams: dict[int, ReferenceType[AsyncStream]] = {}
-        self._numbers = itertools.count()
+    def __init__(self, engine: Engine | Callers) -> None:
+        self._callers: Callers = Worker(engine) if isinstance(engine, Engine) else engine
         self._closed = False
 
     @property
     def engine(self) -> EngineView:
-        """The engine itself. It may be looked at between steps, and must not be stepped."""
-        return self._shared.engine
+        """The engine itself. It may be looked at, about as it is, and must not be stepped."""
+        return self._callers.engine
 
     @property
     def is_up(self) -> bool:
         """Whether requests are taken just now: not while an engine in another process starts."""
-        return self._shared.is_up
+        return self._callers.is_up
 
     @property
     def num_restarts(self) -> int:
         """How often the engine had to be started again."""
-        return self._shared.num_restarts
+        return self._callers.num_restarts
 
     @property
     def failure(self) -> Exception | None:
         """Why requests will never be taken again, if that is so."""
-        return self._shared.failure
+        return self._callers.failure
 
     @property
     def num_streams(self) -> int:
-        """Those that have begun and not ended."""
-        return len(self._streams)
+        """Streams that have begun and not ended."""
+        return len(self._callers.group(self))
 
     def prepare(
         self,
@@ -136,16 +132,16 @@ class AsyncEngine:
         """Forget what pages hold that no unfinished request has: now, or when the step that is
         running is done.
         """
-        self._shared.reset_prefix_cache()
+        self._callers.reset_prefix_cache()
 
     def close(self) -> None:
         """Cancel all streams of this engine; it takes no more requests."""
         self._closed = True
-        for reference in list(self._streams.values()):
-            stream = reference()
+        for caller in self._callers.group(self):
+            stream = caller()
             if stream is not None:
                 stream.close(EngineClosedError("engine: expected an open one, got one that closed"))
-        self._shared.let_go()
+        self._callers.let_go()
 
     async def aclose(self) -> None:
         """As :meth:`close`."""
@@ -162,27 +158,34 @@ class AsyncEngine:
     ) -> None:
         self.close()
 
-    def _begin(self, stream: AsyncStream, client: Client, request_id: str | None) -> None:
-        streams, number = self._streams, stream._number
-        streams[number] = ref(stream, lambda _: streams.pop(number, None))
-        if self._closed:  # behind the above: one that is closed now closes the stream
+    def _check_open(self) -> None:
+        if self._closed:
             raise EngineClosedError("engine: expected an open one, got one that was closed")
-        self._shared.open(client, request_id)
 
-    def _end(self, number: int, client: Client) -> None:
-        self._streams.pop(number, None)
-        self._shared.close(client)
 
-    def _bells_of(self, loop: asyncio.AbstractEventLoop) -> _Bells:
-        return self._bells.get(id(loop)) or self._bells.setdefault(id(loop), _Bells(loop))
+@dataclass(frozen=True)
+class _ToLoop:
+    """Takes what came of the streams of an event loop, which is woken once for all of a step."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __call__(self, batch: Batch) -> None:
+        self.loop.call_soon_threadsafe(_hand_out, batch)
+
+
+def _hand_out(batch: Batch) -> None:
+    for caller, item in batch:
+        stream: AsyncStream | None = caller()
+        if stream is not None:
+            stream._unread.append(item)
+            stream._wake()
 
 
 class AsyncStream(AsyncIterator[StepOutput]):
-    """What the steps add to one request, for one reader at a time; see :class:`AsyncEngine`."""
+    """What the steps add to one request, for one reader at a time; see :class:`AsyncEngine`.
 
-    # One whose making was interrupted is closed, too.
-    _client: Client | None = None
-    _is_closed = False
+    It is read in one event loop, that in which it begins.
+    """
 
     def __init__(
         self,
@@ -194,37 +197,37 @@ class AsyncStream(AsyncIterator[StepOutput]):
         *,
         whole: bool = False,
     ) -> None:
-        self._engine = engine
+        self._engine, self._callers = engine, engine._callers
         self._request = (prompt, exit, sampling, request_id)
         self._whole = whole
-        self._number = next(engine._numbers)
-        self._doorbell = _Doorbell(ref(self))
-        self._is_finished = False
+        self._caller: Caller | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._unread: deque[StepOutput | Exception] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._is_over = False
+        self._is_closed = False
         self._why: Exception | None = None
 
     def __aiter__(self) -> AsyncStream:
         return self
 
     async def __anext__(self) -> StepOutput:
-        if self._doorbell.is_waited_for:
+        if self._waiting is not None:
             raise RuntimeError("stream: expected one reader at a time, got two")
         try:
-            if self._client is None and not self._is_closed:
+            if self._loop is None and not self._is_closed:
                 self._begin()
-            client = self._client
-            while client is not None and not self._is_closed:
-                is_over = not client.unfinished
-                step = self._engine._shared.take(client)
-                if step is not None:
-                    return self._given(step)
-                if is_over:
-                    break
-                bells = self._engine._bells_of(asyncio.get_running_loop())
-                await self._doorbell.wait(bells, client)
+            while not self._is_closed:
+                if self._unread:
+                    return self._given(self._unread.popleft())
+                if self._is_over:
+                    self.close()
+                else:
+                    await self._wait()
         except BaseException:
             self.close()
             raise
-        return self._last()
+        raise self._why or StopAsyncIteration
 
     def take(self) -> StepOutput | None:
         """The next step if it is there already; None: not yet, or there is none.
@@ -232,12 +235,10 @@ class AsyncStream(AsyncIterator[StepOutput]):
         Raises:
             RequestFailedError: the request failed on the way.
         """
-        client = self._client
-        if client is None or self._is_closed or self._doorbell.is_waited_for:
+        if self._is_closed or self._waiting is not None or not self._unread:
             return None
         try:
-            step = self._engine._shared.take(client)
-            return None if step is None else self._given(step)
+            return self._given(self._unread.popleft())
         except BaseException:
             self.close()
             raise
@@ -246,106 +247,69 @@ class AsyncStream(AsyncIterator[StepOutput]):
         """Cancel the request if it is unfinished; waits for nothing, from any thread.
 
         Args:
-            why: what whoever goes on reading gets.
+            why: what a reader that goes on gets.
         """
         if not self._is_closed:
             self._why = why
             self._is_closed = True
-        if self._client is not None:
-            self._engine._end(self._number, self._client)
+        if self._caller is not None:
+            self._callers.close(self._caller)
+            self._caller = None  # Python need not say that this is gone any more
+        if self._waiting is not None and self._loop is not None:
             with suppress(RuntimeError):  # its event loop is closed
-                self._doorbell.ring()
+                self._loop.call_soon_threadsafe(self._wake)
 
     async def aclose(self) -> None:
         """As :meth:`close`."""
         self.close()
 
-    def __del__(self) -> None:
-        try:
-            self.close()
-        finally:
-            self.close()  # an interrupt may have hit the first
-
     def _begin(self) -> None:
         prompt, exit, sampling, request_id = self._request
-        shared, bell = self._engine._shared, self._doorbell
         request = prompt
         if not isinstance(request, Sequence):
-            request = shared.engine.prepare(request, exit=exit, sampling=sampling)
-        bell.bells = self._engine._bells_of(asyncio.get_running_loop())
-        client = Client([request], whole=self._whole, rings=bell.ring, is_gone=bell.is_gone)
-        self._client = client
-        self._engine._begin(self, client, request_id)
-        if self._is_closed:  # by another thread, which may not have seen the client yet
-            self.close()
+            request = self._callers.engine.prepare(request, exit=exit, sampling=sampling)
+        loop = self._loop = asyncio.get_running_loop()
+        caller = self._caller = Caller(
+            self,
+            self._callers.inbox,
+            _ToLoop(loop),
+            whole=self._whole,
+            is_gone=loop.is_closed,
+            group=self._engine,
+        )
+        self._engine._check_open()
+        self._callers.open(caller, [request], request_id)
+        self._engine._check_open()  # it may have been closed meanwhile, without seeing the caller
+        if self._is_closed:  # by another thread, in the same way
+            self._callers.close(caller)
 
-    def _given(self, step: StepOutput) -> StepOutput:
-        self._is_finished = step.finished
-        if step.output is not None and step.output.finish_reason == "error":
-            raise RequestFailedError(step.output)
-        return step
-
-    def _last(self) -> StepOutput:
-        """What comes behind the last item."""
-        if self._why is None and not self._is_closed and not self._is_finished:
-            self._why = RuntimeError("stream: the event loop that read it was closed in the middle")
-        self.close(self._why)
-        raise self._why or StopAsyncIteration
-
-
-class _Doorbell:
-    """How the thread that steps wakes the task that reads a stream."""
-
-    def __init__(self, stream: ReferenceType[AsyncStream]) -> None:
-        self._stream = stream
-        self.bells: _Bells | None = None
-        """Of the event loop that reads."""
-        self._waiting: asyncio.Future[None] | None = None
-
-    @property
-    def is_waited_for(self) -> bool:
-        return self._waiting is not None and not self._waiting.done()
-
-    def is_gone(self) -> bool:
-        """Whether nobody can wait any more. A stream that is collected says so, but an interrupt
-        may hit it there.
-        """
-        return self._stream() is None or (self.bells is not None and self.bells.loop.is_closed())
-
-    def ring(self) -> None:
-        """From any thread; a RuntimeError when the event loop is closed."""
-        future, self._waiting = self._waiting, None
-        if future is not None and self.bells is not None:
-            self.bells.ring(future)
-
-    async def wait(self, bells: _Bells, client: Client) -> None:
-        """Until it rings; not at all if there is something to read already."""
-        self.bells = bells
-        future = self._waiting = bells.loop.create_future()
+    async def _wait(self) -> None:
+        """Wait for what comes next."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            raise RuntimeError(
+                "stream: the event loop that read it was closed in the middle"
+                if self._loop is not None and self._loop.is_closed()
+                else "stream: expected to be read in the event loop in which it began"
+            )
+        future = self._waiting = loop.create_future()
         try:
-            if client.unfinished and client.mail.empty() and not client.closed:
+            if not self._is_closed:  # after the above: a close from now on wakes it
                 await future
         finally:
             self._waiting = None
 
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
-class _Bells:
-    """All that ring in one event loop: one call wakes it for all of a step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._rung: deque[asyncio.Future[None]] = deque()
-        self._is_called = False
-
-    def ring(self, future: asyncio.Future[None]) -> None:
-        self._rung.append(future)
-        if not self._is_called:
-            self._is_called = True
-            self.loop.call_soon_threadsafe(self._answer)
-
-    def _answer(self) -> None:
-        self._is_called = False
-        while self._rung:
-            future = self._rung.popleft()
-            if not future.done():
-                future.set_result(None)
+    def _given(self, item: StepOutput | Exception) -> StepOutput:
+        if isinstance(item, Exception):
+            raise item
+        if item.output is not None:
+            if item.output.finish_reason == "error":
+                raise RequestFailedError(item.output)
+            self._is_over = True
+        elif self._caller is not None:
+            self._callers.read(self._caller, item)
+        return item

@@ -1,8 +1,8 @@
 """The engine: requests come in, each step moves all of them, tokens come out.
 
-What a call makes of the requests is worked out while nothing has changed, stored as one plan, and
-put in place. A call that is interrupted, wherever it is, has done nothing or will have done all of
-it: whatever is called next completes the plan first.
+A step schedules, runs and commits, each once. A request whose iteration raises ends with the error,
+and the others go on. After an exception for which no request can be blamed all requests end with
+it, and the engine goes on empty: nothing of what was being changed then is used any more.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
 from eecore.decoding.capture import Capture, RunProgram, run_program_on
 from eecore.decoding.iterate import Flight, Iterations
-from eecore.engine.changes import Change, Changes
-from eecore.engine.faults import LOGGER, isolated
+from eecore.engine.commit import Commits
+from eecore.engine.faults import LOGGER, described, isolated
 from eecore.engine.intake import Intake
 from eecore.errors import RequestError
 from eecore.exits import Exit
@@ -28,26 +28,19 @@ from eecore.planning.guided import Guides
 from eecore.planning.row import Outcome
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.prefix_cache import PrefixCache
-from eecore.scheduling.scheduler import ScheduleError, Scheduler, Work
+from eecore.scheduling.scheduler import Scheduler, Work
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 from eecore.values import shown
 
 __all__ = ["Engine", "RunProgram"]
 
 
-class Plan(NamedTuple):
-    """What a call does to the engine, as values that may be put in place twice."""
-
-    changes: list[Change]
-    outbox: list[list[StepOutput]]
-    cancelled: dict[str, Output]
-    flight: Flight | None
-
-
 class Engine:
     """Continuous batching over one model, with an exit policy per request.
 
-    It is for one thread at a time.
+    It is for one thread at a time. A call that is interrupted, by KeyboardInterrupt or in any other
+    way, ends all requests: their outputs, with ``finish_reason`` "error", are what the next step
+    returns.
 
     Args:
         network: the model.
@@ -58,8 +51,7 @@ class Engine:
             where the device works on its own when None.
 
     Attributes:
-        num_failed_iterations: iterations, or parts of one, that raised and were done again. From
-            any thread.
+        num_failed_iterations: iterations, or parts of one, that raised. From any thread.
     """
 
     def __init__(
@@ -84,22 +76,13 @@ class Engine:
         self.iterations = Iterations(
             network, kv, run or run_program_on(network.device), ahead=ahead
         )
-        cache = None
-        if self.has_prefix_cache:
-            cache = PrefixCache(self.config.page_size, network.config.num_layers)
-        self.scheduler = Scheduler(
-            self.config, PageAllocator(self.config.num_pages, self.config.page_size, cache)
-        )
         self._intake = Intake(network, tokenizer, self.config)
-        self._changes = Changes(network.config.num_layers, self.config.page_size)
         self.num_failed_iterations = 0
         self._arrivals = 0
         self._flight: Flight | None = None
-        self._plan: Plan | None = None
         self._outbox: list[list[StepOutput]] = []
-        """What the next step returns, if anything: taking it is one operation."""
-        self._cancelled: dict[str, Output] = {}
-        """Outputs for those who cancel, and may have to ask once more."""
+        """What the next steps return, if there is anything: taking it is one operation."""
+        self._empty()
 
     @property
     def num_layers(self) -> int:
@@ -109,12 +92,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything left to do or to give."""
-        return bool(self._plan or self._outbox or self.scheduler.requests)
+        return bool(self._outbox or self.scheduler.requests)
 
     @property
     def has_runnable(self) -> bool:
         """Whether a step would get anywhere: not with requests alone that are on hold."""
-        return bool(self._plan or self._outbox or self.scheduler.has_runnable)
+        return bool(self._outbox or self.scheduler.has_runnable)
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -148,8 +131,7 @@ class Engine:
 
     @property
     def pages(self) -> PageAllocator:
-        """Of the cache, as the requests hold them."""
-        self._settle()
+        """The pages of the cache, as the requests hold them."""
         return self.scheduler.pages
 
     @property
@@ -164,8 +146,7 @@ class Engine:
 
     @property
     def requests(self) -> dict[str, Sequence]:
-        """Those that are unfinished, by id."""
-        self._settle()
+        """The unfinished requests, by id."""
         return dict(self.scheduler.requests)
 
     def add_request(
@@ -211,6 +192,18 @@ class Engine:
         """
         return self._intake.sequence(prompt, exit, sampling)
 
+    def trusted(
+        self,
+        prompt_ids: list[int],
+        input_ids: list[int] | None,
+        policy: Exit,
+        sampling: SamplingParams,
+    ) -> Sequence:
+        """A request that another process has prepared, from what its checks made of it; see
+        :meth:`eecore.engine.intake.Intake.trusted`.
+        """
+        return self._intake.trusted(prompt_ids, input_ids, policy, sampling)
+
     def compile(self, guide: Guide) -> None:
         """Compile a guide before a request that follows it; from any thread.
 
@@ -230,66 +223,62 @@ class Engine:
         Raises:
             RequestError: for an id that is in use, or is no string.
         """
-        self._settle()
         request_id = self._own_id(request_id)
-        self._cancelled.pop(request_id, None)  # of an earlier one, for which nobody asked again
         sequence.request_id, sequence.arrival = request_id, self._arrivals
         self._arrivals += 1
-        return self.scheduler.add(sequence).request_id
+        self.scheduler.add(sequence)
+        return request_id
 
     def step(self) -> list[StepOutput]:
         """One iteration for everybody who can run; returns what each request got.
 
         A request that makes it fail ends with ``finish_reason`` "error", and so does one for whose
-        next token the model gives NaN or infinity; the others go on. KeyboardInterrupt and its like
-        pass through: nothing is lost, and what the call would have returned the next one returns.
+        next token the model gives NaN or infinity; the others go on. Where none is at fault all of
+        them end so. KeyboardInterrupt and its like pass through.
 
         On a GPU the next iteration may be under way when it returns: requests that turn out to be
         finished have its outcome discarded.
         """
-        self._settle()
-        if not self._outbox:
-            self._advance()
-        return self._outbox.pop() if self._outbox else []
+        try:
+            if not self._outbox:
+                self._advance()
+        except BaseException as error:
+            self._end_all(error)
+            if not isinstance(error, Exception):
+                raise
+        return self._outbox.pop(0) if self._outbox else []
 
     def cancel(self, request_id: str) -> Output | None:
-        """End a request now; its pages go back. None when it is not (or no longer) known.
-
-        If it raises anything, it can be called again.
-        """
-        self._settle()
+        """End a request now; its pages go back. None when it is not (or no longer) known."""
         sequence = self.scheduler.requests.get(request_id)
-        if sequence is not None:
-            change = self._changes.ending(sequence, time.perf_counter())
-            assert change.output is not None
-            self._plan_cancel(request_id, change.output, [change])
-        else:
-            for step in itertools.chain.from_iterable(self._outbox):
-                if step.request_id == request_id and step.output is not None:
-                    self._plan_cancel(request_id, step.output, [])
-        return self._cancelled.pop(request_id, None)
+        if sequence is None:
+            return None
+        with self._or_end_all():
+            output = self._commits.end(sequence, time.perf_counter()).output
+            self.scheduler.finish(sequence)
+        return output
 
     def hold(self, request_id: str) -> None:
         """Leave a request out of the next steps until :meth:`resume`, if it is unfinished.
 
-        It keeps its pages as long as nobody else needs them, and stands in nobody's way.
+        It keeps its pages as long as no other request needs them, and holds none up.
         """
-        self._settle()
         sequence = self.scheduler.requests.get(request_id)
         if sequence is not None:
-            self.scheduler.hold(sequence)
+            with self._or_end_all():
+                self.scheduler.hold(sequence)
 
     def resume(self, request_id: str) -> None:
         """Let a request go on that was on hold; its output is what it would have been anyway."""
-        self._settle()
         sequence = self.scheduler.requests.get(request_id)
         if sequence is not None:
-            self.scheduler.resume(sequence)
+            with self._or_end_all():
+                self.scheduler.resume(sequence)
 
     def reset_prefix_cache(self) -> None:
         """Forget what pages hold that no unfinished request has."""
-        self._settle()
-        self.scheduler.reset_prefix_cache()
+        with self._or_end_all():
+            self.scheduler.pages.reset()
 
     def run(self) -> Iterator[StepOutput]:
         """Step until nothing is left but requests on hold."""
@@ -300,32 +289,34 @@ class Engine:
         return sum(s.status is status for s in list(self.scheduler.requests.values()))
 
     def _own_id(self, request_id: str | None) -> str:
-        """The id that a new request asks for, or one that nobody has."""
-        given = {step.request_id for step in itertools.chain.from_iterable(self._outbox)}
+        """The id that a new request asks for, or one that no request has."""
+        given = {step.request_id for steps in self._outbox for step in steps}
+        taken = given.union(self.scheduler.requests)
         if request_id is None:
             names = (f"request-{number}" for number in itertools.count(self._arrivals))
-            return next(n for n in names if n not in self.scheduler.requests and n not in given)
+            return next(name for name in names if name not in taken)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {shown(request_id)}")
         request_id = str.__str__(request_id)
-        if request_id in self.scheduler.requests or request_id in given:
+        if request_id in taken:
             raise RequestError(f"request_id: {request_id!r} is in use")
         return request_id
 
     # A step
 
     def _advance(self) -> None:
-        """An iteration, and in a plan what came of it."""
+        """Schedule an iteration, run it, and commit what it did."""
         flight, self._flight = self._flight, None  # lost, it would only have to be flown again
-        behind = None
+        behind: Flight | None = None
         if flight is None or flight.is_over:
-            works = self._schedule()
+            works = self.scheduler.schedule()
             flight = self._launch(works) if works and self.iterations.ahead else None
         else:
             works = flight.works
         outcomes = None
         if flight is not None:
-            behind = self._launch_behind(flight)
+            next_works = self.scheduler.schedule_ahead(flight.works)
+            behind = self._launch(next_works, flight) if next_works else None
             outcomes = self._land(flight)
         if outcomes is None:
             if flight is not None:
@@ -333,21 +324,8 @@ class Engine:
             behind = None
             run = partial(self.iterations.iterate, others_wait=bool(self.scheduler.waiting))
             outcomes = isolated(run, works, self._failed) if works else []
-        self._take_over(outcomes, behind)
-
-    def _schedule(self) -> list[Work]:
-        """The next iteration's work, of requests that can be scheduled; the others end."""
-        suspect: Sequence | None = None
-        while True:
-            try:
-                return self.scheduler.schedule()
-            except ScheduleError as error:
-                self.scheduler.reconcile()
-                sequence, cause = error.sequence, error.__cause__
-                self._failed(str(error))
-                if suspect is sequence and isinstance(cause, Exception):
-                    self._take_over([Outcome(sequence, sequence.num_computed, error=cause)], None)
-                suspect = sequence
+        self._commit(outcomes, () if behind is None else behind.places)
+        self._flight = behind
 
     def _launch(self, works: list[Work], after: Flight | None = None) -> Flight | None:
         """An iteration that is under way; None where it has to be waited for, or fails."""
@@ -356,15 +334,6 @@ class Engine:
         except Exception:
             self._failed("an iteration could not be launched")
             return None
-
-    def _launch_behind(self, flight: Flight) -> Flight | None:
-        """The iteration behind one that is under way, if there can be one."""
-        try:
-            works = self.scheduler.schedule_ahead(flight.works)
-        except Exception:
-            self._failed("an iteration could not be scheduled ahead")
-            return None
-        return self._launch(works, flight) if works else None
 
     def _land(self, flight: Flight) -> list[Outcome] | None:
         """What a flight did; None where that has to be found out request by request."""
@@ -376,76 +345,62 @@ class Engine:
         fails = any(outcome.error is not None or outcome.is_cut for outcome in outcomes)
         return None if fails else outcomes
 
-    def _take_over(self, outcomes: list[Outcome], behind: Flight | None) -> None:
-        """Make the outcome of an iteration the state of the requests."""
-        now = time.perf_counter()
-        going_on: Container[Sequence] = () if behind is None else behind.places
-        changes: list[Change] = []
-        steps = [step for before in self._outbox for step in before]
+    def _commit(self, outcomes: list[Outcome], going_on: Container[Sequence]) -> None:
+        """Make the outcomes of an iteration the state of the requests."""
+        now, steps = time.perf_counter(), list[StepOutput]()
+        self._outbox.append(steps)
         for outcome in outcomes:
-            change = self._change(outcome, now, going_on)
-            changes.append(change)
-            if change.step is not None:
-                steps.append(change.step)
-        self._plan = Plan(changes, [steps], self._cancelled, behind)
-        self._complete(self._plan)
-
-    def _change(self, outcome: Outcome, now: float, going_on: Container[Sequence]) -> Change:
-        """What an outcome makes of its request; its end where that fails, once more too."""
-        sequence, error = outcome.sequence, outcome.error
-        for _ in range(2):
-            if outcome.error is None:
+            sequence, error = outcome.sequence, outcome.error
+            if error is None:
                 try:
-                    return self._changes.of(outcome, now, going_on)
+                    taken = self._commits.taken(outcome)
                 except Exception as its:
-                    error = its
                     self._failed(f"what came of request {sequence.request_id!r} was not taken over")
-        LOGGER.error("request %r ends by an error", sequence.request_id, exc_info=error)
-        return self._changes.ending(sequence, now, error)
+                    error = its
+            if error is not None:
+                LOGGER.error("request %r ends by an error", sequence.request_id, exc_info=error)
+                steps.append(self._commits.end(sequence, now, error))
+                self.scheduler.finish(sequence)
+                continue
+            step = self._commits.put(outcome, taken, now, going_on)
+            if step is not None:
+                steps.append(step)
+                if step.output is not None:
+                    self.scheduler.finish(sequence)
 
     def _failed(self, what: str) -> None:
-        """Count and log what has just raised and is done again."""
+        """Count and log what has just raised."""
         self.num_failed_iterations += 1
         LOGGER.warning("%s", what, exc_info=True)
 
-    # Plans
+    # After an error that is no request's
 
-    def _plan_cancel(self, request_id: str, output: Output, changes: list[Change]) -> None:
-        """Nothing of a request is left but its output, for whoever cancels it."""
-        before = itertools.chain.from_iterable(self._outbox)
-        left = [step for step in before if step.request_id != request_id]
-        cancelled = {**self._cancelled, request_id: output}
-        self._plan = Plan(changes, [left] if left else [], cancelled, self._flight)
-        self._complete(self._plan)
+    def _empty(self) -> None:
+        """Begin with nothing: no request, all pages free."""
+        cache = None
+        if self.has_prefix_cache:
+            cache = PrefixCache(self.config.page_size, self.network.config.num_layers)
+        pages = PageAllocator(self.config.num_pages, self.config.page_size, cache)
+        self._flight = None
+        self.scheduler = Scheduler(self.config, pages)
+        self._commits = Commits(self.network.config.num_layers, self.scheduler)
 
-    def _settle(self) -> None:
-        """Complete what was interrupted, if anything was."""
-        if self._plan is not None:
-            self.scheduler.is_dirty = True
-            self._complete(self._plan)
-        elif self.scheduler.is_dirty:
-            self.scheduler.reconcile()
+    def _end_all(self, error: BaseException) -> None:
+        """End all requests by an error for which none can be blamed, and begin with nothing."""
+        self._failed("all requests end by an error that is not theirs")
+        now, why = time.perf_counter(), f"engine: expected no error, got {described(error)}"
+        ended = {s.request_id for steps in self._outbox for s in steps if s.finished}
+        unfinished = [s for s in self.scheduler.requests.values() if s.request_id not in ended]
+        for sequence in unfinished:
+            sequence.status = SequenceStatus.FINISHED
+        self._empty()
+        self._outbox.append([self._commits.last_step(s, now, why) for s in unfinished])
 
-    def _complete(self, plan: Plan) -> None:
-        """Put a plan in place. Where a change was interrupted, all that follows is found anew."""
-        scheduler = self.scheduler
-        anew, scheduler.is_dirty = scheduler.is_dirty, True
-        for change in plan.changes:
-            change.put_in_place()
-            if change.approximate:
-                scheduler.pages.mark_approximate(change.approximate)
-            if change.publishes is False:
-                scheduler.pages.forget(change.sequence.pages)
-            if anew:
-                continue
-            if change.publishes:
-                scheduler.pages.publish(change.sequence)
-            if change.output is not None:
-                scheduler.finish(change.sequence)
-            elif change.crops:
-                scheduler.crop(change.sequence)
-        self._outbox, self._cancelled, self._flight = plan.outbox, plan.cancelled, plan.flight
-        if anew:
-            scheduler.reconcile()
-        scheduler.is_dirty = False
-        self._plan = None
+    @contextmanager
+    def _or_end_all(self) -> Iterator[None]:
+        """A change of the requests that is made wholly, or ends all of them."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_all(error)
+            raise

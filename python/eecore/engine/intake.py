@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import warnings
-from dataclasses import replace
 from weakref import WeakSet
 
 from eecore.config import EngineConfig, SamplingParams, T5Config
-from eecore.engine.sharing import ModelFacts
 from eecore.engine.text import TextStream
+from eecore.engine.view import ModelFacts
 from eecore.errors import ExitError, RequestError
 from eecore.exit_text import parse_exit, usual_exit
 from eecore.exits import Exit
@@ -95,25 +94,46 @@ class Intake:
         self._check_length(len(prompt_ids), input_ids, sampling.max_tokens)
         self._check_sampling(sampling)
         if sampling.seed is None:
-            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
+            sampling = sampling.with_seed(self._seeds.getrandbits(63))
+        sequence = self.trusted(prompt_ids, input_ids, policy, sampling)
+        if policy.wants_training(config.num_layers) and self._network not in ASKED:
+            self._ask_for_training(policy)
+        return sequence
+
+    def trusted(
+        self,
+        prompt_ids: list[int],
+        input_ids: list[int] | None,
+        policy: Exit,
+        sampling: SamplingParams,
+    ) -> Sequence:
+        """A request that :meth:`sequence` has checked, here or in another process.
+
+        Args:
+            prompt_ids: of the decoder.
+            input_ids: of the encoder, if there is one.
+            policy: of the request.
+            sampling: with a seed.
+
+        Raises:
+            GuideError: the guide cannot be compiled, or nothing can follow it.
+        """
         sequence = Sequence(
             request_id="",
             prompt_ids=prompt_ids,
             sampling=sampling,
             exit=policy,
             arrival=-1,
-            eos_token_ids=frozenset(config.eos_token_ids),
+            eos_token_ids=frozenset(self._network.config.eos_token_ids),
             input_ids=input_ids,
         )
         if sampling.guide is not None:
             guided = self.guides.follow(sampling.guide)
             if isinstance(guided, Guided):
-                draft_state(sequence, config.num_layers, guided)
+                draft_state(sequence, self._network.config.num_layers, guided)
         if self._tokenizer is not None:
             before = prompt_ids if input_ids is None else []
             sequence.text = TextStream(self._tokenizer, before, sampling.stop, sequence.output_ids)
-        if policy.wants_training(config.num_layers) and self._network not in ASKED:
-            self._ask_for_training(policy)
         return sequence
 
     def _ask_for_training(self, policy: Exit) -> None:

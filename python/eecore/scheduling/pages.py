@@ -89,18 +89,6 @@ class PageAllocator:
         """How many pages are free when these are given back."""
         return sum(count == self._owners[page] for page, count in Counter(pages).items())
 
-    def hold(self, pages: Iterable[int]) -> None:
-        """Count these pages as given out, and no others: what their owners say is the truth."""
-        self._owners = dict(Counter(pages))
-        self._approximate.intersection_update(self._owners)
-        if self._cache is not None:
-            self._cache.reconcile()
-        free = [page for page in range(self.num_pages - 1, -1, -1) if page not in self._owners]
-        kept = dict.fromkeys(page for page in free if self._holds(page))
-        in_order = [page for page in self._kept if page in kept]
-        self._kept = OrderedDict.fromkeys([*in_order, *kept])
-        self._free = [page for page in free if page not in kept]
-
     def mark_approximate(self, pages: Iterable[int]) -> None:
         """Remember that these pages hold KV filled from exit states."""
         self._approximate.update(pages)

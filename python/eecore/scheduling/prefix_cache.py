@@ -22,8 +22,7 @@ __all__ = ["PrefixCache"]
 
 
 class PrefixCache:
-    """Pages by what they hold, whoever owns them. The truth is in one dictionary, which each change
-    changes in one operation; the other follows from it.
+    """Pages by what they hold, whoever owns them.
 
     Args:
         page_size: positions a page.
@@ -70,10 +69,6 @@ class PrefixCache:
         if key is not None:
             self._pages.pop(key, None)
             self._keys.pop(page, None)
-
-    def reconcile(self) -> None:
-        """After a change that was interrupted."""
-        self._keys = {page: key for key, page in self._pages.items()}
 
     def _exact_positions(self, sequence: Sequence) -> int:
         """Leading positions at which all layers run, or ran before a replay."""

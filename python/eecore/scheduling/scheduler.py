@@ -11,9 +11,6 @@ the first to go.
 
 With a prefix cache a request begins behind the pages that hold the beginning of its tokens. What
 nobody owns counts as free, and goes before anybody loses anything.
-
-The truth is with the requests: which there are, in what state, and the pages that each says are its
-own. Queues and free pages follow from it, and are found anew after a change that was interrupted.
 """
 
 from __future__ import annotations
@@ -27,15 +24,7 @@ from eecore.config import EngineConfig
 from eecore.scheduling.pages import PageAllocator
 from eecore.scheduling.sequence import Sequence, SequenceStatus
 
-__all__ = ["ScheduleError", "Scheduler", "Work"]
-
-
-class ScheduleError(Exception):
-    """A request made scheduling fail."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        super().__init__(f"request {sequence.request_id!r} could not be scheduled")
-        self.sequence = sequence
+__all__ = ["Scheduler", "Work"]
 
 
 class Work(NamedTuple):
@@ -67,7 +56,6 @@ class Scheduler:
         requests: those that are unfinished by id, in the order of their arrival.
         running: those that are running, in the same order.
         held: those out of scheduling until they are resumed.
-        is_dirty: a change was begun, and what follows from the requests may not agree with them.
     """
 
     def __init__(self, config: EngineConfig, pages: PageAllocator) -> None:
@@ -76,13 +64,11 @@ class Scheduler:
         self.requests: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
         self.held: list[Sequence] = []
-        self.is_dirty = False
         self._waiting: deque[Sequence] = deque()
-        self._considered: Sequence | None = None
 
-    def add(self, sequence: Sequence) -> Sequence:
-        """Take a request in; one that is there already under its id stays, and is returned."""
-        return self.requests.setdefault(sequence.request_id, sequence)
+    def add(self, sequence: Sequence) -> None:
+        """Take a request in, whose id no other has."""
+        self.requests[sequence.request_id] = sequence
 
     @property
     def has_unfinished(self) -> bool:
@@ -103,37 +89,11 @@ class Scheduler:
             self._waiting.extend(reversed(newest))
         return self._waiting
 
-    def reconcile(self) -> None:
-        """Find what follows from the requests anew, after a change that was interrupted."""
-        self.is_dirty = True
-        for sequence in list(self.requests.values()):
-            if sequence.status is SequenceStatus.FINISHED:
-                del self.requests[sequence.request_id]
-            elif sequence.status is SequenceStatus.WAITING:
-                _forget_pages(sequence)
-        unfinished = list(self.requests.values())
-        self.running = [s for s in unfinished if s.status is SequenceStatus.RUNNING]
-        self.held = [s for s in unfinished if s.status is SequenceStatus.HELD]
-        self._waiting = deque(s for s in unfinished if s.status is SequenceStatus.WAITING)
-        self.pages.hold(chain.from_iterable((*s.pages, *s.input_pages) for s in unfinished))
-        self.is_dirty = False
-
     def schedule(self) -> list[Work]:
-        """The next iteration's work, with pages allocated for all of it.
-
-        Raises:
-            ScheduleError: names the request at which it failed; :meth:`reconcile` has to follow.
-        """
-        self.is_dirty, self._considered = True, None
-        try:
-            works, budget = self._go_on(self._config.max_batch_tokens)
-            if self.waiting:
-                works += self._admit(budget, is_first=not works)
-        except Exception as error:
-            if self._considered is None:
-                raise
-            raise ScheduleError(self._considered) from error
-        self.is_dirty = False
+        """The next iteration's work, with pages allocated for all of it."""
+        works, budget = self._go_on(self._config.max_batch_tokens)
+        if self.waiting:
+            works += self._admit(budget, is_first=not works)
         return works
 
     def _go_on(self, budget: int) -> tuple[list[Work], int]:
@@ -141,7 +101,6 @@ class Scheduler:
         works: list[Work] = []
         page_size = self.pages.page_size
         for sequence in list(self.running):
-            self._considered = sequence
             if sequence.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue  # preempted by an older one just now, or out of budget
             if sequence.is_decoding:
@@ -189,10 +148,8 @@ class Scheduler:
         most_tokens = sum(work.most_tokens for work in works)
         if missing > self.pages.num_free or most_tokens > self._config.max_batch_tokens:
             return []
-        self.is_dirty = True
         for work, most in zip(works, positions, strict=True):
             self._grow(work.sequence, most)
-        self.is_dirty = False
         return works
 
     def _work_for(self, sequence: Sequence, budget: int) -> Work:
@@ -240,7 +197,7 @@ class Scheduler:
         works: list[Work] = []
         waiting = self.waiting
         while waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
-            sequence = self._considered = waiting[0]
+            sequence = waiting[0]
             if sequence.tokens_to_encode >= budget and (works or not is_first):
                 break
             if not self._give_pages(sequence):
@@ -282,19 +239,16 @@ class Scheduler:
         waiting, before = self.waiting, sequence.status
         if before not in (SequenceStatus.RUNNING, SequenceStatus.WAITING):
             return
-        self.is_dirty = True
         sequence.status = SequenceStatus.HELD
         queue = self.running if before is SequenceStatus.RUNNING else waiting
         queue.remove(sequence)
         self.held.append(sequence)
-        self.is_dirty = False
 
     def resume(self, sequence: Sequence) -> None:
         """Let a sequence on hold go on where it was, or replay if its pages or place are gone."""
         waiting = self.waiting
         if sequence.status is not SequenceStatus.HELD:
             return
-        self.is_dirty = True
         self.held.remove(sequence)
         if sequence.has_pages and len(self.running) < self._config.max_num_seqs:
             self._run(sequence)
@@ -302,7 +256,6 @@ class Scheduler:
             if sequence.has_pages:
                 self._evict(sequence)
             self._wait(sequence, waiting)
-        self.is_dirty = False
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
@@ -334,12 +287,6 @@ class Scheduler:
             if count <= self.pages.num_free:
                 break
         return True
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what pages hold that nobody owns."""
-        self.is_dirty = True
-        self.pages.reset()
-        self.is_dirty = False
 
     def crop(self, sequence: Sequence) -> None:
         """Give back the pages behind the last computed position (LayerSkip §4.3)."""

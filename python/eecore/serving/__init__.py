@@ -9,8 +9,8 @@ process. ``ray.py`` runs several on Ray Serve, ``replicas.py`` says which of the
 Needs ``pip install 'eecore[serve]'``; to import the package alone does not.
 
 An engine may run in a process of its own: ``remote.py`` starts it, and again when it has ended, and
-``connection.py`` talks to it in plain values (``wire.py``, ``channel.py``). ``engine_process.py``,
-``ear.py`` and ``stepping.py`` are what it does.
+talks to it in the messages of ``wire.py``. ``engine_process.py`` and ``stepping.py`` are what it
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eecore.errors import EecoreError
 
 __all__ = ["MissingExtraError", "require_extra"]
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "msgspec")
 
 
 class MissingExtraError(EecoreError, ImportError):

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from eecore.engine.sharing import EngineView
+from eecore.engine.view import EngineView
 from eecore.exit_text import exit_text
 from eecore.exits import Exit
 from eecore.output import Output

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from eecore.config import AnyModelConfig, EngineConfig, T5Config
 from eecore.engine.async_engine import AsyncEngine
-from eecore.engine.sharing import ModelFacts
+from eecore.engine.view import ModelFacts
 from eecore.models import Tokenizer
 from eecore.models.text.tokenizer import REPLACEMENT
 from eecore.serving.depth import Depths

@@ -1,234 +1,196 @@
 """What the process of an engine does: loads a model, steps its engine, says what came of it.
 
-The thread that hears the server makes requests of what it says while another one steps; what came
-of a step is one message.
+The thread that listens to the server makes requests of what it says while the other one steps.
+What came of a step is one message.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import eecore
-from eecore.channel import Channel, Message
-from eecore.engine.async_engine import Prepared
+from eecore.config import T5Config
+from eecore.engine.callers import Add, Cancel, Message, News, Read, Reset
 from eecore.engine.engine import Engine
 from eecore.engine.intake import ASKED
-from eecore.output import StepOutput
-from eecore.serving.ear import Ear
-from eecore.serving.wire import Loaded, Occupancy, Start, Wire, plain_error
+from eecore.engine.worker import Stepper
+from eecore.exits import ExitClassifier
+from eecore.guide import Guide
+from eecore.serving.engine_process import Listener
+from eecore.serving.wire import (
+    FromEngine,
+    Loaded,
+    Occupancy,
+    Request,
+    Start,
+    Step,
+    ToEngine,
+    classifier_of,
+    decode,
+    encode,
+    exit_of,
+    plain_error,
+)
 
 __all__ = ["run_engine"]
 
-# How often it says how full the engine is while nobody comes or goes.
+# How often it says how full the engine is while no request comes or goes.
 SAYS_SECONDS = 0.1
-# Threads that wait for guides to be compiled; who asks for one that is known does not need one.
+# Threads that wait for guides to be compiled; one that is known does not need one.
 COMPILING = 64
 
 
-def run_engine(ear: Ear) -> None:
+def run_engine(listener: Listener) -> None:
     """Run until the server has gone, or the model cannot be loaded.
 
     Args:
-        ear: hears what the server says, first a :class:`Start`.
+        listener: hears what the server says, first a :class:`Start`.
     """
-    wire, channel = Wire(), ear.channel
+
+    def say(message: FromEngine) -> None:
+        listener.channel.send_bytes(encode(message))
 
     def pass_on(message: Warning | str, *_where: Any, **_more: Any) -> None:
         with suppress(OSError):
-            channel.send(("warning", str(message)))
+            say(FromEngine(warning=str(message)))
 
     warnings.showwarning = pass_on
     try:
-        model, engine = _load(wire.value(ear.heard.get()[1]))
+        engine = _load(decode(listener.heard.get(), ToEngine).start)
     except BaseException as error:
-        channel.send(("failed", *plain_error(error)))
+        say(FromEngine(failed=plain_error(error)))
         return
-    network = model.network
+    network = engine.network
     ASKED.add(network)  # the server itself asks, which outlives this process
-    head = network.draft_head
+    config, head = network.config, network.draft_head
     loaded = Loaded(
-        model=network.config,
+        model=None if isinstance(config, T5Config) else config,
+        encoder_model=config if isinstance(config, T5Config) else None,
         device=str(network.device),
         source=network.source,
         vocabulary_sha256=None if head is None else head.vocabulary_sha256,
         limits=engine.config,
         has_prefix_cache=engine.has_prefix_cache,
     )
-    stepping = _Stepping(engine, wire, channel)
-    ear.does = _Listening(engine, wire, channel, stepping.inbox).do
-    channel.send(("loaded", wire.plain(loaded)))
-    stepping.run()
+    requests = _Requests(engine, say)
+    listener.does = requests.take
+    say(FromEngine(loaded=loaded))
+    with suppress(OSError):
+        _step(Stepper(engine), requests.inbox, say)
 
 
-def _load(start: Start) -> tuple[eecore.Model, Engine]:
+def _load(start: Start) -> Engine:
     if start.threads is not None:
         torch.set_num_threads(start.threads)
-    model = eecore.load(start.path, **start.options)
+    options: dict[str, Any] = {
+        name: Path(os.fsdecode(value)) if isinstance(value, bytes) else value
+        for name, value in start.options.items()
+    }
+    model = eecore.load(start.path, **options)
     limits = model.engine_config
     if start.max_num_seqs is not None:
         limits = replace(limits, max_num_seqs=start.max_num_seqs)
-    return model, model.engine(limits)
+    return model.engine(limits)
 
 
-class _Listening:
-    """Makes requests of what the server says, beside the steps.
+class _Requests:
+    """Makes messages to the engine of what the server says.
 
     Args:
-        engine: prepares them.
-        wire: of the channel.
-        channel: to the server.
-        inbox: of who steps.
+        engine: of this process.
+        say: answers the server.
     """
 
-    def __init__(
-        self, engine: Engine, wire: Wire, channel: Channel, inbox: queue.SimpleQueue[Message]
-    ) -> None:
-        self._engine, self._wire, self._channel, self._inbox = engine, wire, channel, inbox
+    def __init__(self, engine: Engine, say: Any) -> None:
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._engine, self._say = engine, say
+        self._classifiers: dict[str, ExitClassifier] = {}
         self._compiling = ThreadPoolExecutor(COMPILING)
 
-    def do(self, message: Message) -> None:
-        """As is said; guides beside all else."""
-        what, *values = message
-        if what == "add":
-            self._add(*values)
-        elif what == "guide":
-            number, guide = values[0], self._wire.value(values[1])
+    def take(self, data: bytes) -> None:
+        """Do what a message says; guides are compiled beside all else."""
+        message: ToEngine = decode(data, ToEngine)
+        if message.add is not None:
+            self._add(message.add)
+        elif message.cancel is not None:
+            self.inbox.put(Cancel(message.cancel))
+        elif message.read is not None:
+            self.inbox.put(Read(*message.read))
+        elif message.compile is not None:
+            number, guide = message.compile
             if self._engine.is_compiled(guide):
                 self._compile(number, guide)
             else:
                 self._compiling.submit(self._compile, number, guide)
-        elif what == "classifier":
-            self._wire.keep(*values)
-        else:
-            self._inbox.put(message)
+        elif message.classifier is not None:
+            digest, tensors = message.classifier
+            self._classifiers[digest] = classifier_of(tensors)
+        elif message.resets_cache:
+            self.inbox.put(Reset())
 
-    def _add(
-        self,
-        name: str,
-        prompt: list[int],
-        exit: Any,
-        sampling: Any,
-        special_texts: dict[int, str],
-        whole: bool,
-    ) -> None:
+    def _add(self, request: Request) -> None:
         try:
-            policy, params = self._wire.value(exit), self._wire.value(sampling)
-            request = self._engine.prepare(prompt, exit=policy, sampling=params)
-            if request.text is not None and request.text.watches:
-                request.text.show(special_texts)
+            policy = exit_of(request.exit, self._classifiers)
+            ids = request.prompt_ids, request.input_ids
+            sequence = self._engine.trusted(*ids, policy, request.sampling)
+            sequence.request_id = request.name
+            if sequence.text is not None and sequence.text.watches:
+                sequence.text.show(request.special_texts)
             else:  # nothing here depends on it
-                request.text = None
-            self._inbox.put(("add", name, request, whole))
+                sequence.text = None
+            self.inbox.put(Add(request.key, sequence, request.whole))
         except Exception as error:
-            self._inbox.put(("refuse", name, error))
+            with suppress(OSError):
+                self._say(FromEngine(ended=[(request.key, plain_error(error))]))
 
-    def _compile(self, number: int, guide: Any) -> None:
+    def _compile(self, number: int, guide: Guide) -> None:
         error = None
         try:
             self._engine.compile(guide)
         except Exception as its:
             error = plain_error(its)
         with suppress(OSError):
-            self._channel.send(("compiled", number, error))
+            self._say(FromEngine(compiled=(number, error)))
 
 
-class _Stepping:
-    """Steps the engine, and says what came of it.
+def _step(stepper: Stepper, inbox: queue.SimpleQueue[Message], say: Any) -> None:
+    """Step the engine, and say what came of it, until the server has gone."""
+    said_at, is_news = 0.0, True
+    while True:
+        if not stepper.can_step and not is_news:
+            stepper.do(inbox.get())
+            is_news = True
+        while not inbox.empty():
+            stepper.do(inbox.get())
+            is_news = True
+        message = _message(stepper.step() if stepper.can_step else [])
+        now = time.monotonic()
+        if not stepper.can_step or any(step.output is not None for step in message.steps):
+            is_news = True
+        if is_news or (message.steps and now > said_at + SAYS_SECONDS):
+            names = Occupancy.__struct_fields__
+            message.occupancy = Occupancy(*(getattr(stepper.engine, name) for name in names))
+            said_at, is_news = now, False
+        if message.steps or message.ended or message.occupancy is not None:
+            say(message)
 
-    Args:
-        engine: whom nobody else steps.
-        wire: of the channel.
-        channel: to the server.
-    """
 
-    def __init__(self, engine: Engine, wire: Wire, channel: Channel) -> None:
-        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._engine, self._wire, self._channel = engine, wire, channel
-        self._does: dict[str, Callable[..., None]] = {
-            "add": self._add,
-            "refuse": self._leave,
-            "cancel": self._cancel,
-            "hold": engine.hold,
-            "resume": engine.resume,
-            "reset_prefix_cache": engine.reset_prefix_cache,
-        }
-        self._whole: set[str] = set()
-        """Requests of which the server wants the output alone."""
-        self._left: list[tuple[str, Any]] = []
-        """Those that ended without an output, each with the error that it was."""
-        self._is_changed = True
-        """Whether somebody has come or gone since it was said how full the engine is."""
-        self._said_at = 0.0
-
-    def run(self) -> None:
-        """Until the server has gone."""
-        with suppress(OSError):
-            while True:
-                if not self._engine.has_runnable:
-                    self._say([])
-                    self._do(*self.inbox.get())
-                with suppress(queue.Empty):
-                    while True:
-                        self._do(*self.inbox.get_nowait())
-                self._say(self._step() if self._engine.has_runnable else [])
-
-    def _do(self, what: str, *values: Any) -> None:
-        self._does[what](*values)
-        self._is_changed = True
-
-    def _add(self, name: str, request: Prepared, whole: bool) -> None:
-        try:
-            self._engine.enqueue(request, name)
-        except Exception as error:
-            self._leave(name, error)
+def _message(news: list[News]) -> FromEngine:
+    """What came of a step."""
+    message = FromEngine(steps=[], ended=[])
+    for key, item in news:
+        if isinstance(item, Exception):
+            message.ended.append((key, plain_error(item)))
         else:
-            if whole:
-                self._whole.add(name)
-
-    def _cancel(self, name: str) -> None:
-        self._engine.cancel(name)
-        self._leave(name)
-
-    def _leave(self, name: str, error: Exception | None = None) -> None:
-        self._whole.discard(name)
-        self._left.append((name, None if error is None else plain_error(error)))
-
-    def _step(self) -> list[StepOutput]:
-        """One step for everybody; an error of it ends all requests."""
-        try:
-            return self._engine.step()
-        except Exception as error:
-            for name in self._engine.requests:
-                self._engine.cancel(name)
-                self._leave(name, error)
-            self._is_changed = True
-            return []
-
-    def _say(self, steps: list[StepOutput]) -> None:
-        """What came of a step, and how full the engine is, where that may be news."""
-        rows = []
-        for step in steps:
-            if step.finished:
-                self._is_changed = True
-            elif step.request_id in self._whole:
-                continue
-            self._whole.discard(step.request_id)
-            text = None if step.piece is None else step.text
-            rows.append((self._wire.plain_step(step), text))
-        now, occupancy = time.monotonic(), None
-        if self._is_changed or (steps and now > self._said_at + SAYS_SECONDS):
-            numbers = {f.name: getattr(self._engine, f.name) for f in fields(Occupancy)}
-            occupancy = self._wire.plain(Occupancy(**numbers))
-            self._said_at = now
-        if rows or self._left or occupancy is not None:
-            self._channel.send(("steps", rows, self._left, occupancy))
-            self._left, self._is_changed = [], False
+            message.steps.append(Step.of(key, item))
+    return message

@@ -1,41 +1,54 @@
-"""Requests, what comes of them, and errors, as plain values.
+"""What a server and the process of its engine say to each other: a message each way.
 
-Dataclasses go by their fields, whatever those are: both processes run the same code. What a client
-wrote is never more than text and numbers in them.
+Both are written with msgspec. What a client wrote is never more than text and numbers in them.
 """
 
 from __future__ import annotations
 
 import builtins
+import os
 import traceback
-from dataclasses import dataclass, fields, is_dataclass
-from operator import attrgetter
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 
-from eecore import calibration_file, config, errors, exits, guide, output
-from eecore.config import AnyModelConfig, EngineConfig
-from eecore.exits import CLASSIFIER_TENSORS, ExitClassifier
+from eecore import errors, exits
+from eecore.calibration_file import Calibration
+from eecore.config import EngineConfig, ModelConfig, SamplingParams, T5Config
+from eecore.exits import CLASSIFIER_TENSORS, Exit, ExitClassifier
+from eecore.guide import Guide
 from eecore.models import ModelSource
-from eecore.output import PromptLogprob, StepOutput
+from eecore.output import Output, PromptLogprob, StepOutput
 
 __all__ = [
-    "STEP_FIELDS",
+    "Error",
+    "FromEngine",
     "Loaded",
     "Occupancy",
+    "Request",
     "Start",
-    "Wire",
+    "Step",
+    "ToEngine",
+    "classifier_of",
+    "decode",
+    "encode",
     "error_of",
+    "exit_of",
     "plain_classifier",
     "plain_error",
+    "plain_exit",
 ]
 
+PlainExit = tuple[str, dict[str, Any]]
+"""The class of an exit policy and its fields; a classifier by its digest."""
 
-@dataclass(frozen=True)
-class Start:
+
+class Start(msgspec.Struct, frozen=True):
     """What the process of an engine is told first.
 
     Args:
@@ -51,22 +64,63 @@ class Start:
     max_num_seqs: int | None = None
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What it says when model and engine are there."""
+class Request(msgspec.Struct, array_like=True):
+    """A request that the server has checked."""
 
-    model: AnyModelConfig
+    key: int
+    name: str
+    prompt_ids: list[int]
+    input_ids: list[int] | None
+    exit: PlainExit
+    sampling: SamplingParams
+    special_texts: dict[int, str]
+    """What special tokens are shown as."""
+    whole: bool
+    """The server wants its output alone, not what each step adds."""
+
+
+class ToEngine(msgspec.Struct, omit_defaults=True):
+    """A message from the server."""
+
+    start: Start | None = None
+    classifier: tuple[str, bytes] | None = None
+    """Its digest and its tensors, before the first request that names it."""
+    add: Request | None = None
+    cancel: int | None = None
+    """The key of a request that is to end."""
+    read: tuple[int, int] | None = None
+    """The key of a request, and how many steps of it have been read."""
+    resets_cache: bool = False
+    compile: tuple[int, Guide] | None = None
+    """A guide, and the number of the answer."""
+
+
+class Error(msgspec.Struct, array_like=True):
+    """An error, for :func:`error_of`."""
+
+    kinds: list[str]
+    """The names of its class and of those that this derives from."""
+    text: str
+    of_system: tuple[int, str, str | None] | None
+    where: str
+
+
+class Loaded(msgspec.Struct):
+    """The model and its engine, when they are there."""
+
+    model: ModelConfig | None
+    encoder_model: T5Config | None
+    """The model, where it has an encoder."""
     device: str
     source: ModelSource | None
     vocabulary_sha256: str | None
-    """Of the tokens that the model's draft head knows; None without one."""
+    """The digest of the tokens that the model's draft head knows; None without one."""
     limits: EngineConfig
     has_prefix_cache: bool
 
 
-@dataclass(frozen=True)
-class Occupancy:
-    """How full its engine is, and how often an iteration of it failed."""
+class Occupancy(msgspec.Struct, array_like=True):
+    """How full the engine is, and how often an iteration of it failed."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -76,72 +130,119 @@ class Occupancy:
     num_failed_iterations: int = 0
 
 
-_OURS: dict[str, type[Any]] = {
-    name: kind
-    for module in (calibration_file, config, exits, guide, output)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and is_dataclass(kind)
-}
-_OURS |= {kind.__name__: kind for kind in (ModelSource, Start, Loaded, Occupancy)}
-_FIELDS = {
-    kind: tuple(field.name for field in fields(kind) if field.init) for kind in _OURS.values()
-}
-_OURS[PromptLogprob.__name__] = PromptLogprob
-_FIELDS[PromptLogprob] = PromptLogprob._fields
-STEP_FIELDS = tuple(name for name in _FIELDS[StepOutput] if name != "piece")
-"""Of a step all but its text, which is decoded where it is wanted."""
-_STEP = attrgetter(*STEP_FIELDS)
+class Step(msgspec.Struct, array_like=True):
+    """What a step added to a request, as :class:`eecore.output.StepOutput` has it."""
+
+    key: int
+    token_ids: list[int]
+    exit_layers: list[int]
+    confidences: list[float]
+    logprobs: list[float] | None
+    top_logprobs: list[dict[int, float]] | None
+    prompt_logprobs: list[PromptLogprob | None] | None
+    output: Output | None
+    text: str | None
+    """None where the server decodes it."""
+
+    @classmethod
+    def of(cls, key: int, step: StepOutput) -> Step:
+        return cls(
+            key,
+            step.token_ids,
+            step.exit_layers,
+            step.confidences,
+            step.logprobs,
+            step.top_logprobs,
+            step.prompt_logprobs,
+            step.output,
+            None if step.piece is None else step.text,
+        )
+
+    def output_of(self, name: str) -> StepOutput:
+        """The step of a request with a name."""
+        text = self.text
+        return StepOutput(
+            name,
+            self.token_ids,
+            self.exit_layers,
+            self.confidences,
+            self.output,
+            self.logprobs,
+            self.top_logprobs,
+            self.prompt_logprobs,
+            None if text is None else lambda: text,
+        )
 
 
-class Wire:
-    """Values of ours as plain ones, and back.
+class FromEngine(msgspec.Struct, omit_defaults=True):
+    """A message from the engine."""
 
-    Classifiers go by their digests; their tensors once, before the first request that names them.
+    loaded: Loaded | None = None
+    failed: Error | None = None
+    """Why there is no engine."""
+    warning: str | None = None
+    steps: list[Step] = []
+    ended: list[tuple[int, Error]] = []
+    """The keys of requests that ended without an output."""
+    occupancy: Occupancy | None = None
+    compiled: tuple[int, Error | None] | None = None
+    """The number of a guide, and why it cannot be followed."""
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        UnicodeEncodeError: it has text that UTF-8 cannot say.
     """
+    return _ENCODER.encode(message)
 
-    def __init__(self) -> None:
-        self.classifiers: dict[str, ExitClassifier] = {}
 
-    def plain(self, value: Any) -> Any:
-        """What a channel takes. A list or tuple holds values of ours alone, the first may be None,
-        or none of them.
-        """
-        kind = type(value)
-        if kind is ExitClassifier:
-            return (..., kind.__name__, value.sha256)
-        if kind in _FIELDS:
-            inner = (self.plain(getattr(value, name)) for name in _FIELDS[kind])
-            return (..., kind.__name__, *inner)
-        if kind in (tuple, list) and any(type(first) in _FIELDS for first in value[:2]):
-            return kind(map(self.plain, value))
-        return (..., "Path", str(value)) if isinstance(value, Path) else value
+def decode(data: bytes, kind: type[Any]) -> Any:
+    """The message that bytes are."""
+    return _DECODERS[kind].decode(data)
 
-    def value(self, plain: Any) -> Any:
-        """What :meth:`plain` was given."""
-        kind = type(plain)
-        if kind not in (tuple, list) or not plain:
-            return plain
-        if plain[0] is not ...:
-            is_ours = any(type(first) is tuple and first[:1] == (...,) for first in plain[:2])
-            return kind(map(self.value, plain)) if is_ours else plain
-        _, name, *values = plain
-        if name == "Path":
-            return Path(values[0])
-        if name == "ExitClassifier":
-            return self.classifiers[values[0]]
-        made = _OURS[name]
-        return made(**dict(zip(_FIELDS[made], map(self.value, values), strict=True)))
 
-    def plain_step(self, step: StepOutput) -> tuple[Any, ...]:
-        """The values of :data:`STEP_FIELDS`."""
-        values: tuple[Any, ...] = _STEP(step)
-        if step.output is None and step.prompt_logprobs is None:
-            return values
-        return tuple(map(self.plain, values))
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return os.fsencode(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"expected a plain value, got {type(value).__name__}")
 
-    def keep(self, digest: str, tensors: bytes) -> None:
-        """The classifier with this digest, as :func:`plain_classifier` gives it."""
-        self.classifiers[digest] = ExitClassifier(**tensors_of(tensors))
+
+def _value(kind: type[Any], plain: bytes) -> Any:
+    return kind(os.fsdecode(plain))
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_DECODERS: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=_value) for kind in (ToEngine, FromEngine)
+}
+
+
+def plain_exit(policy: Exit) -> PlainExit:
+    """An exit policy as plain values."""
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    if values.get("classifier") is not None:
+        values["classifier"] = values["classifier"].sha256
+    return type(policy).__name__, values
+
+
+def exit_of(plain: PlainExit, classifiers: Mapping[str, ExitClassifier]) -> Exit:
+    """The exit policy that :func:`plain_exit` was given.
+
+    Args:
+        plain: the policy.
+        classifiers: by their digests.
+    """
+    name, values = plain
+    if values.get("classifier") is not None:
+        values["classifier"] = classifiers[values["classifier"]]
+    if values.get("calibration") is not None:
+        values["calibration"] = msgspec.convert(values["calibration"], Calibration)
+    policy: Exit = getattr(exits, name)(**values)
+    return policy
 
 
 def plain_classifier(classifier: ExitClassifier) -> bytes:
@@ -152,25 +253,37 @@ def plain_classifier(classifier: ExitClassifier) -> bytes:
     )
 
 
-def plain_error(error: BaseException) -> tuple[Any, ...]:
+def classifier_of(tensors: bytes) -> ExitClassifier:
+    """The classifier that :func:`plain_classifier` was given."""
+    return ExitClassifier(**tensors_of(tensors))
+
+
+def plain_error(error: BaseException) -> Error:
     """An error, for :func:`error_of`."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     of_system = None
-    if isinstance(error, OSError) and error.strerror:
-        name = None if error.filename is None else str(error.filename)
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        name = None if error.filename is None else _sayable(str(error.filename))
         of_system = (error.errno, error.strerror, name)
-    return kinds, str(error), of_system, "".join(traceback.format_exception(error)).rstrip()
+    where = "".join(traceback.format_exception(error)).rstrip()
+    return Error(kinds, _sayable(str(error)), of_system, _sayable(where))
 
 
-def error_of(kinds: list[str], text: str, of_system: Any, where: str) -> Exception:
+def _sayable(text: str) -> str:
+    """A text, with escapes for what UTF-8 cannot say."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def error_of(plain: Error) -> Exception:
     """The error again: of the same type where it is eecore's or Python's, with the same text."""
+    kinds, text = plain.kinds, plain.text
     known = next((found for name in kinds if (found := _error_kind(name))), RuntimeError)
     kind = known if known.__name__ == kinds[0] else type(kinds[0], (known,), {})
     try:
-        error: Exception = kind(*(of_system or (text,)))
+        error: Exception = kind(*(plain.of_system or (text,)))
     except TypeError:  # it is made of something else than a text
         error = type(kinds[0], (RuntimeError,), {})(text)
-    error.__cause__ = _ElsewhereError(where)
+    error.__cause__ = _ElsewhereError(plain.where)
     return error
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import _thread
+import asyncio
 import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import getweakrefcount
 
 import pytest
 
@@ -28,13 +28,17 @@ from eecore import (
     generation,
 )
 from eecore.decoding.iterate import Iterations
-from eecore.engine import shared as module
-from eecore.engine.client import READ_AHEAD, Client
+from eecore.engine import callers
+from eecore.engine import worker as module
+from eecore.engine.callers import READ_AHEAD, Client
 from eecore.engine.engine import Engine
-from eecore.engine.shared import SharedEngine
+from eecore.engine.worker import Worker
 from eecore.models import KVCache
+from eecore.scheduling.pages import PageAllocator
+from eecore.scheduling.scheduler import Scheduler
 from tiny_models import random_prompts
 from tripwire import Fault
+from workloads import check_books, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,32 +52,20 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 @pytest.fixture
 def model(agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[eecore.Model]:
     """Whatever happens with it, in the end nothing is left."""
-    monkeypatch.setattr(module, "LOOK_S", 30.0)  # nobody has to be reminded
+    monkeypatch.setattr(module, "LOOK_S", 30.0)  # no caller has to be looked for
     yield agreeing
     assert_idle(agreeing.shared_engine())
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether something comes true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
-
-
-def assert_idle(shared: SharedEngine) -> None:
+def assert_idle(worker: Worker) -> None:
     """Nothing is left once the step that may be running is done."""
-    until(lambda: not (shared.num_clients or shared._inbox or shared._turn))
-    assert not shared.engine.requests
-    assert not shared.engine.has_unfinished
-    assert shared.engine.pages.num_free == shared.engine.pages.num_pages
-    assert not shared._names
-    assert not shared._readers
-    assert shared.num_clients == shared.num_followers == 0
-    assert not shared._turn
-    assert not shared._inbox
+    until(lambda: not (worker.engine.has_unfinished or worker.num_unfinished or worker._names))
+    assert not worker.engine.requests
+    assert not worker.engine.has_unfinished
+    check_books(worker.engine)
+    assert worker.engine.pages.num_free == worker.engine.pages.num_pages
+    assert not worker._names
+    assert not worker._requests
 
 
 def alone(model: eecore.Model, index: int, sampling: SamplingParams = SAMPLING) -> list[int]:
@@ -135,23 +127,6 @@ def test_threads_share_the_batch(model: eecore.Model, monkeypatch: pytest.Monkey
     assert together == [alone(model, i, LONG) for i in range(4)]
 
 
-def test_who_is_alone_steps_in_his_own_thread(
-    model: eecore.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = set()
-    step = Engine.step
-
-    def watched(engine: Engine) -> Any:
-        threads.add(threading.get_ident())
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", watched)
-    alone(model, 0)
-    for _ in eecore.stream(model, [PROMPTS[0]], sampling=SAMPLING):
-        pass
-    assert threads == {threading.get_ident()}
-
-
 def test_a_call_inside_of_a_loop_over_a_stream(model: eecore.Model) -> None:
     expected = [alone(model, i) for i in range(4)]
     got: list[int] = []
@@ -200,20 +175,22 @@ def test_names_are_never_used_twice(model: eecore.Model) -> None:
 
 def test_a_stream_that_nobody_reads_is_put_on_hold(model: eecore.Model) -> None:
     expected = eecore.generate(model, PROMPTS[:2], sampling=LONG)
-    unread = eecore.stream(model, PROMPTS[:2], sampling=LONG)
+    order: list[str] = []
+    unread = eecore.stream(model, PROMPTS[:2], sampling=LONG, order=order)
     first = next(unread)
-    shared = model.shared_engine()
-    for _ in range(12):
-        alone(model, 3, LONG)
-    engine = shared.engine
+    engine = model.shared_engine().engine
     assert until(lambda: engine.num_held == 2)
-    (client,) = shared._busy
-    assert client.mail.qsize() <= 2 * READ_AHEAD + 2
-    got = {name: [] for name in client.names}  # type: ignore[var-annotated]
+    steps = {name: len(sequence.output_ids) for name, sequence in engine.requests.items()}
+    assert set(steps.values()) == {READ_AHEAD}
+    assert len(alone(model, 3, LONG)) == 400
+    got = {name: list[int]() for name in order}
     got[first.request_id] += first.token_ids
     for step in unread:
         got[step.request_id] += step.token_ids
-        assert client.mail.qsize() <= 2 * READ_AHEAD + 2
+        if not step.finished:
+            sequence = engine.requests.get(step.request_id)
+            ahead = len(sequence.output_ids) if sequence else 400
+            assert ahead <= len(got[step.request_id]) + READ_AHEAD
     assert list(got.values()) == [output.token_ids for output in expected]
 
 
@@ -243,7 +220,7 @@ def test_pages_of_unread_streams_are_there_for_others(agreeing: eecore.Model) ->
 def test_closing_dropping_and_collecting_a_stream_cancels_its_requests(
     model: eecore.Model,
 ) -> None:
-    shared = model.shared_engine()
+    worker = model.shared_engine()
     for leave in ("close", "drop", "collect", "unread"):
         stays = eecore.stream(model, [PROMPTS[0]], sampling=LONG)
         leaves = eecore.stream(model, PROMPTS[1:3], sampling=LONG)
@@ -258,10 +235,30 @@ def test_closing_dropping_and_collecting_a_stream_cancels_its_requests(
             del cycle
         del leaves
         gc.collect()
-        assert until(lambda: shared.num_clients <= 1)
+        assert until(lambda: worker.num_unfinished <= 1)
         tokens = [token for step in stays for token in step.token_ids]
         assert len(tokens) == (400 if leave == "unread" else 399)
-        assert_idle(shared)
+        assert_idle(worker)
+
+
+def test_a_client_that_is_lost_without_a_close_is_noticed(model: eecore.Model) -> None:
+    """Such as by an interrupt between two lines: Python itself says so, whatever it was doing."""
+    worker = model.shared_engine()
+    client = Client(worker)
+    client.open([worker.engine.prepare(PROMPTS[0], sampling=LONG)])
+    next(iter(client))
+    del client
+    assert_idle(worker)
+
+
+def test_a_client_that_was_closed_does_not_wake_the_worker_once_more(model: eecore.Model) -> None:
+    worker = model.shared_engine()
+    client = Client(worker)
+    client.open([worker.engine.prepare(PROMPTS[0], sampling=SHORT)])
+    assert len(list(client)) == 3
+    assert getweakrefcount(client) == 1
+    client.close()
+    assert until(lambda: getweakrefcount(client) == 0)
 
 
 def test_a_thread_that_dies_takes_nobody_along(model: eecore.Model) -> None:
@@ -280,228 +277,158 @@ def test_a_thread_that_dies_takes_nobody_along(model: eecore.Model) -> None:
             assert all(isinstance(f.exception(), ZeroDivisionError) for f in doomed)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01, 0.03])
-def test_an_interrupt_cancels_the_callers_own_requests_alone(
-    model: eecore.Model, seconds: float
-) -> None:
-    expected = alone(model, 1, LONG)
-    for _ in range(4):
-        got: list[list[int]] = []
-        other = start(lambda: got.append(alone(model, 1, LONG)))  # noqa: B023
-        timer = threading.Timer(seconds, _thread.interrupt_main)
-        try:
-            timer.start()
-            while True:
-                eecore.generate(model, PROMPTS, sampling=LONG)
-        except KeyboardInterrupt:
-            timer.join()
-        other.join()
-        assert got == [expected]
-        assert_idle(model.shared_engine())
-
-
-@pytest.mark.parametrize("nth", range(1, 200, 3))
-def test_an_interrupt_at_any_line(model: eecore.Model, nth: int) -> None:
-    """Between any two lines of the driver, in a thread that steps alone or follows others."""
-    count = 0
+@contextmanager
+def interrupted(nth: int) -> Iterator[list[bool]]:
+    """Raise KeyboardInterrupt where this thread begins the n-th line of what callers run."""
+    files = {callers.__file__, module.__file__, generation.__file__}
+    count, hit = 0, list[bool]()
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != module.__file__:
+        if frame.f_code.co_filename not in files:
             return None
-        if event == "line":
-            count += 1
-            if count == nth:
-                raise KeyboardInterrupt
+        count += event == "line"
+        if count == nth and not hit:
+            hit.append(True)
+            raise KeyboardInterrupt
         return trace
 
-    open_stream = eecore.stream(model, [PROMPTS[0]], sampling=LONG) if nth % 2 else None
-    if open_stream is not None:
-        next(open_stream)
-    stream = eecore.stream(model, PROMPTS[1:3], sampling=SAMPLING)
-    sys.settrace(trace)
-    try:
-        for _ in stream:
-            pass
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    stream.close()
-    if open_stream is not None:
-        assert len([token for step in open_stream for token in step.token_ids]) == 399
-    assert len(alone(model, 3)) == 14
+    with suppress(KeyboardInterrupt):
+        sys.settrace(trace)
+        try:
+            yield hit
+        finally:
+            sys.settrace(None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("whole", [False, True], ids=["stream", "generate"])
+def test_an_interrupt_at_every_line_of_a_callers_thread(model: eecore.Model, whole: bool) -> None:
+    """Requests of other threads go on, and no page is lost."""
+    expected = {i: alone(model, i, LONG) for i in (0, 3)}
+    got: list[tuple[int, list[int]]] = []
+    ends = threading.Event()
+
+    def goes_on(index: int) -> None:
+        while not ends.is_set():
+            got.append((index, alone(model, index, LONG)))
+
+    others = [start(lambda i=i: goes_on(i)) for i in expected]  # type: ignore[misc]
+    is_hit, nth = True, 0
+    while is_hit:
+        nth += 1
+        with interrupted(nth) as hit:
+            if whole:
+                eecore.generate(model, PROMPTS[1:3], sampling=SHORT)
+            else:
+                for _ in eecore.stream(model, PROMPTS[1:3], sampling=SHORT):
+                    pass
+        is_hit = bool(hit)
+    ends.set()
+    for other in others:
+        other.join()
+    assert nth > 100
+    assert all(tokens == expected[index] for index, tokens in got)
     assert_idle(model.shared_engine())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("company", [False, True])
-def test_an_interrupt_at_every_line_of_a_short_stream(model: eecore.Model, company: bool) -> None:
-    """Opened, read and closed; what it was about to do for others is done all the same."""
-    files = {module.__file__, generation.__file__}
-    is_hit, nth = True, 0
-    while is_hit:
-        is_hit, count, nth = False, 0, nth + 1
+def test_a_thousand_interrupts(model: eecore.Model) -> None:
+    """By a timer, wherever the main thread is then: nobody else's request is harmed."""
+    expected = alone(model, 3, LONG)
+    got: list[list[int]] = []
+    ends = threading.Event()
 
-        def trace(frame: Any, event: str, _: object) -> Any:
-            nonlocal count, is_hit
-            if frame.f_code.co_filename not in files:
-                return None
-            count += event == "line"
-            if count == nth and not is_hit:  # noqa: B023
-                is_hit = True
-                raise KeyboardInterrupt
-            return trace
+    def goes_on() -> None:
+        while not ends.is_set():
+            got.append(alone(model, 3, LONG))
 
-        others = [eecore.stream(model, [PROMPTS[1]], sampling=SHORT) for _ in range(2 * company)]
-        for other in others:
-            next(other)
-        with suppress(KeyboardInterrupt):
-            sys.settrace(trace)
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    other = start(goes_on)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    count = 0
+    try:
+        while count < 1000:
             try:
-                for _ in eecore.stream(model, [PROMPTS[0]], sampling=SHORT):
-                    break
-            finally:
-                sys.settrace(None)
-        assert [len(list(other)) for other in others] == [2] * len(others)
-        assert_idle(model.shared_engine())
-    assert nth > 50
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.004 * (count % 50) / 50)
+                if count % 2:
+                    eecore.generate(model, PROMPTS[1:4], sampling=LONG)
+                else:
+                    for _ in eecore.stream(model, PROMPTS[1:4], sampling=LONG):
+                        pass
+                signal.pause()
+            except KeyboardInterrupt:
+                count += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        ends.set()
+        other.join()
+    assert got
+    assert all(tokens == expected for tokens in got)
+    assert_idle(model.shared_engine())
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_in_a_finaliser(model: eecore.Model) -> None:
-    """The first of the two times that it closes."""
-    shared = model.shared_engine()
-    close = shared.close
-    hit = []
-
-    def interrupted(client: Client) -> None:
-        client.closed = True
-        shared.__dict__.pop("close")
-        hit.append(client)
-        raise KeyboardInterrupt
-
-    stream = eecore.stream(model, [PROMPTS[0]], sampling=LONG)
-    next(stream)
-    shared.close = interrupted  # type: ignore[method-assign]
-    del stream
-    assert hit
-    assert shared.close == close
-    assert_idle(shared)
+def test_a_call_from_a_signal_handler(model: eecore.Model) -> None:
+    """In the middle of another call of the same thread."""
+    texts: list[list[int]] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: texts.append(alone(model, 0)))
+    try:
+        timer = threading.Timer(0.005, signal.raise_signal, [signal.SIGUSR1])
+        timer.start()
+        assert len(alone(model, 1, LONG)) == 400
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert texts == [alone(model, 0)]
 
 
-def test_names_are_free_though_their_owner_was_interrupted(
+def test_a_call_from_the_thread_that_steps_is_refused(
     model: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And cannot close again, such as a finaliser."""
-    shared = model.shared_engine()
-
-    def interrupted(_: Client) -> None:
-        raise KeyboardInterrupt
-
-    client = Client([shared.engine.prepare(PROMPTS[0], sampling=SHORT)])
-    shared.open(client, "mine")
-    while shared.read(client) is not None:
-        pass
-    with monkeypatch.context() as patch:
-        patch.setattr(shared, "_forget", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            shared.close(client)
-    assert len(alone(model, 1)) == 14
-    assert_idle(shared)
-
-
-def test_who_follows_too_late_is_not_followed(model: eecore.Model) -> None:
-    """Others had its requests finished since it looked."""
-    shared = model.shared_engine()
-    client = Client([shared.engine.prepare(PROMPTS[0], sampling=SHORT)])
-    shared.open(client)
-    while client.unfinished:
-        assert shared._in_turn(shared._step)
-    shared._follow(client)
-    assert shared.num_followers == 0
-    steps = 0
-    while shared.read(client) is not None:
-        steps += 1
-    assert steps == 3
-    shared.close(client)
-
-
-def test_who_is_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
-    shared = model.shared_engine()
-    client = Client([shared.engine.prepare(PROMPTS[0], sampling=SHORT)])
-    shared.close(client)
-    shared.open(client, "mine")
-    assert_idle(shared)
-    assert shared.read(client) is None
-
-
-def test_a_name_goes_on_at_once(model: eecore.Model) -> None:
-    """Though the request that had it leaves when the step that is running is done."""
-    shared = model.shared_engine()
-    first, second = (
-        Client([shared.engine.prepare(PROMPTS[i], sampling=SAMPLING)]) for i in range(2)
-    )
-    shared.open(first, "mine")
-    shared.read(first)
-
-    def meanwhile() -> None:
-        shared.close(first)
-        shared.open(second, "mine")
-        assert list(shared.engine.requests) == ["mine"]
-
-    assert shared._in_turn(meanwhile)
-    tokens = []
-    while (step := shared.read(second)) is not None:
-        tokens += step.token_ids
-    shared.close(second)
-    assert tokens == eecore.generate(model, [PROMPTS[1]], sampling=SAMPLING)[0].token_ids
-
-
-def test_nobody_steps_alone_for_two(model: eecore.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who came at the same time as another; an interrupt would lose the other's steps."""
-    shared = model.shared_engine()
-    one, other = (Client([shared.engine.prepare(p, sampling=SHORT)]) for p in PROMPTS[:2])
-    shared.open(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(shared, "_follow", shared._ask)
-        shared.open(other)
-    assert not one.follows
-    assert not other.follows
-    assert shared.read(one) is not None
-    assert one.follows
-    assert shared.read(other) is not None
-    for client in (one, other):
-        shared.close(client)
-
-
-def test_a_call_from_inside_of_a_step_is_refused(
-    model: eecore.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as one of a signal handler: it would wait for itself."""
+    """Such as one of a finaliser: it would wait for itself."""
     refusals: list[RuntimeError] = []
+    step = Engine.step
 
-    def handler(*_: object) -> None:
+    def calls(engine: Engine) -> Any:
+        monkeypatch.setattr(Engine, "step", step)
         try:
             eecore.generate(model, [PROMPTS[0]], sampling=SAMPLING)
         except RuntimeError as error:
             refusals.append(error)
-
-    step = Engine.step
-
-    def interrupted(engine: Engine) -> Any:
-        monkeypatch.setattr(Engine, "step", step)
-        signal.raise_signal(signal.SIGUSR1)
         return step(engine)
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    monkeypatch.setattr(Engine, "step", interrupted)
-    try:
-        assert len(alone(model, 1)) == 14
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    monkeypatch.setattr(Engine, "step", calls)
+    assert len(alone(model, 1)) == 14
     (refusal,) = refusals
-    assert "got one from inside of a step" in str(refusal)
+    assert "got one from inside" in str(refusal)
+
+
+def test_who_is_closed_before_it_is_opened_leaves_nothing(model: eecore.Model) -> None:
+    worker = model.shared_engine()
+    client = Client(worker)
+    caller = client._caller
+    assert caller is not None
+    worker.close(caller)
+    client.open([worker.engine.prepare(PROMPTS[0], sampling=SHORT)])
+    assert_idle(worker)
+
+
+def test_a_name_goes_on_at_once(model: eecore.Model) -> None:
+    """Though the request that had it leaves when the step that is running is done."""
+
+    async def main() -> list[int]:
+        engine = model.async_engine()
+        first = engine.stream(PROMPTS[0], sampling=LONG, request_id="mine")
+        await anext(first)
+        first.close()
+        second = engine.stream(PROMPTS[1], sampling=SAMPLING, request_id="mine")
+        return [token async for step in second for token in step.token_ids]
+
+    expected = eecore.generate(model, [PROMPTS[1]], sampling=SAMPLING)[0].token_ids
+    assert asyncio.run(main()) == expected
 
 
 # What fails
@@ -534,17 +461,26 @@ def test_a_failing_step_reaches_every_caller(
     assert len(alone(model, 0)) == 14
 
 
-def test_requests_that_the_engine_has_lost_are_waited_for_by_nobody(model: eecore.Model) -> None:
-    streams = [eecore.stream(model, [PROMPTS[i]], sampling=LONG) for i in (0, 1)]
-    for stream in streams:
-        next(stream)
-    shared = model.shared_engine()
-    until(lambda: all(client.held for client in shared._busy))
-    for name in list(shared.engine.requests):
-        shared.engine.cancel(name)
-    for stream in streams:
-        with pytest.raises(RuntimeError, match="expected requests that can run, got none"):
-            list(stream)
+@pytest.mark.parametrize(("owner", "name"), [(Scheduler, "schedule"), (PageAllocator, "publish")])
+def test_an_error_of_no_request_ends_all_of_them_and_the_next_is_served(
+    model: eecore.Model, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    whole, left = getattr(owner, name), [Fault("broken")]
+
+    def broken(*args: Any) -> Any:
+        if len(model.shared_engine().engine.requests) == 3 and left:
+            raise left.pop()
+        return whole(*args)
+
+    streams = [eecore.stream(model, [prompt], sampling=LONG) for prompt in PROMPTS[:3]]
+    firsts = [next(stream) for stream in streams]
+    monkeypatch.setattr(owner, name, broken)
+    for first, stream in zip(firsts, streams, strict=True):
+        *_, last = [first, *stream]
+        assert last.output is not None
+        assert last.output.finish_reason == "error"
+        assert last.output.error == "engine: expected no error, got Fault: broken"
+    assert len(alone(model, 0)) == 14
 
 
 # The worker thread
@@ -553,68 +489,36 @@ def test_requests_that_the_engine_has_lost_are_waited_for_by_nobody(model: eecor
 def test_the_worker_ends_when_it_is_not_needed(
     agreeing: eecore.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.02)
-    monkeypatch.setattr(module, "LINGER_S", 0.05)
-    workers = set()
+    monkeypatch.setattr(module, "LINGER_S", 0.02)
+    threads = set()
     step = Engine.step
 
     def watched(engine: Engine) -> Any:
-        if threading.current_thread().name == "eecore":
-            workers.add(threading.current_thread())
+        threads.add(threading.current_thread())
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", watched)
     model = eecore.Model(agreeing.network, agreeing.tokenizer, agreeing.engine_config)
-    stream = eecore.stream(model, [PROMPTS[0]], sampling=LONG)
-    next(stream)
     for rounds in (1, 2):  # it comes back
         alone(model, 1)
-        assert until(lambda: not any(worker.is_alive() for worker in workers))
-        assert len(workers) == rounds
+        assert until(lambda: not any(thread.is_alive() for thread in threads))
+        assert len(threads) == rounds
     monkeypatch.setattr(module, "LINGER_S", 1000.0)
     alone(model, 1)
-    del model, stream
+    del model
     gc.collect()  # nor does it keep an engine alive
-    assert until(lambda: not any(worker.is_alive() for worker in workers))
+    assert until(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_all_workers_end(model: eecore.Model) -> None:
-    """Whoever takes the ring of the bell passes it on."""
-    shared = model.shared_engine()
-    workers = []
-    for _ in range(3):
-        shared._workers.clear()
-        shared._ensure_worker()
-        workers += shared._workers
-    time.sleep(0.05)  # they wait
-    shared._workers.update(dict.fromkeys(workers))
-    shared.let_go()
-    assert until(lambda: not any(worker.is_alive() for worker in workers))
-
-
-def test_stopping_waits_for_nobody_who_comes_meanwhile(
-    model: eecore.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = model.shared_engine()
-    requests = [shared.engine.prepare(PROMPTS[0], sampling=LONG) for _ in range(2)]
-    there, comes = (Client([request], rings=lambda: None) for request in requests)
-    let_go = shared.let_go
-
-    def meanwhile() -> None:
-        shared.open(comes)
-        let_go()
-
-    shared.open(there)
-    assert until(lambda: not there.mail.empty())
-    with monkeypatch.context() as patch:
-        patch.setattr(shared, "let_go", meanwhile)
-        shared.stop()
-    assert comes.unfinished
-    assert not comes.held
-    assert not there.unfinished
-    while shared.read(comes) is not None:  # nor is it the end
-        pass
-    shared.close(comes)
+def test_threads_that_begin_together_are_one(model: eecore.Model) -> None:
+    """Whoever comes second ends at once."""
+    worker = model.shared_engine()
+    alone(model, 0)
+    worker.let_go()
+    assert until(lambda: not worker._threads)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: alone(model, i % 4), range(16)))
+    assert len(worker._threads) == 1
 
 
 SCRIPT = """
@@ -666,7 +570,6 @@ def test_a_forked_child_has_an_engine_of_its_own(
     next(stream)
     expected = alone(model, 1)
     shared = model.shared_engine()
-    shared._turn[""] = module.Turn()  # as if another thread were stepping
     child = os.fork()
     if child == 0:
         code = 1
@@ -678,7 +581,6 @@ def test_a_forked_child_has_an_engine_of_its_own(
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    shared._turn.clear()
     stream.close()
     assert_idle(shared)
     assert agreeing.shared_engine() is not shared
@@ -686,8 +588,4 @@ def test_a_forked_child_has_an_engine_of_its_own(
 
 def test_a_client_without_requests_has_nothing_to_read(model: eecore.Model) -> None:
     assert eecore.generate(model, []) == []
-    shared = model.shared_engine()
-    client = Client([])
-    shared.open(client)
-    assert shared.read(client) is None
-    shared.close(client)
+    assert list(eecore.stream(model, [])) == []

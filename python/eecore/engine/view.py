@@ -1,7 +1,4 @@
-"""What :class:`eecore.AsyncEngine` and the server ask of whoever steps an engine for them.
-
-:class:`SharedEngine` steps one in this process; ``eecore serve`` has one that does so in another.
-"""
+"""What may be asked of a model and of an engine that may be in another process."""
 
 from __future__ import annotations
 
@@ -10,18 +7,16 @@ from typing import Protocol
 import torch
 
 from eecore.config import AnyModelConfig, EngineConfig, SamplingParams
-from eecore.engine.client import Client
 from eecore.exits import Exit
 from eecore.guide import Guide
 from eecore.models import ModelSource
-from eecore.output import StepOutput
 from eecore.scheduling.sequence import Sequence
 
-__all__ = ["EngineView", "ModelFacts", "Sharing"]
+__all__ = ["EngineView", "ModelFacts"]
 
 
 class HeadFacts(Protocol):
-    """What of a draft head decides that."""
+    """What of a draft head decides whether a model can serve a request."""
 
     @property
     def vocabulary_sha256(self) -> str: ...
@@ -41,7 +36,7 @@ class ModelFacts(Protocol):
 
 
 class EngineView(Protocol):
-    """An engine that others step: its limits, and how full it is, never quite now."""
+    """An engine that a worker steps: its limits, and about how full it is."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -83,36 +78,3 @@ class EngineView(Protocol):
         Raises:
             GuideError: it cannot be compiled, or nothing can follow it.
         """
-
-
-class Sharing(Protocol):
-    """One engine for callers on any thread; a :class:`Client` is a caller."""
-
-    @property
-    def engine(self) -> EngineView: ...
-    @property
-    def is_up(self) -> bool:
-        """Whether requests are taken just now."""
-
-    @property
-    def num_restarts(self) -> int:
-        """How often the engine had to be started again."""
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why it will never take requests again, if that is so."""
-
-    def open(self, client: Client, name: str | None = None) -> None:
-        """Queue a client's requests; ``name`` is that of its only one."""
-
-    def take(self, client: Client) -> StepOutput | None:
-        """The next step of a client's requests if it is there; an error ends them all."""
-
-    def close(self, client: Client) -> None:
-        """Cancel what is unfinished; waits for nothing, from any thread."""
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what pages hold that no unfinished request has."""
-
-    def let_go(self) -> None:
-        """Nobody will come any more, for all that the one who says so knows."""

@@ -1,0 +1,283 @@
+"""What an iteration did for a request becomes the state of the request.
+
+What may fail because of the request, its text above all, is worked out before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from collections.abc import Sequence as Ordered
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from eecore.engine.faults import described
+from eecore.engine.text import Decoded, TextStream
+from eecore.output import Output, PromptLogprob, RequestStats, StepOutput
+from eecore.planning.draft_state import route_of
+from eecore.planning.guided import Guided
+from eecore.planning.row import Outcome
+from eecore.scheduling.scheduler import Scheduler
+from eecore.scheduling.sequence import Sequence, TokenRecord
+
+__all__ = ["Commits", "Taken"]
+
+
+@dataclass(slots=True)
+class Taken:
+    """The part of an outcome that counts: its tokens, up to one that ends the request."""
+
+    records: Ordered[TokenRecord]
+    token_ids: list[int] = field(default_factory=list)
+    reason: str | None = None
+    """Why the request ends; None: it goes on."""
+    decoded: Decoded | None = None
+    """The text, as far as it had to be decoded."""
+    shown: int | None = None
+    """How much of it has been given to the caller then."""
+    piece: Callable[[], str] | None = None
+    """Gives the new text."""
+    approximate: Iterable[int] = ()
+    """Pages with positions for which not every layer ran."""
+
+
+class Commits:
+    """Makes outcomes the state of requests, of their pages and of the queues.
+
+    Args:
+        num_layers: of the model.
+        scheduler: has the requests.
+    """
+
+    def __init__(self, num_layers: int, scheduler: Scheduler) -> None:
+        self._num_layers, self._scheduler = num_layers, scheduler
+
+    def taken(self, outcome: Outcome) -> Taken:
+        """What of an outcome without an error counts. Nothing changes, whatever its text or its
+        guide raises.
+        """
+        sequence, records = outcome.sequence, outcome.records
+        taken = Taken(records)
+        if records:
+            self._take_tokens(taken, sequence)
+        elif not sequence.tokens_left and outcome.num_computed >= sequence.num_prompt_tokens:
+            taken.reason = "length"
+            self._end_text(taken, sequence, None, len(sequence.output_ids))
+        if not records or min(outcome.kv_exit_layers, default=0) < self._num_layers:
+            taken.approximate = self._approximate(outcome)
+        return taken
+
+    def put(
+        self, outcome: Outcome, taken: Taken, now: float, going_on: Container[Sequence]
+    ) -> StepOutput | None:
+        """Make an outcome the state of its request; returns what the caller gets of it. Where the
+        request ends by it, it has yet to be finished.
+
+        Args:
+            outcome: what the iteration did.
+            taken: what counts of it.
+            now: the time, in seconds of ``time.perf_counter``.
+            going_on: requests whose next iteration has been launched, and needs its pages.
+        """
+        sequence, pages = outcome.sequence, self._scheduler.pages
+        is_first = not sequence.output_ids
+        sequence.num_computed = outcome.num_computed
+        sequence.is_encoded = sequence.input_ids is not None
+        sequence.counters = sequence.counters.plus(outcome.counters)
+        if outcome.draft_stop is not None:
+            sequence.draft.stop = outcome.draft_stop
+        sequence.kv_exit_layers += outcome.kv_exit_layers
+        sequence.prompt_logprobs += outcome.prompt_logprobs
+        sequence.output_ids += taken.token_ids
+        sequence.records += taken.records
+        times = sequence.times
+        publishes = not taken.records
+        if not publishes and times.first_token is None:
+            times.first_token, publishes = now, True
+        if taken.decoded is not None:
+            sequence.text.keep(taken.decoded)
+        if taken.shown is not None:
+            sequence.text.mark_shown(taken.shown)
+        if taken.approximate:
+            pages.mark_approximate(taken.approximate)
+        output = None
+        if taken.reason is not None:
+            output, publishes = self._output(sequence, taken.reason, taken.decoded, now), True
+        if publishes:
+            pages.publish(sequence)
+        if not taken.records and output is None:
+            return None
+        if output is None and sequence.max_drafts > 0 and sequence not in going_on:
+            self._scheduler.crop(sequence)
+        return StepOutput(
+            sequence.request_id,
+            taken.token_ids,
+            [record.exit_layer for record in taken.records],
+            [record.confidence for record in taken.records],
+            output,
+            *_logprobs(sequence, taken.records),
+            _prompt_logprobs(sequence) if is_first else None,
+            taken.piece,
+        )
+
+    def end(self, sequence: Sequence, now: float, error: Exception | None = None) -> StepOutput:
+        """What the caller gets of a request that ends as it is: cancelled, or by an error of its
+        own. It has yet to be finished.
+        """
+        pages = self._scheduler.pages
+        step = self.last_step(sequence, now, None if error is None else described(error))
+        if error is None:
+            pages.publish(sequence)
+        else:
+            pages.forget(sequence.pages)
+        return step
+
+    def last_step(self, sequence: Sequence, now: float, error: str | None) -> StepOutput:
+        """What the caller gets of a request that ends as it is; nothing of its pages changes."""
+        text: TextStream | None = sequence.text
+        taken = Taken((), decoded=None if text is None else text.decoded)
+        with suppress(Exception):  # the text that there is has to do then
+            self._end_text(taken, sequence, None, len(sequence.output_ids))
+        if text is not None and taken.decoded is not None:
+            text.keep(taken.decoded)
+            if taken.shown is not None:
+                text.mark_shown(taken.shown)
+        reason = "cancelled" if error is None else "error"
+        output = self._output(sequence, reason, taken.decoded, now, error)
+        scores = None if sequence.output_ids else _prompt_logprobs(sequence)
+        return StepOutput(
+            sequence.request_id, [], [], [], output, prompt_logprobs=scores, piece=taken.piece
+        )
+
+    def _approximate(self, outcome: Outcome) -> set[int]:
+        """Pages of newly computed positions for which not every layer ran."""
+        sequence, num_layers = outcome.sequence, self._num_layers
+        first, stop = sequence.num_computed, outcome.num_computed
+        if route_of(sequence, num_layers).depth == num_layers:
+            prompt = sequence.num_prompt_tokens
+            before, fresh = sequence.kv_exit_layers, outcome.kv_exit_layers
+            split = prompt + len(before)
+            replayed = range(max(prompt, first), min(split, stop))
+            positions: Iterable[int] = [
+                *(p for p in replayed if before[p - prompt] < num_layers),
+                *(p for p in range(max(split, first), stop) if fresh[p - split] < num_layers),
+            ]
+        else:
+            positions = range(first, stop)
+        page_size = self._scheduler.pages.page_size
+        return {sequence.pages[position // page_size] for position in positions}
+
+    def _take_tokens(self, taken: Taken, sequence: Sequence) -> None:
+        """The new tokens, as many as there are up to the end of the request."""
+        text: TextStream | None = sequence.text
+        decoded = text.decoded if text is not None and text.watches else None
+        guided: Guided | None = sequence.draft.guided
+        left, reason, token_ids = sequence.tokens_left, None, taken.token_ids
+        num_text = len(sequence.output_ids)
+        for added, record in enumerate(taken.records, 1):
+            token = record.token_id
+            token_ids.append(token)
+            if token in sequence.stop_set:
+                reason = "stop"
+            else:
+                num_text += 1
+                if decoded is not None:
+                    assert text is not None
+                    decoded = text.after(decoded, (token,))
+                    reason = "stop" if decoded.stops else None
+            if reason is None and guided is not None:
+                reason = "stop" if guided.is_over([*sequence.output_ids, *token_ids]) else None
+            if reason is None and added == left:
+                reason = "length"
+            if reason is not None:
+                taken.records = taken.records[:added]
+                break
+        taken.reason = reason
+        if reason is not None:
+            self._end_text(taken, sequence, decoded, num_text)
+        elif decoded is not None:
+            assert text is not None
+            _show(taken, text, decoded)
+        elif text is not None:
+            taken.piece = text.piece(num_text, final=False)
+
+    def _end_text(
+        self, taken: Taken, sequence: Sequence, decoded: Decoded | None, num_tokens: int
+    ) -> None:
+        """The whole text of a request that ends, which is that of its first tokens."""
+        text: TextStream | None = sequence.text
+        if text is None:
+            return
+        if decoded is None:
+            decoded = text.decoded
+            tokens = [*sequence.output_ids, *taken.token_ids]
+            decoded = text.after(decoded, tokens[decoded.num_tokens : num_tokens])
+        taken.decoded = text.whole(decoded)
+        if text.watches:
+            _show(taken, text, taken.decoded, final=True)
+        else:
+            taken.piece = text.piece(num_tokens, final=True)
+
+    def _output(
+        self,
+        sequence: Sequence,
+        reason: str,
+        decoded: Decoded | None,
+        now: float,
+        error: str | None = None,
+    ) -> Output:
+        """The whole output of a request that ends."""
+        records, times = sequence.records, sequence.times
+        count, first = len(records), times.first_token
+        exit_layers = [record.exit_layer for record in records]
+        logprobs, top_logprobs = _logprobs(sequence, records)
+        stats = RequestStats(
+            contract=sequence.contract,
+            num_layers=self._num_layers,
+            prompt_tokens=len(sequence.given_ids),
+            generated_tokens=count,
+            time_to_first_token_s=(now if first is None else first) - times.arrived,
+            total_s=now - times.arrived,
+            mean_exit_layer=sum(exit_layers) / count if count else 0.0,
+            cached_tokens=sequence.cached_tokens,
+            **asdict(sequence.counters),
+        )
+        return Output(
+            request_id=sequence.request_id,
+            prompt_token_ids=sequence.given_ids,
+            token_ids=[record.token_id for record in records],
+            text=None if decoded is None else decoded.text,
+            finish_reason=reason,
+            exit_layers=exit_layers,
+            confidences=[record.confidence for record in records],
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            stats=stats,
+            prompt_logprobs=_prompt_logprobs(sequence),
+            error=error,
+        )
+
+
+def _show(taken: Taken, text: TextStream, decoded: Decoded, *, final: bool = False) -> None:
+    """Text of a request with stop strings, which is decoded at once."""
+    piece, taken.shown = text.shows(decoded, final=final)
+    taken.decoded, taken.piece = decoded, lambda: piece
+
+
+def _logprobs(
+    sequence: Sequence, records: Iterable[TokenRecord]
+) -> tuple[list[float] | None, list[dict[int, float]] | None]:
+    """Log-probabilities of tokens, and of the most probable ones, where they were asked for."""
+    asked = sequence.sampling.logprobs
+    if asked is None:
+        return None, None
+    logprobs = [record.logprob or 0.0 for record in records]
+    return logprobs, [record.top_logprobs or {} for record in records] if asked else None
+
+
+def _prompt_logprobs(sequence: Sequence) -> list[PromptLogprob | None] | None:
+    """The scores of the prompt's tokens so far, where they were asked for; a request's output has
+    them, and its first step.
+    """
+    if sequence.sampling.prompt_logprobs is None:
+        return None
+    return [None, *sequence.prompt_logprobs]

@@ -1,0 +1,275 @@
+"""One thread that steps an engine for callers on any thread.
+
+A caller that is interrupted or lost ends its own requests: the thread that steps is never the one
+that an interrupt hits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+from weakref import ReferenceType, WeakSet, ref
+
+from eecore.engine.callers import READ_AHEAD, Add, Caller, Callers, Cancel, Message, News, Read
+from eecore.engine.engine import Engine
+from eecore.engine.faults import LOGGER, described
+from eecore.errors import EngineClosedError
+from eecore.scheduling.sequence import Sequence
+
+__all__ = ["Stepper", "Worker"]
+
+# How long the thread stays when there is no request.
+LINGER_S = 5.0
+# How often callers are looked for that are gone without having said so.
+LOOK_S = 1.0
+
+
+class _Served:
+    """A request that the engine has."""
+
+    __slots__ = ("key", "unread", "whole")
+
+    def __init__(self, key: int, whole: bool) -> None:
+        self.key, self.whole, self.unread = key, whole, 0
+
+
+class Stepper:
+    """Does what messages say, and steps. It is for one thread.
+
+    Args:
+        engine: which nobody else steps.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._names: dict[int, str] = {}
+        """The names of the engine's requests by their keys."""
+        self._served: dict[str, _Served] = {}
+        self._news: list[News] = []
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._names)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would give anything."""
+        return bool(self._news) or self.engine.has_runnable
+
+    def do(self, message: Message) -> None:
+        """Do what a message says. What comes of it is in the next step."""
+        try:
+            if isinstance(message, Add):
+                self._add(*message)
+            elif isinstance(message, Cancel):
+                name = self._names.pop(message.key, None)
+                if name is not None:
+                    del self._served[name]
+                    self.engine.cancel(name)
+            elif isinstance(message, Read):
+                self._take_read(*message)
+            else:
+                self.engine.reset_prefix_cache()
+        except Exception:  # all requests have ended by it, which the next step says
+            LOGGER.exception("%s failed", type(message).__name__)
+
+    def step(self) -> list[News]:
+        """One step for everybody; returns what callers get."""
+        news, self._news = self._news, []
+        try:
+            steps = self.engine.step() if self.engine.has_runnable else ()
+        except BaseException:  # all requests have ended by it, which the next step says
+            LOGGER.exception("a step was interrupted")
+            steps = ()
+        for step in steps:
+            name = step.request_id
+            served = self._served.get(name)
+            if served is None:
+                continue
+            if step.output is not None:
+                del self._served[name], self._names[served.key]
+            elif served.whole:
+                continue
+            else:
+                served.unread += 1
+                if served.unread == READ_AHEAD:
+                    self.engine.hold(name)
+            news.append((served.key, step))
+        return news
+
+    def _add(self, key: int, sequence: Sequence, whole: bool) -> None:
+        try:
+            name = self.engine.enqueue(sequence, sequence.request_id)
+        except Exception as error:
+            self._news.append((key, error))
+            return
+        self._names[key], self._served[name] = name, _Served(key, whole)
+
+    def _take_read(self, key: int, count: int) -> None:
+        name = self._names.get(key)
+        if name is not None:
+            served = self._served[name]
+            is_held = served.unread >= READ_AHEAD
+            served.unread -= count
+            if is_held and served.unread < READ_AHEAD:
+                self.engine.resume(name)
+
+
+class Worker(Callers):
+    """An engine that a thread of its own steps, which is there while there are requests.
+
+    Args:
+        engine: which nobody else steps.
+    """
+
+    engine: Engine
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+        self._stepper = Stepper(engine)
+        self._process = os.getpid()
+        self._threads: dict[str, threading.Thread] = {}
+        """The thread that steps, if there is one: whoever comes first is it."""
+        self._lingers = True
+        self._is_stopped = False
+        self._idle_since = self._looked_at = time.monotonic()
+        _WORKERS.add(self)
+
+    def open(self, caller: Caller, requests: Iterable[Sequence], name: str | None = None) -> None:
+        """Queue the requests of a caller; ``name`` is that of its only one.
+
+        Raises:
+            RequestError: the name is in use.
+            ModelError: the model that the weights are shared with has changed.
+            RuntimeError: in another process than the engine's.
+        """
+        self.engine.check_held()
+        super().open(caller, requests, name)
+        if not (
+            self._threads or self._is_stopped
+        ):  # after the messages: a thread that ends now looks for them
+            self._lingers = True
+            arguments = ref(self, self.inbox.put), self.inbox
+            threading.Thread(target=_work, args=arguments, name="eecore", daemon=True).start()
+
+    def check(self) -> None:
+        """See to it that the calling thread may wait for the engine.
+
+        Raises:
+            RuntimeError: it is of another process, or the one that steps.
+            EngineClosedError: the interpreter ends.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"engine: expected the process that made it, {self._process}, got its child "
+                f"{os.getpid()}; a child makes an engine of its own"
+            )
+        if self._threads.get("") is threading.current_thread():
+            raise RuntimeError("engine: expected a call between its steps, got one from inside")
+        if self._is_stopped and threading.current_thread() is threading.main_thread():
+            raise EngineClosedError("engine: expected a running interpreter, got one that ends")
+
+    def let_go(self) -> None:
+        """The thread need not wait for callers that may come."""
+        self._lingers = False
+        if self._threads:
+            self.inbox.put(None)
+
+    def stop(self) -> None:
+        """End the thread when its step is done, for good. Daemon threads that wait end with the
+        interpreter.
+        """
+        self._is_stopped = True
+        self.let_go()
+        for thread in list(self._threads.values()):
+            thread.join()
+
+    # The thread
+
+    def begin(self) -> bool:
+        """Whether this thread is the one that steps."""
+        mine = threading.current_thread()
+        self._idle_since = time.monotonic()
+        return self._threads.setdefault("", mine) is mine
+
+    def go_on(self, item: Any) -> float | None:
+        """Do what something from the inbox asks for, and step until nothing can run.
+
+        Returns:
+            The seconds to wait for what comes next; None: the thread is to end.
+        """
+        while not self._is_stopped:
+            while item is not None:
+                for message in self.messages(item):
+                    self._stepper.do(message)
+                item = self._next()
+            now = time.monotonic()
+            if now > self._looked_at + LOOK_S:
+                self._looked_at = now
+                self.look_for_gone()
+            if self._stepper.can_step:
+                self.deliver(self._stepper.step())
+                self._idle_since = now
+            elif self.inbox.empty():
+                break
+            item = self._next()
+        if self._stepper.has_requests and not self._is_stopped:
+            return LOOK_S
+        if self._lingers and time.monotonic() < self._idle_since + LINGER_S:
+            return LINGER_S
+        del self._threads[""]
+        if self.inbox.empty() or self._is_stopped or not self.begin():
+            return None
+        return 0.0
+
+    def fail(self, error: BaseException) -> float:
+        """End all requests, after an error in the thread itself."""
+        LOGGER.error("the thread of an engine failed", exc_info=error)
+        failure = RuntimeError(f"engine: {described(error)}")
+        self.deliver([(key, failure) for key in list(self._requests)])
+        self._stepper = Stepper(self.engine)
+        for name in self.engine.requests:
+            self.engine.cancel(name)
+        return 0.0
+
+    def _next(self) -> Any:
+        return None if self.inbox.empty() else self.inbox.get()
+
+
+def _work(reference: ReferenceType[Worker], inbox: queue.SimpleQueue[Any]) -> None:
+    """The thread of a worker. While it waits it keeps no engine alive."""
+    worker = reference()
+    if worker is None or not worker.begin():
+        return
+    del worker
+    wait: float | None = LINGER_S
+    while wait is not None:
+        item = None
+        with suppress(queue.Empty):
+            item = inbox.get(timeout=wait)
+        worker = reference()
+        if worker is None:
+            return
+        try:
+            wait = worker.go_on(item)
+        except BaseException as error:  # no caller is to wait for a thread that has given up
+            wait = worker.fail(error)
+        del worker, item
+
+
+_WORKERS: WeakSet[Worker] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is inside a kernel must not outlive the interpreter."""
+    for worker in list(_WORKERS):
+        if worker._process == os.getpid():
+            worker.stop()
