@@ -181,11 +181,20 @@ class GGUFFile:
         """The file that a tensor is in."""
         return self._part_of[name].path
 
+    def fields_under(self, prefix: str) -> JsonFields:
+        """The fields whose names begin with a prefix, without it."""
+        values = self.fields.values
+        under = {name[len(prefix) :]: values[name] for name in values if name.startswith(prefix)}
+        return JsonFields(under, shown_path(self.path), CheckpointError, prefix)
+
+    def unsupported(self, name: str, supported: str, got: Any) -> UnsupportedModelError:
+        """The error of a field; ``supported`` is "are llama, qwen2" for one."""
+        return UnsupportedModelError(f"{self.path}: {name}: supported {supported}, got {got}")
+
     def unread(self, prefix: str, known: Collection[str]) -> dict[str, Any]:
         """The fields under a prefix that are neither known nor switched off (0, false, empty)."""
-        values = self.fields.values
-        names = {name for name in values if name.startswith(prefix) and values[name]}
-        return {name: values[name] for name in sorted(names - {prefix + name for name in known})}
+        values = self.fields_under(prefix).values
+        return {prefix + n: values[n] for n in sorted(values) if values[n] and n not in known}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, as torch counts dimensions: the one that changes fastest comes last."""
