@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eecore.models.readers.find_head import SHIPPED
-from eecore.models.readers.head_file import HeadFile, read_head_settings
+from eecore.models.readers.head_file import SHIPPED, HeadFile, read_head_settings
 
 PACKS = sorted(SHIPPED.iterdir())
 MOST_BYTES = {"smollm2-135m-instruct": 20_000_000, "qwen2.5-coder-0.5b-instruct": 25_000_000}

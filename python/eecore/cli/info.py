@@ -78,8 +78,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
 
 def _head_facts(directory: Path) -> dict[str, Any] | None:
     """Of the draft head beside the model, where there is one."""
-    from eecore.models.readers.find_head import pack_beside
-    from eecore.models.readers.head_file import read_head_settings
+    from eecore.models.readers.head_file import pack_beside, read_head_settings
 
     pack = pack_beside(directory)
     if pack is None:

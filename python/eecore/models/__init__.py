@@ -7,8 +7,8 @@ from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network, cache_dtype, network_digest
 from eecore.models.readers import adopt
 from eecore.models.readers.checkpoint import Checkpoint
-from eecore.models.readers.find_head import find_head, load_head
 from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models.readers.head_file import find_head, load_head
 from eecore.models.readers.load import load_first_layers, load_model, load_tokenizer, read_config
 from eecore.models.readers.quantised_checkpoint import read_layout
 from eecore.models.source import ModelSource, exits_file, model_digest

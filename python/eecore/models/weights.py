@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,6 +21,8 @@ Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
 Care = Literal["usual", "more", "most"]
 """What rounding a matrix costs: most the LM head and what makes values, more what makes keys."""
+CARES: dict[str, Care] = {"k": "more", "k_proj": "more", "v": "most", "v_proj": "most"}
+"""The care of matrices by the last part of their names; the usual of others."""
 BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
     "int8": {"usual": "Q8_0", "more": "Q8_0", "most": "Q8_0"},
     "int4": {"usual": "Q4_1", "more": "Q5_1", "most": "Q8_0"},
@@ -164,6 +166,34 @@ class WeightView:
         assert self.scale is not None
         self.weight.copy_(whole)
         self.scale.copy_(scale)
+
+
+def layer_views(
+    block: str, matrices: Mapping[str, Matrix], norms: Mapping[str, Tensor | None]
+) -> dict[str, WeightView]:
+    """What the tensors of a stack of layers fill, by their names in a checkpoint.
+
+    Args:
+        block: the name of a layer, with ``{}`` for its number.
+        matrices: of all layers, by the rest of their names, the last part of which says whether
+            they make keys or values.
+        norms: of all layers likewise; None where there is none.
+    """
+    by_layer: dict[str, list[WeightView]] = {}
+    for name, matrix in matrices.items():
+        care = CARES.get(name.split(".")[-1], "usual")
+        by_layer[f"{name}.weight"] = [WeightView.of(part, care) for part in matrix.unbind()]
+        if matrix.bias is not None:
+            by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
+    for name, norm in norms.items():
+        if norm is not None:
+            by_layer[f"{name}.weight"] = [WeightView(part) for part in norm]
+    num_layers = len(next(iter(by_layer.values())))
+    return {
+        f"{block.format(layer)}.{name}": views[layer]
+        for layer in range(num_layers)
+        for name, views in by_layer.items()
+    }
 
 
 class Filling:
