@@ -57,22 +57,16 @@ Config = TypeVar("Config", bound=AnyModelConfig)
 class StoredTensors(ABC):
     """The tensors of a model by the names of a checkpoint, in files or in memory."""
 
+    names: list[str]
+    """The names of all tensors."""
+    place: Path
+    """The file or directory."""
     own_form: str = ""
     """What has weights of fewer bits of its own: ``a GGUF file``; empty for what has floats."""
 
-    @property
-    @abstractmethod
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-
-    @property
-    @abstractmethod
-    def place(self) -> Path:
-        """The file or directory."""
-
-    @abstractmethod
-    def path_of(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:  # noqa: ARG002
         """The file that a tensor is in."""
+        return self.place
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -85,6 +79,15 @@ class StoredTensors(ABC):
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, in floats."""
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files."""
+        return sorted({self.path_of(name) for name in self.names})
+
+    def kind(self, name: str) -> str:
+        """What a tensor is stored in, "float16", "Q4_0" or "gptq int4" for one."""
+        return str(self.dtype(name)).removeprefix("torch.")
 
     def forms(self, name: str) -> tuple[str, ...]:  # noqa: ARG002
         """What holds a tensor exactly, other than floats: a block format, :data:`INT8`, or both."""
@@ -114,7 +117,7 @@ class Checkpoint(StoredTensors):
     """The tensors of a model directory by name; a context manager that holds the files open."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.place = directory
         self._files = ExitStack()
         self._file_of: dict[str, TensorFile] = {}
         try:
@@ -122,6 +125,7 @@ class Checkpoint(StoredTensors):
         except BaseException:
             self._files.close()
             raise
+        self.names = list(self._file_of)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -132,14 +136,6 @@ class Checkpoint(StoredTensors):
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._file_of)
-
-    @property
-    def place(self) -> Path:
-        return self.directory
 
     def path_of(self, name: str) -> Path:
         return self._file_of[name].path
@@ -166,21 +162,21 @@ class Checkpoint(StoredTensors):
         return self._file_of[name].tensor(name)
 
     def _open_all(self) -> None:
-        index, whole = self.directory / INDEX, self.directory / WHOLE
+        index, whole = self.place / INDEX, self.place / WHOLE
         if kind_of(index) != "nothing":
             self._open_shards(index)
             if kind_of(whole) != "nothing" and whole not in self._paths:
-                raise CheckpointError(f"{self.directory}: expected {WHOLE} or {INDEX}, got both")
+                raise CheckpointError(f"{self.place}: expected {WHOLE} or {INDEX}, got both")
         elif kind_of(whole) != "nothing":
             file = self._open(whole)
             self._file_of = dict.fromkeys(sorted(file.names), file)
             if not file.names:
                 raise CheckpointError(f"{whole}: expected tensors, got none")
         else:
-            others = [*sorted(self.directory.glob("*.bin")), *self._unused_weights()]
+            others = [*sorted(self.place.glob("*.bin")), *self._unused_weights()]
             hint = f" (only {others[0].name}: convert it to safetensors)" if others else ""
             raise ModelNotFoundError(
-                f"{self.directory}: expected {WHOLE} or {INDEX}, got neither{hint}"
+                f"{self.place}: expected {WHOLE} or {INDEX}, got neither{hint}"
             )
         for path in self._unused_weights():
             warnings.warn(
@@ -193,7 +189,7 @@ class Checkpoint(StoredTensors):
 
     def _unused_weights(self) -> list[Path]:
         """Other weights of a model in the directory, or the same ones again."""
-        others = set(self.directory.glob("*.safetensors")) - self._paths
+        others = set(self.place.glob("*.safetensors")) - self._paths
         return sorted(path for path in others if OTHER_WEIGHTS.fullmatch(path.name))
 
     def _open_shards(self, index: Path) -> None:
@@ -211,7 +207,7 @@ class Checkpoint(StoredTensors):
                     f"{index}: {shown_name(name)}: expected a file's name, got {shown(shard)}"
                 )
             if shard not in shards:
-                shards[shard] = self._open(self.directory / shard)
+                shards[shard] = self._open(self.place / shard)
             if name not in shards[shard].names:
                 raise CheckpointError(
                     f"{shards[shard].path}: expected tensor {shown_name(name)} as {INDEX} says, "

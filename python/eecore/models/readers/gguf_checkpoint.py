@@ -70,6 +70,7 @@ class GGUFCheckpoint(StoredTensors):
             for name in self.file.names
             if name != ROPE_FACTORS
         }
+        self.names, self.place = list(self.stored_as), path
         where = shown_path(path)
         fields = ConfigFields(self.values, where, CheckpointError)
         config = model_config(fields, ConfigFields({}, where, CheckpointError))
@@ -78,12 +79,8 @@ class GGUFCheckpoint(StoredTensors):
         check_tensors(self, config)
 
     @property
-    def names(self) -> list[str]:
-        return list(self.stored_as)
-
-    @property
-    def place(self) -> Path:
-        return self.file.path
+    def paths(self) -> list[Path]:
+        return self.file.paths
 
     def path_of(self, name: str) -> Path:
         return self.file.path_of(self.stored_as[name])
@@ -95,7 +92,6 @@ class GGUFCheckpoint(StoredTensors):
         return torch.float32
 
     def kind(self, name: str) -> str:
-        """What a tensor is stored in, "Q4_0" or "F16" for one."""
         return self.file.kind(self.stored_as[name])
 
     def forms(self, name: str) -> tuple[str, ...]:

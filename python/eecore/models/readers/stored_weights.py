@@ -100,14 +100,14 @@ def load_weights(
 
 
 def memory_of(
-    checkpoint: StoredTensors, config: ModelConfig, dtype: torch.dtype
+    checkpoint: StoredTensors, config: AnyModelConfig, dtype: torch.dtype
 ) -> dict[str, tuple[str, int]]:
     """What each tensor of a checkpoint becomes, "Q4_0" or "F32" for two, and its bytes."""
     forms = runs_as(checkpoint)
     floats = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     found = {}
-    meta = LlamaWeights.empty(config, NewWeights("meta", dtype))
-    for name in meta.by_checkpoint_name(config, embeddings_name(config, checkpoint)):
+    embeddings = embeddings_name(config, checkpoint)
+    for name in empty_weights(config, embeddings, NewWeights("meta", dtype))[1]:
         size, field = math.prod(checkpoint.shape(name)), field_of(name)
         form = "floats" if field is None else forms[field]
         if form == "floats":
