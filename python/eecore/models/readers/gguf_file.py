@@ -1,7 +1,8 @@
 """A GGUF file, or one in several parts: its metadata and tensors, all counts and lengths checked
 against the files' sizes.
 
-Nothing is allocated for a number that the file claims before it holds as many bytes.
+Nothing is allocated for a number that the file claims before it holds as many bytes. (The reader of
+the ``gguf`` package goes through as many items as a file claims, for hours in one of 100 bytes.)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,8 @@ MOST_BYTES = 1 << 24
 MOST_DIMENSIONS = 4
 MAX_PARTS = 99_999
 STRING, ARRAY = 8, 9
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+"""How ``struct`` names the numbers of each type."""
 
 
 class _Wrong(ValueError):
@@ -64,7 +54,7 @@ class _Cursor:
         self.at, self.end = 0, len(data)
 
     def take(self, size: int, what: str) -> int:
-        """Where the next ``size`` bytes are; goes behind them."""
+        """Where the next ``size`` bytes are; goes on after them."""
         left = len(self._data) - self.at
         if size > left:
             raise _Wrong(f"{what}: expected at most the {left} bytes that are left, got {size}")
@@ -73,8 +63,7 @@ class _Cursor:
 
     def number(self, form: str, what: str) -> Any:
         """One number."""
-        start = self.take(struct.calcsize(f"<{form}"), what)
-        return struct.unpack_from(f"<{form}", self._data, start)[0]
+        return self.numbers(form, 1, what)[0]
 
     def numbers(self, form: str, count: int, what: str) -> list[Any]:
         """As many numbers one after the other."""
@@ -112,10 +101,9 @@ class _Cursor:
             return [self.text(f"{what}[{index}]") for index in range(count)]
         if items not in SCALARS:
             raise _Wrong(f"{what}: expected an array of numbers or strings, got type {items}")
-        form = SCALARS[items]
-        size = struct.calcsize(f"<{form}")
+        size = struct.calcsize(SCALARS[items])
         count = self.count("Q", MOST_ITEMS, f"{what}: its length", num_bytes=size)
-        return self.numbers(form, count, what)
+        return self.numbers(SCALARS[items], count, what)
 
 
 @dataclass(frozen=True)
@@ -332,5 +320,5 @@ def _placed(
                 f"at {start}"
             )
         reached = start + tensor.num_bytes
-        placed[name] = _StoredTensor(tensor.kind, tensor.shape, start, tensor.num_bytes)
+        placed[name] = replace(tensor, offset=start)
     return {name: placed[name] for name in tensors}
