@@ -50,7 +50,7 @@ class AttentionBatch:
     query_start_loc: Tensor
     """int32 [num_seqs + 1], from 0 to num_tokens."""
     cross: CrossBatch | None = None
-    """Of a decoder with an encoder."""
+    """What the rows of a decoder with an encoder attend to."""
 
 
 class LayerFlags:

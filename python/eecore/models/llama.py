@@ -94,7 +94,7 @@ class LlamaWeights:
         )
 
     def stacked(self) -> ops.DecoderWeights:
-        """Those of the layers."""
+        """The weights of the layers."""
         return ops.DecoderWeights(*(getattr(self, name) for name in ops.DecoderWeights._fields))
 
     def by_checkpoint_name(
@@ -200,7 +200,7 @@ class LlamaModel(Decoder):
         return hidden
 
     def whole_text(self, length: int) -> AttentionBatch:
-        """Of one text alone, in the first page of a cache whose pages hold all of it."""
+        """The batch of one text alone, in the first page of a cache whose pages hold all of it."""
         positions = torch.arange(length, device=self.device)
 
         def numbers(*values: int) -> Tensor:
@@ -211,7 +211,8 @@ class LlamaModel(Decoder):
         )
 
     def queries(self, layer: int, hidden: Tensor) -> Tensor:
-        """Of the state before a layer, from 0: [num_rows, num_q_heads, head_dim], not rotated."""
+        """Queries of a layer, from 0, of the state before: [num_rows, num_q_heads, head_dim], not
+        rotated."""
         config, weights = self.config, self._layers[layer]
         rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
         q = rows[:, : config.q_size].reshape(len(rows), -1, config.head_dim)
@@ -306,7 +307,7 @@ class LlamaModel(Decoder):
         )
 
     def _cos_sin(self, kv: KVCache) -> Tensor:
-        """Of all positions that a sequence in the cache can be at: each has a slot of its own."""
+        """The table of all positions that a sequence in the cache can be at: each has its slot."""
         return self._rope.reaching(kv.num_pages * kv.page_size)
 
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:

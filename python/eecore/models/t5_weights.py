@@ -18,7 +18,7 @@ __all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
 
 @dataclass(frozen=True)
 class T5StackWeights:
-    """Encoder or decoder: self attention and MLP of every layer, and the norm behind the last."""
+    """Encoder or decoder: self attention and MLP of every layer, and the norm after the last."""
 
     attention_norm: Tensor
     """[num_layers, hidden_size]"""
@@ -62,7 +62,7 @@ class T5StackWeights:
         )
 
     def stacked(self) -> ops.DecoderWeights:
-        """Those of the layers."""
+        """The weights of the layers."""
         names = ops.DecoderWeights._fields
         parts: dict[str, Any] = {name: getattr(self, name, None) for name in names}
         return ops.DecoderWeights(**parts)

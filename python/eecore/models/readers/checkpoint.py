@@ -34,14 +34,14 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 OTHER_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors")
 """Shards that an index may not name, and the weights that Mistral's own code reads."""
-MOST_INDEX_BYTES = 32 << 20
+MAX_INDEX_BYTES = 32 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INT8 = "int8"
 """The form of a matrix in whole numbers, with a float32 scale for each row."""
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 T5_NORM = "decoder.final_layer_norm.weight"
 T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-# What checkpoints carry besides, and is not read: computed here, or held under another name.
+# What checkpoints also have, and is not read: computed here, or held under another name.
 DERIVED = (
     *T5_EMBEDDINGS,  # the same under other names
     ".rotary_emb.inv_freq",
@@ -193,7 +193,7 @@ class Checkpoint(StoredTensors):
         return sorted(path for path in others if OTHER_WEIGHTS.fullmatch(path.name))
 
     def _open_shards(self, index: Path) -> None:
-        whole = JsonFields.read(index, CheckpointError, most=MOST_INDEX_BYTES)
+        whole = JsonFields.read(index, CheckpointError, most=MAX_INDEX_BYTES)
         fields = whole.inner("weight_map")
         if fields is None or not fields.names:
             raise CheckpointError(
@@ -290,7 +290,7 @@ def check_tensors(stored: StoredTensors, config: AnyModelConfig) -> None:
 
 
 def expected_shapes(stored: StoredTensors, config: AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that a config asks for; an error where there are fewer than layers."""
+    """The shape of every tensor that a config needs; an error where there are fewer than layers."""
     for name in ("num_layers", "num_encoder_layers"):
         if getattr(config, name, 0) > len(stored.names):
             raise CheckpointError(

@@ -72,7 +72,7 @@ class _Scheme:
 
     @classmethod
     def of(cls, group: ConfigFields, default_format: str) -> _Scheme:
-        """Of one of ``config_groups``."""
+        """The numbers of one of ``config_groups``."""
         for name in ("input_activations", "output_activations"):
             if name in group:
                 raise group.unsupported(name, "null (weights alone)", "quantised activations")
@@ -90,7 +90,7 @@ class _Scheme:
 
     @property
     def weight(self) -> str:
-        """Of the tensors, the one that holds the numbers."""
+        """The tensor that holds the numbers."""
         return "weight_packed" if self.packed else "weight"
 
     def fits(self, module: StoredModule) -> bool:

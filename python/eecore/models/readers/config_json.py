@@ -96,7 +96,7 @@ T5_FUNCTIONS = {"relu": "relu", "gelu_tanh": "gelu_new", "silu": "silu"}
 
 
 class ConfigFields(JsonFields):
-    """Those of a model: what is valid and yet not to be had is an error of its own."""
+    """The fields of a model: what is valid and yet not supported is an error of its own."""
 
     def unsupported(self, name: str, expected: str, got: Any) -> UnsupportedModelError:
         """The error of a field."""
@@ -144,7 +144,7 @@ def read_model_config(directory: Path) -> AnyModelConfig:
 
 
 def read_config_file(file: Path) -> AnyModelConfig:
-    """Those of a config.json, whatever it is called, and of the generation_config.json beside it.
+    """The config in a config.json, of any name, and in the generation_config.json beside it.
 
     Raises:
         ModelError: says which file is missing or wrong, and how.

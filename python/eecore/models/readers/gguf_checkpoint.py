@@ -95,12 +95,12 @@ class GGUFCheckpoint(StoredTensors):
         return self.file.kind(self.stored_as[name])
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """Its kind, where that is one of blocks."""
+        """The kind of a tensor, where it is one of blocks."""
         kind = self.kind(name)
         return (kind,) if kind in ops.BLOCK_FORMATS else ()
 
     def num_bytes(self, name: str) -> int:
-        """That a tensor takes in the file."""
+        """Bytes of a tensor in the file."""
         return self.file.num_bytes(self.stored_as[name])
 
     def tensor(self, name: str) -> Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_MERGES = 1 << 22
 MAX_CHARACTERS = 1024
-"""Of a SentencePiece token, all of whose halves are looked up."""
+"""Characters of a SentencePiece token, all of whose halves are looked up."""
 
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4

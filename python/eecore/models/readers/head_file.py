@@ -35,9 +35,9 @@ __all__ = [
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "heads"
 CONFIG_NAME, WEIGHTS_NAME = "head.json", "head.safetensors"
 VERSION, ATTENDING_VERSION = 1, 2
-"""Of a head that attends to nothing, and of one that attends to keys of the model."""
+"""The version of a head that attends to nothing, and of one that attends to keys of the model."""
 KIND = "state and token"
-MOST_BLOCKS, MOST_WIDTH, MOST_ATTENDED = 16, 1 << 20, 64
+MAX_BLOCKS, MAX_WIDTH, MAX_ATTENDED = 16, 1 << 20, 64
 
 
 def read_head_settings(path: Path) -> HeadSettings:
@@ -65,8 +65,8 @@ def read_head_settings(path: Path) -> HeadSettings:
         vocab_size=model.integer("vocab_size", 2),
         weights=fields.text("weights", "?"),
         taps=taps,
-        intermediate_size=fields.integer("intermediate_size", 1, MOST_WIDTH),
-        num_blocks=fields.integer("num_blocks", 1, MOST_BLOCKS),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        num_blocks=fields.integer("num_blocks", 1, MAX_BLOCKS),
         vocabulary_size=fields.integer("vocabulary_size", 2, model.integer("vocab_size", 2)),
         agreement=agreement.numbers("by_position", 0.0, 1.0),
         attended=attended,
@@ -78,9 +78,9 @@ def _attended(fields: JsonFields, num_layers: int) -> tuple[tuple[tuple[int, int
     """What a head attends to, and how wide its queries are."""
     inner = _inner(fields, "attention")
     layers, heads = inner.integers("layers", 0, num_layers - 1), inner.integers("key_heads", 0)
-    if not layers or len(layers) != len(heads) or len(layers) > MOST_ATTENDED:
-        raise inner.wrong("layers", f"1..{MOST_ATTENDED}, as many as key_heads", list(layers))
-    return tuple(zip(layers, heads, strict=True)), inner.integer("queries", 1, MOST_WIDTH)
+    if not layers or len(layers) != len(heads) or len(layers) > MAX_ATTENDED:
+        raise inner.wrong("layers", f"1..{MAX_ATTENDED}, as many as key_heads", list(layers))
+    return tuple(zip(layers, heads, strict=True)), inner.integer("queries", 1, MAX_WIDTH)
 
 
 def _inner(fields: JsonFields, name: str) -> JsonFields:
@@ -217,11 +217,7 @@ def load_head(path: str | Path, network: LlamaModel) -> DraftHead:
 
 
 def _check_attended(settings: HeadSettings, network: LlamaModel, place: str) -> None:
-    """That the model has what a head attends to.
-
-    Raises:
-        ModelError: it has not.
-    """
+    """Raise unless the model has what a head attends to."""
     config = network.config
     queries = config.num_q_heads // config.num_kv_heads * config.head_dim
     if settings.queries != queries:

@@ -111,7 +111,7 @@ def _loaded(
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """That of a model directory or GGUF file, without the weights; None when there is none.
+    """The tokenizer of a model directory or GGUF file, without the weights; None without one.
 
     Raises:
         ModelError: a file of it cannot be used, or has other ids than the model.
@@ -153,7 +153,7 @@ def load_first_layers(
 
 
 def read_config(path: Path) -> AnyModelConfig:
-    """Of a model directory, or of a GGUF file."""
+    """The config of a model directory, or of a GGUF file."""
     return GGUFCheckpoint(path).config if kind_of(path) == "a file" else read_model_config(path)
 
 

@@ -125,7 +125,7 @@ class QuantisedCheckpoint(StoredTensors):
         return f"{self._layout.method} int{self._matrix(name).bits}"
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """What holds a tensor exactly besides floats."""
+        """What holds a tensor exactly, other than floats."""
         return self._layers[name].forms if name in self._layers else ()
 
     def not_in_blocks(self, name: str) -> str:

@@ -142,7 +142,7 @@ def _block_format(forms: tuple[str, ...]) -> str | None:
 
 
 def field_of(name: str) -> str | None:
-    """Of LlamaWeights, that a matrix of a checkpoint is in; None of other tensors."""
+    """The field of LlamaWeights that a matrix of a checkpoint is in; None for other tensors."""
     stem, _, kind = name.rpartition(".")
     if kind != "weight":
         return None
@@ -150,14 +150,14 @@ def field_of(name: str) -> str | None:
 
 
 def packed_bytes(checkpoint: StoredTensors, name: str) -> int:
-    """Of memory that a matrix takes in its block format."""
+    """Bytes that a matrix takes in its block format."""
     format = _block_format(checkpoint.forms(name))
     assert format is not None
     return ops.packed_bytes(format, *checkpoint.shape(name))
 
 
 class _StoredForms:
-    """Those that a checkpoint has its matrices in."""
+    """The forms that a checkpoint has its matrices in."""
 
     def __init__(self, checkpoint: StoredTensors) -> None:
         self._checkpoint = checkpoint

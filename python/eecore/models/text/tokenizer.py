@@ -210,7 +210,7 @@ class Tokenizer:
         return IncrementalDecoder(lambda ids: _decoded_around(decode, ids, shown), prompt_ids)
 
     def hidden(self, tokens: Iterable[str]) -> dict[int, str]:
-        """Those of some tokens that are special, and so have no text, by their ids."""
+        """Special tokens among some tokens, which have no text, by their ids."""
         ids = {self.token_id(token): token for token in tokens}
         return {id: token for id, token in ids.items() if id is not None and not self.decode([id])}
 
@@ -314,7 +314,7 @@ class IncrementalDecoder:
         return self.extend((token_id,))
 
     def extend(self, token_ids: Iterable[int]) -> str:
-        """The same of several tokens at once."""
+        """The text that several tokens complete."""
         self._window += token_ids
         return self._take(whole=False)
 
