@@ -15,9 +15,11 @@ from eecore.models.source import ModelSource, exits_file, model_digest
 from eecore.models.t5 import T5Model
 from eecore.models.text.chat_template import ChatTemplate
 from eecore.models.text.tokenizer import IncrementalDecoder, Tokenizer
+from eecore.models.text.tokenizer_files import ChatSettings
 
 __all__ = [
     "AttentionBatch",
+    "ChatSettings",
     "ChatTemplate",
     "Checkpoint",
     "CrossBatch",

@@ -151,7 +151,7 @@ class GGUFCheckpoint(StoredTensors):
             return None
         place = str(self.place)
         chat = chat_settings(JsonFields(settings, place, CheckpointError))
-        return Tokenizer.of(backend, chat, place)
+        return Tokenizer(backend, chat, place)
 
     @cached_property
     def _num_heads(self) -> dict[str, int]:
