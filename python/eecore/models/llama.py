@@ -250,12 +250,7 @@ class LlamaModel(Decoder):
         )
 
     def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        heads: slice,
-        kv: KVCache,
-        texts: tuple[Tensor, Tensor, Tensor],
+        self, q: Tensor, layer: int, heads: slice, kv: KVCache, texts: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
         """What queries find among keys of a layer: [num_rows, num_heads, head_dim].
 

@@ -174,14 +174,7 @@ class T5Model(Decoder):
         if self.linear.is_skinny(hidden):
             first = torch.zeros(hidden.shape[0], dtype=torch.int32, device=self.device)
             ops.kv_fill(
-                hidden,
-                first,
-                self._encoder_norms,
-                both,
-                kv.k,
-                kv.v,
-                slots,
-                eps=config.rms_norm_eps,
+                hidden, first, self._encoder_norms, both, kv.k, kv.v, slots, eps=config.rms_norm_eps
             )
             return
         states = self.linear.normed(hidden, self.weights.encoder.final_norm)

@@ -116,12 +116,7 @@ class T5CrossWeights:
             norm=new.tensor(layers, hidden),
             q=new.matrix("cross_q", layers, size, hidden),
             kv=new.matrix(
-                "cross_kv",
-                layers,
-                2 * size,
-                hidden,
-                parts=(size, size),
-                cares=("more", "most"),
+                "cross_kv", layers, 2 * size, hidden, parts=(size, size), cares=("more", "most")
             ),
             o=new.matrix("cross_o", layers, hidden, size),
         )

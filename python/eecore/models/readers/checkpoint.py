@@ -16,11 +16,7 @@ from typing import TypeVar
 import torch
 
 from eecore.config import AnyModelConfig, T5Config
-from eecore.errors import (
-    CheckpointError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-)
+from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.json_fields import JsonFields
 from eecore.models.llama import EMBEDDINGS, HEAD, NORM, LlamaWeights
 from eecore.models.t5_weights import T5Weights

@@ -30,12 +30,7 @@ from eecore.config import (
     RopeConfig,
     T5Config,
 )
-from eecore.errors import (
-    CheckpointError,
-    ModelError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-)
+from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
 from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
 from eecore.readable import kind_of, shown_path
 from eecore.values import shown
@@ -72,9 +67,7 @@ WINDOW = 4096
 ROPE_FIELDS = {
     "default": {"rope_theta", "rope_type", "type", "partial_rotary_factor"},
     "linear": {"factor"},
-    "llama3": {
-        *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    },
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "yarn": {
         *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
         *("attention_factor", "mscale", "mscale_all_dim", "finetuned"),

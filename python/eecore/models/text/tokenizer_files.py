@@ -19,13 +19,7 @@ from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.json_fields import JsonFields, parse_json
 from eecore.readable import read_bytes, shown_path
 
-__all__ = [
-    "ChatSettings",
-    "chat_settings",
-    "library_error",
-    "read_chat_settings",
-    "read_tokenizer",
-]
+__all__ = ["ChatSettings", "chat_settings", "library_error", "read_chat_settings", "read_tokenizer"]
 
 MAX_BYTES = 512 << 20
 """Bytes of a tokenizer.json; large ones of today have 35 million."""
