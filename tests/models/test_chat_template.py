@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from chat_templates import CONVERSATIONS, FEATURES, HOSTILE, TEMPLATES, TOOLS, long_conversation
+from eecore.bounded_process import Fork
 from eecore.errors import EecoreError, ModelError, RequestError
 from eecore.models.text import chat_template
 from eecore.models.text import messages as messages_given
@@ -171,6 +172,13 @@ def test_a_process_that_is_gone_is_started_again() -> None:
     assert process is not None
     process.close()
     assert render("b") == "b"
+
+
+def test_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template.PROCESS, "_process", None)
+    monkeypatch.setattr(chat_template.PROCESS, "_fork", Fork("eecore.nothing"))
+    with pytest.raises(ChatTemplateError, match="expected a process to render it in, got: its pro"):
+        render("x")
 
 
 def test_errors_name_the_template_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

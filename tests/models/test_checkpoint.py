@@ -194,11 +194,13 @@ def test_the_cpu_keeps_bfloat16_only_where_it_is_fast(
     capabilities: list[str],
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(ops, "build_info", lambda: {"cpu_capabilities": capabilities})
-    assert choose_dtype(None, torch.device("cpu"), stored) == expected
-    assert choose_dtype(None, torch.device("cuda"), stored) == stored
-    assert choose_dtype("bfloat16", torch.device("cpu"), stored) == torch.bfloat16
+    config = read_model_config(write_model(tmp_path / "model"))
+    assert choose_dtype(None, torch.device("cpu"), stored, config) == expected
+    assert choose_dtype(None, torch.device("cuda"), stored, config) == stored
+    assert choose_dtype("bfloat16", torch.device("cpu"), stored, config) == torch.bfloat16
 
 
 def test_a_half_precision_checkpoint_runs_in_float32_on_the_cpu(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from eecore.models.readers.find_head import SHIPPED
-from eecore.models.readers.head_file import HeadFile, read_head_settings
+from eecore.models.readers.head_file import SHIPPED, HeadFile, read_head_settings
 
 PACKS = sorted(SHIPPED.iterdir())
-MOST_BYTES = {"smollm2-135m-instruct": 20_000_000, "qwen2.5-coder-0.5b-instruct": 25_000_000}
+MAX_BYTES = {"smollm2-135m-instruct": 20_000_000, "qwen2.5-coder-0.5b-instruct": 25_000_000}
 HELD_OUT = 0.05
 
 
@@ -39,7 +38,7 @@ def test_its_files_are_whole(pack: Path) -> None:
     assert (file.vocabulary[1:] > file.vocabulary[:-1]).all()
     files = {path.name: path.stat().st_size for path in pack.iterdir()}
     assert files.keys() == {"README.md", "head.json", "head.safetensors"}
-    assert sum(files.values()) <= MOST_BYTES[pack.name]
+    assert sum(files.values()) <= MAX_BYTES[pack.name]
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.name)

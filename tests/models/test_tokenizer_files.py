@@ -13,7 +13,7 @@ import pytest
 import eecore
 from eecore.errors import CheckpointError, ModelError, RequestError
 from eecore.models import Tokenizer
-from eecore.models.text.tokenizer_files import MOST_GROWTH
+from eecore.models.text.tokenizer_files import MAX_GROWTH
 from tiny_models import write_byte_tokenizer, write_model
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -103,10 +103,10 @@ def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_growth_has_a_measure(changed: Callable[[dict[str, Any]], Path]) -> None:
-    few = {"type": "Sequence", "normalizers": replacing(MOST_GROWTH.bit_length() - 1)}
+    few = {"type": "Sequence", "normalizers": replacing(MAX_GROWTH.bit_length() - 1)}
     tokenizer = Tokenizer.from_directory(changed({"normalizer": few}))
     assert tokenizer is not None
-    assert len(tokenizer.encode("a")) == MOST_GROWTH
+    assert len(tokenizer.encode("a")) == MAX_GROWTH
 
 
 def test_a_tokenizer_that_fails_with_some_texts(

@@ -20,11 +20,8 @@ from eecore.console.streams import says_all
 if TYPE_CHECKING:
     import torch
 
-    from eecore.config import AnyModelConfig, ModelConfig
+    from eecore.config import AnyModelConfig
     from eecore.models import Tokenizer
-    from eecore.models.readers.quantised_layout import Layout
-
-FORMATS = ("float32", "bfloat16", "float16")
 
 
 def info(
@@ -47,12 +44,11 @@ def info(
 
 
 def model_facts(directory: Path) -> dict[str, Any]:
-    """Everything, as JSON can say it; reads headers, no weights."""
+    """Everything, as JSON can say it; of the weights it compares those that may be tied."""
     from eecore import build_info
     from eecore.models import KVCache
 
-    read = _file_facts if directory.is_file() else _directory_facts
-    config, tokenizer, dtype, stored = read(directory)
+    config, tokenizer, dtype, stored = _stored_facts(directory)
     return {
         "path": str(directory),
         "config": asdict(config),
@@ -78,8 +74,7 @@ def model_facts(directory: Path) -> dict[str, Any]:
 
 def _head_facts(directory: Path) -> dict[str, Any] | None:
     """Of the draft head beside the model, where there is one."""
-    from eecore.models.readers.find_head import pack_beside
-    from eecore.models.readers.head_file import read_head_settings
+    from eecore.models.readers.head_file import pack_beside, read_head_settings
 
     pack = pack_beside(directory)
     if pack is None:
@@ -95,63 +90,37 @@ def _head_facts(directory: Path) -> dict[str, Any] | None:
     }
 
 
-def _directory_facts(
-    directory: Path,
+def _stored_facts(
+    path: Path,
 ) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, dict[str, Any]]:
+    """What the files hold; where weights are quantised, the bits of each and what a token reads."""
     import torch
 
-    from eecore.config import ModelConfig
-    from eecore.models import Tokenizer, read_layout
-    from eecore.models.readers.checkpoint import Checkpoint
-    from eecore.models.readers.config_json import read_model_config
-    from eecore.models.readers.load import choose_device, choose_model_dtype
-
-    config = read_model_config(directory)
-    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
-    if isinstance(config, ModelConfig) and (layout := read_layout(directory)) is not None:
-        own, dtype, quantised = _quantised_facts(directory, config, layout)
-        return own, tokenizer, dtype, quantised
-    with Checkpoint(directory) as checkpoint:
-        stored = sorted({checkpoint.dtype(name) for name in checkpoint.names}, key=str)
-        files = {checkpoint.path_of(name) for name in checkpoint.names}
-    device = choose_device(None)
-    main = getattr(torch, config.dtype) if config.dtype in FORMATS else stored[0]
-    dtype = choose_model_dtype(None, device, main, config)
-    facts = {
-        "stored_dtypes": [str(kind).removeprefix("torch.") for kind in stored],
-        "bytes_on_disk": sum(path.stat().st_size for path in files),
-        "device": str(device),
-        "weight_bytes": config.num_parameters * dtype.itemsize,
-    }
-    return config, tokenizer, dtype, facts
-
-
-def _quantised_facts(
-    directory: Path, config: ModelConfig, layout: Layout
-) -> tuple[ModelConfig, torch.dtype, dict[str, Any]]:
-    """Of a directory with quantised layers: what each runs as besides, and what a token reads."""
-    import torch
-
-    from eecore.models.readers.checkpoint import Checkpoint, with_stored_tying
-    from eecore.models.readers.load import choose_dtype
-    from eecore.models.readers.quantised_checkpoint import QuantisedCheckpoint
+    from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
+    from eecore.models.readers.load import choose_device, choose_dtype, opened
     from eecore.models.readers.stored_weights import memory_of
 
-    with Checkpoint(directory) as files:
-        checkpoint = QuantisedCheckpoint(files, layout, config)
-        tied = with_stored_tying(config, checkpoint)
-        device = torch.device("cpu")
-        dtype = choose_dtype(None, device, checkpoint.model_dtype(tied, device))
-        memory = memory_of(checkpoint, tied, dtype)
-        kinds = {name: checkpoint.kind(name) for name in checkpoint.names}
-        paths = {files.path_of(name) for name in files.names}
-        numbers = {name: math.prod(checkpoint.shape(name)) for name in memory}
+    with opened(path) as (stored, config):
+        device = torch.device("cpu") if stored.own_form else choose_device(None)
+        dtype = choose_dtype(None, device, stored.model_dtype(config, device), config)
+        tokenizer = stored.tokenizer(config.vocab_size)
+        kinds = {name: stored.kind(name) for name in stored.names}
+        facts: dict[str, Any] = {
+            "stored_dtypes": sorted(set(kinds.values())),
+            "bytes_on_disk": sum(file.stat().st_size for file in stored.paths),
+            "device": str(device),
+        }
+        if not stored.own_form:
+            facts["weight_bytes"] = config.num_parameters * dtype.itemsize
+            return config, tokenizer, dtype, facts
+        if isinstance(stored, GGUFCheckpoint):
+            memory = {name: (kinds[name], stored.num_bytes(name)) for name in kinds}
+        else:
+            memory = memory_of(stored, config, dtype)
+        numbers = {name: math.prod(stored.shape(name)) for name in memory}
     total = sum(size for _, size in memory.values())
-    looked_up = 0 if tied.tie_word_embeddings else memory["model.embed_tokens.weight"][1]
-    facts = {
-        "stored_dtypes": sorted(set(kinds.values())),
-        "bytes_on_disk": sum(path.stat().st_size for path in paths),
-        "device": "cpu",
+    looked_up = 0 if config.tie_word_embeddings else memory["model.embed_tokens.weight"][1]
+    facts |= {
         "weight_bytes": total,
         "bytes_per_token": total - looked_up,
         "tensors": {
@@ -162,38 +131,7 @@ def _quantised_facts(
             for name, (form, size) in memory.items()
         },
     }
-    return tied, dtype, facts
-
-
-def _file_facts(
-    path: Path,
-) -> tuple[AnyModelConfig, Tokenizer | None, torch.dtype, dict[str, Any]]:
-    """Of a GGUF file: besides the bits of each tensor, and what a token reads of them."""
-    import torch
-
-    from eecore.models.readers.gguf_checkpoint import GGUFCheckpoint
-    from eecore.models.readers.load import choose_dtype
-
-    checkpoint = GGUFCheckpoint(path)
-    checkpoint.check_kinds()
-    config, names = checkpoint.config, checkpoint.names
-    sizes = {name: checkpoint.num_bytes(name) for name in names}
-    numbers = {name: math.prod(checkpoint.shape(name)) for name in names}
-    looked_up = 0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
-    device = torch.device("cpu")
-    dtype = choose_dtype(None, device, checkpoint.model_dtype(config, device))
-    facts = {
-        "stored_dtypes": sorted({checkpoint.kind(name) for name in names}),
-        "bytes_on_disk": sum(part.stat().st_size for part in checkpoint.file.paths),
-        "device": "cpu",
-        "weight_bytes": sum(sizes.values()),
-        "bytes_per_token": sum(sizes.values()) - looked_up,
-        "tensors": {
-            name: {"type": checkpoint.kind(name), "bits": 8 * sizes[name] / numbers[name]}
-            for name in names
-        },
-    }
-    return config, checkpoint.tokenizer(config.vocab_size), dtype, facts
+    return config, tokenizer, dtype, facts
 
 
 def _bits(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:

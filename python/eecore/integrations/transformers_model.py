@@ -18,8 +18,16 @@ from eecore.errors import CheckpointError, ModelError
 from eecore.generation import Model, engine_limits
 from eecore.integrations.transformers_modules import check_modules, look
 from eecore.json_fields import parse_json
-from eecore.models import ModelSource, Network, Tokenizer, adopt, find_head, model_digest
-from eecore.models.readers.checkpoint import Checkpoint
+from eecore.models import (
+    ChatSettings,
+    Checkpoint,
+    ModelSource,
+    Network,
+    Tokenizer,
+    adopt,
+    find_head,
+    model_digest,
+)
 from eecore.models.readers.config_json import ConfigFields, model_config
 from eecore.models.rope import frequencies
 from eecore.values import shown
@@ -253,12 +261,9 @@ def _tokenizer(given: Any, owner: str) -> Tokenizer | None:
     backend = getattr(given, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelError(f"tokenizer: expected a fast one of transformers, got {shown(given)}")
+    special = {k: v for k, v in given.special_tokens_map.items() if isinstance(v, str)}
     templates = given.chat_template
-    named = dict(templates) if isinstance(templates, dict) else {}
-    return Tokenizer(
-        tokenizers.Tokenizer.from_str(backend.to_str()),  # ours pads and cuts nothing
-        special_tokens={k: v for k, v in given.special_tokens_map.items() if isinstance(v, str)},
-        chat_template=named.pop("default", None) if named else templates,
-        named_templates=named,
-        name=owner,
-    )
+    if not isinstance(templates, dict):
+        templates = {} if templates is None else {"default": templates}
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())  # ours pads and cuts nothing
+    return Tokenizer(copy, ChatSettings(special, templates), owner)

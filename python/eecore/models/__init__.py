@@ -7,17 +7,19 @@ from eecore.models.llama import LlamaModel, LlamaWeights
 from eecore.models.network import Network, cache_dtype, network_digest
 from eecore.models.readers import adopt
 from eecore.models.readers.checkpoint import Checkpoint
-from eecore.models.readers.find_head import find_head, load_head
 from eecore.models.readers.gguf_convert import convert_gguf
+from eecore.models.readers.head_file import find_head, load_head
 from eecore.models.readers.load import load_first_layers, load_model, load_tokenizer, read_config
 from eecore.models.readers.quantised_checkpoint import read_layout
 from eecore.models.source import ModelSource, exits_file, model_digest
 from eecore.models.t5 import T5Model
 from eecore.models.text.chat_template import ChatTemplate
 from eecore.models.text.tokenizer import IncrementalDecoder, Tokenizer
+from eecore.models.text.tokenizer_files import ChatSettings
 
 __all__ = [
     "AttentionBatch",
+    "ChatSettings",
     "ChatTemplate",
     "Checkpoint",
     "CrossBatch",

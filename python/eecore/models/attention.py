@@ -1,9 +1,10 @@
-"""What attention must know about the rows of one call, besides their hidden states."""
+"""What attention must know about the rows of one call, other than their hidden states."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,4 +50,21 @@ class AttentionBatch:
     query_start_loc: Tensor
     """int32 [num_seqs + 1], from 0 to num_tokens."""
     cross: CrossBatch | None = None
-    """Of a decoder with an encoder."""
+    """What the rows of a decoder with an encoder attend to."""
+
+
+class LayerFlags:
+    """Sets of layers as the ops take them: bool [num_layers] tensors, each made once."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._made: dict[frozenset[int], Tensor] = {}
+
+    def of(self, layers: frozenset[int]) -> Tensor | None:
+        """None for no layers."""
+        if not layers:
+            return None
+        if layers not in self._made:
+            flags = np.array([i in layers for i in range(self._num_layers)])
+            self._made[layers] = torch.from_numpy(flags)  # may be while a tape is recorded
+        return self._made[layers]

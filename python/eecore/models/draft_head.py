@@ -1,4 +1,4 @@
-"""A draft head: what drafts tokens behind the last layer of a model that it was trained for.
+"""A draft head: what drafts tokens after the last layer of a model that it was trained for.
 
 It starts from the state after the last layer, and after some layers before, at the last position
 that the model has computed, and from the token that the model gave there. Each of its steps is an
@@ -41,21 +41,21 @@ class HeadSettings:
     """What a head's ``head.json`` says of it."""
 
     digest: str
-    """Of the model, see :func:`eecore.models.network_digest`."""
+    """The digest of the model, see :func:`eecore.models.network_digest`."""
     num_layers: int
     hidden_size: int
     vocab_size: int
     weights: str
     """What the model's weights were stored in when it was trained."""
     taps: tuple[int, ...]
-    """Layers behind whose states it starts, ascending; the last one is the model's last."""
+    """Layers after which it takes the state, ascending; the last one is the model's last."""
     intermediate_size: int
     num_blocks: int
     vocabulary_size: int
     agreement: tuple[float, ...]
-    """Of the first draft with the model's own token on held-out text, of the second, ..."""
+    """How often the first draft is the model's own token on held-out text, the second, ..."""
     attended: tuple[tuple[int, int], ...] = ()
-    """Of the model's cache, (layer, key head): whose keys and values each step attends to; layers
+    """(layer, key head) whose keys and values in the model's cache each step attends to; layers
     from 0."""
     queries: int = 0
     """Features of the queries to one key head, all its query heads together; 0 without any."""
@@ -113,7 +113,7 @@ class _Asked(NamedTuple):
     layer: int
     heads: slice
     queries: slice
-    """Of all query heads."""
+    """The queries among those of all query heads."""
     output: Matrix
     """[hidden_size, features of these queries]"""
 
@@ -244,7 +244,7 @@ class DraftHead:
         return self._attention is not None
 
     def step(self, state: Tensor, embedded: Tensor, seen: SeenKeys | None = None) -> Tensor:
-        """The state behind one more token.
+        """The state after one more token.
 
         Args:
             state: [num_rows, hidden_size], of :meth:`begin` or of the step before.
@@ -284,7 +284,7 @@ class DraftHead:
 
     @property
     def measure(self) -> ops.SoftmaxMeasure:
-        """Of a state: of :attr:`tokens`, by their places among them."""
+        """The measure of a state: over :attr:`tokens`, by their places among them."""
         return ops.SoftmaxMeasure(
             self._norm, self._head.weight, self._eps, lm_head_table=self._head.table
         )
@@ -310,7 +310,7 @@ class DraftHead:
 
     @cached_property
     def _own_rows(self) -> Matrix:
-        """Of the model's LM head, as exact as that: floats where it has floats."""
+        """Rows of the model's LM head, as exact as that: floats where it has floats."""
         if self._texts is None:
             return self._head
         if self._lm_head.is_quantised:
@@ -319,7 +319,7 @@ class DraftHead:
 
     @cached_property
     def vocabulary_sha256(self) -> str:
-        """Of the tokens that it always knows."""
+        """The digest of the tokens that it always knows."""
         return hashlib.sha256(self.vocabulary.cpu().numpy().tobytes()).hexdigest()
 
 

@@ -25,7 +25,7 @@ class KVCache:
     key_scales: Tensor | None = None
     """Float32 [num_layers, num_kv_heads] of keys in float8; None: 1."""
     value_scales: Tensor | None = None
-    """Likewise of values."""
+    """Float32 [num_layers, num_kv_heads] of values in float8; None: 1."""
     layers: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
     """Views (k, v) of each layer, [num_pages, page_size, num_kv_heads, head_dim]."""
     layer_scales: list[tuple[Tensor | None, Tensor | None]] = field(

@@ -36,7 +36,7 @@ class Linear:
     def __init__(self, device: torch.device, eps: float) -> None:
         self._eps = eps
         self.max_rows = max_skinny_rows(device)
-        """Of eecore's products; None: any number."""
+        """Rows that eecore's products take; None: any number."""
 
     @property
     def is_batch_invariant(self) -> bool:

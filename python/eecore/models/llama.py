@@ -9,24 +9,19 @@ float8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from eecore import ops
 from eecore.config import ModelConfig
-from eecore.models.attention import AttentionBatch, keys_per_split
-from eecore.models.draft_head import DraftHead
+from eecore.models.attention import AttentionBatch
+from eecore.models.decoder import Decoder
 from eecore.models.kv_cache import KVCache
-from eecore.models.layer_flags import LayerFlags
-from eecore.models.linear import Linear
 from eecore.models.rope import RopeTable
 from eecore.models.source import ModelSource
-from eecore.models.weights import Care, NewWeights, WeightView
+from eecore.models.weights import NewWeights, WeightView, layer_views
 from eecore.ops import Matrix
 
 # Names in a checkpoint.
@@ -99,7 +94,7 @@ class LlamaWeights:
         )
 
     def stacked(self) -> ops.DecoderWeights:
-        """Those of the layers."""
+        """The weights of the layers."""
         return ops.DecoderWeights(*(getattr(self, name) for name in ops.DecoderWeights._fields))
 
     def by_checkpoint_name(
@@ -121,7 +116,6 @@ class LlamaWeights:
             "mlp.up_proj": self.gate_up.rows(slice(inner, None)),
             "mlp.down_proj": self.down,
         }
-        cares: dict[str, Care] = {"self_attn.k_proj": "more", "self_attn.v_proj": "most"}
         norms = {
             "self_attn.q_norm": self.q_norm,
             "self_attn.k_norm": self.k_norm,
@@ -134,78 +128,29 @@ class LlamaWeights:
         }
         if not config.tie_word_embeddings:
             views[HEAD] = WeightView.of(self.lm_head, "most")
-        by_layer: dict[str, list[WeightView]] = {}
-        for name, matrix in matrices.items():
-            care = cares.get(name, "usual")
-            by_layer[f"{name}.weight"] = [WeightView.of(part, care) for part in matrix.unbind()]
-            if matrix.bias is not None:
-                by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
-        for name, norm in norms.items():
-            if norm is not None:
-                by_layer[f"{name}.weight"] = [WeightView(part) for part in norm]
-        for layer in range(config.num_layers):
-            for name, each in by_layer.items():
-                views[f"model.layers.{layer}.{name}"] = each[layer]
-        return views
+        return views | layer_views("model.layers.{}", matrices, norms)
 
 
-class LlamaModel:
-    """A decoder whose layers are called in stretches, so that the caller decides how many run.
-
-    Rows are tokens of any mix of sequences; ``hidden`` is the residual stream, before the final
-    norm. Nothing keeps state between calls but the KV cache that is passed in.
-    """
+class LlamaModel(Decoder):
+    """A decoder with rotary embedding, grouped-query attention and a gated MLP."""
 
     def __init__(
         self, config: ModelConfig, weights: LlamaWeights, source: ModelSource | None = None
     ) -> None:
-        self.config = config
-        self.source = source
-        self.weights = weights
-        self.device = weights.final_norm.device
-        self.dtype = weights.final_norm.dtype
-        self.draft_head: DraftHead | None = None
-        """What drafts behind the last layer, where there is one."""
-        self.learnt: dict[object, Any] = {}
-        """What decoding learnt of passes over it, by what they depend on."""
-        self.check_held: Callable[[Any], None] | None = None
-        """Takes this over from the model that the weights are shared with, if there is one, or
-        raises where that has become another."""
-        self.calls_single_ops = self.device.type != "cpu"
-        """Whether layers run op by op, not a stretch of them in one call."""
-        self.linear = Linear(self.device, config.rms_norm_eps)
+        head = weights.embed_tokens, weights.lm_head, weights.final_norm
+        super().__init__(config, source, *head)
+        self.config, self.weights = config, weights
         self._rope = RopeTable(config.rope, config.max_position, self.device)
         self._scale = config.head_dim**-0.5
-        self._keys_per_split = keys_per_split(self.device)
         self._stacked = weights.stacked()
         self._layers = self._stacked.unbind()
         windows = torch.tensor(config.layer_windows, dtype=torch.int32)
         self._windows = windows if windows.any() else None
-        self._flags = LayerFlags(config.num_layers)
         self._kv = weights.qkv.rows(slice(config.q_size, None))
 
     def prepare(self, kv: KVCache) -> None:
         """Compute what programs need beside a cache; without a program that is done by itself."""
         self._cos_sin(kv)
-
-    def embed(
-        self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
-    ) -> Tensor:
-        """[num_tokens, hidden_size] of int64 ids [num_tokens].
-
-        Token i is ``previous[sources[i]]`` instead where there are sources, int32 [num_tokens], and
-        it is not -1.
-        """
-        table = self.weights.embed_tokens
-        return ops.embed_tokens(
-            token_ids,
-            table.weight,
-            scale=table.scale,
-            table=table.table,
-            previous=previous,
-            sources=sources,
-            out=self.weights.final_norm.new_empty(len(token_ids), self.config.hidden_size),
-        )
 
     def layers(
         self,
@@ -251,11 +196,11 @@ class LlamaModel:
             if index not in skip_attention:
                 hidden = self._attention(index, hidden, kv, batch)
             if index not in skip_mlp:
-                hidden = self._mlp(index, hidden)
+                hidden = self._mlp(self._layers[index], hidden)
         return hidden
 
     def whole_text(self, length: int) -> AttentionBatch:
-        """Of one text alone, in the first page of a cache whose pages hold all of it."""
+        """The batch of one text alone, in the first page of a cache whose pages hold all of it."""
         positions = torch.arange(length, device=self.device)
 
         def numbers(*values: int) -> Tensor:
@@ -266,7 +211,8 @@ class LlamaModel:
         )
 
     def queries(self, layer: int, hidden: Tensor) -> Tensor:
-        """Of the state before a layer, from 0: [num_rows, num_q_heads, head_dim], not rotated."""
+        """Queries of a layer, from 0, of the state before: [num_rows, num_q_heads, head_dim], not
+        rotated."""
         config, weights = self.config, self._layers[layer]
         rows = self.linear(hidden, weights.qkv, norm=weights.attention_norm)
         q = rows[:, : config.q_size].reshape(len(rows), -1, config.head_dim)
@@ -304,12 +250,7 @@ class LlamaModel:
         )
 
     def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        heads: slice,
-        kv: KVCache,
-        texts: tuple[Tensor, Tensor, Tensor],
+        self, q: Tensor, layer: int, heads: slice, kv: KVCache, texts: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
         """What queries find among keys of a layer: [num_rows, num_heads, head_dim].
 
@@ -329,27 +270,6 @@ class LlamaModel:
             arrivals=kv.arrivals,
             key_scales=scales[0],
             value_scales=scales[1],
-        )
-
-    def logits(self, hidden: Tensor, *, few: bool = False) -> Tensor:
-        """Float32 [num_rows, vocab_size]: final norm and LM head.
-
-        With ``few`` in the model's dtype, by one of eecore's ops, however many rows there are.
-        """
-        weights = self.weights
-        logits = self.linear(hidden, weights.lm_head, norm=weights.final_norm, few=few)
-        return logits if few else logits.float()
-
-    def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
-        """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
-        return self.measure(hidden)
-
-    @property
-    def measure(self) -> ops.SoftmaxMeasure:
-        """What :meth:`confidence` measures with."""
-        lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
-        return ops.SoftmaxMeasure(
-            self.weights.final_norm, lm_head.weight, eps, lm_head.scale, lm_head.table
         )
 
     def fill_kv(
@@ -382,7 +302,7 @@ class LlamaModel:
         )
 
     def _cos_sin(self, kv: KVCache) -> Tensor:
-        """Of all positions that a sequence in the cache can be at: each has a slot of its own."""
+        """The table of all positions that a sequence in the cache can be at: each has its slot."""
         return self._rope.reaching(kv.num_pages * kv.page_size)
 
     def _attention(self, index: int, hidden: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
@@ -415,24 +335,4 @@ class LlamaModel:
             key_scales=key_scales,
             value_scales=value_scales,
         )
-        attended = attended.view(-1, config.q_size)
-        return self.linear(attended, layer.o, residual=hidden)
-
-    def _mlp(self, index: int, hidden: Tensor) -> Tensor:
-        layer = self._layers[index]
-        if self.linear.is_skinny(hidden):
-            gated = ops.skinny_gated_linear(
-                hidden,
-                layer.gate_up.weight,
-                weight_scale=layer.gate_up.scale,
-                weight_table=layer.gate_up.table,
-                bias=layer.gate_up.bias,
-                norm_weight=layer.mlp_norm,
-                eps=self.config.rms_norm_eps,
-                constant_weight=True,
-            )
-        else:
-            gate_up = self.linear(hidden, layer.gate_up, norm=layer.mlp_norm)
-            gate, up = gate_up.chunk(2, dim=1)
-            gated = functional.silu(gate).mul_(up)
-        return self.linear(gated, layer.down, residual=hidden)
+        return self._projected(attended, layer.o, hidden)

@@ -55,7 +55,7 @@ class ModelSource:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the weight files, read when it is first asked for."""
+        """The digest of the weight files, which are read when it is first asked for."""
         return model_digest(self.directory)
 
 

@@ -8,53 +8,30 @@ self attention alone, and no score is scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from eecore import ops
 from eecore.config import T5Config
-from eecore.models.attention import AttentionBatch, CrossBatch, keys_per_split
-from eecore.models.draft_head import DraftHead
+from eecore.models.attention import AttentionBatch, CrossBatch
+from eecore.models.decoder import Decoder
 from eecore.models.kv_cache import KVCache
-from eecore.models.layer_flags import LayerFlags
-from eecore.models.linear import Linear
 from eecore.models.source import ModelSource
 from eecore.models.t5_weights import T5Weights
-from eecore.ops import Matrix
 
 __all__ = ["T5Model"]
 
 
-class T5Model:
-    """A decoder whose layers are called in stretches, behind an encoder.
-
-    Rows are tokens of any mix of sequences; ``hidden`` is the decoder's residual stream, before the
-    final norm. Nothing keeps state between calls but the KV cache that is passed in.
-    """
+class T5Model(Decoder):
+    """A decoder after an encoder."""
 
     def __init__(
         self, config: T5Config, weights: T5Weights, source: ModelSource | None = None
     ) -> None:
-        self.config = config
-        self.source = source
-        self.weights = weights
-        self.device = weights.cross.norm.device
-        self.dtype = weights.cross.norm.dtype
-        self.draft_head: DraftHead | None = None
-        """None is trained for a T5."""
-        self.learnt: dict[object, Any] = {}
-        """What decoding learnt of passes over it, by what they depend on."""
-        self.check_held: Callable[[Any], None] | None = None
-        """Takes this over from the model that the weights are shared with, if there is one, or
-        raises where that has become another."""
-        self.calls_single_ops = self.device.type != "cpu"
-        """Whether layers run op by op, not a stretch of them in one call."""
-        self.linear = Linear(self.device, config.rms_norm_eps)
-        self._keys_per_split = keys_per_split(self.device)
+        norm = torch.empty_like(weights.decoder.final_norm)
+        head = weights.embed_tokens, weights.lm_head, norm, config.activation
+        super().__init__(config, source, *head)
+        self.config, self.weights = config, weights
         self._encoder = weights.encoder.stacked().unbind()
         self._stacked = weights.decoder.stacked()
         self._decoder = self._stacked.unbind()
@@ -62,10 +39,8 @@ class T5Model:
         self._cross_q, self._cross_o = weights.cross.q.unbind(), weights.cross.o.unbind()
         # The encoder's last norm is the one before every layer's keys and values.
         self._encoder_norms = weights.encoder.final_norm.expand(config.num_layers, -1)
-        self._head_norm = torch.empty_like(weights.decoder.final_norm)
         self.refresh()
         self._kv = weights.decoder.qkv.rows(slice(config.q_size, None))
-        self._flags = LayerFlags(config.num_layers)
 
     def refresh(self) -> None:
         """Compute again what is made of weights, which may have been written."""
@@ -74,25 +49,6 @@ class T5Model:
 
     def prepare(self, kv: KVCache) -> None:
         """Nothing: see :meth:`eecore.models.LlamaModel.prepare`."""
-
-    def embed(
-        self, token_ids: Tensor, *, previous: Tensor | None = None, sources: Tensor | None = None
-    ) -> Tensor:
-        """[num_tokens, hidden_size] of int64 ids [num_tokens].
-
-        Token i is ``previous[sources[i]]`` instead where there are sources, int32 [num_tokens], and
-        it is not -1.
-        """
-        table = self.weights.embed_tokens
-        return ops.embed_tokens(
-            token_ids,
-            table.weight,
-            scale=table.scale,
-            table=table.table,
-            previous=previous,
-            sources=sources,
-            out=self._head_norm.new_empty(len(token_ids), self.config.hidden_size),
-        )
 
     def encode(self, token_ids: Tensor, lengths: list[int], kv: KVCache, slots: Tensor) -> None:
         """Run the encoder, and write every decoder layer's keys and values of its states.
@@ -166,26 +122,6 @@ class T5Model:
                 hidden = self._mlp(self._decoder[index], hidden)
         return hidden
 
-    def logits(self, hidden: Tensor, *, few: bool = False) -> Tensor:
-        """Float32 [num_rows, vocab_size]: final norm and LM head.
-
-        With ``few`` in the model's dtype, by one of eecore's ops, however many rows there are.
-        """
-        logits = self.linear(hidden, self.weights.lm_head, norm=self._head_norm, few=few)
-        return logits if few else logits.float()
-
-    def confidence(self, hidden: Tensor) -> ops.SoftmaxConfidence:
-        """Token, top-2 gap and log-sum-exp of each row's softmax, without logits in memory."""
-        return self.measure(hidden)
-
-    @property
-    def measure(self) -> ops.SoftmaxMeasure:
-        """What :meth:`confidence` measures with."""
-        lm_head, eps = self.weights.lm_head, self.config.rms_norm_eps
-        return ops.SoftmaxMeasure(
-            self._head_norm, lm_head.weight, eps, lm_head.scale, lm_head.table
-        )
-
     def fill_kv(
         self,
         hidden: Tensor,
@@ -238,14 +174,7 @@ class T5Model:
         if self.linear.is_skinny(hidden):
             first = torch.zeros(hidden.shape[0], dtype=torch.int32, device=self.device)
             ops.kv_fill(
-                hidden,
-                first,
-                self._encoder_norms,
-                both,
-                kv.k,
-                kv.v,
-                slots,
-                eps=config.rms_norm_eps,
+                hidden, first, self._encoder_norms, both, kv.k, kv.v, slots, eps=config.rms_norm_eps
             )
             return
         states = self.linear.normed(hidden, self.weights.encoder.final_norm)
@@ -304,39 +233,6 @@ class T5Model:
         projected = self.linear(hidden, layer.qkv, norm=layer.attention_norm)
         q, k, v = projected.view(-1, 3, self.config.num_heads, self.config.head_dim).unbind(1)
         return q, k, v
-
-    def _projected(self, attended: Tensor, o: Matrix, hidden: Tensor) -> Tensor:
-        """Attention's output, added to the residual stream."""
-        attended = attended.view(-1, self.config.q_size)
-        return self.linear(attended, o, residual=hidden)
-
-    def _mlp(self, layer: ops.DecoderWeights, hidden: Tensor) -> Tensor:
-        activation, norm = self.config.activation, layer.mlp_norm
-        if not self.linear.is_skinny(hidden):
-            inner = self.linear(hidden, layer.gate_up, norm=norm)
-            inner = _activated(inner, activation)
-        else:
-            into_inner = ops.skinny_linear if activation == "relu" else ops.skinny_gated_linear
-            inner = into_inner(
-                hidden,
-                layer.gate_up.weight,
-                weight_scale=layer.gate_up.scale,
-                weight_table=layer.gate_up.table,
-                norm_weight=norm,
-                eps=self.config.rms_norm_eps,
-                activation=activation,
-                constant_weight=True,
-            )
-        return self.linear(inner, layer.down, residual=hidden)
-
-
-def _activated(inner: Tensor, activation: str) -> Tensor:
-    if activation == "relu":
-        return inner.relu_()
-    gate, up = inner.chunk(2, dim=1)
-    if activation == "silu":
-        return functional.silu(gate).mul_(up)
-    return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _input_batch(lengths: list[int], device: torch.device) -> AttentionBatch:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eecore import ops
 from eecore.config import T5Config
-from eecore.models.weights import Care, NewWeights, WeightView
+from eecore.models.weights import NewWeights, WeightView, layer_views
 from eecore.ops import Matrix
 
 __all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
@@ -17,7 +18,7 @@ __all__ = ["T5CrossWeights", "T5StackWeights", "T5Weights"]
 
 @dataclass(frozen=True)
 class T5StackWeights:
-    """Encoder or decoder: self attention and MLP of every layer, and the norm behind the last."""
+    """Encoder or decoder: self attention and MLP of every layer, and the norm after the last."""
 
     attention_norm: Tensor
     """[num_layers, hidden_size]"""
@@ -61,17 +62,10 @@ class T5StackWeights:
         )
 
     def stacked(self) -> ops.DecoderWeights:
-        """Those of the layers."""
-        return ops.DecoderWeights(
-            attention_norm=self.attention_norm,
-            qkv=self.qkv,
-            q_norm=None,
-            k_norm=None,
-            o=self.o,
-            mlp_norm=self.mlp_norm,
-            gate_up=self.gate_up,
-            down=self.down,
-        )
+        """The weights of the layers."""
+        names = ops.DecoderWeights._fields
+        parts: dict[str, Any] = {name: getattr(self, name, None) for name in names}
+        return ops.DecoderWeights(**parts)
 
     def by_checkpoint_name(self, config: T5Config, stack: str, mlp: int) -> dict[str, WeightView]:
         """Under ``stack`` ("encoder", "decoder"); the MLP is sublayer ``mlp`` of a block."""
@@ -97,23 +91,8 @@ class T5StackWeights:
         }
         matrices = {f"0.SelfAttention.{name}": matrix for name, matrix in attention.items()}
         matrices |= {f"{mlp}.DenseReluDense.{name}": matrix for name, matrix in dense.items()}
-        by_layer = _by_layer(matrices)
-        for layer in range(len(self.attention_norm)):
-            block = f"{stack}.block.{layer}.layer"
-            for name, parts in by_layer.items():
-                views[f"{block}.{name}.weight"] = parts[layer]
-            views[f"{block}.0.layer_norm.weight"] = WeightView(self.attention_norm[layer])
-            views[f"{block}.{mlp}.layer_norm.weight"] = WeightView(self.mlp_norm[layer])
-        return views
-
-
-def _by_layer(matrices: dict[str, Matrix]) -> dict[str, list[WeightView]]:
-    """Of matrices by name, the last part of which says whether they make keys or values."""
-    cares: dict[str, Care] = {"k": "more", "v": "most"}
-    return {
-        name: [WeightView.of(part, cares.get(name.split(".")[-1], "usual")) for part in m.unbind()]
-        for name, m in matrices.items()
-    }
+        norms = {"0.layer_norm": self.attention_norm, f"{mlp}.layer_norm": self.mlp_norm}
+        return views | layer_views(f"{stack}.block.{{}}.layer", matrices, norms)
 
 
 @dataclass(frozen=True)
@@ -137,12 +116,7 @@ class T5CrossWeights:
             norm=new.tensor(layers, hidden),
             q=new.matrix("cross_q", layers, size, hidden),
             kv=new.matrix(
-                "cross_kv",
-                layers,
-                2 * size,
-                hidden,
-                parts=(size, size),
-                cares=("more", "most"),
+                "cross_kv", layers, 2 * size, hidden, parts=(size, size), cares=("more", "most")
             ),
             o=new.matrix("cross_o", layers, hidden, size),
         )
@@ -150,19 +124,12 @@ class T5CrossWeights:
     def by_checkpoint_name(self, config: T5Config) -> dict[str, WeightView]:
         """What each tensor of a checkpoint fills."""
         matrices = {
-            "q": self.q,
-            "k": self.kv.rows(slice(config.q_size)),
-            "v": self.kv.rows(slice(config.q_size, None)),
-            "o": self.o,
+            "EncDecAttention.q": self.q,
+            "EncDecAttention.k": self.kv.rows(slice(config.q_size)),
+            "EncDecAttention.v": self.kv.rows(slice(config.q_size, None)),
+            "EncDecAttention.o": self.o,
         }
-        by_layer = _by_layer(matrices)
-        views = {}
-        for layer, norm in enumerate(self.norm):
-            block = f"decoder.block.{layer}.layer.1"
-            views[f"{block}.layer_norm.weight"] = WeightView(norm)
-            for name, parts in by_layer.items():
-                views[f"{block}.EncDecAttention.{name}.weight"] = parts[layer]
-        return views
+        return layer_views("decoder.block.{}.layer.1", matrices, {"layer_norm": self.norm})
 
 
 @dataclass(frozen=True)

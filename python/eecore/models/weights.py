@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,11 +21,13 @@ Coding = Literal["int8", "int4"]
 """How matrices may be quantised as they are read."""
 Care = Literal["usual", "more", "most"]
 """What rounding a matrix costs: most the LM head and what makes values, more what makes keys."""
+CARES: dict[str, Care] = {"k": "more", "k_proj": "more", "v": "most", "v_proj": "most"}
+"""The care of matrices by the last part of their names; the usual of others."""
 BLOCK_FORMATS: dict[Coding, dict[Care, str]] = {
     "int8": {"usual": "Q8_0", "more": "Q8_0", "most": "Q8_0"},
     "int4": {"usual": "Q4_1", "more": "Q5_1", "most": "Q8_0"},
 }
-"""Of matrices whose rows the blocks' columns fill; others get a scale per row of int8."""
+"""Blocks of matrices whose rows they fill; others get a scale per row of int8."""
 BLOCK_COLUMNS = 32
 INT8_BLOCK_DEVICES = frozenset({"cpu"})
 """The types of devices on which int8 is in blocks; on others its rows have a scale each."""
@@ -36,15 +38,15 @@ class NewMatrix:
     """A matrix of the weights before it has memory."""
 
     field: str
-    """Of the weights that it will be in: qkv, embed_tokens, ..."""
+    """The field of the weights that it will be in: qkv, embed_tokens, ..."""
     shape: tuple[int, ...]
     """[..., out_features, in_features]"""
     parts: tuple[int, ...]
     """out_features of each tensor of a checkpoint that fills it."""
     is_head: bool
-    """Whether it is the LM head, alone or besides the embeddings."""
+    """Whether it is the LM head, alone or the embeddings too."""
     cares: tuple[Care, ...]
-    """Of these tensors."""
+    """The care of each of these tensors."""
 
 
 class MatrixForms(Protocol):
@@ -53,13 +55,13 @@ class MatrixForms(Protocol):
     def form(self, matrix: NewMatrix) -> Form: ...
 
     def packed_bytes(self, matrix: NewMatrix) -> int:
-        """Of one in blocks, all of its layers together."""
+        """Bytes of a matrix in blocks, all of its layers together."""
         ...
 
 
 @dataclass(frozen=True)
 class CodedForms:
-    """Those that matrices are quantised to as they are read; None: all are floats."""
+    """The forms that matrices are quantised to as they are read; None: all are floats."""
 
     coding: Coding | None
     int8_blocks: bool = True
@@ -92,7 +94,7 @@ class NewWeights:
 
     device: torch.device | str
     dtype: torch.dtype
-    """Of all that is not quantised."""
+    """The dtype of all that is not quantised."""
     forms: MatrixForms = ALL_FLOATS
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -118,7 +120,7 @@ class NewWeights:
             cares: what is to be taken of each of them where they are quantised; the usual when none
                 are given, and the most of the LM head.
             bias: whether there is one.
-            is_head: whether it is the LM head, alone or besides the embeddings.
+            is_head: whether it is the LM head, alone or the embeddings too.
         """
         sizes = tuple(parts) or shape[-2:-1]
         usual: Care = "most" if is_head else "usual"
@@ -139,7 +141,7 @@ class WeightView:
     """Where one tensor of a checkpoint goes."""
 
     weight: Tensor
-    """Of the tensor's shape; int8 where there is a scale."""
+    """The place, in the tensor's shape; int8 where there is a scale."""
     scale: Tensor | None = None
     """float32, of that shape without its last axis."""
     table: Tensor | None = None
@@ -149,7 +151,7 @@ class WeightView:
 
     @classmethod
     def of(cls, matrix: Matrix, care: Care = "usual") -> WeightView:
-        """Of a matrix, whose bias is a tensor of its own."""
+        """The place of a matrix, whose bias is a tensor of its own."""
         return cls(matrix.weight, matrix.scale, matrix.table, care)
 
     def fill(self, stored: Tensor) -> None:
@@ -166,8 +168,36 @@ class WeightView:
         self.scale.copy_(scale)
 
 
+def layer_views(
+    block: str, matrices: Mapping[str, Matrix], norms: Mapping[str, Tensor | None]
+) -> dict[str, WeightView]:
+    """What the tensors of a stack of layers fill, by their names in a checkpoint.
+
+    Args:
+        block: the name of a layer, with ``{}`` for its number.
+        matrices: of all layers, by the rest of their names, the last part of which says whether
+            they make keys or values.
+        norms: of all layers likewise; None where there is none.
+    """
+    by_layer: dict[str, list[WeightView]] = {}
+    for name, matrix in matrices.items():
+        care = CARES.get(name.split(".")[-1], "usual")
+        by_layer[f"{name}.weight"] = [WeightView.of(part, care) for part in matrix.unbind()]
+        if matrix.bias is not None:
+            by_layer[f"{name}.bias"] = [WeightView(part) for part in matrix.bias]
+    for name, norm in norms.items():
+        if norm is not None:
+            by_layer[f"{name}.weight"] = [WeightView(part) for part in norm]
+    num_layers = len(next(iter(by_layer.values())))
+    return {
+        f"{block.format(layer)}.{name}": views[layer]
+        for layer in range(num_layers)
+        for name, views in by_layer.items()
+    }
+
+
 class Filling:
-    """Fills the places of a checkpoint's tensors, packed weights one tensor behind the other.
+    """Fills the places of a checkpoint's tensors, packed weights one tensor after the other.
 
     Args:
         coding: what floats are quantised to where a place is packed.

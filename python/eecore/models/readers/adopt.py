@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eecore.config import AnyModelConfig
 from eecore.errors import ModelError
-from eecore.models.llama import LlamaWeights
+from eecore.models.llama import HEAD, LlamaWeights
 from eecore.models.network import Network
 from eecore.models.readers.checkpoint import (
     FLOAT_DTYPES,
@@ -23,15 +23,13 @@ from eecore.models.readers.checkpoint import (
     empty_weights,
     expected_shapes,
 )
-from eecore.models.readers.load import choose_device, choose_model_dtype, network_of
+from eecore.models.readers.load import choose_device, choose_dtype, network_of
 from eecore.models.source import ModelSource
 from eecore.models.t5 import T5Model
 from eecore.models.t5_weights import T5Weights
 from eecore.models.weights import NewWeights
 
 __all__ = ["Adopted", "HeldTensors"]
-
-LM_HEAD = "lm_head.weight"
 
 
 class HeldTensors(StoredTensors):
@@ -44,18 +42,7 @@ class HeldTensors(StoredTensors):
 
     def __init__(self, tensors: Mapping[str, Tensor], owner: str) -> None:
         self._tensors = dict(tensors)
-        self._owner = Path(owner)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    @property
-    def place(self) -> Path:
-        return self._owner
-
-    def path_of(self, name: str) -> Path:  # noqa: ARG002
-        return self.place
+        self.names, self.place = list(self._tensors), Path(owner)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
@@ -137,12 +124,12 @@ class Adopted:
     ) -> None:
         held = HeldTensors(tensors, owner)
         embeddings = embeddings_name(config, held)
-        self._is_tied = held.is_tied(LM_HEAD, embeddings)
+        self._is_tied = held.is_tied(HEAD, embeddings)
         config = replace(config, tie_word_embeddings=self._is_tied)
         check_tensors(held, config)
         device, dtype = held.home(embeddings)
         choose_device(device)
-        choose_model_dtype(dtype, device, dtype, config)
+        choose_dtype(dtype, device, dtype, config)
         self._shapes = expected_shapes(held, config)
         held.check_apart(list(self._shapes), embeddings)
         self._weights: LlamaWeights | T5Weights
@@ -152,7 +139,7 @@ class Adopted:
         else:
             self._weights, views = empty_weights(config, embeddings, NewWeights(device, dtype))
             self._views = {name: view.weight for name, view in views.items()}
-            aliases = {LM_HEAD, *T5_EMBEDDINGS} & set(tensors) - set(views)
+            aliases = {HEAD, *T5_EMBEDDINGS} & set(tensors) - set(views)
             self._views |= dict.fromkeys(aliases, self._views[embeddings])
             for name, view in self._views.items():
                 view.copy_(tensors[name])

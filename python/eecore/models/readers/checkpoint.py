@@ -16,11 +16,7 @@ from typing import TypeVar
 import torch
 
 from eecore.config import AnyModelConfig, T5Config
-from eecore.errors import (
-    CheckpointError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-)
+from eecore.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from eecore.json_fields import JsonFields
 from eecore.models.llama import EMBEDDINGS, HEAD, NORM, LlamaWeights
 from eecore.models.t5_weights import T5Weights
@@ -34,14 +30,14 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 OTHER_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|consolidated.*\.safetensors")
 """Shards that an index may not name, and the weights that Mistral's own code reads."""
-MOST_INDEX_BYTES = 32 << 20
+MAX_INDEX_BYTES = 32 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INT8 = "int8"
 """The form of a matrix in whole numbers, with a float32 scale for each row."""
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 T5_NORM = "decoder.final_layer_norm.weight"
 T5_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-# What checkpoints carry besides, and is not read: computed here, or held under another name.
+# What checkpoints also have, and is not read: computed here, or held under another name.
 DERIVED = (
     *T5_EMBEDDINGS,  # the same under other names
     ".rotary_emb.inv_freq",
@@ -57,22 +53,16 @@ Config = TypeVar("Config", bound=AnyModelConfig)
 class StoredTensors(ABC):
     """The tensors of a model by the names of a checkpoint, in files or in memory."""
 
+    names: list[str]
+    """The names of all tensors."""
+    place: Path
+    """The file or directory."""
     own_form: str = ""
     """What has weights of fewer bits of its own: ``a GGUF file``; empty for what has floats."""
 
-    @property
-    @abstractmethod
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-
-    @property
-    @abstractmethod
-    def place(self) -> Path:
-        """The file or directory."""
-
-    @abstractmethod
-    def path_of(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:  # noqa: ARG002
         """The file that a tensor is in."""
+        return self.place
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -85,6 +75,15 @@ class StoredTensors(ABC):
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, in floats."""
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files."""
+        return sorted({self.path_of(name) for name in self.names})
+
+    def kind(self, name: str) -> str:
+        """What a tensor is stored in, "float16", "Q4_0" or "gptq int4" for one."""
+        return str(self.dtype(name)).removeprefix("torch.")
 
     def forms(self, name: str) -> tuple[str, ...]:  # noqa: ARG002
         """What holds a tensor exactly, other than floats: a block format, :data:`INT8`, or both."""
@@ -114,7 +113,7 @@ class Checkpoint(StoredTensors):
     """The tensors of a model directory by name; a context manager that holds the files open."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.place = directory
         self._files = ExitStack()
         self._file_of: dict[str, TensorFile] = {}
         try:
@@ -122,6 +121,7 @@ class Checkpoint(StoredTensors):
         except BaseException:
             self._files.close()
             raise
+        self.names = list(self._file_of)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -132,14 +132,6 @@ class Checkpoint(StoredTensors):
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._file_of)
-
-    @property
-    def place(self) -> Path:
-        return self.directory
 
     def path_of(self, name: str) -> Path:
         return self._file_of[name].path
@@ -166,21 +158,21 @@ class Checkpoint(StoredTensors):
         return self._file_of[name].tensor(name)
 
     def _open_all(self) -> None:
-        index, whole = self.directory / INDEX, self.directory / WHOLE
+        index, whole = self.place / INDEX, self.place / WHOLE
         if kind_of(index) != "nothing":
             self._open_shards(index)
             if kind_of(whole) != "nothing" and whole not in self._paths:
-                raise CheckpointError(f"{self.directory}: expected {WHOLE} or {INDEX}, got both")
+                raise CheckpointError(f"{self.place}: expected {WHOLE} or {INDEX}, got both")
         elif kind_of(whole) != "nothing":
             file = self._open(whole)
             self._file_of = dict.fromkeys(sorted(file.names), file)
             if not file.names:
                 raise CheckpointError(f"{whole}: expected tensors, got none")
         else:
-            others = [*sorted(self.directory.glob("*.bin")), *self._unused_weights()]
+            others = [*sorted(self.place.glob("*.bin")), *self._unused_weights()]
             hint = f" (only {others[0].name}: convert it to safetensors)" if others else ""
             raise ModelNotFoundError(
-                f"{self.directory}: expected {WHOLE} or {INDEX}, got neither{hint}"
+                f"{self.place}: expected {WHOLE} or {INDEX}, got neither{hint}"
             )
         for path in self._unused_weights():
             warnings.warn(
@@ -193,11 +185,11 @@ class Checkpoint(StoredTensors):
 
     def _unused_weights(self) -> list[Path]:
         """Other weights of a model in the directory, or the same ones again."""
-        others = set(self.directory.glob("*.safetensors")) - self._paths
+        others = set(self.place.glob("*.safetensors")) - self._paths
         return sorted(path for path in others if OTHER_WEIGHTS.fullmatch(path.name))
 
     def _open_shards(self, index: Path) -> None:
-        whole = JsonFields.read(index, CheckpointError, most=MOST_INDEX_BYTES)
+        whole = JsonFields.read(index, CheckpointError, most=MAX_INDEX_BYTES)
         fields = whole.inner("weight_map")
         if fields is None or not fields.names:
             raise CheckpointError(
@@ -211,7 +203,7 @@ class Checkpoint(StoredTensors):
                     f"{index}: {shown_name(name)}: expected a file's name, got {shown(shard)}"
                 )
             if shard not in shards:
-                shards[shard] = self._open(self.directory / shard)
+                shards[shard] = self._open(self.place / shard)
             if name not in shards[shard].names:
                 raise CheckpointError(
                     f"{shards[shard].path}: expected tensor {shown_name(name)} as {INDEX} says, "
@@ -294,7 +286,7 @@ def check_tensors(stored: StoredTensors, config: AnyModelConfig) -> None:
 
 
 def expected_shapes(stored: StoredTensors, config: AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that a config asks for; an error where there are fewer than layers."""
+    """The shape of every tensor that a config needs; an error where there are fewer than layers."""
     for name in ("num_layers", "num_encoder_layers"):
         if getattr(config, name, 0) > len(stored.names):
             raise CheckpointError(

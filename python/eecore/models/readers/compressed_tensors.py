@@ -36,14 +36,12 @@ PARTS = tuple(f"weight_{name}" for name in ("packed", "scale", "zero_point", "sh
 
 def compressed_tensors(fields: ConfigFields) -> Layout:
     """The layout of a config.json's ``quantization_config``."""
-    status = fields.text("quantization_status", "compressed")
-    if status != "compressed":
-        raise fields.unsupported("quantization_status", "compressed", status)
+    fields.choice("quantization_status", ("compressed",), "compressed")
     if "kv_cache_scheme" in fields:
         raise fields.unsupported("kv_cache_scheme", "null", "a quantised KV cache")
     sparsity, transforms = fields.inner("sparsity_config"), fields.inner("transform_config")
-    if sparsity is not None and sparsity.text("format", "dense") != "dense":
-        raise sparsity.unsupported("format", "dense", sparsity.text("format"))
+    if sparsity is not None:
+        sparsity.choice("format", ("dense",), "dense")
     if transforms is not None and transforms.names:
         raise fields.unsupported("transform_config", "none", transforms.names)
     groups = fields.inner("config_groups")
@@ -74,18 +72,15 @@ class _Scheme:
 
     @classmethod
     def of(cls, group: ConfigFields, default_format: str) -> _Scheme:
-        """Of one of ``config_groups``."""
+        """The numbers of one of ``config_groups``."""
         for name in ("input_activations", "output_activations"):
             if name in group:
                 raise group.unsupported(name, "null (weights alone)", "quantised activations")
-        format = group.text("format", default_format)
-        if format != PACKED and format not in PLAIN:
-            raise group.unsupported("format", ", ".join((PACKED, *PLAIN)), format)
+        format = group.choice("format", (PACKED, *PLAIN), default_format)
         weights = group.inner("weights")
         if weights is None:
             raise group.wrong("weights", "an object", None)
-        if (kind := weights.text("type", "int")) != "int":
-            raise weights.unsupported("type", "int", kind)
+        weights.choice("type", ("int",), "int")
         possible = BITS if format == PACKED else (8,)
         if (bits := weights.integer("num_bits", default=8)) not in possible:
             raise weights.unsupported("num_bits", " and ".join(map(str, possible)), bits)
@@ -95,7 +90,7 @@ class _Scheme:
 
     @property
     def weight(self) -> str:
-        """Of the tensors, the one that holds the numbers."""
+        """The tensor that holds the numbers."""
         return "weight_packed" if self.packed else "weight"
 
     def fits(self, module: StoredModule) -> bool:
@@ -177,9 +172,7 @@ def _strategy(weights: ConfigFields) -> tuple[str, int]:
     """What shares a scale, and how many columns; -1: all of a row."""
     size = group_size(weights, None)
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = weights.text("strategy", by_size)
-    if strategy not in STRATEGIES:
-        raise weights.unsupported("strategy", ", ".join(STRATEGIES), strategy)
+    strategy = weights.choice("strategy", STRATEGIES, by_size)
     if (strategy == "group") != (size is not None and size > 0):
         raise weights.wrong("group_size", f"one of strategy {strategy}", size)
     return strategy, size if strategy == "group" else -1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,7 @@ from eecore.config import (
     RopeConfig,
     T5Config,
 )
-from eecore.errors import (
-    CheckpointError,
-    ModelError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-)
+from eecore.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
 from eecore.json_fields import ABOVE_ZERO, REQUIRED, JsonFields
 from eecore.readable import kind_of, shown_path
 from eecore.values import shown
@@ -71,9 +67,7 @@ WINDOW = 4096
 ROPE_FIELDS = {
     "default": {"rope_theta", "rope_type", "type", "partial_rotary_factor"},
     "linear": {"factor"},
-    "llama3": {
-        *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    },
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "yarn": {
         *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
         *("attention_factor", "mscale", "mscale_all_dim", "finetuned"),
@@ -95,13 +89,20 @@ T5_FUNCTIONS = {"relu": "relu", "gelu_tanh": "gelu_new", "silu": "silu"}
 
 
 class ConfigFields(JsonFields):
-    """Those of a model: what is valid and yet not to be had is an error of its own."""
+    """The fields of a model: what is valid and yet not supported is an error of its own."""
 
     def unsupported(self, name: str, expected: str, got: Any) -> UnsupportedModelError:
         """The error of a field."""
         return UnsupportedModelError(
             f"{self.where}: {self.prefix}{name}: supported are {expected}, got {shown(got)}"
         )
+
+    def choice(self, name: str, supported: Collection[str], default: Any = REQUIRED) -> str:
+        """A text, of those that are supported."""
+        text: str = self.text(name, default)
+        if text not in supported:
+            raise self.unsupported(name, ", ".join(supported), text)
+        return text
 
     def head_dim(self, name: str, default: Any = REQUIRED) -> int:
         """A head's size, of those that there are kernels for."""
@@ -136,7 +137,7 @@ def read_model_config(directory: Path) -> AnyModelConfig:
 
 
 def read_config_file(file: Path) -> AnyModelConfig:
-    """Those of a config.json, whatever it is called, and of the generation_config.json beside it.
+    """The config in a config.json, of any name, and in the generation_config.json beside it.
 
     Raises:
         ModelError: says which file is missing or wrong, and how.
@@ -264,9 +265,7 @@ def _t5_config(architecture: str, fields: ConfigFields, generation: ConfigFields
     if not fields.flag("is_encoder_decoder", True):
         raise fields.unsupported("is_encoder_decoder", "true", False)
     default = "relu" if architecture == "T5ForConditionalGeneration" else "gated-gelu"
-    projection = fields.text("feed_forward_proj", default)
-    if projection not in T5_ACTIVATIONS:
-        raise fields.unsupported("feed_forward_proj", ", ".join(T5_ACTIVATIONS), projection)
+    projection = fields.choice("feed_forward_proj", T5_ACTIVATIONS, default)
     activation = T5_ACTIVATIONS[projection]
     fields.text("dense_act_fn", None, one_of=[T5_FUNCTIONS[activation]])
     gated = activation != "relu"
@@ -358,9 +357,7 @@ def _rope_of(
     )
     if partial != 1:
         raise rope.unsupported("partial_rotary_factor", "1", partial)
-    rope_type = rope.text("rope_type", rope.text("type", "default"))
-    if rope_type not in ROPE_FIELDS:
-        raise rope.unsupported("rope_type", ", ".join(ROPE_FIELDS), rope_type)
+    rope_type = rope.choice("rope_type", ROPE_FIELDS, rope.text("type", "default"))
     unread = set(rope.names) - ROPE_FIELDS["default"] - ROPE_FIELDS[rope_type]
     for name in sorted(unread):
         warnings.warn(
@@ -369,39 +366,24 @@ def _rope_of(
             stacklevel=2,
         )
     theta = rope.number("rope_theta", *THETAS, fields.number("rope_theta", *THETAS, 10000.0))
-    original = fields.integer(
-        "original_max_position_embeddings",
-        1,
-        MOST_POSITIONS,
-        rope.integer("original_max_position_embeddings", 1, MOST_POSITIONS, max_position),
-    )
-    if rope_type == "default":
-        return RopeConfig(theta=theta, rotary_dim=head_dim)
-    if rope_type == "linear":
-        factor = rope.number("factor", *FACTORS)
-        return RopeConfig("linear", theta=theta, rotary_dim=head_dim, factor=factor)
+    name = "original_max_position_embeddings"
+    original = rope.integer(name, 1, MOST_POSITIONS, max_position)
+    original = fields.integer(name, 1, MOST_POSITIONS, original)
+    settings: dict[str, Any] = {}
+    if rope_type != "default":
+        default = max_position / original if rope_type == "yarn" else REQUIRED
+        settings["factor"] = rope.number("factor", *FACTORS, default)
+    if rope_type in ("llama3", "yarn"):
+        settings["original_max_position"] = original
     if rope_type == "llama3":
-        return RopeConfig(
-            "llama3",
-            theta=theta,
-            rotary_dim=head_dim,
-            factor=rope.number("factor", *FACTORS),
-            original_max_position=original,
-            low_freq_factor=rope.number("low_freq_factor", ABOVE_ZERO, FACTORS[1]),
-            high_freq_factor=rope.number("high_freq_factor", ABOVE_ZERO, FACTORS[1]),
-        )
-    factor = rope.number("factor", *FACTORS, max_position / original)
-    return RopeConfig(
-        "yarn",
-        theta=theta,
-        rotary_dim=head_dim,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=rope.number("beta_fast", 0.0, FACTORS[1], 0.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 0.0, FACTORS[1], 0.0) or 1.0,
-        truncate=rope.flag("truncate", True),
-        attention_factor=_yarn_attention_factor(rope, factor),
-    )
+        for name in ("low_freq_factor", "high_freq_factor"):
+            settings[name] = rope.number(name, ABOVE_ZERO, FACTORS[1])
+    if rope_type == "yarn":
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            settings[name] = rope.number(name, 0.0, FACTORS[1], 0.0) or usual
+        settings["truncate"] = rope.flag("truncate", True)
+        settings["attention_factor"] = _yarn_attention_factor(rope, settings["factor"])
+    return RopeConfig(rope_type, theta=theta, rotary_dim=head_dim, **settings)
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:

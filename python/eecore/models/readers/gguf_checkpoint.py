@@ -70,6 +70,7 @@ class GGUFCheckpoint(StoredTensors):
             for name in self.file.names
             if name != ROPE_FACTORS
         }
+        self.names, self.place = list(self.stored_as), path
         where = shown_path(path)
         fields = ConfigFields(self.values, where, CheckpointError)
         config = model_config(fields, ConfigFields({}, where, CheckpointError))
@@ -78,12 +79,8 @@ class GGUFCheckpoint(StoredTensors):
         check_tensors(self, config)
 
     @property
-    def names(self) -> list[str]:
-        return list(self.stored_as)
-
-    @property
-    def place(self) -> Path:
-        return self.file.path
+    def paths(self) -> list[Path]:
+        return self.file.paths
 
     def path_of(self, name: str) -> Path:
         return self.file.path_of(self.stored_as[name])
@@ -95,16 +92,15 @@ class GGUFCheckpoint(StoredTensors):
         return torch.float32
 
     def kind(self, name: str) -> str:
-        """What a tensor is stored in, "Q4_0" or "F16" for one."""
         return self.file.kind(self.stored_as[name])
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """Its kind, where that is one of blocks."""
+        """The kind of a tensor, where it is one of blocks."""
         kind = self.kind(name)
         return (kind,) if kind in ops.BLOCK_FORMATS else ()
 
     def num_bytes(self, name: str) -> int:
-        """That a tensor takes in the file."""
+        """Bytes of a tensor in the file."""
         return self.file.num_bytes(self.stored_as[name])
 
     def tensor(self, name: str) -> Tensor:
@@ -155,7 +151,7 @@ class GGUFCheckpoint(StoredTensors):
             return None
         place = str(self.place)
         chat = chat_settings(JsonFields(settings, place, CheckpointError))
-        return Tokenizer.of(backend, chat, place)
+        return Tokenizer(backend, chat, place)
 
     @cached_property
     def _num_heads(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from eecore.config import (
     RopeConfig,
 )
 from eecore.errors import CheckpointError, UnsupportedModelError
-from eecore.json_fields import ABOVE_ZERO
+from eecore.json_fields import ABOVE_ZERO, JsonFields
 from eecore.models.readers.config_json import FACTORS, THETAS
 from eecore.models.readers.gguf_file import GGUFFile
 from eecore.models.readers.gguf_tokenizer import special_token_ids
@@ -60,29 +60,26 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     architecture, fields = file.architecture, file.fields
     kind = fields.text("general.type", "model")
     if kind != "model":
-        raise UnsupportedModelError(
-            f"{file.path}: general.type: supported is model, got {shown_name(kind)}"
-        )
+        raise file.unsupported("general.type", "is model", shown_name(kind))
     if architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{file.path}: general.architecture: supported are {', '.join(ARCHITECTURES)}, "
-            f"got {shown_name(architecture)}"
-        )
-    if fields.integer(f"{architecture}.expert_count", default=0):
+        known = f"are {', '.join(ARCHITECTURES)}"
+        raise file.unsupported("general.architecture", known, shown_name(architecture))
+    own = file.fields_under(f"{architecture}.")
+    if own.integer("expert_count", default=0):
         raise UnsupportedModelError(f"{file.path}: expected a dense model, got one of experts")
-    if fields.integer(f"{architecture}.attention.sliding_window", default=0):
+    if own.integer("attention.sliding_window", default=0):
         raise UnsupportedModelError(f"{file.path}: expected full attention, got a sliding window")
-    _refuse_unread(file)
+    # A field of the architecture that is not read may change what the model computes.
+    for name, value in file.unread(f"{architecture}.", FIELDS).items():
+        raise file.unsupported(shown_name(name), "are models without it", shown(value))
     if "token_embd.weight" not in file.names:
         raise CheckpointError(f"{file.path}: expected tensor token_embd.weight, got none")
-    num_heads = fields.integer(f"{architecture}.attention.head_count", 1, MOST_HEADS)
-    hidden_size = fields.integer(f"{architecture}.embedding_length", 1, MOST_HIDDEN)
-    head_dim = fields.integer(
-        f"{architecture}.attention.key_length", default=hidden_size // num_heads
-    )
-    if not fields.flag(f"{architecture}.attention.causal", True):
-        raise UnsupportedModelError(f"{file.path}: attention.causal: supported is true, got False")
-    max_position = fields.integer(f"{architecture}.context_length", 1, MOST_POSITIONS)
+    num_heads = own.integer("attention.head_count", 1, MOST_HEADS)
+    hidden_size = own.integer("embedding_length", 1, MOST_HIDDEN)
+    head_dim = own.integer("attention.key_length", default=hidden_size // num_heads)
+    if not own.flag("attention.causal", True):
+        raise file.unsupported("attention.causal", "is true", False)
+    max_position = own.integer("context_length", 1, MOST_POSITIONS)
     vocab_size = file.shape("token_embd.weight")[0]
     bos, ends = special_token_ids(file, vocab_size)
     return {
@@ -90,123 +87,95 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         "model_type": architecture,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer(f"{architecture}.feed_forward_length", 1, MOST_INNER),
-        "num_hidden_layers": fields.integer(f"{architecture}.block_count", 1, MOST_LAYERS),
+        "intermediate_size": own.integer("feed_forward_length", 1, MOST_INNER),
+        "num_hidden_layers": own.integer("block_count", 1, MOST_LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.integer(
-            f"{architecture}.attention.head_count_kv", 1, num_heads, num_heads
-        ),
+        "num_key_value_heads": own.integer("attention.head_count_kv", 1, num_heads, num_heads),
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position,
-        "rms_norm_eps": _real(file, "attention.layer_norm_rms_epsilon", 0.0, 1.0, 1e-6),
+        "rms_norm_eps": _real(own, "attention.layer_norm_rms_epsilon", 0.0, 1.0, 1e-6),
         "tie_word_embeddings": "output.weight" not in file.names,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in file.names,
         "mlp_bias": "blk.0.ffn_up.bias" in file.names,
-        "rope_parameters": _rope_parameters(file, head_dim, max_position),
+        "rope_parameters": _rope_parameters(file, own, head_dim, max_position),
         "bos_token_id": bos,
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
     }
 
 
-def _refuse_unread(file: GGUFFile) -> None:
-    """A field of the architecture that is not read may change what the model computes."""
-    for name, value in file.unread(f"{file.architecture}.", FIELDS).items():
-        raise UnsupportedModelError(
-            f"{file.path}: {shown_name(name)}: supported are models without it, got {shown(value)}"
-        )
-
-
-def _real(file: GGUFFile, name: str, low: float, high: float, default: float) -> float:
+def _real(own: JsonFields, name: str, low: float, high: float, default: float) -> float:
     """A float32 value as the decimal number that was meant: 1e-05, not 9.99999975e-06."""
-    value = file.fields.number(f"{file.architecture}.{name}", low, high, default)
-    return float(f"{value:.7g}")
+    return float(f"{own.number(name, low, high, default):.7g}")
 
 
-def _rope_parameters(file: GGUFFile, head_dim: int, max_position: int) -> dict[str, Any]:
-    rope = f"{file.architecture}.rope"
-    theta = _real(file, "rope.freq_base", *THETAS, 10000.0)
-    rotary_dim = file.fields.integer(f"{rope}.dimension_count", default=head_dim)
+def _rope_parameters(
+    file: GGUFFile, own: JsonFields, head_dim: int, max_position: int
+) -> dict[str, Any]:
+    theta = _real(own, "rope.freq_base", *THETAS, 10000.0)
+    rotary_dim = own.integer("rope.dimension_count", default=head_dim)
     if rotary_dim != head_dim:
         raise UnsupportedModelError(
             f"{file.path}: rope.dimension_count: expected head_dim={head_dim}, got {rotary_dim}"
         )
-    kind = file.fields.text(f"{rope}.scaling.type", "linear")
+    kind = own.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(
-            f"{file.path}: rope.scaling.type: supported are none, linear, yarn, "
-            f"got {shown_name(kind)}"
-        )
-    factor = 1.0 if kind == "none" else _factor(file)
-    magnitude = _magnitude(file)
-    if _extrapolates(file, kind):
+        raise file.unsupported("rope.scaling.type", "are none, linear, yarn", shown_name(kind))
+    factor = 1.0 if kind == "none" else _factor(own)
+    # The factor of cosines and sines, on top of the one that yarn has by itself.
+    magnitude = math.prod(
+        _real(own, f"rope.scaling.{name}", ABOVE_ZERO, FACTORS[1], 1.0)
+        for name in ("attn_factor", "yarn_attn_factor")
+    )
+    # Whether dimensions that turn often are left as they are, as yarn has it; without that yarn is
+    # linear. A negative factor is an absent one.
+    usual = float(kind == "yarn")
+    given = _real(own, "rope.scaling.yarn_ext_factor", -FACTORS[1], FACTORS[1], usual)
+    if given > 0 and given != usual:
+        known = f"is 0 or {usual:g} for {kind}"
+        raise file.unsupported("rope.scaling.yarn_ext_factor", known, given)
+    if usual and given != 0:
         if ROPE_FACTORS in file.names:
-            raise _unsupported(file, "scaling.type", f"none beside {ROPE_FACTORS}", kind)
-        return _yarn_rope(file, theta, factor, magnitude, max_position)
+            raise file.unsupported("rope.scaling.type", f"is none beside {ROPE_FACTORS}", kind)
+        return _yarn_rope(own, theta, factor, magnitude, max_position)
     if magnitude != 1:
-        raise _unsupported(file, "scaling.attn_factor", "1 without yarn", magnitude)
+        raise file.unsupported("rope.scaling.attn_factor", "is 1 without yarn", magnitude)
     if ROPE_FACTORS in file.names:
         if factor != 1:
-            raise _unsupported(file, "scaling.factor", f"1 beside {ROPE_FACTORS}", factor)
+            raise file.unsupported("rope.scaling.factor", f"is 1 beside {ROPE_FACTORS}", factor)
         return _llama3_rope(file, theta, head_dim)
-    if factor == 1:
-        return {"rope_type": "default", "rope_theta": theta}
-    return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    linear = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    return {"rope_type": "default", "rope_theta": theta} if factor == 1 else linear
 
 
-def _unsupported(file: GGUFFile, name: str, expected: str, got: Any) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{file.path}: rope.{name}: supported is {expected}, got {got}")
-
-
-def _factor(file: GGUFFile) -> float:
+def _factor(own: JsonFields) -> float:
     """How far positions are stretched; 0 and what is absent are 1. ``scale_linear`` is its older
     name."""
-    factors = {}
-    for name in ("scaling.factor", "scale_linear"):
-        value = _real(file, f"rope.{name}", 0.0, FACTORS[1], 0.0)
+    names = ("rope.scaling.factor", "rope.scale_linear")
+    factor, older = values = [_real(own, name, 0.0, FACTORS[1], 0.0) for name in names]
+    for name, value in zip(names, values, strict=True):
         if 0 < value < FACTORS[0]:
-            field = f"{file.architecture}.rope.{name}"
-            raise file.fields.wrong(field, f"0, or a number of at least {FACTORS[0]:g}", value)
-        factors[name] = value
-    factor, older = factors.values()
+            raise own.wrong(name, f"0, or a number of at least {FACTORS[0]:g}", value)
     if factor and older and factor != older:
-        field = f"{file.architecture}.rope.scale_linear"
-        raise file.fields.wrong(field, f"what rope.scaling.factor says, {factor:g}", older)
+        raise own.wrong(names[1], f"what rope.scaling.factor says, {factor:g}", older)
     return factor or older or 1.0
 
 
-def _magnitude(file: GGUFFile) -> float:
-    """The factor of cosines and sines, on top of the one that yarn has by itself."""
-    names = ("attn_factor", "yarn_attn_factor")
-    values = (_real(file, f"rope.scaling.{name}", ABOVE_ZERO, FACTORS[1], 1.0) for name in names)
-    return math.prod(values)
-
-
-def _extrapolates(file: GGUFFile, kind: str) -> bool:
-    """Whether dimensions that turn often are left as they are, as yarn has it; without that yarn is
-    linear. A negative ``yarn_ext_factor`` is an absent one."""
-    usual = float(kind == "yarn")
-    given = _real(file, "rope.scaling.yarn_ext_factor", -FACTORS[1], FACTORS[1], usual)
-    if given > 0 and given != usual:
-        raise _unsupported(file, "scaling.yarn_ext_factor", f"0 or {usual:g} for {kind}", given)
-    return bool(usual and given != 0)
-
-
 def _yarn_rope(
-    file: GGUFFile, theta: float, factor: float, magnitude: float, max_position: int
+    own: JsonFields, theta: float, factor: float, magnitude: float, max_position: int
 ) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
-    rope["original_max_position_embeddings"] = file.fields.integer(
-        f"{file.architecture}.rope.scaling.original_context_length",
-        1,
-        MOST_POSITIONS,
-        max_position,
-    )
+    original = "rope.scaling.original_context_length"
+    rope: dict[str, Any] = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": own.integer(original, 1, MOST_POSITIONS, max_position),
+    }
     for name in ("beta_fast", "beta_slow"):
-        if f"{file.architecture}.rope.scaling.yarn_{name}" in file.fields:
-            rope[name] = _real(file, f"rope.scaling.yarn_{name}", ABOVE_ZERO, FACTORS[1], 1.0)
+        if f"rope.scaling.yarn_{name}" in own:
+            rope[name] = _real(own, f"rope.scaling.yarn_{name}", ABOVE_ZERO, FACTORS[1], 1.0)
     log = 0.1 * math.log(factor)
-    damped = _real(file, "rope.scaling.yarn_log_multiplier", 0.0, FACTORS[1], 0.0)
+    damped = _real(own, "rope.scaling.yarn_log_multiplier", 0.0, FACTORS[1], 0.0)
     if magnitude != 1 or damped:
         rope["attention_factor"] = magnitude * (log + 1) / (damped * log + 1)
     return rope
@@ -228,26 +197,13 @@ def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
         raise CheckpointError(
             f"{file.path}: {ROPE_FACTORS}: expected divisors up to {FACTORS[1]:g}, got {factor:g}"
         )
-    llama3 = RopeConfig(
-        "llama3",
-        theta,
-        head_dim,
-        factor=float(f"{factor:.7g}"),
-        original_max_position=8192,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-    )
-    plain = RopeConfig(theta=theta, rotary_dim=head_dim)
-    expected = frequencies(plain) / frequencies(llama3)
+    settings: dict[str, Any] = {"factor": float(f"{factor:.7g}")}
+    settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 = RopeConfig("llama3", theta, head_dim, original_max_position=8192, **settings)
+    expected = frequencies(RopeConfig(theta=theta, rotary_dim=head_dim)) / frequencies(llama3)
     if not torch.allclose(divisors, expected, rtol=1e-3):
         raise UnsupportedModelError(
             f"{file.path}: {ROPE_FACTORS}: expected the divisors of Llama 3.1, got others"
         )
-    return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": llama3.factor,
-        "low_freq_factor": llama3.low_freq_factor,
-        "high_freq_factor": llama3.high_freq_factor,
-        "original_max_position_embeddings": llama3.original_max_position,
-    }
+    rope: dict[str, Any] = {"rope_type": "llama3", "rope_theta": theta, **settings}
+    return rope | {"original_max_position_embeddings": llama3.original_max_position}

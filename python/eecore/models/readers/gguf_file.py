@@ -1,7 +1,8 @@
 """A GGUF file, or one in several parts: its metadata and tensors, all counts and lengths checked
 against the files' sizes.
 
-Nothing is allocated for a number that the file claims before it holds as many bytes.
+Nothing is allocated for a number that the file claims before it holds as many bytes. (The reader of
+the ``gguf`` package goes through as many items as a file claims, for hours in one of 100 bytes.)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,17 @@ __all__ = ["GGUFFile"]
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_FIELDS = 1 << 16
-MOST_TENSORS = 1 << 17
-MOST_ITEMS = 1 << 24
-"""Of an array."""
-MOST_BYTES = 1 << 24
-"""Of a string."""
-MOST_DIMENSIONS = 4
+MAX_FIELDS = 1 << 16
+MAX_TENSORS = 1 << 17
+MAX_ITEMS = 1 << 24
+"""Items of an array."""
+MAX_BYTES = 1 << 24
+"""Bytes of a string."""
+MAX_DIMENSIONS = 4
 MAX_PARTS = 99_999
 STRING, ARRAY = 8, 9
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+"""How ``struct`` names the numbers of each type."""
 
 
 class _Wrong(ValueError):
@@ -64,7 +54,7 @@ class _Cursor:
         self.at, self.end = 0, len(data)
 
     def take(self, size: int, what: str) -> int:
-        """Where the next ``size`` bytes are; goes behind them."""
+        """Where the next ``size`` bytes are; goes on after them."""
         left = len(self._data) - self.at
         if size > left:
             raise _Wrong(f"{what}: expected at most the {left} bytes that are left, got {size}")
@@ -73,8 +63,7 @@ class _Cursor:
 
     def number(self, form: str, what: str) -> Any:
         """One number."""
-        start = self.take(struct.calcsize(f"<{form}"), what)
-        return struct.unpack_from(f"<{form}", self._data, start)[0]
+        return self.numbers(form, 1, what)[0]
 
     def numbers(self, form: str, count: int, what: str) -> list[Any]:
         """As many numbers one after the other."""
@@ -91,7 +80,7 @@ class _Cursor:
 
     def text(self, what: str) -> str:
         """A string with its length before it."""
-        length = self.count("Q", MOST_BYTES, f"{what}: its length", num_bytes=1)
+        length = self.count("Q", MAX_BYTES, f"{what}: its length", num_bytes=1)
         start = self.take(length, what)
         try:
             return self._data[start : start + length].decode("utf-8")
@@ -108,14 +97,13 @@ class _Cursor:
             raise _Wrong(f"{what}: expected a type of 0..12, got {kind}")
         items = self.number("I", what)
         if items == STRING:
-            count = self.count("Q", MOST_ITEMS, f"{what}: its length", num_bytes=8)
+            count = self.count("Q", MAX_ITEMS, f"{what}: its length", num_bytes=8)
             return [self.text(f"{what}[{index}]") for index in range(count)]
         if items not in SCALARS:
             raise _Wrong(f"{what}: expected an array of numbers or strings, got type {items}")
-        form = SCALARS[items]
-        size = struct.calcsize(f"<{form}")
-        count = self.count("Q", MOST_ITEMS, f"{what}: its length", num_bytes=size)
-        return self.numbers(form, count, what)
+        size = struct.calcsize(SCALARS[items])
+        count = self.count("Q", MAX_ITEMS, f"{what}: its length", num_bytes=size)
+        return self.numbers(SCALARS[items], count, what)
 
 
 @dataclass(frozen=True)
@@ -125,7 +113,7 @@ class _StoredTensor:
     kind: int
     shape: tuple[int, ...]
     offset: int
-    """Of its bytes, in the part of the file that tensors are in; then in the file."""
+    """Where its bytes begin, in the part of the file that tensors are in; then in the file."""
     num_bytes: int
 
 
@@ -174,21 +162,30 @@ class GGUFFile:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return list(self._part_of)
 
     def path_of(self, name: str) -> Path:
         """The file that a tensor is in."""
         return self._part_of[name].path
 
+    def fields_under(self, prefix: str) -> JsonFields:
+        """The fields whose names begin with a prefix, without it."""
+        values = self.fields.values
+        under = {name[len(prefix) :]: values[name] for name in values if name.startswith(prefix)}
+        return JsonFields(under, shown_path(self.path), CheckpointError, prefix)
+
+    def unsupported(self, name: str, supported: str, got: Any) -> UnsupportedModelError:
+        """The error of a field; ``supported`` is "are llama, qwen2" for one."""
+        return UnsupportedModelError(f"{self.path}: {name}: supported {supported}, got {got}")
+
     def unread(self, prefix: str, known: Collection[str]) -> dict[str, Any]:
         """The fields under a prefix that are neither known nor switched off (0, false, empty)."""
-        values = self.fields.values
-        names = {name for name in values if name.startswith(prefix) and values[name]}
-        return {name: values[name] for name in sorted(names - {prefix + name for name in known})}
+        values = self.fields_under(prefix).values
+        return {prefix + n: values[n] for n in sorted(values) if values[n] and n not in known}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, as torch counts dimensions: the one that changes fastest comes last."""
+        """The shape of a tensor in torch's order: the dimension that changes fastest comes last."""
         return self._stored(name).shape
 
     def kind(self, name: str) -> str:
@@ -196,7 +193,7 @@ class GGUFFile:
         return str(self._type(self._stored(name).kind).name)
 
     def num_bytes(self, name: str) -> int:
-        """That a tensor takes."""
+        """Bytes of a tensor."""
         return self._stored(name).num_bytes
 
     def blocks(self, name: str) -> Tensor:
@@ -264,8 +261,8 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"{path}: version: supported are little-endian 2 and 3, got {version}"
             )
-        num_tensors = cursor.count("Q", MOST_TENSORS, "the number of tensors", num_bytes=24)
-        num_fields = cursor.count("Q", MOST_FIELDS, "the number of fields", num_bytes=13)
+        num_tensors = cursor.count("Q", MAX_TENSORS, "the number of tensors", num_bytes=24)
+        num_fields = cursor.count("Q", MAX_FIELDS, "the number of fields", num_bytes=13)
         metadata: dict[str, Any] = {}
         for index in range(num_fields):
             name = cursor.text(f"the name of field {index}")
@@ -285,7 +282,7 @@ class GGUFFile:
         return metadata, _placed(tensors, begin, alignment, cursor.end)
 
     def _stored_tensor(self, cursor: _Cursor, name: str) -> _StoredTensor:
-        count = cursor.count("I", MOST_DIMENSIONS, f"{name}: its dimensions", num_bytes=8)
+        count = cursor.count("I", MAX_DIMENSIONS, f"{name}: its dimensions", num_bytes=8)
         shape = tuple(reversed(cursor.numbers("Q", count, name)))
         kind = cursor.number("I", name)
         offset = cursor.number("Q", name)
@@ -312,7 +309,7 @@ def _mapped(path: Path) -> mmap.mmap:
 def _placed(
     tensors: dict[str, _StoredTensor], begin: int, alignment: int, end: int
 ) -> dict[str, _StoredTensor]:
-    """The tensors with their offsets in the file, where they neither overlap nor end behind it."""
+    """The tensors with their offsets in the file, where they neither overlap nor end after it."""
     placed = {}
     reached = begin
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -323,5 +320,5 @@ def _placed(
                 f"at {start}"
             )
         reached = start + tensor.num_bytes
-        placed[name] = _StoredTensor(tensor.kind, tensor.shape, start, tensor.num_bytes)
+        placed[name] = replace(tensor, offset=start)
     return {name: placed[name] for name in tensors}

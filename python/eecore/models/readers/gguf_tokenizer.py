@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from eecore.config import MOST_VOCAB
-from eecore.errors import ModelError, UnsupportedModelError
+from eecore.errors import ModelError
+from eecore.json_fields import JsonFields
 from eecore.models.text.tokenizer_files import library_error
 from eecore.tensor_files import shown_name
 from eecore.values import shown
@@ -23,10 +23,11 @@ from eecore.values import shown
 if TYPE_CHECKING:
     from eecore.models.readers.gguf_file import GGUFFile
 
-MOST_MERGES = 1 << 22
-MOST_CHARACTERS = 1024
-"""Of a SentencePiece token, all of whose halves are looked up."""
+MAX_MERGES = 1 << 22
+MAX_CHARACTERS = 1024
+"""Characters of a SentencePiece token, all of whose halves are looked up."""
 
+PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 ROLES = {
@@ -118,9 +119,10 @@ SPLITS = {
 def special_token_ids(file: GGUFFile, vocab_size: int) -> tuple[int | None, list[int]]:
     """The beginning-of-sequence id, and the ids that end generation: those that the file names,
     then those of special tokens that are known to end a turn."""
-    bos, *ends = (_token_id(file, name, vocab_size) for name in ("bos_token_id", *ENDS))
-    tokens = file.fields.texts("tokenizer.ggml.tokens", (), most=vocab_size)
-    types = file.fields.integers("tokenizer.ggml.token_type", default=(), most=vocab_size)
+    fields = file.fields_under(PREFIX)
+    bos, *ends = (_token_id(fields, name, vocab_size) for name in ("bos_token_id", *ENDS))
+    tokens = fields.texts("tokens", (), most=vocab_size)
+    types = fields.integers("token_type", default=(), most=vocab_size)
     by_name = [
         index
         for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
@@ -138,9 +140,7 @@ def build_tokenizer(file: GGUFFile, vocab_size: int) -> tuple[Tokenizer, dict[st
     """
     kind = file.fields.text("tokenizer.ggml.model", "nothing")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.model: supported are gpt2, llama, got {shown_name(kind)}"
-        )
+        raise file.unsupported("tokenizer.ggml.model", "are gpt2, llama", shown_name(kind))
     vocabulary = _Vocabulary.of(file, kind, vocab_size)
     for name, value in file.unread("tokenizer.", FIELDS).items():
         if not name.startswith(f"{TEMPLATE}."):
@@ -163,31 +163,41 @@ class _Vocabulary:
     """The tokens of a file, each list as long as the other."""
 
     kind: str
+    fields: JsonFields
     tokens: tuple[str, ...]
     types: tuple[int, ...]
     """None, or one a token."""
-    unknown: int | None
 
     @classmethod
     def of(cls, file: GGUFFile, kind: str, vocab_size: int) -> _Vocabulary:
-        """Of the fields of a file; a CheckpointError when they do not go together."""
-        tokens = file.fields.texts("tokenizer.ggml.tokens", most=vocab_size)
-        types = file.fields.integers("tokenizer.ggml.token_type", default=(), most=vocab_size)
+        """The vocabulary of a file; a CheckpointError when its fields do not go together."""
+        fields = file.fields_under(PREFIX)
+        tokens = fields.texts("tokens", most=vocab_size)
+        types = fields.integers("token_type", default=(), most=vocab_size)
         if types and len(types) != len(tokens):
-            raise file.fields.wrong(
-                "tokenizer.ggml.token_type", f"{len(tokens)}, one a token", len(types)
-            )
-        return cls(kind, tokens, types, _token_id(file, "unknown_token_id", len(tokens)))
+            raise fields.wrong("token_type", f"{len(tokens)}, one a token", len(types))
+        return cls(kind, fields, tokens, types)
+
+    def named(self, name: str) -> str | None:
+        """The token of a field with its id, where there is one."""
+        index = _token_id(self.fields, name, len(self.tokens))
+        return None if index is None else self.tokens[index]
+
+    def bpe(self, merges: list[Any], **options: Any) -> Tokenizer:
+        """A tokenizer of these tokens."""
+        ids = {token: index for index, token in enumerate(self.tokens)}
+        return Tokenizer(BPE(ids, merges, **options))
 
 
 def _built(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, dict[str, Any]]:
     if vocabulary.kind == "gpt2":
         tokenizer, add_bos = _byte_level(file, vocabulary)
     else:
-        tokenizer, add_bos = _sentencepiece(file, vocabulary), True
+        tokenizer, add_bos = _sentencepiece(vocabulary), True
     _add_whole_tokens(vocabulary, tokenizer)
-    roles = _role_tokens(file, vocabulary.tokens)
-    _surround(file, tokenizer, roles, add_bos)
+    tokens = {role: vocabulary.named(name) for role, name in ROLES.items()}
+    roles = {role: token for role, token in tokens.items() if token is not None}
+    _surround(vocabulary.fields, tokenizer, roles, add_bos)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **roles,
@@ -195,11 +205,10 @@ def _built(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, dict[str
         "model_max_length": file.fields.integer(f"{file.architecture}.context_length"),
     }
     templates = _templates(file)
-    if list(templates) == ["default"]:
-        settings["chat_template"] = templates["default"]
-    elif templates:
-        listed = [{"name": name, "template": text} for name, text in templates.items()]
-        settings["chat_template"] = listed
+    listed = [{"name": name, "template": text} for name, text in templates.items()]
+    if templates:
+        alone = list(templates) == ["default"]
+        settings["chat_template"] = templates["default"] if alone else listed
     return tokenizer, settings
 
 
@@ -218,12 +227,14 @@ def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, boo
     kind = file.fields.text("tokenizer.ggml.pre", "nothing")
     split = SPLITS.get(kind)
     if split is None:
-        raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.pre: supported are {', '.join(SPLITS)}, "
-            f"got {shown_name(kind)}"
-        )
-    merges = [tuple(merge.split(" ", 1)) for merge in _merges(file)]
-    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=split.ignore_merges))
+        known = f"are {', '.join(SPLITS)}"
+        raise file.unsupported("tokenizer.ggml.pre", known, shown_name(kind))
+    merges = vocabulary.fields.texts("merges", most=MAX_MERGES)
+    for merge in merges:
+        if " " not in merge:
+            raise vocabulary.fields.wrong("merges", "pairs with a space between", merge)
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    tokenizer = vocabulary.bpe(pairs, ignore_merges=split.ignore_merges)
     if split.composes:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = []
@@ -237,28 +248,20 @@ def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, boo
     return tokenizer, split.add_bos
 
 
-def _sentencepiece(file: GGUFFile, vocabulary: _Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     """BPE over characters, with bytes for what the vocabulary lacks, as Llama 2 has it."""
-    tokens, unknown = vocabulary.tokens, vocabulary.unknown
-    scores = file.fields.numbers("tokenizer.ggml.scores", most=len(tokens))
+    fields, tokens = vocabulary.fields, vocabulary.tokens
+    scores = fields.numbers("scores", most=len(tokens))
     if len(scores) != len(tokens):
-        raise file.fields.wrong("tokenizer.ggml.scores", f"{len(tokens)}, one a token", len(scores))
+        raise fields.wrong("scores", f"{len(tokens)}, one a token", len(scores))
     longest = max(map(len, tokens), default=0)
-    if longest > MOST_CHARACTERS:
-        raise file.fields.wrong(
-            "tokenizer.ggml.tokens", f"tokens of at most {MOST_CHARACTERS} characters", longest
-        )
-    tokenizer = Tokenizer(
-        _bpe(
-            vocabulary,
-            _merges_of_scores(tokens, scores),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    if longest > MAX_CHARACTERS:
+        raise fields.wrong("tokens", f"tokens of at most {MAX_CHARACTERS} characters", longest)
+    unknown = vocabulary.named(ROLES["unk_token"])
+    merges = _merges_of_scores(tokens, scores)
+    tokenizer = vocabulary.bpe(merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = [normalizers.Replace(" ", SPACE)]
-    prefixed = file.fields.flag("tokenizer.ggml.add_space_prefix", True)
+    prefixed = fields.flag("add_space_prefix", True)
     prefix = [normalizers.Prepend(SPACE)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, *spaces])
     strip = [decoders.Strip(" ", left=1)] if prefixed else []
@@ -280,18 +283,6 @@ def _merges_of_scores(tokens: tuple[str, ...], scores: tuple[float, ...]) -> lis
     return [pair for *_, pair in sorted(merges)]
 
 
-def _merges(file: GGUFFile) -> tuple[str, ...]:
-    merges: tuple[str, ...] = file.fields.texts("tokenizer.ggml.merges", most=MOST_MERGES)
-    for merge in merges:
-        if " " not in merge:
-            raise file.fields.wrong("tokenizer.ggml.merges", "pairs with a space between", merge)
-    return merges
-
-
-def _bpe(vocabulary: _Vocabulary, merges: list[Any], **options: Any) -> BPE:
-    return BPE({token: index for index, token in enumerate(vocabulary.tokens)}, merges, **options)
-
-
 def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
     """Tokens that are never cut: control tokens, which are special, and user-defined ones."""
     unknown = UNKNOWN if vocabulary.kind == "llama" else CONTROL
@@ -302,22 +293,19 @@ def _add_whole_tokens(vocabulary: _Vocabulary, tokenizer: Tokenizer) -> None:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
 
 
-def _role_tokens(file: GGUFFile, tokens: tuple[str, ...]) -> dict[str, str]:
-    ids = {role: _token_id(file, name, len(tokens)) for role, name in ROLES.items()}
-    return {role: tokens[token_id] for role, token_id in ids.items() if token_id is not None}
-
-
-def _token_id(file: GGUFFile, name: str, count: int = MOST_VOCAB) -> int | None:
+def _token_id(fields: JsonFields, name: str, count: int) -> int | None:
     """An id below ``count``, where the file has one."""
-    token_id: int | None = file.fields.integer(f"tokenizer.ggml.{name}", 0, count - 1, None)
+    token_id: int | None = fields.integer(name, 0, count - 1, None)
     return token_id
 
 
-def _surround(file: GGUFFile, tokenizer: Tokenizer, roles: dict[str, str], add_bos: bool) -> None:
+def _surround(
+    fields: JsonFields, tokenizer: Tokenizer, roles: dict[str, str], add_bos: bool
+) -> None:
     """Beginning and end tokens around a text, where the file asks for them."""
     wanted = {
-        "bos_token": file.fields.flag("tokenizer.ggml.add_bos_token", add_bos),
-        "eos_token": file.fields.flag("tokenizer.ggml.add_eos_token", False),
+        "bos_token": fields.flag("add_bos_token", add_bos),
+        "eos_token": fields.flag("add_eos_token", False),
     }
     around = {role: [roles[role]] if add and role in roles else [] for role, add in wanted.items()}
     if any(around.values()):

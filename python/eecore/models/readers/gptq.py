@@ -33,9 +33,7 @@ MAX_OVERRIDES = 1 << 12
 
 def gptq(fields: ConfigFields) -> Layout:
     """The layout of a config.json's ``quantization_config``."""
-    format = fields.text("checkpoint_format", fields.text("format", "gptq"))
-    if format not in FORMATS:
-        raise fields.unsupported("checkpoint_format", ", ".join(FORMATS), format)
+    format = fields.choice("checkpoint_format", FORMATS, fields.text("format", "gptq"))
     settings = (format == "gptq", fields.flag("desc_act", False))
     whole = _scheme(fields, None, 128, *settings)
     schemes = {whole: None}

@@ -100,7 +100,7 @@ def _loaded(
         raise ModelError(
             f"weights: expected None with {stored.own_form}, which has its own, got {weights!r}"
         )
-    what = choose_model_dtype(dtype, where, stored.model_dtype(config, where), config)
+    what = choose_dtype(dtype, where, stored.model_dtype(config, where), config)
     if isinstance(stored, QuantisedCheckpoint):
         warn_of_floats(stored, what)
     loaded = load_weights(stored, config, where, what, coding=coding, num_layers=num_layers)
@@ -111,7 +111,7 @@ def _loaded(
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """That of a model directory or GGUF file, without the weights; None when there is none.
+    """The tokenizer of a model directory or GGUF file, without the weights; None without one.
 
     Raises:
         ModelError: a file of it cannot be used, or has other ids than the model.
@@ -153,7 +153,7 @@ def load_first_layers(
 
 
 def read_config(path: Path) -> AnyModelConfig:
-    """Of a model directory, or of a GGUF file."""
+    """The config of a model directory, or of a GGUF file."""
     return GGUFCheckpoint(path).config if kind_of(path) == "a file" else read_model_config(path)
 
 
@@ -194,36 +194,26 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(
-    dtype: str | torch.dtype | None, device: torch.device, stored: torch.dtype
+    dtype: str | torch.dtype | None,
+    device: torch.device,
+    stored: torch.dtype,
+    config: AnyModelConfig,
 ) -> torch.dtype:
     """The dtype asked for, or the one that suits the checkpoint and the device."""
+    is_t5 = isinstance(config, T5Config)  # whose states overflow float16
     if dtype is None:
         if device.type == "cuda":
-            return stored
+            return torch.bfloat16 if is_t5 and stored == torch.float16 else stored
         fast = "avx512_bf16" in ops.build_info()["cpu_capabilities"]
         return torch.bfloat16 if stored == torch.bfloat16 and fast else torch.float32
     name = str(dtype).removeprefix("torch.")
     chosen = DTYPES.get(name)
     if chosen is None:
         raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {name}")
-    if chosen == torch.float16 and device.type == "cpu":
-        raise ModelError("dtype: expected float32 or bfloat16 on the CPU, got float16")
+    if chosen == torch.float16 and (device.type == "cpu" or is_t5):
+        where = "on the CPU" if device.type == "cpu" else "for T5, which overflows it"
+        raise ModelError(f"dtype: expected float32 or bfloat16 {where}, got float16")
     return chosen
-
-
-def choose_model_dtype(
-    dtype: str | torch.dtype | None,
-    device: torch.device,
-    stored: torch.dtype,
-    config: AnyModelConfig,
-) -> torch.dtype:
-    """:func:`choose_dtype` for a model: T5's states overflow float16."""
-    chosen = choose_dtype(dtype, device, stored)
-    if chosen != torch.float16 or not isinstance(config, T5Config):
-        return chosen
-    if dtype is not None:
-        raise ModelError("dtype: expected float32 or bfloat16 for T5, got float16, which overflows")
-    return torch.bfloat16
 
 
 def choose_coding(weights: str | None) -> Coding | None:

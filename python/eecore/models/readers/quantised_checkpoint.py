@@ -89,7 +89,7 @@ class QuantisedCheckpoint(StoredTensors):
     """
 
     def __init__(self, files: Checkpoint, layout: Layout, config: ModelConfig) -> None:
-        self._files = files
+        self._files, self.place = files, files.place
         self._layout = layout
         self.own_form = f"a directory of {layout.method}"
         untied = replace(config, tie_word_embeddings=False)
@@ -104,15 +104,11 @@ class QuantisedCheckpoint(StoredTensors):
         own = {f"{module}.{part}" for module in modules for part in layout.parts}
         own = {name for name in own if f"{_split(name)[0]}.weight" in self._layers}
         others = [name for name in files.names if name not in own and name not in self._layers]
-        self._names = [*self._layers, *(name for name in others if not self._is_padding(name))]
+        self.names = [*self._layers, *(name for name in others if not self._is_padding(name))]
 
     @property
-    def names(self) -> list[str]:
-        return self._names
-
-    @property
-    def place(self) -> Path:
-        return self._files.place
+    def paths(self) -> list[Path]:
+        return self._files.paths
 
     def path_of(self, name: str) -> Path:
         return self._files.path_of(name) if name not in self._layers else self.place
@@ -124,13 +120,12 @@ class QuantisedCheckpoint(StoredTensors):
         return torch.float32 if name in self._layers else self._files.dtype(name)
 
     def kind(self, name: str) -> str:
-        """What a tensor is stored in, "F16" or "gptq int4" for one."""
         if name not in self._layers:
             return self._files.stored_dtype(name)
         return f"{self._layout.method} int{self._matrix(name).bits}"
 
     def forms(self, name: str) -> tuple[str, ...]:
-        """What holds a tensor exactly besides floats."""
+        """What holds a tensor exactly, other than floats."""
         return self._layers[name].forms if name in self._layers else ()
 
     def not_in_blocks(self, name: str) -> str:

@@ -46,7 +46,7 @@ class StoredModule:
         return f"{self.name}.{part}" in self.checkpoint
 
     def shape(self, part: str) -> Shape:
-        """Of a tensor that is there."""
+        """The shape of a tensor that is there."""
         return self.checkpoint.shape(f"{self.name}.{part}")
 
     def tensor(self, part: str) -> Tensor:

@@ -100,14 +100,14 @@ def load_weights(
 
 
 def memory_of(
-    checkpoint: StoredTensors, config: ModelConfig, dtype: torch.dtype
+    checkpoint: StoredTensors, config: AnyModelConfig, dtype: torch.dtype
 ) -> dict[str, tuple[str, int]]:
     """What each tensor of a checkpoint becomes, "Q4_0" or "F32" for two, and its bytes."""
     forms = runs_as(checkpoint)
     floats = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     found = {}
-    meta = LlamaWeights.empty(config, NewWeights("meta", dtype))
-    for name in meta.by_checkpoint_name(config, embeddings_name(config, checkpoint)):
+    embeddings = embeddings_name(config, checkpoint)
+    for name in empty_weights(config, embeddings, NewWeights("meta", dtype))[1]:
         size, field = math.prod(checkpoint.shape(name)), field_of(name)
         form = "floats" if field is None else forms[field]
         if form == "floats":
@@ -142,7 +142,7 @@ def _block_format(forms: tuple[str, ...]) -> str | None:
 
 
 def field_of(name: str) -> str | None:
-    """Of LlamaWeights, that a matrix of a checkpoint is in; None of other tensors."""
+    """The field of LlamaWeights that a matrix of a checkpoint is in; None for other tensors."""
     stem, _, kind = name.rpartition(".")
     if kind != "weight":
         return None
@@ -150,14 +150,14 @@ def field_of(name: str) -> str | None:
 
 
 def packed_bytes(checkpoint: StoredTensors, name: str) -> int:
-    """Of memory that a matrix takes in its block format."""
+    """Bytes that a matrix takes in its block format."""
     format = _block_format(checkpoint.forms(name))
     assert format is not None
     return ops.packed_bytes(format, *checkpoint.shape(name))
 
 
 class _StoredForms:
-    """Those that a checkpoint has its matrices in."""
+    """The forms that a checkpoint has its matrices in."""
 
     def __init__(self, checkpoint: StoredTensors) -> None:
         self._checkpoint = checkpoint

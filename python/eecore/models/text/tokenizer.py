@@ -46,28 +46,26 @@ class Tokenizer:
 
     Args:
         backend: of the tokenizers library.
-        special_tokens: role to token, as chat templates see them: bos_token, eos_token, ...
-        chat_template: that of all conversations.
-        named_templates: others by name; ``tool_use`` is for conversations with tools.
+        settings: special tokens, and chat templates, of which ``tool_use`` is for conversations
+            with tools.
         name: what errors call it.
     """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        *,
-        special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
-        named_templates: Mapping[str, str] | None = None,
+        settings: ChatSettings | None = None,
         name: str = "tokenizer",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
-        self.special_tokens = dict(special_tokens or {})
-        self.chat_template = chat_template
-        self.named_templates = dict(named_templates or {})
-        self.name = name
+        self._backend, self.name = backend, name
+        settings = settings or ChatSettings()
+        self.special_tokens = dict(settings.special_tokens)
+        """Role to token, as chat templates see them: bos_token, eos_token, ..."""
+        self.named_templates = dict(settings.templates)
+        self.chat_template = self.named_templates.pop("default", None)
+        """The template of all conversations that have none by name."""
         self._compiled: ChatTemplate | None = None
 
     @classmethod
@@ -90,25 +88,8 @@ class Tokenizer:
                     stacklevel=3,
                 )
             return None
-        backend, settings = read_tokenizer(path, vocab_size), read_chat_settings(directory)
-        return cls.of(backend, settings, str(directory))
-
-    @classmethod
-    def of(cls, backend: tokenizers.Tokenizer, settings: ChatSettings, name: str) -> Tokenizer:
-        """A tokenizer with the special tokens and templates of its settings.
-
-        Args:
-            backend: of the tokenizers library.
-            settings: special tokens and templates.
-            name: what errors call it.
-        """
-        return cls(
-            backend,
-            special_tokens=settings.special_tokens,
-            chat_template=settings.templates.pop("default", None),
-            named_templates=settings.templates,
-            name=name,
-        )
+        backend = read_tokenizer(path, vocab_size)
+        return cls(backend, read_chat_settings(directory), str(directory))
 
     @property
     def vocab_size(self) -> int:
@@ -210,7 +191,7 @@ class Tokenizer:
         return IncrementalDecoder(lambda ids: _decoded_around(decode, ids, shown), prompt_ids)
 
     def hidden(self, tokens: Iterable[str]) -> dict[int, str]:
-        """Those of some tokens that are special, and so have no text, by their ids."""
+        """Special tokens among some tokens, which have no text, by their ids."""
         ids = {self.token_id(token): token for token in tokens}
         return {id: token for id, token in ids.items() if id is not None and not self.decode([id])}
 
@@ -314,7 +295,7 @@ class IncrementalDecoder:
         return self.extend((token_id,))
 
     def extend(self, token_ids: Iterable[int]) -> str:
-        """The same of several tokens at once."""
+        """The text that several tokens complete."""
         self._window += token_ids
         return self._take(whole=False)
 

@@ -19,18 +19,12 @@ from eecore.errors import CheckpointError, ModelNotFoundError
 from eecore.json_fields import JsonFields, parse_json
 from eecore.readable import read_bytes, shown_path
 
-__all__ = [
-    "ChatSettings",
-    "chat_settings",
-    "library_error",
-    "read_chat_settings",
-    "read_tokenizer",
-]
+__all__ = ["ChatSettings", "chat_settings", "library_error", "read_chat_settings", "read_tokenizer"]
 
-MOST_BYTES = 512 << 20
-"""Of a tokenizer.json; large ones of today have 35 million."""
-MOST_TEMPLATE_BYTES = 4 << 20
-MOST_GROWTH = 256
+MAX_BYTES = 512 << 20
+"""Bytes of a tokenizer.json; large ones of today have 35 million."""
+MAX_TEMPLATE_BYTES = 4 << 20
+MAX_GROWTH = 256
 """How many times longer a text may become."""
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"\\]*)"')
 TRIAL = "A trial, 1 + 1\n"
@@ -72,7 +66,7 @@ def read_tokenizer(path: Path, vocab_size: int | None = None) -> tokenizers.Toke
     Raises:
         CheckpointError: it is no tokenizer, cannot be used, or has other ids than the model.
     """
-    content, where = read_bytes(path, MOST_BYTES, CheckpointError), shown_path(path)
+    content, where = read_bytes(path, MAX_BYTES, CheckpointError), shown_path(path)
     _check_charsmaps(where, content)
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
@@ -125,9 +119,9 @@ def _parts(step: JsonFields) -> list[JsonFields]:
 def _check_step(name: str, parts: list[JsonFields]) -> None:
     step = parts[0]
     growth = prod(map(_growth, parts))
-    if growth > MOST_GROWTH:
+    if growth > MAX_GROWTH:
         raise CheckpointError(
-            f"{step.where}: {name}: expected a text to grow {MOST_GROWTH} times at most, "
+            f"{step.where}: {name}: expected a text to grow {MAX_GROWTH} times at most, "
             f"got {growth:.6g}"
         )
     if name == "post_processor":
@@ -260,7 +254,7 @@ def _listed_templates(settings: JsonFields) -> dict[str, str]:
 
 
 def _template_text(path: Path) -> str:
-    content = read_bytes(path, MOST_TEMPLATE_BYTES, CheckpointError, ModelNotFoundError)
+    content = read_bytes(path, MAX_TEMPLATE_BYTES, CheckpointError, ModelNotFoundError)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
