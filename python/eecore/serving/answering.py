@@ -187,7 +187,7 @@ class Generation(Answer[Asking]):
         with tally:
             try:
                 with anyio.fail_after(service.timeout):
-                    if asked.streams:
+                    if asked.body.stream:
                         await self._stream(asked, shape, tally, send)
                         return
                     outputs = await self._outputs(asked, tally)
