@@ -340,9 +340,9 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, whole()] = None
 
     def __post_init__(self) -> None:
-        check_fields(self, RequestError)
         if self.prompt_logprobs is None:
             check_field(self, "max_tokens", whole(1), RequestError)
+        check_fields(self, RequestError)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
