@@ -307,4 +307,5 @@ def help_of(kind: type, name: str) -> str:
     """A field in a line: the first sentence about it, and the values that it may have."""
     words = described(kind).get(name, "").partition(". ")[0].removesuffix(".").replace("``", "")
     words, rule = words[:1].upper() + words[1:], rules_of(kind).get(name, FLAG)
-    return words if rule is FLAG else f"{words} ({rule.expected.removeprefix('None or ')})"
+    values = rule.expected.removeprefix("None or ").replace(f"..{INT32_MAX}", " or more")
+    return words if rule is FLAG else f"{words} ({values})"

@@ -49,6 +49,7 @@ MAX_LAYERS = 10_000
 def _said(mode: str, name: str, *flags: str, form: str = "", **details: Any) -> Any:
     """The option for a field of a mode, with its words, range and default."""
     words = help_of(MODES[mode].policy, name)
+    words = words[:1].lower() + words[1:]
     words = f"{words.partition(' (at most')[0]}, {form}" if form else words
     default = MODES[mode].fields.get(name)
     if "show_default" not in details and default not in (None, frozenset()):
@@ -114,10 +115,14 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True)
-class ExitOptions(MeasureOptions):
+class _Said:
+    exit: str | None = option(None, EXIT_HELP, show_default=USUAL_EXIT)
+
+
+@dataclass(frozen=True)
+class ExitOptions(MeasureOptions, _Said):
     """``--exit`` and the options that go with one mode; None where not given."""
 
-    exit: str | None = option(None, EXIT_HELP, show_default=USUAL_EXIT)
     batch_mode: Annotated[str | None, _said("confident", "batch")] = None
     calibration: CalibrationFile = None
     draft_threshold: Annotated[float | None, _said("speculative", "draft_threshold")] = None
