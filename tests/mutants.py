@@ -702,8 +702,8 @@ SERVER = (
     Mutant(
         "seats-leak",
         "python/eecore/serving/admission.py",
-        "self._admission.taken -= self._count",
-        "self._admission.taken -= 1",
+        "self.taken -= seats.count",
+        "self.taken -= 1",
         "tests/serving/test_endpoints.py",
     ),
     Mutant(

@@ -11,7 +11,6 @@ from eecore.guide import Guide
 from eecore.values import (
     FLAG,
     MIN_POSITIVE,
-    check_field,
     check_fields,
     choice,
     instance,
@@ -86,7 +85,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         check_fields(self, ModelError, "rope.")
         positions = whole(int(self.type in ("llama3", "yarn")), MOST_POSITIONS)
-        check_field(self, "original_max_position", positions, ModelError, "rope.")
+        check_fields(self, ModelError, "rope.", {"original_max_position": positions})
         for name, ok, expected in (
             ("rotary_dim", self.rotary_dim % 2 == 0, "an even size"),
             (
@@ -228,9 +227,10 @@ class T5Config:
 
     def __post_init__(self) -> None:
         check_fields(self, ModelError)
-        check_field(self, "decoder_start_token_id", whole(0, self.vocab_size - 1), ModelError)
-        distances = whole(self.num_buckets // 2 + 1, MOST_DISTANCE)
-        check_field(self, "max_distance", distances, ModelError)
+        start = whole(0, self.vocab_size - 1)
+        distance = whole(self.num_buckets // 2 + 1, MOST_DISTANCE)
+        rules = {"decoder_start_token_id": start, "max_distance": distance}
+        check_fields(self, ModelError, rules=rules)
         if self.num_buckets % 4:
             raise ModelError(f"num_buckets: expected a multiple of 4, got {self.num_buckets}")
 
@@ -278,6 +278,9 @@ class T5Config:
 
 
 AnyModelConfig = ModelConfig | T5Config
+
+
+_SOME_TOKENS = {"max_tokens": whole(1)}
 
 
 @dataclass(frozen=True)
@@ -340,9 +343,9 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, whole()] = None
 
     def __post_init__(self) -> None:
-        check_fields(self, RequestError)
         if self.prompt_logprobs is None:
-            check_field(self, "max_tokens", whole(1), RequestError)
+            check_fields(self, RequestError, rules=_SOME_TOKENS)
+        check_fields(self, RequestError)
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same with a seed; what has been checked is not checked again."""

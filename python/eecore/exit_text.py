@@ -26,7 +26,16 @@ from eecore.values import rules_of, shown
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MODES", "ExitTextError", "Mode", "exit_text", "parse_exit", "said_exit", "usual_exit"]
+__all__ = [
+    "FORMS",
+    "MODES",
+    "ExitTextError",
+    "Mode",
+    "exit_text",
+    "parse_exit",
+    "said_exit",
+    "usual_exit",
+]
 
 
 class ExitTextError(ExitError):
@@ -122,6 +131,8 @@ MODES = {
     )
 }
 """The list of modes, by name."""
+FORMS = tuple(mode.form for mode in MODES.values() if not mode.is_partial)
+"""The texts that say a policy."""
 
 
 def usual_exit(device: torch.device) -> str:

@@ -165,6 +165,9 @@ class FixedExit(Exit):
     """The model cut at ``exit_layer``: every token comes from ``head(h[E])`` (LayerSkip §4.2).
 
     Layers from ``exit_layer`` up are never run nor filled, not for the prompt either.
+
+    Args:
+        exit_layer: layers that run, 1..num_layers.
     """
 
     exit_layer: Annotated[int, layer()]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from numbers import Integral, Real
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -27,7 +27,6 @@ __all__ = [
     "MIN_POSITIVE",
     "Rule",
     "as_index",
-    "check_field",
     "check_fields",
     "choice",
     "described",
@@ -79,7 +78,7 @@ def shown(value: object) -> str:
 def as_whole(value: object, low: float = -math.inf, high: float = math.inf) -> int | None:
     """An integer, numpy's included, of low..high as an int; None for all else, and for bools."""
     try:
-        if isinstance(value, bool) or not isinstance(value, Integral):
+        if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
             return None
         number = int(value)
     except Exception:
@@ -92,7 +91,7 @@ def as_real(value: object, low: float = -math.inf, high: float = math.inf) -> fl
     bools.
     """
     try:
-        if isinstance(value, bool) or not isinstance(value, Real):
+        if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
             return None
         number = float(value)
     except Exception:
@@ -153,17 +152,18 @@ class Rule:
 def whole(low: int = 0, high: int = INT32_MAX) -> Rule:
     """An int of low..high."""
     expected = f"a whole number, {low}..{high}"
-    return Rule(lambda value: as_whole(value, low, high), expected, int)
+    return Rule(partial(as_whole, low=low, high=high), expected, int)
 
 
 def real(low: float, high: float, *, expected: str = "", or_zero: bool = False) -> Rule:
     """A float of low..high; or 0.0, where ``or_zero``."""
 
     def own(value: object) -> float | None:
-        zero = as_real(value, 0.0, 0.0) if or_zero else None
+        zero = as_real(value, 0.0, 0.0)
         return as_real(value, low, high) if zero is None else zero
 
-    return Rule(own, expected or f"{'0 or ' * or_zero}{low:g}..{high:g}", float)
+    expected = expected or f"{'0 or ' * or_zero}{low:g}..{high:g}"
+    return Rule(own if or_zero else partial(as_real, low=low, high=high), expected, float)
 
 
 def choice(*choices: str) -> Rule:
@@ -269,29 +269,28 @@ def _rules(kind: type) -> dict[str, Rule]:
 rules_of: Callable[[type], dict[str, Rule]] = cache(_rules)
 
 
-def check_fields(owner: object, error: type[Exception], prefix: str = "") -> None:
+def check_fields(
+    owner: object,
+    error: type[Exception],
+    prefix: str = "",
+    rules: Mapping[str, Rule] | None = None,
+) -> None:
     """Put plain values in the place of those that a frozen dataclass was made with.
 
     Args:
-        owner: the dataclass, whose fields have rules.
+        owner: the dataclass.
         error: what a field that cannot be used raises.
         prefix: of the names in messages.
+        rules: by field; None: those of the dataclass.
     """
-    for name, rule in rules_of(type(owner)).items():
-        check_field(owner, name, rule, error, prefix)
-
-
-def check_field(
-    owner: object, name: str, rule: Rule, error: type[Exception], prefix: str = ""
-) -> None:
-    """Check one field of a frozen dataclass, as :func:`check_fields` does."""
-    value = getattr(owner, name)
-    if value is None and rule.optional:
-        return
-    own = rule.own(value)
-    if own is None:
-        raise error(f"{prefix}{name}: expected {rule.expected}, got {shown(value)}")
-    object.__setattr__(owner, name, own)
+    for name, rule in (rules_of(type(owner)) if rules is None else rules).items():
+        value = getattr(owner, name)
+        if value is None and rule.optional:
+            continue
+        own = rule.own(value)
+        if own is None:
+            raise error(f"{prefix}{name}: expected {rule.expected}, got {shown(value)}")
+        object.__setattr__(owner, name, own)
 
 
 @cache
@@ -308,4 +307,5 @@ def help_of(kind: type, name: str) -> str:
     """A field in a line: the first sentence about it, and the values that it may have."""
     words = described(kind).get(name, "").partition(". ")[0].removesuffix(".").replace("``", "")
     words, rule = words[:1].upper() + words[1:], rules_of(kind).get(name, FLAG)
-    return words if rule is FLAG else f"{words} ({rule.expected.removeprefix('None or ')})"
+    values = rule.expected.removeprefix("None or ").replace(f"..{INT32_MAX}", " or more")
+    return words if rule is FLAG else f"{words} ({values})"

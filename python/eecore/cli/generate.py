@@ -120,8 +120,17 @@ def generate(
     policy = said or parse_exit(usual_exit(loaded.network.device))
     asked = [_chat_ids(loaded, text, system) for text in prompts] if chat else prompts
     lowest = policy.lowest_exit if printed.depth else None
-    results, progress = _results(loaded, prompts, printed.json, lowest)
-    code, outputs = _run(loaded, asked, policy, params, results, progress, printed.stats)
+    # On one terminal bar and text share a console, which keeps the bar below the text.
+    console, has_bar = Console(stderr=not sys.stdout.isatty()), False
+    results: Results
+    if len(prompts) == 1 and not printed.json:
+        results = StreamedText(prompts, loaded, lowest, asked[0])
+    else:
+        has_bar = len(prompts) > 1 and sys.stderr.isatty()
+        kind = JsonLines if printed.json else TextByPrompt
+        results = kind(prompts, loaded, lowest, console if has_bar and not console.stderr else None)
+    bar = _Bar(console, len(prompts)) if has_bar else None
+    code, outputs = _run(loaded, asked, policy, params, results, bar, printed.stats)
     if not chat and not sampling.stop and _says_nothing_unasked(loaded, prompts, outputs):
         say("note: the model ended at once; it has a template for conversations: --chat")
     return code
@@ -150,25 +159,11 @@ def _says_nothing_unasked(model: Model, prompts: list[Prompt], outputs: list[Out
     )
 
 
-def _report(index: int, output: Output) -> int:
-    """Say on stderr why a prompt failed, if it did; the exit code that this makes."""
-    if output.error is None:
-        return 0
-    say(f"error: prompt {index + 1}: {output.error}")
-    return FAILED
+class _Bar(Progress):
+    """How many prompts are done, and how fast, below the text."""
 
-
-def _results(
-    model: Model, prompts: list[Prompt], json: bool, lowest: int | None
-) -> tuple[Results, Progress | None]:
-    """Where outputs go, and for many prompts on a terminal a progress bar."""
-    if len(prompts) == 1:
-        return (JsonLines(prompts) if json else StreamedText(prompts, model, lowest)), None
-    # On one terminal bar and text share a console, which keeps the bar below the text.
-    console = Console(stderr=not sys.stdout.isatty())
-    progress = None
-    if sys.stderr.isatty():
-        progress = Progress(
+    def __init__(self, console: Console, total: int) -> None:
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -179,10 +174,10 @@ def _results(
             redirect_stderr=False,
             transient=True,
         )
-    shared = console if progress is not None and sys.stdout.isatty() else None
-    if json:
-        return JsonLines(prompts, shared), progress
-    return TextByPrompt(prompts, shared, model, lowest), progress
+        self._task = self.add_task("generating", total=total, speed="")
+
+    def show(self, done: int, speed: float) -> None:
+        self.update(self._task, completed=done, speed=f"{speed:.0f} tokens/s")
 
 
 def _run(
@@ -191,40 +186,35 @@ def _run(
     policy: Exit,
     sampling: SamplingParams,
     results: Results,
-    progress: Progress | None,
+    bar: _Bar | None,
     stats: bool,
 ) -> tuple[int, list[Output]]:
     """Serve the prompts; on Ctrl-C what there is goes out, marked as cancelled.
 
     Returns:
-        The exit code, and what came of each prompt, in any order.
+        The exit code, and the output of each prompt, in any order.
     """
     engine = model.engine()
     order = {
         engine.add_request(prompt, exit=policy, sampling=sampling): index
         for index, prompt in enumerate(prompts)
     }
-    if isinstance(results, StreamedText):
-        first = prompts[0]
-        known = model.tokenizer is not None and isinstance(first, str)
-        results.begin(model.tokenizer.encode(first) if known else first)  # type: ignore
     outputs: list[Output] = []
     started = time.perf_counter()
-    bar: Any = progress or nullcontext()
-    code = 0
-    with bar:
-        task = progress.add_task("generating", total=len(prompts), speed="") if progress else None
-        num_tokens = 0
+    code = num_tokens = 0
+    with bar or nullcontext():
         try:
             for step in engine.run():
+                index = order[step.request_id]
                 num_tokens += len(step.token_ids)
-                results.step(order[step.request_id], step)
+                results.step(index, step)
                 if step.output is not None:
                     outputs.append(step.output)
-                    code = max(code, _report(order[step.request_id], step.output))
-                if progress is not None and task is not None:
-                    speed = f"{num_tokens / (time.perf_counter() - started):.0f} tokens/s"
-                    progress.update(task, completed=len(outputs), speed=speed)
+                    if step.output.error is not None:
+                        say(f"error: prompt {index + 1}: {step.output.error}")
+                        code = FAILED
+                if bar is not None:
+                    bar.show(len(outputs), num_tokens / (time.perf_counter() - started))
         except KeyboardInterrupt:
             SIGNALS.arrived()
             code = INTERRUPTED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,23 @@ __all__ = ["JsonLines", "Results", "StreamedText", "TextByPrompt", "print_stats"
 class Results:
     """Where outputs go: in the order of the prompts, each as soon as those before it are there.
 
-    ``console`` is given where a progress bar lives on the terminal that the outputs go to.
+    Args:
+        prompts: as they were given.
+        model: what answers them.
+        lowest: paint text by depth from this layer up; None: do not.
+        console: the terminal that a progress bar shares with the outputs.
     """
 
-    def __init__(self, prompts: list[Prompt], console: Console | None = None) -> None:
-        self.prompts = prompts
-        self._shared = console
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        model: Model,
+        lowest: int | None,
+        console: Console | None = None,
+    ) -> None:
+        self.prompts, self.model, self.lowest = prompts, model, lowest
+        self.console = console or Console()
+        self._is_shared = console is not None
         self._waiting: dict[int, Output] = {}
         self._next = 0
 
@@ -51,14 +61,19 @@ class Results:
         """Print one output."""
         raise NotImplementedError
 
-    def line(self, text: str | Text) -> None:
+    def line(self, text: str | Text, end: str = "\n") -> None:
         """Print text and the end of its line."""
-        if self._shared is not None or isinstance(text, Text):
-            console = self._shared or Console()
+        if self._is_shared or isinstance(text, Text):
             # soft_wrap: the terminal breaks lines, rich leaves the text alone.
-            console.print(text, soft_wrap=True, highlight=False, markup=False)
-        else:
-            print(text, flush=True)
+            self.console.print(text, end=end, soft_wrap=True, highlight=False, markup=False)
+        elif text or end:
+            print(text, end=end, flush=True)
+
+    def painter(self, prompt_ids: list[int]) -> DepthPainter | None:
+        """Colours the answer to a prompt; None where there are no colours."""
+        if self.lowest is None or self.model.tokenizer is None or not has_colours(self.console):
+            return None
+        return DepthPainter(self.model, prompt_ids, self.lowest)
 
 
 class JsonLines(Results):
@@ -68,26 +83,17 @@ class JsonLines(Results):
         record: dict[str, Any] = {"index": index, "prompt": self.prompts[index]}
         for name in ("text", "token_ids", "finish_reason", "exit_layers", "confidences"):
             record[name] = getattr(output, name)
-        if output.logprobs is not None:
-            record["logprobs"] = output.logprobs
-        if output.top_logprobs is not None:
-            record["top_logprobs"] = output.top_logprobs
-        if output.error is not None:
-            record["error"] = output.error
+        for name in ("logprobs", "top_logprobs", "error"):
+            if getattr(output, name) is not None:
+                record[name] = getattr(output, name)
         record["stats"] = stats_dict(output)
-        ascii_alone = not says_all(sys.stdout)
-        self.line(json.dumps(_finite(record), ensure_ascii=ascii_alone, allow_nan=False))
+        # JSON has no NaN: null stands for it.
+        finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
+        self.line(json.dumps(finite, ensure_ascii=not says_all(sys.stdout)))
 
 
 class TextByPrompt(Results):
     """Each text under a line with the beginning of its prompt."""
-
-    def __init__(
-        self, prompts: list[Prompt], console: Console | None, model: Model, lowest: int | None
-    ) -> None:
-        super().__init__(prompts, console)
-        self._model = model
-        self._lowest = lowest  # paint by depth from this layer up
 
     def write(self, index: int, output: Output) -> None:
         prompt = self.prompts[index]
@@ -95,39 +101,41 @@ class TextByPrompt(Results):
         words = words if len(words) <= 60 else words[:57] + "..."
         lead = "\n" if index else ""
         self.line(f"{lead}==> {index + 1}/{len(self.prompts)}: {words}")
+        painter = self.painter(output.prompt_token_ids)
         if output.text is None:
             self.line(" ".join(map(str, output.token_ids)))
-        elif self._lowest is not None and has_colours(self._shared or Console()):
-            painter = DepthPainter(self._model, output.prompt_token_ids, self._lowest)
+        elif painter is not None:
             self.line(painter.add(output.token_ids, output.exit_layers, output.text))
         else:
             self.line(output.text)
-            if self._lowest is not None:
+            if self.lowest is not None:
                 self.line(f"[exit layers: {runs(output.exit_layers)}]")
 
 
 class StreamedText(Results):
-    """The text of a single prompt, as it comes."""
+    """The text of a single prompt, as it comes.
 
-    def __init__(self, prompts: list[Prompt], model: Model, lowest: int | None) -> None:
-        super().__init__(prompts)
-        self._model = model
-        self._lowest = lowest
-        self._console = Console()
-        self._painter: DepthPainter | None = None
+    Args:
+        prompts: as it was given.
+        model: what answers it.
+        lowest: paint text by depth from this layer up; None: do not.
+        asked: what the model is asked.
+    """
+
+    def __init__(
+        self, prompts: list[Prompt], model: Model, lowest: int | None, asked: Prompt
+    ) -> None:
+        super().__init__(prompts, model, lowest)
+        if model.tokenizer is not None and isinstance(asked, str):
+            asked = model.tokenizer.encode(asked)
+        self._painter = None if isinstance(asked, str) else self.painter(asked)
         self._layers: list[int] = []
         self._written = ""
-
-    def begin(self, prompt_ids: list[int]) -> None:
-        """The prompt's tokens, once they are known."""
-        colours = has_colours(self._console)
-        if self._lowest is not None and colours and self._model.tokenizer is not None:
-            self._painter = DepthPainter(self._model, prompt_ids, self._lowest)
 
     def step(self, index: int, step: StepOutput) -> None:
         self._layers += step.exit_layers
         text = step.text
-        if self._model.tokenizer is None:
+        if self.model.tokenizer is None:
             text = "".join(f"{token} " for token in step.token_ids)
         if self._painter is not None:
             self._put(self._painter.add(step.token_ids, step.exit_layers, text))
@@ -141,15 +149,12 @@ class StreamedText(Results):
             self._put(rest if self._painter is None else self._painter.paint(rest))
         if not self._written.endswith("\n"):
             print(flush=True)
-        if self._lowest is not None and self._painter is None:
+        if self.lowest is not None and self._painter is None:
             print(f"[exit layers: {runs(self._layers)}]", file=sys.stderr)
 
     def _put(self, text: str | Text) -> None:
         self._written += str(text)
-        if isinstance(text, Text):
-            self._console.print(text, end="", soft_wrap=True, highlight=False)
-        elif text:
-            print(text, end="", flush=True)
+        self.line(text, end="")
 
 
 def stats_dict(output: Output) -> dict[str, Any]:
@@ -190,14 +195,3 @@ def print_stats(outputs: list[Output], seconds: float) -> None:
     ):
         table.add_row(name, value)
     Console(stderr=True, markup=False).print(table)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null stands for it."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -15,14 +15,10 @@ from eecore.console.loading import OptionalModel, check_path, options_for, spinn
 from eecore.console.options import EngineOptions, option, takes_options
 from eecore.console.signals import INTERRUPTED, TERMINATED
 from eecore.console.streams import say
-from eecore.exit_text import MODES
+from eecore.exit_text import FORMS
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_BODY = 1 << 30
-FORMS = [
-    "calibrated[:MEASURE] (the threshold beside the model)",
-    *(mode.form for mode in MODES.values() if not mode.is_partial),
-]
 
 
 class Where(str, Enum):
@@ -68,7 +64,8 @@ class DepthOptions:
 
     exit: str | None = option(
         None,
-        f"The policy of requests that say nothing: {' | '.join(FORMS)}.",
+        f"The policy of requests that say nothing: {' | '.join(FORMS)} | calibrated[:MEASURE] (the "
+        "threshold beside the model).",
         show_default=USUAL_EXIT,
     )
     allow_exit: list[str] | None = option(

@@ -28,6 +28,7 @@ __all__ = [
     "ExitOptions",
     "ExitPoints",
     "Measure",
+    "MeasureOptions",
     "MinExitLayer",
     "SkipsFile",
     "parse_exit_points",
@@ -41,12 +42,14 @@ EXIT_HELP = (
 USUAL_EXIT = "auto on a CPU, full on a GPU"
 PANEL = "Exit mode"
 LAYERS = "such as 4,8,12-20"
+LISTS = {"exit_points", "skip_attention", "skip_mlp"}
 MAX_LAYERS = 10_000
 
 
 def _said(mode: str, name: str, *flags: str, form: str = "", **details: Any) -> Any:
     """The option for a field of a mode, with its words, range and default."""
     words = help_of(MODES[mode].policy, name)
+    words = words[:1].lower() + words[1:]
     words = f"{words.partition(' (at most')[0]}, {form}" if form else words
     default = MODES[mode].fields.get(name)
     if "show_default" not in details and default not in (None, frozenset()):
@@ -83,19 +86,44 @@ SkipsFile = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class ExitOptions:
-    """``--exit`` and the options that go with one mode; None where not given."""
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """How confidence is measured; None where not given."""
 
     PANEL: ClassVar = PANEL
 
-    exit: str | None = option(None, EXIT_HELP, show_default=USUAL_EXIT)
     measure: Measure = None
-    batch_mode: Annotated[str | None, _said("confident", "batch")] = None
     decay_tau: DecayTau = None
     exit_points: ExitPoints = None
     min_exit_layer: MinExitLayer = None
     classifier: ClassifierFile = None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that are given, but for ``--exit``."""
+        names = [each.name for each in fields(self) if each.name != "exit"]
+        return [name for name in names if getattr(self, name) is not None]
+
+    def settings(self, directory: Path | None) -> dict[str, Any]:
+        """The options that are given, as fields of a policy."""
+        found = {_field(name): getattr(self, name) for name in self.given}
+        for name in LISTS & found.keys():
+            found[name] = parse_layers(_flag(name), found[name])
+        if "classifier" in found:
+            found["classifier"] = load_classifier(found["classifier"], directory)
+        return found
+
+
+@dataclass(frozen=True)
+class _Said:
+    exit: str | None = option(None, EXIT_HELP, show_default=USUAL_EXIT)
+
+
+@dataclass(frozen=True)
+class ExitOptions(MeasureOptions, _Said):
+    """``--exit`` and the options that go with one mode; None where not given."""
+
+    batch_mode: Annotated[str | None, _said("confident", "batch")] = None
     calibration: CalibrationFile = None
     draft_threshold: Annotated[float | None, _said("speculative", "draft_threshold")] = None
     skip_attention: Annotated[str | None, _said("draft-verify", "skip_attention", form=LAYERS)] = (
@@ -109,7 +137,7 @@ class ExitOptions:
             mode, got = "", "no --exit"
         else:
             mode, got = self._parsed[0].name, f"--exit {self.exit}"
-        for name in self._given:
+        for name in self.given:
             kind = "draft-verify" if name == "skips" else _mode_of(_field(name))
             if kind != mode:
                 raise UsageError(f"{_flag(name)}: goes with --exit {kind}, got {got}")
@@ -122,12 +150,6 @@ class ExitOptions:
         except ExitTextError as error:
             raise UsageError(f"--{error}") from None
 
-    @property
-    def _given(self) -> list[str]:
-        """The options that are given, but for ``--exit``."""
-        names = [each.name for each in fields(self) if each.name != "exit"]
-        return [name for name in names if getattr(self, name) is not None]
-
     def policy(self, directory: Path | None = None) -> Exit:
         """The exit policy that is said; an ExitError when it contradicts itself.
 
@@ -137,7 +159,7 @@ class ExitOptions:
         mode, said = self._parsed
         if self.skips is not None:
             return self._searched(said)
-        settings = said | {_field(name): self._value(name, directory) for name in self._given}
+        settings = said | self.settings(directory)
         if self.calibration is not None:
             return self._calibrated(directory, settings)
         if self.classifier is not None:
@@ -151,13 +173,6 @@ class ExitOptions:
             )
         return mode.policy(**settings)
 
-    def _value(self, name: str, directory: Path | None) -> Any:
-        """An option as the field of its policy."""
-        given = getattr(self, name)
-        if name in ("exit_points", "skip_attention", "skip_mlp"):
-            return parse_layers(_flag(name), given)
-        return load_classifier(given, directory) if name == "classifier" else given
-
     def _calibrated(self, directory: Path | None, settings: dict[str, Any]) -> Exit:
         from eecore import exits
 
@@ -167,7 +182,7 @@ class ExitOptions:
                 "--exit: expected confident alone: the threshold is that of --calibration, got "
                 f"{self.exit!r}"
             )
-        for name in self._given:
+        for name in self.given:
             if name not in ("classifier", "calibration"):
                 raise UsageError(
                     f"{_flag(name)}: expected none beside --calibration, which holds it"

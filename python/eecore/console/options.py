@@ -105,16 +105,14 @@ class EngineOptions(LoadOptions):
 
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
     """A command that typer can read: dataclasses among its parameters become their options."""
-    hints = get_type_hints(command, include_extras=True)
     panels: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if dataclasses.is_dataclass(hints[name]):
-            panels[name] = hints[name]
-            parameters += _options(hints[name])
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if dataclasses.is_dataclass(parameter.annotation):
+            panels[name] = parameter.annotation
+            parameters += _options(parameter.annotation)
         else:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def called(**given: Any) -> int:

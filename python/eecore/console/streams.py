@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["OUTPUT_LOST", "finish_output", "flush_output", "prepare_streams", "say", "says_all"]
@@ -34,6 +35,8 @@ def prepare_streams() -> None:
         sys.stdout = _Closed()
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if not isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = _Diagnostics(sys.stderr)
 
 
@@ -49,41 +52,21 @@ class _Closed(io.TextIOBase):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF), "stdout")
 
 
-class _Diagnostics(io.TextIOBase):
+class _Diagnostics(io.TextIOWrapper):
     """A stderr whose failures stop nobody."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
-    def fileno(self) -> int:
-        return 2 if self._stream is None else int(self._stream.fileno())
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        super().__init__(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
+        self._stream = stream  # its end would close the buffer
 
     def write(self, text: str) -> int:
-        try:
-            if self._stream is not None:
-                self._stream.write(text)
-        except (OSError, ValueError):
-            self._stream = None
+        with suppress(OSError, ValueError):
+            super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.flush()
-        except (OSError, ValueError):
-            self._stream = None
+        with suppress(OSError, ValueError):
+            super().flush()
 
 
 def say(line: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from eecore.serving.refusals import ApiError, unavailable
 
@@ -11,7 +12,7 @@ __all__ = ["Admission", "Seats"]
 
 # Of the time that a request takes: how much the newest says.
 NEWEST = 0.1
-MOST_RETRY_S = 60
+MAX_RETRY_S = 60
 
 
 class Admission:
@@ -29,36 +30,37 @@ class Admission:
         self.is_closing = False
         self._seconds = 1.0  # that a request takes, recently
 
-    def seats(self) -> Seats:
-        """One for a request, for a start.
+    @contextmanager
+    def seats(self) -> Iterator[Seats]:
+        """The seats of a request, one for a start; given back when it is left.
 
         Raises:
             ApiError: 503: the server is closing. 429: all seats are taken.
         """
         if self.is_closing:
             raise unavailable("the server is shutting down", self.retry_after)
-        seats = Seats(self)
-        seats.take(1)
-        return seats
+        seats, since = Seats(self), time.monotonic()
+        try:
+            seats.take(1)
+            yield seats
+            # A request has been answered.
+            self._seconds += NEWEST * (time.monotonic() - since - self._seconds)
+        finally:
+            self.taken -= seats.count
 
     @property
     def retry_after(self) -> int:
         """Seconds after which there may be a seat again."""
         turns = max(self.taken - self.max_running, 0) / self.max_running + 1
-        return max(1, min(round(self._seconds * turns), MOST_RETRY_S))
-
-    def took(self, seconds: float) -> None:
-        """A request has been answered."""
-        self._seconds += NEWEST * (seconds - self._seconds)
+        return max(1, min(round(self._seconds * turns), MAX_RETRY_S))
 
 
 class Seats:
-    """Those that one request has taken; given back when it is left."""
+    """The seats that one request has taken."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._count = 0
-        self._since = time.monotonic()
+        self.count = 0
 
     def take(self, count: int) -> None:
         """Have so many in all.
@@ -67,7 +69,7 @@ class Seats:
             ApiError: 429: they are taken.
         """
         admission = self._admission
-        more = count - self._count
+        more = count - self.count
         if admission.taken + more > admission.capacity:
             raise ApiError(
                 429,
@@ -77,18 +79,4 @@ class Seats:
                 retry_after=admission.retry_after,
             )
         admission.taken += more
-        self._count = count
-
-    def __enter__(self) -> Seats:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._admission.taken -= self._count
-        self._count = 0
-        if kind is None:
-            self._admission.took(time.monotonic() - self._since)
+        self.count = count

@@ -130,7 +130,12 @@ class Answer(Response, Generic[Body]):
             await self._refuse(error, scope, receive, send)
 
     async def _answer(
-        self, body: bytes, _seats: Seats, scope: Scope, receive: Receive, send: Send
+        self,
+        body: bytes,
+        seats: Seats,  # noqa: ARG002
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         service = self._service
         said = await service.beside(lambda: self._says(service.served, read(self._kind, body)))
@@ -163,13 +168,13 @@ class Generation(Answer[Asking]):
         self._began = time.time_ns()
 
     async def _answer(
-        self, body: bytes, _seats: Seats, scope: Scope, receive: Receive, send: Send
+        self, body: bytes, seats: Seats, scope: Scope, receive: Receive, send: Send
     ) -> None:
         async def noted(message: Any) -> None:
             self._is_started = True
             await send(message)
 
-        await _unless_gone(receive, self._served(body, _seats, scope, receive, noted))
+        await _unless_gone(receive, self._served(body, seats, scope, receive, noted))
 
     async def _served(
         self, body: bytes, seats: Seats, scope: Scope, receive: Receive, send: Send
@@ -187,7 +192,7 @@ class Generation(Answer[Asking]):
         with tally:
             try:
                 with anyio.fail_after(service.timeout):
-                    if asked.streams:
+                    if asked.body.stream:
                         await self._stream(asked, shape, tally, send)
                         return
                     outputs = await self._outputs(asked, tally)

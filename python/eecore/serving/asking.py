@@ -52,16 +52,17 @@ class Asked:
     """As the request calls it."""
     choices: list[Choice]
     num_prompts: int
-    streams: bool
-    includes_usage: bool
-    wants_layers: bool
+    body: GenerationRequest
     logprobs: int | None
-    prompt_logprobs: int | None = None
-    """In vLLM's words."""
-    echoes_logprobs: bool = False
-    """Whether texts begin with those of their prompts."""
+    """How many other tokens have theirs beside each token's own."""
     calls: ExpectedCalls | None = None
-    """Of tools, to be read out of the answer."""
+    """Calls of tools, to be read out of the answer."""
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
 
     @property
     def prompt_tokens(self) -> int:
@@ -163,17 +164,7 @@ def _asked(
             except GuideError as error:
                 raise refusal_of(guided[0] if guided else "guide", error) from None
             choices.append(Choice(len(ids), echo, prepared))
-    return Asked(
-        model=body.model or served.name,
-        choices=choices,
-        num_prompts=len(given),
-        streams=bool(body.stream),
-        includes_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        wants_layers=bool(body.return_exit_layers),
-        logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        echoes_logprobs=echoes and logprobs is not None,
-    )
+    return Asked(body.model or served.name, choices, len(given), body, logprobs)
 
 
 def _with_calls(served: ServedModel, asked: Asked, calls: ExpectedCalls) -> Asked:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eecore.config import SamplingParams
+from eecore.exit_text import FORMS
 from eecore.serving.refusals import ApiError, invalid
 from eecore.values import help_of, shown
 
@@ -203,7 +204,8 @@ class GenerationRequest(Request):
     )
     exit: str | dict[str, Any] | None = Field(
         None,
-        description="How deep to go: `speculative:3,6`, or an object with a mode.",
+        description=f"How deep to go: {', '.join(FORMS)}, calibrated[:MEASURE], or an object with "
+        "a mode and its settings.",
         examples=["auto", "speculative:3,6", {"mode": "confident", "threshold": 0.9}],
     )
     return_exit_layers: bool | None = Field(

@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def _wants_tokens(self) -> bool:
-        return self.asked.wants_layers or self.asked.logprobs is not None
+        return bool(self.asked.body.return_exit_layers) or self.asked.logprobs is not None
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -122,7 +122,7 @@ class Shape:
         known: dict[str, Any] = {"logprobs": None}
         if self.asked.logprobs is not None:
             known["logprobs"] = self._logprobs(index, tokens)
-        if self.asked.wants_layers:
+        if self.asked.body.return_exit_layers:
             known["token_ids"] = tokens.token_ids
             known["tokens"] = [self.served.token_text(token) for token in tokens.token_ids]
             known["exit_layers"] = tokens.exit_layers
@@ -140,7 +140,7 @@ class Shape:
 
     def _scored(self, output: Output) -> dict[str, Any]:
         """The prompt's log-probabilities in vLLM's words, when they were asked for."""
-        count, entries = self.asked.prompt_logprobs, output.prompt_logprobs
+        count, entries = self.asked.body.prompt_logprobs, output.prompt_logprobs
         if count is None or entries is None:
             return {}
         return {"prompt_logprobs": in_vllms_words(self.served, entries, count)}
@@ -250,7 +250,8 @@ class CompletionShape(Shape):
 
     def _echoed(self, index: int, tokens: Tokens) -> dict[str, Any] | None:
         """Log-probabilities of the prompt that a text begins with."""
-        if not self.asked.echoes_logprobs or tokens.prompt_logprobs is None:
+        is_asked = self.asked.logprobs is not None and getattr(self.asked.body, "echo", False)
+        if not is_asked or tokens.prompt_logprobs is None:
             return None
         choice, count = self.asked.choices[index], self.asked.logprobs or 0
         ids, entries = choice.prepared.prompt_ids, tokens.prompt_logprobs

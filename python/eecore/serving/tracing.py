@@ -77,7 +77,7 @@ class Tracing:
                 "gen_ai.request.model": asked.model,
                 "gen_ai.usage.input_tokens": asked.prompt_tokens,
                 "eecore.exit": exit_text(asked.choices[0].prepared.exit),
-                "eecore.stream": asked.streams,
+                "eecore.stream": bool(asked.body.stream),
             },
         )
         return RequestSpan(span)
