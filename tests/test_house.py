@@ -29,6 +29,8 @@ CSRC = ROOT / "csrc"
 BASELINE = ("run.cpp", "crew.h", "crew.cpp")
 INCLUDE = ROOT / "include"
 PACKAGE = ROOT / "python" / "eecore"
+MAX_TRACKED_BYTES = 48 << 20
+"""Of the checkout: it is copied whole to machines that have a GPU."""
 
 
 @cache
@@ -415,6 +417,15 @@ def test_names_carry_meaning() -> None:
         relative = path.relative_to(ROOT)
         names = {*relative.parts[:-1], relative.name.split(".")[0]}
         assert not names & empty, f"{relative}: a name that says nothing"
+
+
+def test_tracked_files_are_small_enough_to_travel() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("these files are no checkout")
+    sizes = {path: path.stat().st_size for path in tracked_files()}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
+    whole = sum(sizes.values())
+    assert whole < MAX_TRACKED_BYTES, f"{whole:,} bytes, most in {[str(path) for path in largest]}"
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

@@ -112,8 +112,9 @@ class Head:
         self.network, self.taps, self._attended = network, settings.taps, settings.attended
         self._head = DraftHead(sizes, eps, network.weights.final_norm)
         with torch.no_grad():
+            tensors = file.floats
             for name, stored in tensor_names(sizes).items():
-                getattr(self._head, name).copy_(file.tensors[stored])
+                getattr(self._head, name).copy_(tensors[stored])
         self._vocabulary = file.vocabulary
         self._rows = network.weights.lm_head.weight[file.vocabulary].float()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
+
+from eecore.files import replacing
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -13,3 +16,12 @@ MODELS = ROOT / ".models"
 T5 = ROOT / "bench" / "models" / "calm-intents"
 PAGES = ROOT / "build" / "bench"
 """Pages and figures that are made of the results and kept nowhere."""
+
+
+def unpacked_t5() -> Path:
+    """The directory of the trained T5, its weights unpacked in it: git has them compressed."""
+    weights = T5 / "model.safetensors"
+    if not weights.exists():
+        with replacing(weights) as partial:
+            partial.write_bytes(lzma.decompress((T5 / "model.safetensors.xz").read_bytes()))
+    return T5

@@ -10,6 +10,7 @@ examples.jsonl, and a card with exact match by exit.
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -144,6 +145,8 @@ def main(
     lines = (data / "test.jsonl").read_text().splitlines(keepends=True)[:EXAMPLES]
     (target / "examples.jsonl").write_text("".join(lines))
     (target / "README.md").write_text(card(target, exact_match(target, data, count), count, took))
+    weights = target / "model.safetensors"
+    (target / f"{weights.name}.xz").write_bytes(lzma.compress(weights.read_bytes(), preset=9))
     for path in target.iterdir():
         path.chmod(0o644)  # safetensors are written for their owner alone
 

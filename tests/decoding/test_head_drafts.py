@@ -27,6 +27,7 @@ from eecore import (
 )
 from eecore.decoding.iterate import Iterations
 from eecore.models import KVCache, draft_head, load_head
+from eecore.models.readers.head_file import HeadFile, in_blocks, read_head_settings
 from eecore.planning.proposal import MAX_AHEAD
 from head_packs import Seen, reference_drafts, write_pack
 from tiny_models import random_prompts, scale_layers, write_model
@@ -407,6 +408,25 @@ def test_a_pack_is_named_found_or_left(directory: Path, tmp_path: Path) -> None:
 
 
 @cpu_only
+def test_a_head_in_blocks_drafts_as_the_one_in_floats(directory: Path, tmp_path: Path) -> None:
+    plain = eecore.load(directory, dtype="float32", exits=False)
+    pack = write_pack(tmp_path / "pack", plain, taps=(2,), inner=32, attended=((1, 0), (3, 1)))
+    texts = []
+    for stored in (lambda tensors: tensors, in_blocks):
+        file = pack / "head.safetensors"
+        save_file(stored(load_file(file)), file)
+        model = eecore.load(directory, dtype="float32", exits=pack)
+        outputs = eecore.generate(model, [[1, 2, 3]], max_tokens=12, exit=HeadDrafts(3, 0.0))
+        texts.append((outputs[0].token_ids, outputs[0].stats.drafted, outputs[0].stats.accepted))
+    assert texts[0] == texts[1]
+    settings = read_head_settings(pack)
+    blocks = HeadFile(pack, settings)
+    assert blocks.tensors["mlp.down"].dtype == torch.uint8
+    assert in_blocks(blocks.tensors).keys() == blocks.tensors.keys()
+    again = in_blocks(blocks.floats)["mlp.gate"]
+    assert again.shape == blocks.tensors["mlp.gate"].shape
+
+
 def test_beside_a_gguf_file(directory: Path, tmp_path: Path) -> None:
     from tiny_gguf import write_gguf
 
@@ -495,6 +515,18 @@ BAD_PACKS: dict[str, tuple[Any, str]] = {
     "truncated": (truncated, "head.safetensors: expected a whole safetensors file"),
     "a tensor less": (with_tensor("norm", lambda _: None), "norm: expected a tensor, got none"),
     "not finite": (with_tensor("norm", lambda t: t * float("nan")), "norm: expected finite"),
+    "a block less": (
+        with_tensor("mlp.gate", lambda _: torch.zeros(1, 24, 20, dtype=torch.uint8)),
+        r"mlp.gate: expected \[1, 24, 40\], got \[1, 24, 20\]",
+    ),
+    "blocks that are not finite": (
+        with_tensor("mlp.gate", lambda _: torch.full((1, 24, 40), 255, dtype=torch.uint8)),
+        "mlp.gate: expected finite",
+    ),
+    "a norm in blocks": (
+        with_tensor("norm", lambda _: torch.zeros(40, dtype=torch.uint8)),
+        "norm: expected a tensor of floats",
+    ),
     "whole numbers": (with_tensor("norm", lambda t: t.int()), "norm: expected a tensor of floats"),
     "ids beyond": (
         with_tensor("vocabulary", starting_at(1)),

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import eecore
+from bench.harness.places import T5, unpacked_t5
 from devices import cpu_only, load
 from eecore.calibration import read_examples
 from eecore.calibration.exit_scores import forced_states
 from eecore.lab.evaluation import Scored
 from eecore.models import model_digest
 
-DIRECTORY = Path(__file__).resolve().parents[2] / "bench" / "models" / "calm-intents"
+DIRECTORY = unpacked_t5()
 MEASURES = ("softmax", "state", "classifier")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,7 +40,8 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def test_it_is_small_and_says_what_it_is() -> None:
-    assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) < 20e6
+    packed = [path for path in T5.iterdir() if path.name != "model.safetensors"]
+    assert sum(path.stat().st_size for path in packed) < 13e6
     about = json.loads((DIRECTORY / "exits.json").read_text())
     assert about["model_sha256"] == model_digest(DIRECTORY)
     assert "exact match" in (DIRECTORY / "README.md").read_text()

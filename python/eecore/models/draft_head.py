@@ -28,7 +28,7 @@ from eecore.models.kv_cache import KVCache
 from eecore.models.linear import Linear
 from eecore.ops import Matrix
 
-__all__ = ["DraftHead", "HeadModel", "HeadSettings", "SeenKeys"]
+__all__ = ["DraftHead", "HeadModel", "HeadSettings", "SeenKeys", "head_floats"]
 
 LAYERS = "Q4_1"
 """Blocks of a head's own matrices."""
@@ -154,7 +154,7 @@ class DraftHead:
         network: the model; not changed.
         path: the pack's directory.
         settings: what its ``head.json`` says.
-        tensors: of the pack, by name, in float32.
+        tensors: of the pack, by name: float32, and matrices in uint8 as blocks of 4 bits.
         vocabulary: int64 [vocabulary_size], the tokens that it always knows.
     """
 
@@ -359,9 +359,20 @@ class _Form:
         return tensor.to(self._device, self._dtype).contiguous()
 
     def matrix(self, tensor: Tensor) -> Matrix:
+        if self.packs and tensor.dtype == torch.uint8:
+            return ops.pack_weight(tensor.contiguous(), LAYERS)
         if self.packs and tensor.shape[-1] % 32 == 0:
             return _packed(tensor, LAYERS)
-        return Matrix(self.floats(tensor))
+        return Matrix(self.floats(head_floats(tensor)))
+
+
+def head_floats(tensor: Tensor) -> Tensor:
+    """A tensor of a pack in float32: blocks of 4 bits as the numbers that they stand for."""
+    if tensor.dtype != torch.uint8:
+        return tensor.float()
+    packed = ops.pack_weight(tensor.flatten(0, -2).contiguous(), LAYERS)
+    assert packed.table is not None
+    return ops.unpack_weight(packed.weight, packed.table).view(*tensor.shape[:-1], -1)
 
 
 def _packed(tensor: Tensor, format: str) -> Matrix:

@@ -36,9 +36,10 @@ class TrainedHead:
     @torch.no_grad()
     def put_into(self, head: DraftHead) -> None:
         """Its weights into a head of the same sizes, but for attention that only that one has."""
+        tensors = self.file.floats
         for name, stored in tensor_names(head.sizes).items():
-            if stored in self.file.tensors:
-                getattr(head, name).copy_(self.file.tensors[stored])
+            if stored in tensors:
+                getattr(head, name).copy_(tensors[stored])
 
     @property
     def attends(self) -> bool:

@@ -6,12 +6,17 @@ It gets the one that is named, the one beside it, or one that ships.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import Tensor
+
+from eecore import ops
 from eecore.errors import ModelError
 from eecore.json_fields import JsonFields
-from eecore.models.draft_head import DraftHead, HeadSettings
+from eecore.models.draft_head import LAYERS, DraftHead, HeadSettings, head_floats
 from eecore.models.llama import LlamaModel
 from eecore.models.network import Network, network_digest
 from eecore.readable import kind_of, path_of, shown_path
@@ -27,6 +32,7 @@ __all__ = [
     "WEIGHTS_NAME",
     "HeadFile",
     "find_head",
+    "in_blocks",
     "load_head",
     "pack_beside",
     "read_head_settings",
@@ -38,6 +44,8 @@ VERSION, ATTENDING_VERSION = 1, 2
 """The version of a head that attends to nothing, and of one that attends to keys of the model."""
 KIND = "state and token"
 MAX_BLOCKS, MAX_WIDTH, MAX_ATTENDED = 16, 1 << 20, 64
+COLUMNS, BLOCK_BYTES = 32, 20
+"""Numbers of a block of 4 bits (``Q4_1``), and the bytes that they take."""
 
 
 def read_head_settings(path: Path) -> HeadSettings:
@@ -90,8 +98,26 @@ def _inner(fields: JsonFields, name: str) -> JsonFields:
     return inner
 
 
+def in_blocks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a pack with its matrices in blocks of 4 bits, as a CPU drafts with them.
+
+    A matrix is a tensor of floats named ``*.weight``, ``mlp.*`` or ``attention.*`` whose rows are
+    whole blocks; norms and the vocabulary stay as they are.
+    """
+    made = {}
+    for name, tensor in tensors.items():
+        is_matrix = tensor.is_floating_point() and not name.endswith("norm")
+        if is_matrix and tensor.shape[-1] % COLUMNS == 0:
+            rows = tensor.float().flatten(0, -2).contiguous()
+            tensor = ops.quantise_weight(rows, LAYERS).view(*tensor.shape[:-1], -1)
+        made[name] = tensor
+    return made
+
+
 class HeadFile:
     """The tensors of a pack, each checked against what ``head.json`` says of its shape.
+
+    Matrices are stored as floats, or as uint8 in blocks of 4 bits (:func:`in_blocks`).
 
     Args:
         path: the pack's directory.
@@ -127,16 +153,20 @@ class HeadFile:
             }
         with TensorFile(path / WEIGHTS_NAME, ModelError) as file:
             for name, shape in shapes.items():
-                if file.stored_dtype(name) not in ("F32", "BF16", "F16"):
-                    raise file.wrong(name, "a tensor of floats", file.stored_dtype(name))
+                stored = file.stored_dtype(name)
+                if stored == "U8" and not name.endswith("norm") and shape[-1] % COLUMNS == 0:
+                    shape = (*shape[:-1], shape[-1] // COLUMNS * BLOCK_BYTES)
+                elif stored not in ("F32", "BF16", "F16"):
+                    raise file.wrong(name, "a tensor of floats or blocks", stored)
                 _check_shape(file, name, shape)
             if file.stored_dtype("vocabulary") not in ("I32", "I64"):
                 raise file.wrong("vocabulary", "whole numbers", file.stored_dtype("vocabulary"))
             _check_shape(file, "vocabulary", (settings.vocabulary_size,))
-            self.tensors = {name: file.tensor(name).float() for name in shapes}
+            self.tensors = {name: _as_used(file.tensor(name)) for name in shapes}
+            """Floats in float32; blocks as they are stored."""
             self.vocabulary = file.tensor("vocabulary").long()
             for name, tensor in self.tensors.items():
-                if not tensor.isfinite().all():
+                if not _scales(tensor).isfinite().all():
                     raise file.wrong(name, "finite numbers", "others among them")
             lowest, highest = int(self.vocabulary.min()), int(self.vocabulary.max())
             if lowest < 0 or highest >= settings.vocab_size:
@@ -147,6 +177,23 @@ class HeadFile:
                 )
             if (self.vocabulary[1:] <= self.vocabulary[:-1]).any():
                 raise file.wrong("vocabulary", "ids in ascending order", "others")
+
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        """All tensors in float32, blocks as the numbers that they stand for."""
+        return {name: head_floats(tensor) for name, tensor in self.tensors.items()}
+
+
+def _as_used(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.uint8 else tensor.float()
+
+
+def _scales(tensor: Tensor) -> Tensor:
+    """The numbers that say whether a tensor is finite: of blocks their scales and minima."""
+    if tensor.dtype != torch.uint8:
+        return tensor
+    blocks = tensor.reshape(*tensor.shape[:-1], -1, BLOCK_BYTES)
+    return blocks[..., :4].contiguous().view(torch.float16)
 
 
 def _check_shape(file: TensorFile, name: str, shape: tuple[int, ...]) -> None:
