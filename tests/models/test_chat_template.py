@@ -186,7 +186,7 @@ def test_errors_name_the_template_and_the_limit(monkeypatch: pytest.MonkeyPatch)
     for source, said in (
         ("{{ 'a' * 10**9 }}", r"model: expected to take at most 0.5 s and 256 MiB, got more"),
         ("{{ 'a' * 99999 }}", r"model: expected at most \d+ characters, got more"),
-        ("a" * (1 << 20), "model: expected at most 262144 characters, got 1048576"),
+        ("a" * (1 << 20), "model: expected at most 131072 characters, got 1048576"),
         ("{% if %}", "model: expected a template, got: line 1: Expected an expression"),
         ("{{ messages.foo.bar }}", "UndefinedError|has no attribute"),
     ):

@@ -17,10 +17,12 @@ from eecore.models.text.messages import given_values
 
 __all__ = ["ChatTemplate", "ChatTemplateError", "MessagesRefused"]
 
-MAX_SOURCE = 256 << 10
+MAX_SOURCE = 128 << 10
 """Characters of a template; large ones of today have 40 thousand."""
 SECONDS, SECONDS_PER_CHARACTER = 0.5, 2e-7
 """CPU time of a rendering, and more of it for what the template is given."""
+SECONDS_PER_SOURCE = 4e-6
+"""More CPU time for a character of the template, which may have to be compiled."""
 MEMORY, MEMORY_PER_CHARACTER = 256 << 20, 32
 """Bytes of a rendering, and more of them for what the template is given."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 4 << 20, 16
@@ -79,7 +81,7 @@ class ChatTemplate:
 
     def _asked(self, values: dict[str, Any] | None, given: int) -> str:
         """What the template makes of values, of so many characters; nothing of None."""
-        seconds = SECONDS + SECONDS_PER_CHARACTER * given
+        seconds = SECONDS + SECONDS_PER_CHARACTER * given + SECONDS_PER_SOURCE * len(self.source)
         memory = MEMORY + MEMORY_PER_CHARACTER * given
         characters = CHARACTERS + CHARACTERS_PER_CHARACTER * given
         try:
