@@ -12,12 +12,12 @@ from typing import ParamSpec
 import typer
 
 from eecore.console.signals import INTERRUPTED, SIGNALS
-from eecore.console.streams import OUTPUT_LOST, flush_output, say
+from eecore.console.streams import NO_READER, OUTPUT_LOST, flush_output, say
 from eecore.errors import EecoreError, ModelError, RequestError
 
 __all__ = ["EXIT_CODES", "FAILED", "UsageError", "failure", "reports_failures"]
 
-FAILED, USAGE, MODEL, REQUEST, NO_READER = 1, 2, 3, 4, 141
+FAILED, USAGE, MODEL, REQUEST = 1, 2, 3, 4
 MOST_LETTERS = 2000
 
 EXIT_CODES = (

@@ -13,7 +13,15 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["OUTPUT_LOST", "finish_output", "flush_output", "prepare_streams", "say", "says_all"]
+__all__ = [
+    "NO_READER",
+    "OUTPUT_LOST",
+    "finish_output",
+    "flush_output",
+    "prepare_streams",
+    "say",
+    "says_all",
+]
 
 OUTPUT_LOST, NO_READER = 1, 141
 

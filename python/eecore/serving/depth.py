@@ -114,7 +114,7 @@ class Depths:
         if said is None:
             return self.policies.of(self.default)
         policy = self.policies.of(said)
-        if self._is_allowed(said, policy):
+        if self.allows(said, policy):
             return policy
         raise invalid(
             f"exit: expected one of {', '.join((self.default, *(self.allowed or ())))}, "
@@ -123,11 +123,8 @@ class Depths:
             code="exit_not_allowed",
         )
 
-    def allows(self, said: str | dict[str, Any]) -> bool:
-        """Whether requests may choose a policy."""
-        return self._is_allowed(said, self.policies.of(said))
-
-    def _is_allowed(self, said: str | dict[str, Any], policy: Exit) -> bool:
+    def allows(self, said: str | dict[str, Any], policy: Exit) -> bool:
+        """Whether requests may choose a policy, as it is said."""
         if self.allowed is None:
             return True
         mode = said.partition(":")[0] if isinstance(said, str) else said["mode"]

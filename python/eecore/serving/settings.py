@@ -89,7 +89,7 @@ def service_of(model: Servable, settings: ServerSettings) -> Service:
     usual = settings.exit or usual_exit(model.network.device)
     depths = Depths(policies, usual, settings.allow_exit, aliases)
     if settings.allow_exit is not None:
-        aliases = tuple(said for said in aliases if depths.allows(said))
+        aliases = tuple(said for said in aliases if depths.allows(said, policies.of(said)))
         depths = replace(depths, aliases=aliases)
     limits = model.engine_config
     if settings.max_num_seqs is not None:
